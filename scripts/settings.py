@@ -239,7 +239,7 @@ class _Timed:
         seconds = self.tokens | {f"{name} compiled": of_model for name, of_model in self.compiled.items()}
         if len(seconds) == len(self.counts) == 1:
             return None
-        parts = [f"milliseconds a token of plain decoding: {_milliseconds(seconds)}"]
+        parts = [f"milliseconds per token of plain decoding: {_milliseconds(seconds)}"]
         if len(self.counts) > 1:
             by_count = {str(n): min(self.by_threads[name, n] for name in self.models) for n in self.counts}
             parts.append(f"by eager threads: {_milliseconds(by_count)}")
@@ -281,7 +281,7 @@ def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[boo
         if host
         else "the GPU is the bound"
     )
-    return chosen == "compiled", f"milliseconds a token of plain decoding: {_milliseconds(seconds)}; {bound}{failure}"
+    return chosen == "compiled", f"milliseconds per token of plain decoding: {_milliseconds(seconds)}; {bound}{failure}"
 
 
 def _with_threads(count: int, call: Callable[[], object]) -> object:

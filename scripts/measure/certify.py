@@ -67,7 +67,7 @@ def certify_recommended(measured: Measured, prompts: Sequence[Tensor], unfinishe
         unfinished: what an earlier run has tested is there, and this one's tests go there.
     """
     while any(certificate == UNTESTED for certificate in measured.lossless.values()):
-        with phase("the setting whose law is to be tested"):
+        with phase("choosing the setting to test"):
             best = build_report(measured, require_law=False).recommendation
         method = Method(best.proposer or "", best.draft_length or 0)
         waiting = [key for key, of in measured.lossless.items() if of == UNTESTED and key[2] == method]

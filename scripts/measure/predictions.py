@@ -118,7 +118,7 @@ def advice(curves: Sequence[Curve], runs: Sequence[Run]) -> str | None:
     known = max((worst[key] for key in decoded if key in worst), default=0.0)
     if best is None or best in decoded or worst[best] <= max(known, 1.0) * WORTH_SAYING:
         return None
-    return f"The planner expects {worst[best]:.2f} times of {best[0]} with γ = {best[1]}, which was not decoded."
+    return f"By prediction, {best[0]} with γ = {best[1]}, which was not decoded, is {worst[best]:.2f} times as fast."
 
 
 def costs_entry(measured: Measured) -> CostsEntry | None:

@@ -134,7 +134,7 @@ def judge(
     if go:
         reason = f"{sentence}."
     elif gate is None and not departing[best]:
-        reason = f"Don't deploy: no drafter is faster than plain decoding for certain. The best, {sentence}."
+        reason = f"Don't deploy: no drafter is certain to be faster than plain decoding. As measured, {sentence}."
     else:
         reason = f"Don't deploy: {failures[best][0]}."
     return gate, Recommendation(
@@ -153,13 +153,13 @@ def _judged(settings: Settings, best: tuple[str, int], confidence: float, level:
         words = f"One setting (drafter and γ) was measured, and judged by Student's interval at {_level(level)}"
     else:
         words = (
-            f"The best of {len(settings)} settings (drafter and γ) was taken: each was judged by Student's interval at "
-            f"{_level(level)}, so that all hold together at {100 * confidence:.4g}%, and the speed-up said here is of "
-            "prompts that did not choose it"
+            f"The best of {len(settings)} settings (drafter and γ) was taken. Each was judged by Student's interval at "
+            f"{_level(level)}, so that all hold together at {100 * confidence:.4g}%. The speed-up in the verdict comes "
+            "from prompts that were not used to choose the setting"
         )
     tested = {
-        run.temperature: f"at T = {run.temperature:g} the law of its text was tested on {run.lossless.tokens:,} tokens "
-        f"(p = {run.lossless.p_value:.2g})"
+        run.temperature: f"at T = {run.temperature:g} the distribution of its text was tested on "
+        f"{run.lossless.tokens:,} tokens (p = {run.lossless.p_value:.2g})"
         for run in settings[best]
         if run.lossless.p_value is not None and run.lossless.tokens is not None
     }
@@ -235,7 +235,7 @@ def _departs(run: Run, require_law: bool) -> list[str]:
     if run.lossless.passed is False:
         return [f"the text is not the target's, for {_where(run)}: {run.lossless.reason}"]
     if require_law and run.temperature > 0 and not run.lossless.checked:
-        return [f"the law of the text was not tested, for {_where(run)}: {run.lossless.reason}"]
+        return [f"the distribution of the text was not tested, for {_where(run)}: {run.lossless.reason}"]
     return []
 
 

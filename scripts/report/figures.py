@@ -69,7 +69,7 @@ def length_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
             lengths = {run.draft_length: run.mean_acceptance_length for run in runs}
             series.append(Series(style[name], lengths, "points"))
         panels.append((f"T = {temperature:g}", series))
-    return _lines(panels, "τ over γ", "γ", "τ, tokens a target forward", level=1.0)
+    return _lines(panels, "τ over γ", "γ", "τ, tokens per target forward", level=1.0)
 
 
 def position_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:

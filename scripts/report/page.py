@@ -216,7 +216,7 @@ def _sentence(one: Comparison) -> dict[str, Any]:
     if more == 0:
         ending = "told apart"
     elif more is None:
-        ending = "nothing tells them apart"
+        ending = "too few prompts to tell them apart" if length.ci95 is None else "too close to tell them apart"
     else:
         ending = f"{more:,} more {'prompt' if more == 1 else 'prompts'} to tell these apart"
     return {

@@ -5,6 +5,7 @@ import os
 
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report
+from draftsmith.train.kinds.quantities import counted
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def markdown(report: Report) -> str:
             format_estimate(run.predicted_speedup, unit="×", spread="none"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"{_measured(report)} τ: tokens a target forward, bonus included; 95 % intervals over prompts."]
+    lines += ["", f"{_measured(report)} τ: tokens per target forward, bonus included; 95 % intervals over prompts."]
     return "\n".join(lines) + "\n"
 
 
@@ -45,11 +46,11 @@ def _measured(report: Report) -> str:
     if report.server is None:
         return (
             f"{prompts.count} prompts decoded, {prompts.replayed} replayed; {environment.device}, {environment.dtype}, "
-            f"{environment.threads} threads."
+            f"{counted(environment.threads, 'thread')}."
         )
     of = [f"{s.kind} {s.version or ''} at {s.url}".replace("  ", " ") for s in report.server.servers]
     warned = "".join(f" {warning}" for warning in report.server.warnings)
-    return f"{prompts.count} prompts asked of {' and '.join(of)}; B: requests at once.{warned}"
+    return f"{prompts.count} prompts sent to {' and '.join(of)}; B: requests at once.{warned}"
 
 
 def append_summary(report: Report) -> None:

@@ -9,6 +9,7 @@ from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
 from draftsmith.scripts.summary import figures_table
+from draftsmith.train.kinds.quantities import counted
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
@@ -84,7 +85,8 @@ def _first_token(report: Report, role: str, temperature: float, rows: int) -> st
 def _title(report: Report) -> str:
     environment = report.environment
     if report.server is None:
-        return f"{_prompts(report)}, {environment.dtype}, {environment.device}, {environment.threads} threads"
+        threads = counted(environment.threads, "thread")
+        return f"{_prompts(report)}, {environment.dtype}, {environment.device}, {threads}"
     served = report.server.servers[0]
     return f"{_prompts(report)}, {served.model} at {served.url}"
 

@@ -68,7 +68,7 @@ def test_the_fastest_is_chosen_and_said(pair, monkeypatch, capsys):
     assert found.drafter.model.dtype == torch.float32 and torch.get_num_threads() == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line == (
-        "settings: bfloat16, compiled, 2 threads, drafts float32; milliseconds a token of plain decoding: "
+        "settings: bfloat16, compiled, 2 threads, drafts float32; milliseconds per token of plain decoding: "
         "bfloat16 11.0, float32 9.0, bfloat16 compiled 6.0, float32 compiled 7.0; "
         "by eager threads: 1 10.0, 2 9.0, 4 13.0"
     )
@@ -160,7 +160,7 @@ def test_on_a_gpu_compiled_forwards_have_to_pay_and_the_bound_is_told(
     monkeypatch.setattr(settings, "median_seconds", median)
     monkeypatch.setattr(settings, "launch_seconds", lambda step, device, repeats: launching)
     found, why = settings.compiled_on_gpu(tiny_llama(0), compiled)
-    assert found == chosen and why.startswith("milliseconds a token of plain decoding: ") and told in why
+    assert found == chosen and why.startswith("milliseconds per token of plain decoding: ") and told in why
 
 
 def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(monkeypatch):

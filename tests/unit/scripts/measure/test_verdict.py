@@ -88,7 +88,7 @@ def test_what_may_be_no_faster_is_not():
     gate, verdict = Case().add("draft", 1.005).judge()
     assert verdict.measured_speedup.ci95[0] < 1 < verdict.measured_speedup.value
     assert gate is None and verdict.go is False and verdict.proposer == "draft"
-    assert verdict.reason.startswith("Don't deploy: no drafter is faster than plain decoding for certain.")
+    assert verdict.reason.startswith("Don't deploy: no drafter is certain to be faster than plain decoding.")
 
 
 def test_the_gate_on_speed_is_passed_by_the_lower_bound_at_its_level():
@@ -136,14 +136,15 @@ def test_sampled_text_whose_law_was_not_tested_is_not_deployed():
     assert case.judge()[1].go is True
     case.runs[1] = replace(case.runs[1], lossless=unchecked("lossless_tokens is 0"))
     gate, verdict = case.judge(min_speedup=1.1)
-    line = "the law of the text was not tested, for draft, γ = 4, at T = 0.7, batch size 1: lossless_tokens is 0"
+    where = "for draft, γ = 4, at T = 0.7, batch size 1"
+    line = f"the distribution of the text was not tested, {where}: lossless_tokens is 0"
     assert gate.failures == [line] and line in verdict.reason and verdict.go is False
     assert line in case.judge()[1].reason and case.judge()[1].go is False
     assert case.judge(min_speedup=1.1, require_law=False)[1].go is True
     case.runs[1] = replace(case.runs[1], lossless=Certificate(p_value=0.25, tokens=2000, passed=True))
     verdict = case.judge(min_speedup=1.1)[1]
     assert verdict.go and verdict.judged.endswith(
-        "; at T = 0.7 the law of its text was tested on 2,000 tokens (p = 0.25)."
+        "; at T = 0.7 the distribution of its text was tested on 2,000 tokens (p = 0.25)."
     )
 
 
@@ -158,7 +159,7 @@ def test_the_best_of_many_is_judged_at_a_level_that_holds_for_all():
         case.add("draft", 0.9, k=k)
     gate, verdict = case.judge(min_speedup=1.0)
     assert not gate.passed and "must exceed 1 with 99.58% confidence" in gate.failures[0]
-    assert verdict.judged.startswith("The best of 12 settings (drafter and γ) was taken: ")
+    assert verdict.judged.startswith("The best of 12 settings (drafter and γ) was taken. ")
     # The stock draft is no candidate where a gain over it is asked for.
     assert len(candidates(case.add("stock", 1.0, kind="baseline_draft").runs, 0.1)) == 12
     assert len(candidates(case.runs, None)) == 13
@@ -473,7 +474,7 @@ def test_advice_names_what_was_not_decoded_and_would_be_faster_everywhere():
     # γ = 2 is best at batch size 1, γ = 3 at the worse of both.
     speeds = {1: {2: 1.9, 3: 1.7, 4: 1.6}, 4: {2: 1.2, 3: 1.5, 4: 1.4}}
     assert advice([curve("draft", speeds)], runs) == (
-        "The planner expects 1.50 times of draft with γ = 3, which was not decoded."
+        "By prediction, draft with γ = 3, which was not decoded, is 1.50 times as fast."
     )
     # Nothing, where what was decoded is best, or as good as best, or nothing pays, or nothing was predicted.
     assert advice([curve("draft", {1: {3: 1.41, 4: 1.4}})], runs) is None

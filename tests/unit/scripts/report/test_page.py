@@ -250,7 +250,7 @@ def rich():
             "git_sha": "6473ffa1c0de",
             "compiled": True,
             "draft_dtypes": ["float32"],
-            "settings_by": "milliseconds a token of plain decoding: float32 9.1, bfloat16 10.6, bfloat16 compiled 6.5",
+            "settings_by": "milliseconds per token of plain decoding: float32 9.1, bfloat16 10, bfloat16 compiled 6.5",
         },
         "target": {"path": "models/target-36m", "parameters": 36_442_112, "dtype": "bfloat16"},
         "prompts": {"path": "heldout.jsonl", "count": 80, "replayed": 320, "categories": CATEGORIES},
@@ -431,7 +431,7 @@ def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(ful
         "Speed-up",
         "Runs",
         "Comparisons",
-        "τ: tokens a target forward",
+        "τ: tokens per target forward",
         "Acceptance by position",
         "Categories",
         "α measured and break-even α",
@@ -582,10 +582,10 @@ def test_text_that_repeats_itself_is_warned_of():
     report = minimal()
     for share, warned in ((0.3, True), (0.1, False)):
         report["runs"][0]["repeated_ngram_share"] = share
-        assert ("Text that repeats itself: of the n-grams 30" in words_of(report)) is warned
+        assert ("Text that repeats itself: 30" in words_of(report)) is warned
 
 
 def test_categories_of_few_prompts_are_counted_and_not_drawn():
     report = minimal()
     report["prompts"]["categories"] = {"code": 1, "prose": 4}
-    assert "fewer than 5 prompts tell nothing for certain: 2 categories" in words_of(report)
+    assert "fewer than 5 prompts are too few for an interval: 2 categories" in words_of(report)
