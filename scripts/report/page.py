@@ -6,12 +6,12 @@ section of which nothing was measured is left out.
 
 import base64
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from draftsmith.decode.measurement.certificate import Certificate
@@ -46,14 +46,9 @@ def write_page(report: Report, path: Path) -> None:
 
 def render_page(report: Report) -> str:
     """Return the page of a report as HTML."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "estimate": estimate, "bytes": size, "visible": visible}
-    environment.filters |= {"bucket": _bucket, "picture": _picture}
-    environment.tests |= {"measured": has_value}
-    source = resources.files("draftsmith.scripts.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     style = figures.styles(report)
     opening = _opening(report)
-    return environment.from_string(source).render(
+    return _template().render(
         report=report,
         environment=asdict(report.environment),
         style=style,
@@ -80,6 +75,17 @@ def render_page(report: Report) -> str:
         comparisons=_comparisons(report),
         certificate=_certificate(report),
     )
+
+
+@cache
+def _template() -> Template:
+    """Return the page's template, compiled once: that takes longer than to fill it in."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"number": number, "estimate": estimate, "bytes": size, "visible": visible}
+    environment.filters |= {"bucket": _bucket, "picture": _picture}
+    environment.tests |= {"measured": has_value}
+    source = resources.files("draftsmith.scripts.report").joinpath("report.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(source)
 
 
 def number(value: float | None, form: str = ".2f") -> str:

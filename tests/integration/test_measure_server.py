@@ -4,8 +4,8 @@ import json
 import re
 from pathlib import Path
 
-import jsonschema
 import pytest
+from jsonschema import Draft202012Validator
 from simulated_server import MODEL, simulated_server
 
 from draftsmith.scripts import cli
@@ -13,6 +13,7 @@ from draftsmith.scripts.measure.server import observe
 from draftsmith.scripts.report.schema import report_schema
 
 COUNT, NEW = 12, 40
+VALIDATOR = Draft202012Validator(report_schema())
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def measure(tmp_path, capsys):
         path = tmp_path / "out" / "report.json"
         report = json.loads(path.read_text()) if path.exists() else None
         if report is not None:
-            jsonschema.validate(report, report_schema())
+            VALIDATOR.validate(report)
         out = capsys.readouterr()
         run.out = out.out
         return code, report, out.err

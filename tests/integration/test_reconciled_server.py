@@ -5,9 +5,9 @@ import random
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import jsonschema
 import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
 from simulated_server import Simulated, simulated_server
 
 from draftsmith.scripts import cli
@@ -16,6 +16,7 @@ from draftsmith.scripts.measure.server import observe
 from draftsmith.scripts.report.schema import report_schema
 
 COUNT, NEW, GAMMA, ALPHA = 12, 40, 4, 0.6
+VALIDATOR = Draft202012Validator(report_schema())
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
@@ -64,7 +65,7 @@ def measure(tmp_path, capsys, report):
         path = output / "report.json"
         found = json.loads(path.read_text()) if path.exists() else None
         if found is not None:
-            jsonschema.validate(found, report_schema())
+            VALIDATOR.validate(found)
         out, err = capsys.readouterr()
         return code, found, out, err
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 from engine import end, free_port
 from fated import start
-from local_server import LocalServer
+from local_server import LocalHandler, LocalServer
 
 START = 300
 """Seconds within which it answers; Ray takes 8 on two cores that are free, and a minute on busy ones."""
@@ -86,10 +86,7 @@ class Stub:
     def start(self) -> None:
         stub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # as servers do: a part that waits for an acknowledgement comes 40 ms late
-
+        class Handler(LocalHandler):
             def setup(self) -> None:
                 super().setup()
                 stub._open.append(self.connection)
@@ -107,9 +104,6 @@ class Stub:
                     stub.answer(Exchange(self, body))
                 except OSError:  # the client has left
                     self.close_connection = True
-
-            def log_message(self, *arguments: object) -> None:
-                pass
 
         self._server = LocalServer(("127.0.0.1", self.port), Handler)
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

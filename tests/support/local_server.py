@@ -4,7 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
@@ -17,6 +17,16 @@ class LocalServer(ThreadingHTTPServer):
         """Print errors, but for a connection that its client has reset."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
+
+
+class LocalHandler(BaseHTTPRequestHandler):
+    """The base of what fake servers answer with; it prints nothing."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # as servers do: a part that waits for an acknowledgement comes 40 ms late
+
+    def log_message(self, *arguments: object) -> None:
+        """Say nothing of a request."""
 
 
 @asynccontextmanager

@@ -5,12 +5,11 @@ import json
 import shutil
 import threading
 import time
-from http.server import BaseHTTPRequestHandler
 
 import pytest
 import torch
 from fake_server import COUNT, Served
-from local_server import LocalServer
+from local_server import LocalHandler, LocalServer
 from prepare_inputs import save_target, write_prompts
 from transformers import GenerationConfig
 
@@ -77,9 +76,7 @@ def server(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     served = Served()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(LocalHandler):
         def do_GET(self):
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else {}
@@ -99,9 +96,6 @@ def server(monkeypatch):
                 self.close_connection = True
 
         do_POST = do_GET
-
-        def log_message(self, *args):
-            pass
 
     http = LocalServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)

@@ -14,11 +14,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from itertools import chain
 from typing import Any
 
-from local_server import LocalServer
+from local_server import LocalHandler, LocalServer
 
 MODEL = "simulated"
 
@@ -177,10 +176,9 @@ class Simulated:
         }
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(LocalHandler):
     """Answers as the server's `simulated` says."""
 
-    protocol_version = "HTTP/1.1"
     server: Any
 
     def do_GET(self):
@@ -231,9 +229,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         with suppress(OSError):
             self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
 
 
 @contextmanager

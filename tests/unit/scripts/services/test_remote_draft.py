@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from local_server import LocalHandler
 
 from draftsmith.scripts.services import draft_line
 from draftsmith.scripts.services import draft_protocol as protocol
@@ -39,8 +40,7 @@ class FakeService(http.server.ThreadingHTTPServer):
         self.server_close()
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Handler(LocalHandler):
     server: FakeService
 
     def do_GET(self) -> None:
@@ -60,9 +60,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, *args) -> None:
-        """Say nothing."""
 
 
 @pytest.fixture
