@@ -7,7 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,12 @@ class Served:
 
     def __init__(self, folder: Path):
         self.stubs = {name: Stub() for name in ("a1", "a2", "b", "c")}
-        self.log, self.url = folder / "log.jsonl", ""
-        self.process: subprocess.Popen[bytes]
+        self.folder, self.log, self.url = folder, folder / "log.jsonl", ""
+        self.process: subprocess.Popen[bytes] | None = None
+        self.stack = ExitStack()
+
+    def start(self) -> None:
+        self.url, self.process = self.stack.enter_context(coordinator(self.config(), self.folder, ENVIRONMENT))
 
     def config(self) -> dict[str, Any]:
         a1, a2, b, c = (stub.url for stub in self.stubs.values())
@@ -81,16 +85,13 @@ class Served:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("coordinator")
-    served = Served(folder)
-    for stub in served.stubs.values():
-        stub.start()
-    with coordinator(served.config(), folder, ENVIRONMENT) as (url, process):
-        served.url, served.process = url, process
+    served = Served(tmp_path_factory.mktemp("coordinator"))
+    with served.stack:
+        for stub in served.stubs.values():
+            stub.start()
+            served.stack.callback(stub.stop)
         yield served
-        assert process.poll() is None
-    for stub in served.stubs.values():
-        stub.stop()
+        assert served.process is None or served.process.poll() is None
 
 
 @pytest.fixture
@@ -100,6 +101,8 @@ def served(running: Served) -> Iterator[Served]:
         stub.answer = answer_hello
         stub.asked.clear()
         stub.keys.clear()
+    if running.process is None:
+        running.start()
     wait_until(lambda: metric(running.url, "endpoint_up") == 4 and running.idle())
     yield running
 
@@ -411,8 +414,8 @@ def test_the_log_becomes_completions_to_distil_from(served, tmp_path):
     assert learnt == {"Mail <mail> or not.": "mail", "Mail <mail>.": "mail"}
 
 
-def test_a_signal_lets_requests_end_and_the_log_has_them(tmp_path):
-    stub, go = Stub(), threading.Event()
+def test_a_signal_lets_requests_end_and_the_log_has_them(served):
+    go = threading.Event()
 
     def held(exchange: Exchange) -> None:
         exchange.begin()
@@ -421,29 +424,21 @@ def test_a_signal_lets_requests_end_and_the_log_has_them(tmp_path):
         exchange.part(" and last")
         exchange.finish()
 
-    stub.answer = held
-    stub.start()
-    config = {
-        "pairs": [{"name": "a", "models": ["m"], "endpoints": [stub.url]}],
-        "log": {"path": str(tmp_path / "log.jsonl")},
-    }
-    body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
-    with (
-        coordinator(config, tmp_path) as (url, process),
-        httpx2.stream("POST", f"{url}{CHAT}", json=body, timeout=60) as response,
-    ):
+    served.stubs["c"].answer = held
+    process, before = served.process, len(served.lines())
+    with served.stream(model="small") as response:
         parts = response.iter_bytes()
         assert b"first" in next(parts)
         process.send_signal(signal.SIGTERM)
-        other = body | {"model": "none"}  # refused in any case: one that comes before the signal must not be held
-        wait_until(lambda: httpx2.post(f"{url}{CHAT}", json=other, timeout=30).status_code == 503)
-        assert httpx2.get(f"{url}/health", timeout=30).status_code == 503
+        # One that is refused in any case: what comes before the signal must not be held.
+        wait_until(lambda: served.ask(model="none").status_code == 503)
+        assert httpx2.get(f"{served.url}/health", timeout=30).status_code == 503
         go.set()
         assert b"".join(parts).endswith(b"data: [DONE]\n\n")
-        assert process.wait(240) == 0
-    stub.stop()
-    (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert json.loads(line)["response"]["choices"][0]["message"]["content"] == "first and last"
+    assert process.wait(240) == 0
+    served.process = None  # a test that comes later starts another
+    (line,) = served.lines()[before:]
+    assert line["response"]["choices"][0]["message"]["content"] == "first and last"
 
 
 def test_what_is_wrong_is_said_before_ray_starts(tmp_path, monkeypatch, capsys):

@@ -2,8 +2,6 @@
 
 import asyncio
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 
@@ -15,6 +13,7 @@ from draft_service import draft_service, totals
 from engine import free_port
 from prometheus_client import generate_latest
 
+from draftsmith.scripts import cli
 from draftsmith.scripts.services import draft_protocol as protocol
 from draftsmith.scripts.services.draft_protocol import ClientReport, DraftRequest, DraftRow, Service
 from draftsmith.scripts.services.serve_draft.app import DraftApp
@@ -182,7 +181,7 @@ def post(url: str, body: bytes, **headers: str) -> httpx2.Response:
 
 
 @pytest.mark.slow
-def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path):
+def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, capsys):
     port, model, failures = free_port(), tiny_llama(3), []
     url = f"http://127.0.0.1:{port}"
 
@@ -210,10 +209,8 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path):
         assert post(url, b"{").status_code == 400
         counted = totals(httpx2.get(f"{url}/metrics").text, f"{PREFIX}_")
         assert counted["requests_total"] == 31 and counted["rows_total"] == 30 and counted["unknown_rows_total"] == 0
-        taken = subprocess.run(command("--draft", str(tiny), "--port", str(port)), capture_output=True, text=True)
-        assert taken.returncode == 2 and taken.stderr.startswith(
-            f"error: port: expected a free one at 127.0.0.1, found {port}"
-        )
+        assert cli.main(["serve-draft", "--draft", str(tiny), "--port", str(port)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: port: expected a free one at 127.0.0.1, found {port}")
         half_open = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
         half = b"POST /propose HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n\r\n{"
         for place, connection in enumerate(half_open):
@@ -229,10 +226,6 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path):
     log = (tmp_path / "log").read_text()
     assert f"on {url}: texts of up to 512 tokens, a cache of 600 tokens (0 MiB)" in log and log.endswith("ended\n")
     assert "Traceback" not in log
-
-
-def command(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "draftsmith.scripts.cli", "serve-draft", *flags]
 
 
 @pytest.mark.parametrize(
@@ -262,8 +255,6 @@ def command(*flags: str) -> list[str]:
     ],
 )
 def test_bad_input_is_a_line(flags, words, tiny, capsys):
-    from draftsmith.scripts import cli
-
     port = [] if "--port" in flags else ["--port", "0"]
     assert cli.main(["serve-draft", *port, *(str(tiny) if flag == "TINY" else flag for flag in flags)]) == 2
     error = capsys.readouterr().err
