@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.medusa import MedusaHeads
+from draftsmith.medusa.heads.formats import proof
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engine import verification
@@ -27,6 +29,8 @@ class Engine:
 
     def __init__(self):
         self.jobs: list[Job] = []
+        self.model = cache(partial(load_model, dtype="float32", device="cpu"))
+        self.heads = cache(lambda directory: import_heads(directory).float())
         self.change = lambda place, answer: answer
 
     def __call__(self, python, jobs, timeout):
@@ -34,7 +38,7 @@ class Engine:
         return EngineRun("0.32.0", "cpu", [self.change(i, self.answer(job)) for i, job in enumerate(jobs)])
 
     def answer(self, job: Job) -> Answer | EngineFailure:
-        target = load_model(job.target, dtype="float32", device="cpu")
+        target = self.model(job.target)
         target.generation_config = GenerationConfig(pad_token_id=0)
         gamma = job.speculative["num_speculative_tokens"] if job.speculative else 0
         prompts = [torch.tensor([ids]) for ids in job.prompts]
@@ -67,20 +71,18 @@ class Engine:
             if speculative["method"] == "medusa":
                 # The state that the last token was predicted from.
                 hidden = last_hidden(target, input_ids=ids)[0, -2]
-                return import_written(speculative["model"])(hidden).argmax(-1)[:gamma].tolist()
-            draft = load_model(speculative["model"], dtype="float32", device="cpu")
+                return self.heads(speculative["model"])(hidden).argmax(-1)[:gamma].tolist()
+            draft = self.model(speculative["model"])
             for _ in range(gamma):
                 ids = torch.cat([ids, draft(input_ids=ids).logits[:, -1:].argmax(-1)], -1)
             return ids[0, -gamma:].tolist()
 
 
-def import_written(directory) -> MedusaHeads:
-    return import_heads(directory).float()
-
-
 @pytest.fixture
 def engine(monkeypatch) -> Engine:
     fake = Engine()
+    # test_export.py has the fresh process that reads what was written.
+    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
     monkeypatch.setattr(verification, "run_jobs", fake)
     monkeypatch.setattr(command, "engine_python", lambda given: Path("python"))
     return fake
