@@ -13,6 +13,8 @@ Result = TypeVar("Result")
 
 MOST_CALLS = 4
 """A call that compiles each time is left at that."""
+PROGRAMS: list[str] = []
+"""The forwards that were compiled ahead of time in this process, or read from disk."""
 
 
 def speed(per_second: float | None) -> str:
@@ -47,16 +49,15 @@ def launch_seconds(call: Callable[[], object], device: torch.device, repeats: in
 
 
 def compilations() -> int:
-    """Return how many graphs `torch.compile` has made in this process."""
+    """Return how many forwards were compiled, or read from disk, in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second, and without it there are none
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+    return len(PROGRAMS) + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
 
 def timed_warm(call: Callable[[], Result], device: torch.device | None = None) -> tuple[float, Result]:
     """As `timed`, of a call in which nothing is compiled: one in which something is, is made again.
 
-    Shapes are fixed in compiled forwards, so that a longer text or a shorter draft may compile at any time, for as long
-    as hundreds of tokens take. The call must do the same each time.
+    The call must do the same each time.
     """
     for _ in range(MOST_CALLS):
         before = compilations()

@@ -88,7 +88,7 @@ def speculative_generate(
         seed: seeds each row's draws: row i uses seed + i, so that it draws as it would alone.
         generate_kwargs: what `generate` takes (max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id,
             stop_strings, streamer, …); what is left out has the default of the target's `generation_config`, as in
-            `generate` itself. And `compiled=True`, to run the models through `torch.compile` with static shapes; and
+            `generate` itself. And `compiled=True`, to run the models' compiled programs; and
             `observer`, called with each `Round`.
 
     Returns:
@@ -163,7 +163,7 @@ def _write(
         # Draft γ tokens from q, but leave room for the target's own.
         drafts = plan.propose(model, proposer, RowTexts(rows), [row.room - 1 for row in rows])
         # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
-        width = largest if compiled else max(len(draft.tokens) for draft in drafts)
+        width = max(len(draft.tokens) for draft in drafts)
         logits = _verify(target, texts, drafts, roots, width)
         # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
         contexts = [Contexts(row.context, draft) for row, draft in zip(rows, drafts, strict=True)]
@@ -209,7 +209,7 @@ def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], r
     """Feed each row's last token, which was not fed yet, and its draft; return the logits, (B, 1 + width, V)."""
     rows, chains = texts.rows, all(draft.tree.is_chain for draft in drafts)
     if target.is_empty:
-        if len(rows) == 1 and chains and not target.compiled:
+        if len(rows) == 1 and chains:
             # The prompt and the first draft in one forward.
             return target.prefill(torch.cat([rows[0].context, drafts[0].tokens])[None, :], keep=width + 1)
         target.prefill_texts([row.context for row in rows])

@@ -6,6 +6,7 @@ H hidden, F = H × the number of depths.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -86,3 +87,36 @@ def collected(target: PreTrainedModel, depths: Sequence[int]) -> Iterator[Featur
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@dataclass
+class States:
+    """The states that are wanted of a model's forwards."""
+
+    hidden: Tensor | None = None
+    """The head's input in the last forward, (B, T, H)."""
+    features: Features = field(default_factory=Features)
+
+
+@contextmanager
+def watched(model: PreTrainedModel, wants_hidden: bool, depths: Sequence[int]) -> Iterator[States]:
+    """Keep the states that are wanted of the forwards in this block.
+
+    Not by `output_hidden_states`, which would keep those of every layer of a long prompt.
+    """
+    states = States()
+    if wants_hidden:
+
+        def see(_head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            states.hidden = inputs[0]
+
+        hook = model.get_output_embeddings().register_forward_pre_hook(see)
+        try:
+            yield states
+        finally:
+            hook.remove()
+    elif depths:
+        with collected(model, depths) as states.features:
+            yield states
+    else:
+        yield states

@@ -53,7 +53,7 @@ class Block:
 
     def __init__(self) -> None:
         self._slots: dict[torch.device, Tensor] = {}
-        self._rows: dict[tuple[torch.device, int], Tensor] = {}
+        self._rows: dict[torch.device, Tensor] = {}
 
     @property
     def slots(self) -> Tensor:
@@ -70,11 +70,12 @@ class Block:
             self._slots[device] = self.slots.to(device)
         return self._slots[device]
 
-    def rows_on(self, device: torch.device, count: int) -> Tensor:
-        """Return 0 … B − 1, (B, 1), on the device of a layer: one kernel less in each."""
-        if (device, count) not in self._rows:
-            self._rows[device, count] = torch.arange(count, device=device)[:, None]
-        return self._rows[device, count]
+    def rows_of(self, states: Tensor) -> Tensor:
+        """Return 0 … B − 1, (B, 1), beside states, (B, …), of a layer: one kernel less in each."""
+        rows = self._rows.get(states.device)
+        if rows is None or rows.shape[0] != states.shape[0]:
+            rows = self._rows[states.device] = torch.arange(states.shape[0], device=states.device)[:, None]
+        return rows
 
 
 class Layer(CacheLayerMixin):
@@ -84,23 +85,21 @@ class Layer(CacheLayerMixin):
         block: where the present forward's tokens go.
         rows: B.
         slots: the greatest S.
-        compiled: allocate all slots at once, and hand out all of them.
+        whole: allocate all slots at once.
         window: positions that a token attends to, its own included; 0 for all before it.
         rollback: slots before `Block.reach` that a later forward may come back to.
     """
 
-    is_compileable = True
-
-    def __init__(self, block: Block, rows: int, slots: int, compiled: bool, window: int = 0, rollback: int = 0):
+    def __init__(self, block: Block, rows: int, slots: int, whole: bool, window: int = 0, rollback: int = 0):
         super().__init__()
-        self.block, self.rows, self.slots, self.compiled = block, rows, slots, compiled
+        self.block, self.rows, self.slots, self.whole = block, rows, slots, whole
         self.is_sliding, self._rollback = window > 0, rollback
         self.first = 0
         """The slot that the buffers begin with: a layer with a window forgets what lies before it."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the buffers as the first keys and values, (B, H, K, D), are."""
-        slots = self.slots if self.compiled else 0
+        slots = self.slots if self.whole else 0
         self.keys, self.values = (
             torch.zeros(self.rows, s.shape[1], slots, s.shape[3], dtype=s.dtype, device=s.device)
             for s in (key_states, value_states)
@@ -151,21 +150,11 @@ class Layer(CacheLayerMixin):
         if block.width - self.first > cast(Tensor, self.keys).shape[2]:
             self._grow()
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-        if self.compiled and block.start is None:
-            slots = block.slots_on(keys.device)
-            if self.rows == 1:
-                keys.index_copy_(2, slots[0], key_states)
-                values.index_copy_(2, slots[0], value_states)
-            else:
-                rows = torch.arange(self.rows, device=keys.device)[:, None]
-                keys[rows, :, slots] = key_states.transpose(1, 2)
-                values[rows, :, slots] = value_states.transpose(1, 2)
-            return keys, values
         reach = block.reach if self.is_sliding else 0
         if reach < self.first:
             raise RuntimeError(f"a window from slot {reach} on, found the slots before {self.first} forgotten")
         if block.start is None:
-            slots, rows = block.slots_on(keys.device), block.rows_on(keys.device, len(keys))
+            slots, rows = block.slots_on(keys.device), block.rows_of(keys)
             slots = slots - self.first if self.first else slots
             keys[rows, :, slots] = key_states.transpose(1, 2)
             values[rows, :, slots] = value_states.transpose(1, 2)

@@ -49,7 +49,7 @@ class Masks:
         """
         k = positions.shape[1]
         if visible is not None or block.start is None or (by_depth and self._window):
-            return self._by_slot(block, positions.expand(rows, k), cached_BS, visible)
+            return self.by_slot(block, positions.expand(rows, k), cached_BS, visible)
         if k > 1 and not self._window:
             # Causal blocks at one length: the library's own mask would cost more than all the rest of the bookkeeping.
             if k not in self._causal:
@@ -60,7 +60,8 @@ class Masks:
             return dict.fromkeys(self._types)  # one token sees all that a layer hands out
         return None
 
-    def _by_slot(self, block: Block, positions_BK: Tensor, cached_BS: Tensor | None, visible: Tensor | None) -> Any:
+    def by_slot(self, block: Block, positions_BK: Tensor, cached_BS: Tensor | None, visible: Tensor | None) -> Any:
+        """Return the mask of a block whose rows begin at slots of their own: see `of_block`."""
         rows, k = positions_BK.shape
         slots = self._slots_S[: block.width]
         if visible is None:

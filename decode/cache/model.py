@@ -2,15 +2,14 @@
 
 Keys and values lie in buffers that grow by doubling, up to the length limits: slot i of a row holds its token i. A
 forward says where each row's block starts, and attends to the slots before it. So a rollback is no operation at all,
-rows of a batch advance by different lengths without holes or padding between their tokens, and shapes can stay fixed
-for `torch.compile`, where buffers have their full size from the start.
+and rows of a batch advance by different lengths without holes or padding between their tokens. Compiled forwards do
+the same in one program; their buffers have their full size from the start.
 
 Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V vocabulary.
 """
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -19,13 +18,11 @@ from transformers import Cache, PreTrainedModel
 
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of, rotary_limit
-from draftsmith.decode.cache.features import Features, collected
+from draftsmith.decode.cache.features import Features, watched
 from draftsmith.decode.cache.layers import Block, Layer, Places, SavedLayer
 from draftsmith.decode.cache.masks import Masks
+from draftsmith.decode.cache.program import STEP, Programs, Variant
 from draftsmith.decode.errors import InputError
-
-# Compiled forwards are specialised to the buffers' size: few sizes, few compilations.
-COMPILED_SLOTS = 256
 
 SavedRow = Sequence[SavedLayer | None]
 """What a row's cache holds, a pair a layer; None where a layer reads an earlier one's."""
@@ -39,7 +36,7 @@ class CachedModel:
         rows: B, rows decoded together.
         max_length: tokens of a row at most.
         block: tokens fed in one forward at most, after the prompt; rejected ones need room behind the last length.
-        compiled: run blocks through `torch.compile`, with static shapes.
+        compiled: run blocks through the model's compiled program.
         wants_hidden: keep in `hidden` what the head saw in the last forward.
         rollback: tokens that may be taken back from one forward to the next; two blocks if None. Layers with a window
             forget what is further away.
@@ -64,17 +61,9 @@ class CachedModel:
         self.features = Features()
         """Of all positions of each forward since it was emptied, (B, T, F)."""
         self._depths = list(wants_features)
-        self._active: list[int] | None = None  # the rows that are left, where shapes are fixed
         config = model.config.get_text_config()
         slots = max_length + block
-        if compiled:
-            slots = -(-slots // COMPILED_SLOTS) * COMPILED_SLOTS
         self._block = Block()
-        if compiled and config.num_hidden_layers in self._depths:
-            raise InputError(
-                f"compiled: expected features of layers before the last of {config.num_hidden_layers}, found depths "
-                f"{self._depths}: decode eagerly"
-            )
         kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
         self._window: int = getattr(config, "sliding_window", None) or 0
         windows = [self._window if kind == "sliding_attention" else 0 for kind in kinds]
@@ -89,6 +78,9 @@ class CachedModel:
         self._keeps = "logits_to_keep" in parameters_of(model)
         self._largest = block
         self._slots, self._last = slots, max_length - 1
+        if compiled:
+            self._programs = Programs.of(model)
+            self._last_position = torch.tensor(self._last, device=self._device)
         self._range = torch.arange(slots, device=self._device)
         # Where tokens of a tree lie is not where they stand: windows are counted in positions.
         self._positions = torch.zeros(rows, slots, dtype=torch.long, device=self._device) if self._window else None
@@ -155,7 +147,7 @@ class CachedModel:
         positions = self._range[None, :length]
         if self._positions is not None:
             self._positions[:, :length] = positions
-        return self._run(tokens, None, positions, keep, further, compiled=False)
+        return self._run(tokens, None, positions, keep, further)
 
     def feed(
         self,
@@ -183,22 +175,11 @@ class CachedModel:
         rows, k = tokens.shape
         places = starts if isinstance(starts, Places) else Places(starts, self._device)
         self._check_rotary(max(places.host) + k)
-        if self._active is not None:  # of fixed shapes all rows are fed, the others with zeros
-            tokens, places = self._for_all(tokens), self._all_places(places)
-            visible = visible if visible is None or visible.ndim == 2 else self._for_all(visible)
-            depths = depths if depths is None or depths.ndim == 1 else self._for_all(depths)
-            further = {name: self._for_all(states) for name, states in (further or {}).items()}
-            rows = self._rows
+        if self.compiled:
+            return self._run_compiled(tokens, places, visible, depths, further or {})[:, -(keep or k) :]
         positions = self._placed(places, k, depths)
         mask = self._masks.of_block(self._block, rows, positions, self._positions, visible, depths is not None)
-        logits = self._run(tokens, mask, positions, k if keep is None else keep, further, self.compiled)
-        if self._active is None:
-            return logits
-        if self.hidden is not None:
-            self.hidden = self.hidden[self._active]
-        if self._depths:
-            self.features[-1] = self.features[-1][self._active]
-        return logits[self._active]
+        return self._run(tokens, mask, positions, k if keep is None else keep, further)
 
     def keep_paths(self, starts: Places, paths: Sequence[Sequence[int]], sources: Tensor | None = None) -> None:
         """Move the accepted tokens of trees, entries `paths` of the blocks that began at `starts`, to behind the roots.
@@ -216,7 +197,7 @@ class CachedModel:
         if sources is None:
             chained = [[*path, *range(len(path) + 1, depth + 1)] for path in paths]
             sources = torch.tensor(chained, device=self._device)
-        rows = torch.arange(len(paths), device=self._device) if self._active is None else self._active_rows
+        rows = torch.arange(len(paths), device=self._device)
         # A block may end with the buffer: what is behind a path then stays where it is.
         first = starts.tensor[:, None]
         to = (first + self._range[1 : depth + 1]).clamp(max=self._slots - 1)
@@ -230,16 +211,10 @@ class CachedModel:
             self._positions[rows[:, None], to] = to
 
     def select(self, rows: Sequence[int]) -> None:
-        """Drop all but some rows; in fixed shapes the others still cost what they cost before."""
+        """Drop all but some rows."""
         if self.is_empty:
-            self._rows = len(rows)
             for layer in self._layers:
-                layer.rows = self._rows
-        elif self.compiled:
-            active = list(range(self._rows)) if self._active is None else self._active
-            self._active = [active[row] for row in rows]
-            self._active_rows = torch.tensor(self._active, device=self._device)
-            return
+                layer.rows = len(rows)
         for layer in self._written:
             layer.keys, layer.values = cast(Tensor, layer.keys)[rows], cast(Tensor, layer.values)[rows]
         if self._positions is not None:
@@ -262,30 +237,14 @@ class CachedModel:
                 f"embedding changes what the cache holds, found {self._last + 1}"
             )
 
-    def _for_all(self, states: Tensor) -> Tensor:
-        """Return states of the rows that are left, (B, …), with zeros for the others."""
-        whole = states.new_zeros(self._rows, *states.shape[1:])
-        whole[self._active] = states
-        return whole
-
-    def _all_places(self, places: Places) -> Places:
-        """Return places of the rows that are left, with slot 0 for the others."""
-        slots = [0] * self._rows
-        for row, slot in zip(cast(list[int], self._active), places.host, strict=True):
-            slots[row] = slot
-        return Places(slots, self._device)
-
     def _placed(self, places: Places, k: int, depths: Tensor | None) -> Tensor:
         """Say to the layers which slots a block of K tokens goes to; return its positions, (1 or B, K)."""
         block = self._block
-        block.start = places.host[0] if places.alike and not self.compiled else None
-        if self.compiled:  # shapes come from the whole buffers
-            block.width = self._slots
-        else:
-            block.width = max(places.host) + k
-            # A tree's nodes stand where their depth says, not where they lie.
-            first = min(places.host) - (0 if depths is None else self._largest)
-            block.reach = max(0, first - self._window + 1)
+        block.start = places.host[0] if places.alike else None
+        block.width = max(places.host) + k
+        # A tree's nodes stand where their depth says, not where they lie.
+        first = min(places.host) - (0 if depths is None else self._largest)
+        block.reach = max(0, first - self._window + 1)
         if block.start is not None:
             block.slots = self._range[block.start : block.start + k][None, :]
         else:
@@ -306,7 +265,6 @@ class CachedModel:
         positions: Tensor,
         keep: int,
         further: Mapping[str, Tensor] | None,
-        compiled: bool,
     ) -> Tensor:
         """Run the model; return the logits of the last `keep` columns, and keep the states that are wanted."""
         inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, **(further or {})}
@@ -314,66 +272,49 @@ class CachedModel:
             # A long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
             inputs["logits_to_keep"] = keep
         inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True}
-        if compiled:
-            # A column of a text has the text's length for a stride, which a compiled forward would be specialised to.
-            inputs["input_ids"] = tokens.clone(memory_format=torch.contiguous_format)
-            inputs["output_hidden_states"] = self.wants_hidden or bool(self._depths)
-            with self._attention:
-                output = _compiled(self.model)(**inputs)
-            if self._depths:
-                self.features.append(torch.cat([output.hidden_states[depth] for depth in self._depths], dim=-1))
-            if self.wants_hidden:
-                self.hidden = output.hidden_states[-1]
-                if self.hidden.ndim != 3:
-                    raise InputError(
-                        f"compiled: expected the last hidden states to be the head's input (B, T, H), found "
-                        f"{self.hidden.ndim} dimensions in {type(self.model).__name__}: decode eagerly"
-                    )
-        else:
-            with self._attention, self._watched():
-                output = self.model(**inputs)
-        if self.hidden is not None:
-            self.hidden = self.hidden[:, -keep:]
+        with self._attention, watched(self.model, self.wants_hidden, self._depths) as states:
+            output = self.model(**inputs)
+        self._keep(states.hidden, states.features, keep)
         return output.logits[:, -keep:].to(self._device)
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Keep the states that are wanted of an eager forward in this block.
+    def _keep(self, hidden: Tensor | None, features: Sequence[Tensor], keep: int) -> None:
+        if hidden is not None:
+            self.hidden = hidden[:, -keep:]
+        self.features += features
 
-        Not by `output_hidden_states`, which would keep those of every layer of a long prompt.
-        """
-        if self.wants_hidden:
-            hook = self.model.get_output_embeddings().register_forward_pre_hook(self._see)
-            try:
-                yield
-            finally:
-                hook.remove()
-        elif self._depths:
-            with collected(self.model, self._depths) as features:
-                yield
-            self.features += features
-        else:
-            yield
-
-    def _see(self, head: Any, args: tuple[Tensor, ...]) -> None:
-        self.hidden = args[0]
+    def _run_compiled(
+        self,
+        tokens: Tensor,
+        places: Places,
+        visible: Tensor | None,
+        depths: Tensor | None,
+        further: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Run the program on a block; return the logits, (B, K, V), and keep the states that are wanted."""
+        if self.is_empty:  # the model itself makes the buffers
+            self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
+            self.features.clear()
+        (rows, k), end = tokens.shape, max(places.host) + tokens.shape[1]
+        extras = [] if visible is None else [visible.expand(rows, -1, -1), cast(Tensor, depths).expand(rows, -1)]
+        extras += [*further.values(), *([] if self._positions is None else [self._positions])]
+        cached = [
+            states for layer in self._written for states in cast(tuple[Tensor, Tensor], (layer.keys, layer.values))
+        ]
+        inputs = [
+            tokens.clone(memory_format=torch.contiguous_format),
+            places.tensor,
+            self._range[: min(self._slots, -(-end // STEP) * STEP)],
+            self._last_position,
+            [states.contiguous() for states in extras],
+            cached,
+        ]
+        variant = Variant(visible is not None, tuple(further), self.wants_hidden, tuple(self._depths))
+        program = self._programs.get(variant, [layer.is_initialized for layer in self._layers], inputs)
+        logits, *states = program(*inputs)
+        self._keep(states[0] if self.wants_hidden else None, states[self.wants_hidden :], k)
+        return logits
 
 
 def padded(texts: Iterable[Tensor], width: int) -> Tensor:
     """Put token sequences of at most `width` tokens into one tensor, (B, width), with zeros on the right."""
     return torch.stack([torch.nn.functional.pad(t, (0, width - len(t))) if len(t) < width else t for t in texts])
-
-
-def _compiled(model: PreTrainedModel) -> Any:
-    """Return the model's compiled forward, one for all callers: compiling takes longer than decoding.
-
-    It is an attribute of the model, which it holds, so that both are freed together. A copy of the model has the
-    attribute too, but needs a forward of its own.
-    """
-    of, forward = vars(model).get("_draftsmith_forward", (None, None))
-    if of is None or of() is not model:
-        # Each shape of a block is a specialisation of its own, and there are more of them than torch's limit of 8.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        forward = torch.compile(model.forward, dynamic=False)
-        vars(model)["_draftsmith_forward"] = weakref.ref(model), forward
-    return forward

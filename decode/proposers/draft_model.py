@@ -185,7 +185,7 @@ class DraftModelProposer(Proposer):
         lacking = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
         keep = 1 if masks is None else 1 + len(masks)
         first = not any(self._cached)
-        if first and len(contexts) == 1 and not self._model.compiled:
+        if first and len(contexts) == 1:
             logits = self._model.prefill(_followed(contexts[0][None, :], masks), keep)
         else:
             if first:
@@ -197,8 +197,6 @@ class DraftModelProposer(Proposer):
                 ]
                 self._model.feed(padded(parts, lacking - shortest), self._cached, keep=1)
                 lacking = shortest
-            if self._model.compiled:  # few sizes, few compilations
-                lacking = min(max(2, 1 << (lacking - 1).bit_length()), shortest)
             block = torch.stack([context[-lacking:] for context in contexts])
             logits = self._model.feed(_followed(block, masks), self._lengths + -lacking, keep)
         self._cached = list(lengths)

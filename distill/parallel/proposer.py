@@ -110,8 +110,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
     def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         lengths = [self._cut(k) for k in draft_lengths]
         depth = max(lengths)
-        # Of fixed shapes there is one, however long the draft: what is not asked for is left out.
-        masks = torch.full(((self._depth if self._model.compiled else depth) - 1,), self._mask, device=texts[0].device)
+        masks = torch.full((depth - 1,), self._mask, device=texts[0].device)
         logits_BKV = self._feed_texts(texts, masks)[:, :depth]
         if self.tree is None and self._samplers[0].context_free and not self._task.row_samplers:
             return self._chains_at_once(lengths, logits_BKV)

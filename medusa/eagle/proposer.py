@@ -239,7 +239,7 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         if self._model.is_empty:
             self._prefill(contexts)
         lacking = [len(states_LH) for states_LH in self._states]
-        width = self._block if self._model.compiled else min(max(lacking), self._block)
+        width = min(max(lacking), self._block)
         last_BH: Tensor | None = None
         for first in range(0, max(lacking), width):
             own = [min(first, count) for count in lacking]  # a row that has no more goes on behind its text

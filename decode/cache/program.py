@@ -1,0 +1,352 @@
+"""Forwards of a model over its cache, compiled ahead of time (AOTInductor).
+
+One program of a model serves all numbers of rows, blocks and texts: its shapes are symbols. It has no guards: a change
+of the model is looked for once a call of the decoder, not once a forward. Programs are kept on disk without weights,
+so that the next process reads in a moment what took half a minute to compile. On a GPU this has never been run.
+
+Shape suffixes: B rows, K tokens of a block, N slots that are attended to, S slots.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from draftsmith.decode import clock
+from draftsmith.decode.cache.attention import Grouped, attends_in_groups
+from draftsmith.decode.cache.features import watched
+from draftsmith.decode.cache.layers import Block, Layer
+from draftsmith.decode.cache.masks import Masks
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
+
+FOLDER = "DRAFTSMITH_PROGRAMS"
+"""The environment variable that names another folder for compiled programs."""
+STEP = 16
+"""The slots that are attended to are a multiple of it, as kernels like their masks."""
+SAMPLED = 8
+"""Entries of a weight that are compared to see whether it was changed."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The inputs and outputs of a program beside tokens and logits."""
+
+    tree: bool = False
+    """Takes `visible` and `depths`."""
+    further: tuple[str, ...] = ()
+    """The model's inputs beside tokens, by name."""
+    wants_hidden: bool = False
+    """Gives the head's input."""
+    depths: tuple[int, ...] = ()
+    """Gives the features of the model's layers at these depths."""
+
+
+class BlockForward(nn.Module):
+    """The forward that is traced: a block of tokens behind the slots of each row.
+
+    Args:
+        model: a causal LM.
+        variant: what it takes and gives.
+        written: whether each layer has keys of its own; others read an earlier layer's.
+    """
+
+    def __init__(self, model: PreTrainedModel, variant: Variant, written: Sequence[bool]):
+        super().__init__()
+        self.model, self._variant, self._written = model, variant, list(written)
+        config = model.config.get_text_config()
+        self._types = sorted(set(getattr(config, "layer_types", None) or ()))
+        self._window: int = getattr(config, "sliding_window", None) or 0
+
+    def forward(
+        self, tokens: Tensor, starts: Tensor, slots_N: Tensor, last: Tensor, extras: list[Tensor], cached: list[Tensor]
+    ) -> list[Tensor]:
+        """Run the model over a block.
+
+        Args:
+            tokens: (B, K) int64.
+            starts: the slot of each row's first token, (B,) int64.
+            slots_N: 0 … N − 1.
+            last: the greatest position, () int64.
+            extras: `visible`, (B, K, M) bool, and `depths`, (B, K) int64, of a tree; further inputs, (B, K, …); with
+                sliding layers the positions of the tokens in all slots, (B, S) int64, which are written.
+            cached: the keys and values of the layers that have their own, (B, H, S, D), which are written.
+
+        Returns:
+            Logits, (B, K, V), and what else is wanted.
+        """
+        extras, cached = list(extras), list(cached)
+        rows, k = tokens.shape
+        visible, depths = (extras.pop(0), extras.pop(0)) if self._variant.tree else (None, None)
+        further = {name: extras.pop(0) for name in self._variant.further}
+        block = Block()
+        block.start, block.width, block.slots = None, slots_N.shape[0], starts[:, None] + slots_N[:k]
+        positions = torch.minimum(block.slots if depths is None else starts[:, None] + depths, last)
+        cached_BS = extras[0] if self._window else None
+        if cached_BS is not None:
+            cached_BS.scatter_(1, block.slots, positions)
+        masks = Masks(self.model, self._types, self._window, slots_N)
+        layers = []
+        for written in self._written:
+            layers.append(Layer(block, rows, 0, False))
+            if written:
+                layers[-1].keys, layers[-1].values, layers[-1].is_initialized = cached.pop(0), cached.pop(0), True
+        with watched(self.model, self._variant.wants_hidden, self._variant.depths) as states:
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=masks.by_slot(block, positions, cached_BS, visible),
+                position_ids=positions,
+                past_key_values=Cache(layers=layers),
+                use_cache=True,
+                **further,
+            )
+        return [output.logits, *([] if states.hidden is None else [states.hidden]), *states.features]
+
+
+class Program:
+    """A compiled `BlockForward` of a model, with the model's own weights."""
+
+    def __init__(self, model: PreTrainedModel, variant: Variant, written: Sequence[bool], example: list[Any]):
+        """Read the program from disk, or compile it.
+
+        Args:
+            model: see `BlockForward`.
+            variant: see there.
+            written: see there.
+            example: arguments of any sizes.
+        """
+        weights = _laid_out(model)
+        path = folder() / f"{_key(model, variant, written)}.pt2"
+        if not path.exists():
+            with phase(f"compiling the forward of {type(model).__name__}"):
+                _compile(BlockForward(model, variant, written), weights, example, path)
+        self._loader = torch._inductor.aoti_load_package(str(path)).loader
+        clock.PROGRAMS.append(path.stem)
+        own = load_file(path.with_suffix(".safetensors"), device=str(model.device))
+        self._constants = {name: own.get(name) for name in self._loader.get_constant_fqns()}
+        self.use(weights)
+
+    def use(self, weights: Mapping[str, Tensor]) -> None:
+        """Compute with these weights of the model, by their names in it, from now on."""
+        given = {
+            name: weights[name.removeprefix("model.")] if own is None else own for name, own in self._constants.items()
+        }
+        self._held = given  # the program has pointers alone
+        self._loader.load_constants(given, False, True, True)
+
+    def __call__(self, *inputs: Any) -> list[Tensor]:
+        """Run it: see `BlockForward.forward`."""
+        *first, extras, cached = inputs
+        return self._loader.run([*first, *extras, *cached])  # type: ignore[no-any-return]
+
+
+class Programs:
+    """The programs of one model."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = weakref.ref(model)
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._seen: Any = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Programs":
+        """Return the programs of a model, all made anew where it was changed since the last call.
+
+        They are an attribute of the model, so that both are freed together. A copy of the model has the attribute too,
+        but needs its own.
+        """
+        programs: Programs | None = vars(model).get("_draftsmith_programs")
+        if programs is None or programs.model() is not model:
+            programs = vars(model)["_draftsmith_programs"] = cls(model)
+        programs._look()
+        return programs
+
+    def _look(self) -> None:
+        """Look at the model: new weights are loaded, another structure is compiled."""
+        model: Any = self.model()
+        structure = _structure(model)
+        weights = [
+            (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, _sample(tensor))
+            for tensor in _tensors(model).values()
+        ]
+        if self._seen is not None and self._seen[0] != structure:
+            self._programs.clear()
+        elif self._seen is not None and self._seen[1] != weights and self._programs:
+            laid_out = _laid_out(model)
+            for program in self._programs.values():
+                program.use(laid_out)
+        self._seen = structure, weights
+
+    def get(self, variant: Variant, written: Sequence[bool], example: list[Any]) -> Program:
+        """Return a program; it is made at its first use."""
+        key = variant, torch.get_num_threads()
+        if key not in self._programs:
+            model: Any = self.model()
+            self._programs[key] = Program(model, variant, written, example)
+        return self._programs[key]
+
+
+def folder() -> Path:
+    """Return where programs are kept: $DRAFTSMITH_PROGRAMS, or draftsmith/programs in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(FOLDER) or Path(cache) / "draftsmith" / "programs")
+
+
+def _compile(forward: BlockForward, weights: Mapping[str, Tensor], example: list[Any], path: Path) -> None:
+    """Compile a forward, and write the program and the constants that are not the model's."""
+    from torch.export import Dim
+    from torch.fx.experimental import _config as shape_config
+
+    # What is traced has sizes that no two symbols share, and none that a trace takes for a constant.
+    sizes = {"b": 3, "k": 5, "n": 32, "m": 7, "s": 64}
+    extras: list[Any] = [{0: "b", 1: "k"} for _ in example[4]]
+    if forward._variant.tree:
+        extras[0] = {0: "b", 1: "k", 2: "m"}
+    if forward._window:
+        extras[-1] = {0: "b", 1: "s"}
+    shapes = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, extras, [{0: "b", 2: "s"} for _ in example[5]]
+
+    def traced(tensor: Any, axes: Any) -> Any:
+        if isinstance(tensor, list):
+            return [traced(*each) for each in zip(tensor, axes, strict=True)]
+        return tensor.new_zeros([sizes.get(axes.get(at), size) for at, size in enumerate(tensor.shape)])
+
+    def symbols(axes: Any) -> Any:
+        if isinstance(axes, list):
+            return [symbols(each) for each in axes]
+        # Kernels that broadcast ask whether there is one row or one token, and give the same for it.
+        return {at: Dim.DYNAMIC if axis in "bk" else Dim(axis, max=1 << 40) for at, axis in axes.items()}
+
+    inputs = tuple(traced(*each) for each in zip(example, shapes, strict=True))
+    dynamic = tuple(symbols(axes) for axes in shapes)
+    model = forward.model
+    grouped: Any = [Grouped(model)] if attends_in_groups(model) else []
+    with torch.no_grad(), shape_config.patch(backed_size_oblivious=True), _weights_of(model, weights):
+        for each in grouped:
+            each.__enter__()
+        try:
+            exported = torch.export.export(forward, inputs, dynamic_shapes=dynamic, strict=False)
+        except Exception as error:
+            said = str(error).strip().splitlines()
+            raise InputError(
+                f"compiled: expected a forward of {type(model).__name__} that torch.export traces, found "
+                f"{said[0] if said else type(error).__name__}: decode eagerly"
+            ) from error
+        finally:
+            for each in grouped:
+                each.__exit__()
+        constants = {name: tensor for name, tensor in exported.constants.items() if isinstance(tensor, Tensor)}
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=path.parent) as name:
+            made = torch._inductor.aoti_compile_and_package(
+                exported,
+                package_path=f"{name}/program.pt2",
+                inductor_configs={"aot_inductor.package_constants_in_so": False},
+            )
+            own = {key: constant for key, constant in constants.items() if key.removeprefix("model.") not in weights}
+            save_file({key: each.contiguous() for key, each in own.items()}, f"{name}/own.safetensors")
+            os.replace(f"{name}/own.safetensors", path.with_suffix(".safetensors"))
+            os.replace(made, path)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _linear_weights(model: nn.Module) -> Iterator[tuple[nn.Linear, str]]:
+    """Yield the linear layers that a CPU computes faster for few tokens with their weights the other way round."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and module.weight.device.type == "cpu":
+            yield module, f"{name}.weight"
+
+
+def _laid_out(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return a model's weights and buffers by name, copies for linear layers: with the inputs' axis outside.
+
+    A product with 1 to 8 tokens then takes two thirds of the time on CPUs; the copies take the weights' memory again.
+    """
+    weights = {name: tensor.detach() for name, tensor in _tensors(model).items()}
+    return weights | {name: module.weight.detach().t().contiguous().t() for module, name in _linear_weights(model)}
+
+
+@contextmanager
+def _weights_of(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give the linear layers other tensors for weights in this block."""
+    given = [(module, module.weight, weights[name]) for module, name in _linear_weights(model)]
+    try:
+        for module, _, weight in given:
+            module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+        yield
+    finally:
+        for module, own, _ in given:
+            module._parameters["weight"] = own
+
+
+def _sample(tensor: Tensor) -> tuple[float, ...]:
+    """Return some entries: a change through `.data` leaves no other trace."""
+    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
+    return tuple(flat[:: max(1, flat.numel() // SAMPLED)].tolist()) if tensor.device.type == "cpu" else ()
+
+
+def _structure(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Return what a program is made for: a change of it needs another program."""
+    return (
+        json.dumps(model.config.to_dict(), sort_keys=True, default=str),
+        model.training,
+        tuple((name, type(module)) for name, module in model.named_modules()),
+        tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in _tensors(model).items()),
+    )
+
+
+def _key(model: PreTrainedModel, variant: Variant, written: Sequence[bool]) -> str:
+    """Return the name of a program: another one for whatever would make another program."""
+    config, training, modules, tensors = _structure(model)
+    classes = {kind for _, kind in modules}
+    sources = sorted({path for kind in classes if (path := _own_source(kind))} | {__file__, *_CORE})
+    parts = (
+        torch.__version__,
+        transformers.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        str(torch.cuda.get_device_properties(model.device)) if model.device.type == "cuda" else "",
+        torch.get_num_threads(),
+        config,
+        training,
+        [(name, f"{kind.__module__}.{kind.__qualname__}") for name, kind in modules],
+        tensors,
+        [_digest(path) for path in sources],
+        asdict(variant),
+        list(written),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+_CORE = [inspect.getfile(module) for module in (Layer, Masks, Grouped, watched)]
+
+
+def _own_source(kind: type) -> str | None:
+    """Return the file of a module class that no library's version stands for."""
+    if kind.__module__.partition(".")[0] in ("torch", "transformers"):
+        return None
+    try:
+        return inspect.getsourcefile(kind)
+    except (OSError, TypeError):
+        return None
+
+
+@lru_cache(maxsize=256)
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
