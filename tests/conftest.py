@@ -146,3 +146,15 @@ def pair_dirs(tmp_path, tokenizer):
         model.generation_config.bos_token_id = tokenizer.bos_token_id
         save_model(model, tokenizer, tmp_path / name)
     return tmp_path / "target", tmp_path / "draft"
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Run compiled forwards as they were traced; gives the list of those that are made, (model, variant)."""
+    from programs import Traced
+
+    from draftsmith.decode.cache import program
+
+    monkeypatch.setattr(program, "Program", Traced)
+    monkeypatch.setattr(Traced, "made", [])
+    return Traced.made

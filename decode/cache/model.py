@@ -309,7 +309,8 @@ class CachedModel:
             cached,
         ]
         variant = Variant(visible is not None, tuple(further), self.wants_hidden, tuple(self._depths))
-        program = self._programs.get(variant, [layer.is_initialized for layer in self._layers], inputs)
+        program = self._programs.get(self.model, variant, [layer.is_initialized for layer in self._layers], inputs)
+        logits: Tensor
         logits, *states = program(*inputs)
         self._keep(states[0] if self.wants_hidden else None, states[self.wants_hidden :], k)
         return logits

@@ -14,7 +14,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -70,7 +70,7 @@ class BlockForward(nn.Module):
         self.model, self._variant, self._written = model, variant, list(written)
         config = model.config.get_text_config()
         self._types = sorted(set(getattr(config, "layer_types", None) or ()))
-        self._window: int = getattr(config, "sliding_window", None) or 0
+        self.window: int = getattr(config, "sliding_window", None) or 0
 
     def forward(
         self, tokens: Tensor, starts: Tensor, slots_N: Tensor, last: Tensor, extras: list[Tensor], cached: list[Tensor]
@@ -96,15 +96,15 @@ class BlockForward(nn.Module):
         block = Block()
         block.start, block.width, block.slots = None, slots_N.shape[0], starts[:, None] + slots_N[:k]
         positions = torch.minimum(block.slots if depths is None else starts[:, None] + depths, last)
-        cached_BS = extras[0] if self._window else None
+        cached_BS = extras[0] if self.window else None
         if cached_BS is not None:
             cached_BS.scatter_(1, block.slots, positions)
-        masks = Masks(self.model, self._types, self._window, slots_N)
-        layers = []
+        masks = Masks(self.model, self._types, self.window, slots_N)
+        layers: list[Any] = []
         for written in self._written:
-            layers.append(Layer(block, rows, 0, False))
+            layers.append(layer := Layer(block, rows, 0, False))
             if written:
-                layers[-1].keys, layers[-1].values, layers[-1].is_initialized = cached.pop(0), cached.pop(0), True
+                layer.keys, layer.values, layer.is_initialized = cached.pop(0), cached.pop(0), True
         with watched(self.model, self._variant.wants_hidden, self._variant.depths) as states:
             output = self.model(
                 input_ids=tokens,
@@ -120,7 +120,7 @@ class BlockForward(nn.Module):
 class Program:
     """A compiled `BlockForward` of a model, with the model's own weights."""
 
-    def __init__(self, model: PreTrainedModel, variant: Variant, written: Sequence[bool], example: list[Any]):
+    def __init__(self, model: PreTrainedModel, variant: Variant, written: Sequence[bool], example: Sequence[Any]):
         """Read the program from disk, or compile it.
 
         Args:
@@ -129,16 +129,15 @@ class Program:
             written: see there.
             example: arguments of any sizes.
         """
-        weights = _laid_out(model)
         path = folder() / f"{_key(model, variant, written)}.pt2"
         if not path.exists():
             with phase(f"compiling the forward of {type(model).__name__}"):
-                _compile(BlockForward(model, variant, written), weights, example, path)
+                _write(exported(model, variant, written, example), model, path)
         self._loader = torch._inductor.aoti_load_package(str(path)).loader
         clock.PROGRAMS.append(path.stem)
         own = load_file(path.with_suffix(".safetensors"), device=str(model.device))
         self._constants = {name: own.get(name) for name in self._loader.get_constant_fqns()}
-        self.use(weights)
+        self.use(laid_out(model))
 
     def use(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with these weights of the model, by their names in it, from now on."""
@@ -157,47 +156,36 @@ class Program:
 class Programs:
     """The programs of one model."""
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = weakref.ref(model)
-        self._programs: dict[tuple[Any, ...], Program] = {}
-        self._seen: Any = None
+    def __init__(self) -> None:
+        self._programs: dict[tuple[Variant, int], Program] = {}
+        self._seen: tuple[Any, Any] = (None, None)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Programs":
-        """Return the programs of a model, all made anew where it was changed since the last call.
-
-        They are an attribute of the model, so that both are freed together. A copy of the model has the attribute too,
-        but needs its own.
-        """
-        programs: Programs | None = vars(model).get("_draftsmith_programs")
-        if programs is None or programs.model() is not model:
-            programs = vars(model)["_draftsmith_programs"] = cls(model)
-        programs._look()
-        return programs
-
-    def _look(self) -> None:
-        """Look at the model: new weights are loaded, another structure is compiled."""
-        model: Any = self.model()
-        structure = _structure(model)
+        """Return the programs of a model, with its present weights; none where its structure has changed."""
+        programs = _PROGRAMS.setdefault(model, cls())
         weights = [
             (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, _sample(tensor))
             for tensor in _tensors(model).values()
         ]
-        if self._seen is not None and self._seen[0] != structure:
-            self._programs.clear()
-        elif self._seen is not None and self._seen[1] != weights and self._programs:
-            laid_out = _laid_out(model)
-            for program in self._programs.values():
-                program.use(laid_out)
-        self._seen = structure, weights
+        before, programs._seen = programs._seen, (_structure(model), weights)
+        if before[0] != programs._seen[0]:
+            programs._programs.clear()
+        elif before[1] != weights and programs._programs:
+            tensors = laid_out(model)
+            for program in programs._programs.values():
+                program.use(tensors)
+        return programs
 
-    def get(self, variant: Variant, written: Sequence[bool], example: list[Any]) -> Program:
-        """Return a program; it is made at its first use."""
+    def get(self, model: PreTrainedModel, variant: Variant, written: Sequence[bool], example: Sequence[Any]) -> Program:
+        """Return a program of the model; it is made at its first use."""
         key = variant, torch.get_num_threads()
         if key not in self._programs:
-            model: Any = self.model()
             self._programs[key] = Program(model, variant, written, example)
         return self._programs[key]
+
+
+_PROGRAMS: "weakref.WeakKeyDictionary[PreTrainedModel, Programs]" = weakref.WeakKeyDictionary()
 
 
 def folder() -> Path:
@@ -206,19 +194,34 @@ def folder() -> Path:
     return Path(os.environ.get(FOLDER) or Path(cache) / "draftsmith" / "programs")
 
 
-def _compile(forward: BlockForward, weights: Mapping[str, Tensor], example: list[Any], path: Path) -> None:
-    """Compile a forward, and write the program and the constants that are not the model's."""
-    from torch.export import Dim
-    from torch.fx.experimental import _config as shape_config
+def exported(model: PreTrainedModel, variant: Variant, written: Sequence[bool], example: Sequence[Any]) -> Any:
+    """Trace a `BlockForward`, with symbols for B, K, N and S; its linear layers have their weights laid out for it.
 
+    Args:
+        model: see `BlockForward`.
+        variant: see there.
+        written: see there.
+        example: arguments of any sizes.
+
+    Returns:
+        A `torch.export.ExportedProgram`.
+
+    Raises:
+        InputError: a forward that cannot be traced, such as one that decides by its tokens.
+    """
+    from torch.export import Dim, export
+    from torch.fx.experimental import _config
+
+    shapes: Any = _config
     # What is traced has sizes that no two symbols share, and none that a trace takes for a constant.
     sizes = {"b": 3, "k": 5, "n": 32, "m": 7, "s": 64}
-    extras: list[Any] = [{0: "b", 1: "k"} for _ in example[4]]
-    if forward._variant.tree:
+    forward, extras = BlockForward(model, variant, written), [{0: "b", 1: "k"} for _ in example[4]]
+    if variant.tree:
         extras[0] = {0: "b", 1: "k", 2: "m"}
-    if forward._window:
+    if forward.window:
         extras[-1] = {0: "b", 1: "s"}
-    shapes = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, extras, [{0: "b", 2: "s"} for _ in example[5]]
+    cached = [{0: "b", 2: "s"} for _ in example[5]]
+    axes: tuple[Any, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, extras, cached
 
     def traced(tensor: Any, axes: Any) -> Any:
         if isinstance(tensor, list):
@@ -228,39 +231,40 @@ def _compile(forward: BlockForward, weights: Mapping[str, Tensor], example: list
     def symbols(axes: Any) -> Any:
         if isinstance(axes, list):
             return [symbols(each) for each in axes]
-        # Kernels that broadcast ask whether there is one row or one token, and give the same for it.
-        return {at: Dim.DYNAMIC if axis in "bk" else Dim(axis, max=1 << 40) for at, axis in axes.items()}
+        # Some operators ask whether there is one row or one token, to broadcast it: what they do otherwise is as right.
+        return {at: Dim.DYNAMIC if axis in "bkm" else Dim(axis, min=2, max=1 << 40) for at, axis in axes.items()}
 
-    inputs = tuple(traced(*each) for each in zip(example, shapes, strict=True))
-    dynamic = tuple(symbols(axes) for axes in shapes)
-    model = forward.model
-    grouped: Any = [Grouped(model)] if attends_in_groups(model) else []
-    with torch.no_grad(), shape_config.patch(backed_size_oblivious=True), _weights_of(model, weights):
-        for each in grouped:
-            each.__enter__()
-        try:
-            exported = torch.export.export(forward, inputs, dynamic_shapes=dynamic, strict=False)
-        except Exception as error:
-            said = str(error).strip().splitlines()
-            raise InputError(
-                f"compiled: expected a forward of {type(model).__name__} that torch.export traces, found "
-                f"{said[0] if said else type(error).__name__}: decode eagerly"
-            ) from error
-        finally:
-            for each in grouped:
-                each.__exit__()
-        constants = {name: tensor for name, tensor in exported.constants.items() if isinstance(tensor, Tensor)}
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=path.parent) as name:
-            made = torch._inductor.aoti_compile_and_package(
-                exported,
-                package_path=f"{name}/program.pt2",
-                inductor_configs={"aot_inductor.package_constants_in_so": False},
-            )
-            own = {key: constant for key, constant in constants.items() if key.removeprefix("model.") not in weights}
-            save_file({key: each.contiguous() for key, each in own.items()}, f"{name}/own.safetensors")
-            os.replace(f"{name}/own.safetensors", path.with_suffix(".safetensors"))
-            os.replace(made, path)
+    inputs = tuple(traced(*each) for each in zip(example, axes, strict=True))
+    attention: Any = Grouped(model) if attends_in_groups(model) else nullcontext()
+    try:
+        with torch.no_grad(), shapes.patch(backed_size_oblivious=True), attention, _lent(model, laid_out(model)):
+            return export(forward, inputs, dynamic_shapes=tuple(map(symbols, axes)), strict=False)
+    except Exception as error:
+        said = str(error).strip().splitlines()
+        raise InputError(
+            f"compiled: expected a forward of {type(model).__name__} that torch.export traces, found "
+            f"{said[0] if said else type(error).__name__}: decode eagerly"
+        ) from error
+
+
+def _write(program: Any, model: PreTrainedModel, path: Path) -> None:
+    """Compile what was exported, and write it, and beside it the constants that are not the model's."""
+    known = _tensors(model)
+    own = {
+        name: tensor.contiguous()
+        for name, tensor in program.constants.items()
+        if isinstance(tensor, Tensor) and name.removeprefix("model.") not in known
+    }
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as aside:
+        made = torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=f"{aside}/program.pt2",
+            inductor_configs={"aot_inductor.package_constants_in_so": False},
+        )
+        save_file(own, f"{aside}/own.safetensors")
+        os.replace(f"{aside}/own.safetensors", path.with_suffix(".safetensors"))
+        os.replace(made, path)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -274,7 +278,7 @@ def _linear_weights(model: nn.Module) -> Iterator[tuple[nn.Linear, str]]:
             yield module, f"{name}.weight"
 
 
-def _laid_out(model: PreTrainedModel) -> dict[str, Tensor]:
+def laid_out(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return a model's weights and buffers by name, copies for linear layers: with the inputs' axis outside.
 
     A product with 1 to 8 tokens then takes two thirds of the time on CPUs; the copies take the weights' memory again.
@@ -284,9 +288,11 @@ def _laid_out(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _weights_of(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def _lent(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Give the linear layers other tensors for weights in this block."""
-    given = [(module, module.weight, weights[name]) for module, name in _linear_weights(model)]
+    given: list[tuple[nn.Module, Any, Tensor]] = [
+        (module, module.weight, weights[name]) for module, name in _linear_weights(model)
+    ]
     try:
         for module, _, weight in given:
             module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)

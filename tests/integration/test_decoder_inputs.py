@@ -1,8 +1,6 @@
 """What `generate` may be asked for beside tokens: served as the library serves it, or refused by name."""
 
-import gc
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -35,7 +33,6 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.cache import CachedModel, check_model
-from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.planner import RoundCosts
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 
@@ -294,22 +291,9 @@ def test_buffers_grow_with_the_text(target):
     assert {layer.keys.shape[2] for layer in model.cache.layers} == {128}
 
 
-def test_a_compiled_forward_goes_with_its_model(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
-    model = tiny_llama(0)
-    forward = cached_model._compiled(model)
-    assert cached_model._compiled(model) is forward
-    copied = early_exit(model, 1)
-    assert cached_model._compiled(copied).__self__ is copied
-    gone = weakref.ref(model)
-    del model, forward, copied
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_plan_that_pauses_loses_no_acceptance_in_fixed_shapes(target, monkeypatch):
+@pytest.mark.usefixtures("traced")
+def test_a_plan_that_pauses_loses_no_acceptance_where_forwards_are_compiled(target):
     """After rounds without a draft the cache lacks several tokens; all of them are fed."""
-    monkeypatch.setattr(cached_model, "_compiled", lambda model: model.forward)
 
     class Pausing(Plan):
         turn = 0

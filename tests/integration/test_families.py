@@ -24,7 +24,6 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.cache import CachedModel, Places, check_model, padded
-from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.rules import Rule
 
 NEW = 12
@@ -402,13 +401,10 @@ def test_a_window_that_was_forgotten_is_not_read(monkeypatch):
         model.feed(ids[:, :1], [40])
 
 
-def test_fixed_shapes_keep_their_windows(monkeypatch):
-    """Compiled by a backend that runs the captured graphs as they are; a tree, with two kinds of layers."""
+@pytest.mark.usefixtures("traced")
+def test_compiled_forwards_keep_their_windows():
+    """A tree, with two kinds of layers."""
     name, options = "gemma3", {**GREEDY, "draft_length": 2}
-    target, _ = pair(name)
-    compiled = torch.compile(target.forward, backend="eager", dynamic=False)
-    monkeypatch.setattr(cached_model, "_compiled", lambda model: compiled if model is target else model.forward)
-    torch._dynamo.reset()
     texts, out = speculate(name, "tree", [0, 1, 2], compiled=True, **options)
     for text, expected in zip(texts, plain(name), strict=True):
         assert torch.equal(text, expected)

@@ -1,0 +1,145 @@
+"""Programs as the compiler makes them: the model's numbers, its changes, and what lies on disk."""
+
+import copy
+
+import pytest
+import torch
+from conftest import tiny_llama
+from transformers import LlamaConfig
+
+from draftsmith.decode import InputError
+from draftsmith.decode.cache import CachedModel, program
+
+
+def model(seed=0, **config):
+    return tiny_llama(seed, layers=1, **config)
+
+
+def logits(model, rows=1, compiled=True, blocks=(3, 1, 4)):
+    """Feed blocks behind texts of different lengths; return the logits, (rows, tokens, V)."""
+    ids = torch.randint(1, 97, (rows, 40), generator=torch.Generator().manual_seed(3))
+    cached = CachedModel(model, rows, 60, block=8, compiled=compiled)
+    cached.prefill_texts([ids[row, : 9 + row] for row in range(rows)])
+    starts, given = [8 + row for row in range(rows)], []
+    for k in blocks:
+        given.append(cached.feed(ids[:, :k], starts))
+        starts = [start + k for start in starts]
+    return torch.cat(given, 1)
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, atol=2e-5, rtol=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """Keep programs in a folder of this module's."""
+    with pytest.MonkeyPatch.context() as patched:
+        path = tmp_path_factory.mktemp("programs")
+        patched.setenv(program.FOLDER, str(path))
+        yield path
+
+
+@pytest.fixture
+def known(folder, monkeypatch):
+    """Let nothing be compiled beyond what is on disk after the first forward."""
+    compiled = logits(model())
+    monkeypatch.setattr(program, "_write", lambda *_: pytest.fail("compiled again"))
+    return compiled
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_program_gives_the_models_logits_for_any_rows_and_blocks(rows):
+    same(logits(model(), rows), logits(model(), rows, compiled=False))
+    same(logits(model(), rows, blocks=(1, 1, 7, 2)), logits(model(), rows, compiled=False, blocks=(1, 1, 7, 2)))
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.lm_head.weight.mul_(0.5),
+        lambda model: model.lm_head.weight.data.mul_(0.5),
+        lambda model: model.model.norm.weight.mul_(0.5),
+        lambda model: model.load_state_dict(tiny_llama(5, layers=1).state_dict()),
+        lambda model: setattr(
+            model.model.layers[0].mlp.up_proj, "weight", torch.nn.Parameter(torch.randn(64, 32), requires_grad=False)
+        ),
+    ],
+    ids=["in place", "data", "a vector", "loaded", "another tensor"],
+)
+def test_changed_weights_are_computed_with(change):
+    changed = model()
+    before = logits(changed)
+    change(changed)
+    after = logits(changed)
+    assert (after - before).abs().max() > 1e-3
+    same(after, logits(changed, compiled=False))
+
+
+@pytest.mark.usefixtures("known")
+def test_a_copy_has_programs_of_its_own():
+    first = model()
+    logits(first)
+    copied = copy.deepcopy(first)
+    copied.lm_head.weight.mul_(0.5)
+    same(logits(copied), logits(copied, compiled=False))
+    same(logits(first), logits(first, compiled=False))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.float64),
+        lambda model: setattr(model.config, "rms_norm_eps", 0.1),
+        lambda model: setattr(model.model.layers[0], "mlp", torch.nn.Identity()),
+        lambda model: torch.set_num_threads(2),
+    ],
+    ids=["dtype", "config", "module", "threads"],
+)
+def test_another_structure_is_another_program(folder, change, traced):
+    changed, threads = model(), torch.get_num_threads()
+    try:
+        logits(changed)
+        change(changed)
+        logits(changed)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(traced) == 2
+
+
+def test_programs_and_their_model_are_freed_together(traced):
+    import gc
+    import weakref
+
+    gone = model()
+    logits(gone)
+    gone = weakref.ref(gone)
+    traced.clear()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_program_has_another_name_for_other_inputs():
+    plain, variant = model(), program.Variant()
+    names = {
+        program._key(plain, variant, [True]),
+        program._key(plain, program.Variant(tree=True), [True]),
+        program._key(model(hidden=64), variant, [True]),
+        program._key(plain.to(torch.bfloat16), variant, [True]),
+    }
+    assert len(names) == 4
+    assert program._key(model(1), variant, [True]) == program._key(model(2), variant, [True])
+
+
+def test_a_forward_that_decides_by_its_tokens_is_refused(traced):
+    class Deciding(type(model())):
+        def forward(self, input_ids, **inputs):
+            if input_ids.max() > 50:
+                input_ids = input_ids - 1
+            return super().forward(input_ids=input_ids, **inputs)
+
+    deciding = Deciding(LlamaConfig(**model().config.to_dict())).eval()
+    with pytest.raises(InputError, match=r"^compiled: expected a forward of Deciding that torch.export traces, found "):
+        logits(deciding)
