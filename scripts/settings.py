@@ -93,7 +93,7 @@ def load_fastest(
         drafters: what to load beside it.
         dtype: see `fastest_settings`, as for `threads` and `compiled`.
         threads: of the CPU.
-        compiled: whether forwards run through `torch.compile`.
+        compiled: whether forwards are compiled.
         trust_remote_code: as for `load_pair`.
         kept: a file of settings that were found before: if it is there, what is open is taken from it.
 
@@ -253,7 +253,7 @@ def _milliseconds(seconds: Mapping[str, float]) -> str:
 
 
 def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[bool, str]:
-    """Return whether a GPU decodes the target through `torch.compile`, and what was timed, in words.
+    """Return whether a GPU decodes the target by compiled forwards, and what was timed, in words.
 
     Where `compiled` is None, a compiler that fails is named, and done without.
     """
@@ -270,7 +270,7 @@ def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[boo
         except Exception as error:
             if name == "eager" or compiled:
                 raise
-            failure = f"; torch.compile failed: {first_line(error)}"
+            failure = f"; compiling failed: {first_line(error)}"
             continue
         seconds |= timed
         launching[name] = launched

@@ -153,8 +153,20 @@ def traced(monkeypatch):
     """Run compiled forwards as they were traced; gives the list of those that are made, (model, variant)."""
     from programs import Traced
 
+    return _made_as(Traced, monkeypatch)
+
+
+@pytest.fixture
+def untraced(monkeypatch):
+    """Run compiled forwards by the code that is traced; gives the same list."""
+    from programs import Untraced
+
+    return _made_as(Untraced, monkeypatch)
+
+
+def _made_as(kind, monkeypatch):
     from draftsmith.decode.cache import program
 
-    monkeypatch.setattr(program, "Program", Traced)
-    monkeypatch.setattr(Traced, "made", [])
-    return Traced.made
+    monkeypatch.setattr(program, "Program", kind)
+    monkeypatch.setattr(kind, "made", [])
+    return kind.made

@@ -291,7 +291,7 @@ def test_buffers_grow_with_the_text(target):
     assert {layer.keys.shape[2] for layer in model.cache.layers} == {128}
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("untraced")
 def test_a_plan_that_pauses_loses_no_acceptance_where_forwards_are_compiled(target):
     """After rounds without a draft the cache lacks several tokens; all of them are fed."""
 

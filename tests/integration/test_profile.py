@@ -11,7 +11,6 @@ from rich.console import Console
 from trained_parallel import as_parallel
 
 from draftsmith.decode import DraftModelProposer, PromptLookupProposer, Tree, speculative_generate
-from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.measurement import profiler
 from draftsmith.decode.measurement.profiler import PARTS, TRACKS, Profile, chrome_trace
 from draftsmith.medusa import MedusaConfig, MedusaHeads, MedusaProposer
@@ -104,9 +103,9 @@ def test_nothing_changes_and_the_spans_add_up(target, draft, name, options):
     assert not target._forward_hooks and not target._forward_pre_hooks
 
 
-def test_compiled_lossy_and_planned_calls(target, draft, monkeypatch):
-    # Compiled forwards go past the model's hooks; eager ones of static shapes take the same way in no time.
-    monkeypatch.setattr(cached_model, "_compiled", lambda model: model.forward)
+@pytest.mark.usefixtures("traced")
+def test_compiled_lossy_and_planned_calls(target, draft):
+    # Compiled forwards go past the model's hooks.
     for ids, mask in ((IDS[:1], None), (IDS, MASK)):
         expected = speculative_generate(target, DraftModelProposer(draft), ids, mask, compiled=True, **SAMPLED)
         profile = Profile()

@@ -17,7 +17,7 @@ from draftsmith.train.runs import save_model
 
 
 @pytest.fixture
-def pair(tmp_path, tokenizer, monkeypatch):
+def pair(tmp_path, tokenizer, monkeypatch, untraced):
     """A target and a draft, stored in bfloat16, on a machine with fast arithmetic for it and four threads."""
     target = tiny_llama(0, len(tokenizer))
     for name, model in (("target", target), ("draft", perturbed(target, 0.1))):
@@ -26,7 +26,6 @@ def pair(tmp_path, tokenizer, monkeypatch):
     threads = [4]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
-    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
     return tmp_path / "target", tmp_path / "draft"
 
 
@@ -139,7 +138,7 @@ FAILED = RuntimeError("no triton\nhere")
     [
         (None, 0.010, 0.006, 0.0059, True, "compiled 6.0; the host is the bound, with 5.9 to launch a token"),
         (None, 0.010, 0.0099, 0.004, False, "compiled 9.9; the GPU is the bound"),
-        (None, 0.010, FAILED, 0.004, False, "eager 10.0; the GPU is the bound; torch.compile failed: no triton"),
+        (None, 0.010, FAILED, 0.004, False, "eager 10.0; the GPU is the bound; compiling failed: no triton"),
         (None, 0.2, None, 0.1, False, "eager 200.0; the GPU is the bound"),
         (False, 0.010, None, 0.010, False, "eager 10.0; the host is the bound"),
         (True, None, 0.010, 0.001, True, "plain decoding: compiled 10.0; the GPU is the bound"),

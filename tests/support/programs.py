@@ -1,4 +1,4 @@
-"""Compiled forwards without the compiler: what it is given is run as it is, for a second in place of ten."""
+"""Compiled forwards without the compiler: what it is given is run as it is."""
 
 from typing import ClassVar
 
@@ -6,16 +6,26 @@ from draftsmith.decode.cache import program
 
 
 class Traced(program.Program):
-    """A program that runs what was exported."""
+    """A program that runs what was exported: a second in place of ten."""
 
     made: ClassVar[list[tuple[object, program.Variant]]] = []
 
     def __init__(self, model, variant, written, example):
-        self._run = program.exported(model, variant, written, example).module(check_guards=False)
+        self._run = self.prepared(model, variant, written, example)
         self.made.append((model, variant))
+
+    def prepared(self, *args):
+        return program.exported(*args).module(check_guards=False)
 
     def use(self, weights):
         raise NotImplementedError
 
     def __call__(self, *inputs):
         return self._run(*inputs)
+
+
+class Untraced(Traced):
+    """A program that runs what would be traced."""
+
+    def prepared(self, model, variant, written, example):
+        return program.BlockForward(model, variant, written)
