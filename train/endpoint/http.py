@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -37,6 +39,19 @@ class ServerFailure(RuntimeError):
         self.temporary, self.busy, self.retry_after = temporary, busy, retry_after
 
 
+@cache
+def _certificates(file: str | None, directory: str | None) -> ssl.SSLContext:
+    """Return what servers' certificates are checked against.
+
+    It is read once: that takes longer than a request, and there is a client for each server.
+
+    Args:
+        file: SSL_CERT_FILE, which says what is read, as `directory` does.
+        directory: SSL_CERT_DIR.
+    """
+    return httpx2.create_ssl_context()
+
+
 class HttpClient:
     """Requests to one server; an asynchronous context manager.
 
@@ -61,6 +76,7 @@ class HttpClient:
                 headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
                 timeout=None,
                 limits=httpx2.Limits(max_connections=None),
+                verify=_certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
             )
         except Exception as error:  # the environment's words raise anything
             kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
