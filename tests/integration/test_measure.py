@@ -47,7 +47,7 @@ from draftsmith.train.runs import save_model
 
 PROMPTS = [("def f(x):", "code"), ("import os", "code"), ("a story of x", "prose"), ("self", None)]
 PROMPTS += [("for i in", "code"), ("return a", "code")]  # as many as an interval needs, and one more
-NEW = 13
+NEW = 9
 LENGTHS = (2, 3)
 CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0]]
 NAMES = {"draft": "draft", "stock": "baseline_draft", "parallel_draft": "parallel_draft", "medusa": "medusa"}
@@ -68,7 +68,7 @@ def _quick():
 def root(tmp_path_factory, tokenizer):
     """A target; drafts that are close to it, further off and far away; heads that draft a tree of depth 2; prompts."""
     root = tmp_path_factory.mktemp("measured")
-    target = tiny_llama(0, len(tokenizer))
+    target = tiny_llama(0, len(tokenizer), layers=1)
     models = {"draft": perturbed(target, 0.02), "stock": perturbed(target, 0.2), "bad": perturbed(target, 3.0)}
     ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
     texts = own_texts(target, ids, max_new_tokens=NEW, do_sample=False)
@@ -268,14 +268,14 @@ def test_what_was_measured(measured, root):
         assert (proposer["parameters"], proposer["bytes"]) == (sizes[name], 4 * sizes[name])
     assert (proposers["medusa"]["heads"], proposers["medusa"]["tree_nodes"]) == (3, len(CHOICES))
     assert [tree["proposer"] for tree in report["trees"]] == ["medusa"]
-    # Keys and values of 2 layers with 2 heads of 8 numbers, 4 bytes each.
+    # Keys and values of one layer with 2 heads of 8 numbers, 4 bytes each.
     memory = report["memory"]
-    assert (memory["target_bytes"], memory["target_cache_bytes_per_token"]) == (4 * parameters, 2 * 2 * 2 * 8 * 4)
+    assert (memory["target_bytes"], memory["target_cache_bytes_per_token"]) == (4 * parameters, 2 * 2 * 8 * 4)
     assert {name: of["weights_bytes"] for name, of in memory["drafters"].items()} == {
         n: 4 * s for n, s in sizes.items()
     }
     cached = {name: of["cache_bytes_per_token"] for name, of in memory["drafters"].items()}
-    assert cached == {"draft": 256, "stock": 256, "parallel_draft": 256, "medusa": 0, "prompt_lookup": 0}
+    assert cached == {"draft": 128, "stock": 128, "parallel_draft": 128, "medusa": 0, "prompt_lookup": 0}
 
 
 def test_counts_are_integers_and_ratios_are_theirs(measured):
@@ -630,18 +630,15 @@ def test_heads_are_measured_alone(measured, root, tmp_path):
         assert run["counts"] == beside["counts"] and run["alpha"] == beside["alpha"]
 
 
-def test_prompt_lookup_looks_for_what_it_is_told(measured, root, tmp_path):
-    report, _ = measured
-    alone = checked(root, tmp_path, prompt_lookup=True, prompt_lookup_min=2, prompt_lookup_max=4, draft_length="3")
-    by_default, (longer,) = (
-        runs_of(report, "prompt_lookup", temperature=0.0, batch_size=1, draft_length=3),
-        alone["runs"],
-    )
-    sizes = [
-        (run["proposer"]["prompt_lookup_min"], run["proposer"]["prompt_lookup_max"]) for run in (*by_default, longer)
-    ]
+def test_prompt_lookup_looks_for_what_it_is_told(root, tmp_path):
+    fixed = {"prompt_lookup": True, "draft_length": "3", "max_new_tokens": 30}
+    sizes, drafted = [], []
+    for name, told in (("default", {}), ("longer", {"prompt_lookup_min": 2, "prompt_lookup_max": 4})):
+        (run,) = checked(root, tmp_path / name, **fixed, **told)["runs"]
+        sizes.append((run["proposer"]["prompt_lookup_min"], run["proposer"]["prompt_lookup_max"]))
+        drafted.append(run["counts"]["num_draft_tokens"])
     assert sizes == [(1, 3), (2, 4)]
-    assert longer["counts"]["num_draft_tokens"] < by_default[0]["counts"]["num_draft_tokens"]
+    assert drafted[1] < drafted[0]
 
 
 def test_what_is_not_measured_is_null_and_never_zero(root, tmp_path):

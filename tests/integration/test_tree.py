@@ -15,6 +15,7 @@ from trained_heads import train_heads
 from trained_parallel import train_parallel
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
+from draftsmith.decode.measurement import costs
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import EagleHeads, MedusaHeads, MedusaProposer
 from draftsmith.scripts import tree as command
@@ -111,7 +112,12 @@ def test_the_tree_goes_into_the_heads_and_is_drafted(pipeline, made, heads, caps
     assert torch.equal(out.sequences, autoregressive_generate(target, ids, **options).sequences)
 
 
-def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(pipeline, made, heads, tmp_path, capsys):
+def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(
+    pipeline, made, heads, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(command, "LADDER", (1, 2, 4, 8, 16))
+    monkeypatch.setattr(command, "REPEATS", 2)
+    monkeypatch.setattr(costs, "WRITTEN", 8)
     before = (heads / "config.json").read_bytes()
     assert main(tree_of(pipeline, made, heads, "--output", str(tmp_path / "out"), "--rows", "2", "--limit", "12")) == 0
     assert (heads / "config.json").read_bytes() == before and not (heads / "tree.json").exists()
