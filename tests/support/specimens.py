@@ -50,6 +50,8 @@ class Specimen:
     """Writes one into a directory; None where the kind is not stored."""
     argument: str = ""
     """What stands behind the name of a kind that is not stored."""
+    training: Callable[[Path], list[str]] = lambda pipeline: []
+    """What its recipe must be told beside target and completions, of the files of `pipeline`."""
     confident: bool = True
     """Whether its drafts have a probability, which `Cascade` compares."""
     batched: bool = True
@@ -124,6 +126,7 @@ SPECIMENS: dict[str, Specimen] = {
             "dynamic tree": lambda target: DraftModelProposer(near(target), DynamicTree(2, 5)),
         },
         save_causal(near),
+        training=lambda pipeline: [f"--draft={pipeline / 'draft'}"],
     ),
     "reencoded": Specimen({"renumbered": lambda target: DraftModelProposer(permuted(target))}, save_causal(near)),
     "run_ahead": Specimen({"chain": lambda target: RunAheadProposer(near(target))}, save_causal(near), batched=False),
@@ -134,6 +137,7 @@ SPECIMENS: dict[str, Specimen] = {
             "tree": lambda target: ParallelDraftProposer(parallel(target, few(target)), TREE),
         },
         save_causal(parallel),
+        training=lambda pipeline: [f"--draft={pipeline / 'draft'}", "--parallel=3"],
     ),
     "medusa": Specimen(
         {
