@@ -32,12 +32,16 @@ TEXTS = [
 ]
 
 
-LONGEST = ("test_embedded", "test_distributed", "test_sharded", "test_medusa_sharded", "test_replay_processes")
+FIRST = [
+    *("embedded", "distributed", "sharded", "medusa_sharded", "eagle_sharded", "parallel_sharded", "replay_processes"),
+    *("data_processes", "failures", "shared_out", "resume", "cached_eagle", "reliability"),
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest; tests of ranks side by side, so that one worker's server forks them all."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    """Begin with what takes longest; all tests of ranks side by side, so that one worker's server forks them."""
+    places = {f"test_{name}": place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
 
 
 def pytest_collection_finish() -> None:

@@ -77,16 +77,7 @@ def test_a_target_that_moved_loses_acceptance_and_a_short_run_finds_it_again(tmp
     assert abs(tau(small, DRAFT, tmp_path / "old") - before) < 0.2
 
     gate = ["measure", "--target", moved, "--draft", tmp_path / "draft", "--baseline-draft", DRAFT, "--limit", "2"]
-    gate += [
-        "--replay-limit",
-        "12",
-        "--prompts",
-        tmp_path / "heldout.jsonl",
-        "--max-new-tokens",
-        "12",
-        "--repeats",
-        "1",
-    ]
+    gate += ["--replay-limit", "4", "--prompts", tmp_path / "heldout.jsonl", "--max-new-tokens", "4", "--repeats", "1"]
     gate += ["--measure-costs", "false", "--compiled", "false", "--threads", "1", "--dtype", "float32"]
     gate += ["--draft-length", "2", "--temperature", "1", "--min-gain", "0.0", "--output", tmp_path / "report"]
     assert cli.main([*map(str, gate)]) in (0, 3)

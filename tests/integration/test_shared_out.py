@@ -1,7 +1,7 @@
 """Completions and teacher caches by two processes: each byte is what one process writes, and one speaks for both."""
 
 import json
-import subprocess
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prepare_inputs import save_target, write_prompts
 from process_jobs import cached, commanded, completed
-from processes import ended, forked
+from processes import ended, exit_code, forked
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
@@ -121,13 +121,23 @@ def test_a_device_that_is_not_here_is_one_line(config):
         prepare(replace(config, target_device="cuda:7"))
 
 
+def commanded_here(said: Path, arguments: list[str]) -> tuple[int, str]:
+    """Run `draftsmith` in a fork of this process; return its exit code, and what it and what it started said."""
+
+    def work() -> None:
+        for stream in (1, 2):
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os._exit(cli.main(arguments))
+
+    return exit_code(work), said.read_text()
+
+
 def test_the_command_starts_two_processes_that_print_one_summary(config, tmp_path):
     prepare(config)
     shared = replace(config, output=str(tmp_path / "two"))
-    command = [sys.executable, "-m", "draftsmith.scripts.cli", "prepare", *flags(shared), "--processes", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count(f"{COUNT} ({COUNT} written now, 0 kept)") == 1
+    code, said = commanded_here(tmp_path / "said", ["prepare", *flags(shared), "--processes", "2"])
+    assert code == 0, said[-3000:]
+    assert said.count(f"{COUNT} ({COUNT} written now, 0 kept)") == 1
     assert contents(shared.output) == contents(config.output)
 
 
