@@ -74,11 +74,11 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Quickstart with the shipped configs, but texts of 8 tokens, and few costs, each measured once on as few."""
+    """Quickstart with the shipped configs, but texts of 8 tokens, T=0, and few costs, each measured once on as few."""
     configured = quickstart._config
     tokens = {
         "prepare": {"max_new_tokens": 8},
-        "measure": {"max_new_tokens": 8, "compiled": "false", "context": 16},
+        "measure": {"max_new_tokens": 8, "compiled": "false", "context": 16, "temperature": "0"},
         "tree": {"compiled": "false", "dtype": "float32"},
     }
     monkeypatch.setattr(
@@ -87,6 +87,7 @@ def short(monkeypatch):
     monkeypatch.setattr(cost_file, "measure_costs", partial(cost_file.measure_costs, repeats=1))
     monkeypatch.setattr(costs, "WRITTEN", 8)
     monkeypatch.setattr(tree, "LADDER", tree.LADDER[:2])
+    monkeypatch.setattr(tree, "REPEATS", 1)
     monkeypatch.setattr(planner, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,13 @@ from rich.cells import cell_len
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from trained_parallel import as_parallel
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from unit.decode.proposers.test_retokenized import permuted
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
@@ -70,14 +77,19 @@ def flags(root: Path, **options: object) -> list[str]:
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
+@cache
+def loaded(path: Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    return load_tokenizer(path), load_model(path)
+
+
 def decoded(root: Path, target: str = "target", tree=None, **options: object):
     """Decode as the command should; return the text, the output and the rounds."""
-    tokenizer, model = load_tokenizer(root / target), load_model(root / target)
+    (tokenizer, model), (_, draft) = loaded(root / target), loaded(root / "draft")
     model.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
     rounds: list[Round] = []
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     output = speculative_generate(
-        model, DraftModelProposer(load_model(root / "draft"), tree), ids, observer=rounds.append,
+        model, DraftModelProposer(draft, tree), ids, observer=rounds.append,
         **({"max_new_tokens": NEW, "do_sample": False} | options),
     )  # fmt: skip
     return tokenizer.decode(output.sequences[0], skip_special_tokens=True), output, rounds
@@ -425,7 +437,8 @@ def test_trees(pair, capsys, temperature):
 
 
 def test_none_draws_what_plain_decoding_draws(pair, capsys):
-    tokenizer, target = load_tokenizer(pair / "target"), load_model(pair / "target")
+    tokenizer, target = loaded(pair / "target")
+    target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     plain = autoregressive_generate(target, ids, max_new_tokens=NEW, do_sample=True, top_k=0, seed=9)
     out, _ = ran(capsys, flags(pair, proposer="none", temperature=1, seed=9))
