@@ -84,7 +84,7 @@ def test_a_server_that_does_as_expected(measure, tmp_path, counts_answers):
     assert found["gate"]["passed"] and "counts what" in found["recommendation"]["reason"]
     assert "as expected" in out
     page = (tmp_path / "out/report.html").read_text()
-    assert "Beside the report that was expected" in page and "the same integers" in page
+    assert "Compared with the expected report" in page and "the same integers" in page
 
 
 def test_of_several_drafters_the_recommended_one_is_expected(measure, report):
