@@ -5,7 +5,7 @@ H hidden, F = H × the number of depths.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,18 +105,13 @@ def watched(model: PreTrainedModel, wants_hidden: bool, depths: Sequence[int]) -
     Not by `output_hidden_states`, which would keep those of every layer of a long prompt.
     """
     states = States()
-    if wants_hidden:
 
-        def see(_head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            states.hidden = inputs[0]
+    def see(_head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        states.hidden = inputs[0]
 
-        hook = model.get_output_embeddings().register_forward_pre_hook(see)
-        try:
-            yield states
-        finally:
-            hook.remove()
-    elif depths:
-        with collected(model, depths) as states.features:
-            yield states
-    else:
+    with ExitStack() as hooks:
+        if wants_hidden:
+            hooks.callback(model.get_output_embeddings().register_forward_pre_hook(see).remove)
+        if depths:
+            states.features = hooks.enter_context(collected(model, depths))
         yield states

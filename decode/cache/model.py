@@ -21,7 +21,7 @@ from draftsmith.decode.cache.checks import parameters_of, rotary_limit
 from draftsmith.decode.cache.features import Features, watched
 from draftsmith.decode.cache.layers import Block, Layer, Places, SavedLayer
 from draftsmith.decode.cache.masks import Masks
-from draftsmith.decode.cache.program import STEP, Programs, Variant
+from draftsmith.decode.cache.program import STEP, Programs, Variant, has_head
 from draftsmith.decode.errors import InputError
 
 SavedRow = Sequence[SavedLayer | None]
@@ -295,25 +295,25 @@ class CachedModel:
             self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
             self.features.clear()
         (rows, k), end = tokens.shape, max(places.host) + tokens.shape[1]
-        extras = [] if visible is None else [visible.expand(rows, -1, -1), cast(Tensor, depths).expand(rows, -1)]
-        extras += [*further.values(), *([] if self._positions is None else [self._positions])]
-        cached = [
-            states for layer in self._written for states in cast(tuple[Tensor, Tensor], (layer.keys, layer.values))
-        ]
+        if visible is None:
+            visible = torch.ones(k, k, dtype=torch.bool, device=self._device).tril()
+        extras = [*further.values(), *([] if self._positions is None else [self._positions])]
         inputs = [
             tokens.clone(memory_format=torch.contiguous_format),
             places.tensor,
             self._range[: min(self._slots, -(-end // STEP) * STEP)],
             self._last_position,
+            visible.expand(rows, -1, -1).contiguous(),
+            (self._range[:k] if depths is None else depths).expand(rows, -1).contiguous(),
             [states.contiguous() for states in extras],
-            cached,
+            [cast(Tensor, states) for layer in self._written for states in (layer.keys, layer.values)],
         ]
-        variant = Variant(visible is not None, tuple(further), self.wants_hidden, tuple(self._depths))
+        variant = Variant(tuple(further), tuple(self._depths))
         program = self._programs.get(self.model, variant, [layer.is_initialized for layer in self._layers], inputs)
-        logits: Tensor
-        logits, *states = program(*inputs)
-        self._keep(states[0] if self.wants_hidden else None, states[self.wants_hidden :], k)
-        return logits
+        outputs = program(*inputs)
+        head = has_head(self.model)
+        self._keep(outputs[1] if head and self.wants_hidden else None, outputs[1 + head :], k)
+        return outputs[0]
 
 
 def padded(texts: Iterable[Tensor], width: int) -> Tensor:

@@ -38,20 +38,18 @@ FOLDER = "DRAFTSMITH_PROGRAMS"
 """The environment variable that names another folder for compiled programs."""
 STEP = 16
 """The slots that are attended to are a multiple of it, as kernels like their masks."""
+LITERAL = 256
+"""Numbers of a constant at most that a forward may have beside the model's weights: a literal, not a weight."""
 SAMPLED = 8
 """Entries of a weight that are compared to see whether it was changed."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The inputs and outputs of a program beside tokens and logits."""
+    """What a program takes and gives that not every program of its model does."""
 
-    tree: bool = False
-    """Takes `visible` and `depths`."""
     further: tuple[str, ...] = ()
     """The model's inputs beside tokens, by name."""
-    wants_hidden: bool = False
-    """Gives the head's input."""
     depths: tuple[int, ...] = ()
     """Gives the features of the model's layers at these depths."""
 
@@ -73,7 +71,15 @@ class BlockForward(nn.Module):
         self.window: int = getattr(config, "sliding_window", None) or 0
 
     def forward(
-        self, tokens: Tensor, starts: Tensor, slots_N: Tensor, last: Tensor, extras: list[Tensor], cached: list[Tensor]
+        self,
+        tokens: Tensor,
+        starts: Tensor,
+        slots_N: Tensor,
+        last: Tensor,
+        visible: Tensor,
+        depths: Tensor,
+        extras: list[Tensor],
+        cached: list[Tensor],
     ) -> list[Tensor]:
         """Run the model over a block.
 
@@ -82,20 +88,21 @@ class BlockForward(nn.Module):
             starts: the slot of each row's first token, (B,) int64.
             slots_N: 0 … N − 1.
             last: the greatest position, () int64.
-            extras: `visible`, (B, K, M) bool, and `depths`, (B, K) int64, of a tree; further inputs, (B, K, …); with
-                sliding layers the positions of the tokens in all slots, (B, S) int64, which are written.
+            visible: which of the last M ≥ K slots up to the block's end each token attends to, (B, K, M) bool.
+            depths: each token's position beyond its row's start, (B, K) int64.
+            extras: further inputs, (B, K, …), and with sliding layers the positions of the tokens in all slots, (B, S)
+                int64, which are written.
             cached: the keys and values of the layers that have their own, (B, H, S, D), which are written.
 
         Returns:
-            Logits, (B, K, V), and what else is wanted.
+            Logits, (B, K, V); the head's input, (B, K, H), where the model has a head; the features that are wanted.
         """
         extras, cached = list(extras), list(cached)
         rows, k = tokens.shape
-        visible, depths = (extras.pop(0), extras.pop(0)) if self._variant.tree else (None, None)
         further = {name: extras.pop(0) for name in self._variant.further}
         block = Block()
         block.start, block.width, block.slots = None, slots_N.shape[0], starts[:, None] + slots_N[:k]
-        positions = torch.minimum(block.slots if depths is None else starts[:, None] + depths, last)
+        positions = torch.minimum(starts[:, None] + depths, last)
         cached_BS = extras[0] if self.window else None
         if cached_BS is not None:
             cached_BS.scatter_(1, block.slots, positions)
@@ -105,7 +112,7 @@ class BlockForward(nn.Module):
             layers.append(layer := Layer(block, rows, 0, False))
             if written:
                 layer.keys, layer.values, layer.is_initialized = cached.pop(0), cached.pop(0), True
-        with watched(self.model, self._variant.wants_hidden, self._variant.depths) as states:
+        with watched(self.model, has_head(self.model), self._variant.depths) as states:
             output = self.model(
                 input_ids=tokens,
                 attention_mask=masks.by_slot(block, positions, cached_BS, visible),
@@ -188,6 +195,11 @@ class Programs:
 _PROGRAMS: "weakref.WeakKeyDictionary[PreTrainedModel, Programs]" = weakref.WeakKeyDictionary()
 
 
+def has_head(model: PreTrainedModel) -> bool:
+    """Whether a model has an output head of its own, whose input a program gives."""
+    return model.get_output_embeddings() is not None
+
+
 def folder() -> Path:
     """Return where programs are kept: $DRAFTSMITH_PROGRAMS, or draftsmith/programs in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -215,13 +227,12 @@ def exported(model: PreTrainedModel, variant: Variant, written: Sequence[bool], 
     shapes: Any = _config
     # What is traced has sizes that no two symbols share, and none that a trace takes for a constant.
     sizes = {"b": 3, "k": 5, "n": 32, "m": 7, "s": 64}
-    forward, extras = BlockForward(model, variant, written), [{0: "b", 1: "k"} for _ in example[4]]
-    if variant.tree:
-        extras[0] = {0: "b", 1: "k", 2: "m"}
+    forward, extras = BlockForward(model, variant, written), [{0: "b", 1: "k"} for _ in example[-2]]
     if forward.window:
         extras[-1] = {0: "b", 1: "s"}
-    cached = [{0: "b", 2: "s"} for _ in example[5]]
-    axes: tuple[Any, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, extras, cached
+    cached = [{0: "b", 2: "s"} for _ in example[-1]]
+    block = {0: "b", 1: "k"}
+    axes: tuple[Any, ...] = block, {0: "b"}, {0: "n"}, {}, block | {2: "m"}, block, extras, cached
 
     def traced(tensor: Any, axes: Any) -> Any:
         if isinstance(tensor, list):
@@ -255,6 +266,12 @@ def _write(program: Any, model: PreTrainedModel, path: Path) -> None:
         for name, tensor in program.constants.items()
         if isinstance(tensor, Tensor) and name.removeprefix("model.") not in known
     }
+    foreign = [name for name, tensor in own.items() if tensor.numel() > LITERAL]
+    if foreign:  # the next model of this structure may have another
+        raise InputError(
+            f"compiled: expected {type(model).__name__} to compute with its own parameters and buffers, found "
+            f"{foreign[0]} of {own[foreign[0]].numel()} numbers: decode eagerly"
+        )
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as aside:
         made = torch._inductor.aoti_compile_and_package(

@@ -45,7 +45,7 @@ class EagleModel(PreTrainedModel):
     def __init__(self, heads: EagleHeads):
         super().__init__(heads.config)
         self.heads = heads
-        self._embed: list[nn.Module] = []  # the target's: no part of this model
+        self.embed: nn.Module | None = None  # the target's
 
     def draft_for(self, target: PreTrainedModel) -> None:
         """See the embeddings of this target.
@@ -54,7 +54,7 @@ class EagleModel(PreTrainedModel):
             InputError: heads of another width, vocabulary or depth.
         """
         self.heads.check_fits(target)
-        self._embed = [target.get_input_embeddings()]
+        self.embed = target.get_input_embeddings()
 
     def forward(
         self,
@@ -87,7 +87,8 @@ class EagleModel(PreTrainedModel):
                 return fused_attention(queries, *seen, is_causal=True)
             return in_groups(queries, *seen, attention_mask)
 
-        embeddings = self._embed[0](input_ids).to(states.device, states.dtype)
+        assert self.embed is not None
+        embeddings = self.embed(input_ids).to(states.device, states.dtype)
         step = self.heads(embeddings, states, position_ids, attend=attend)
         return SimpleNamespace(logits=torch.cat([step.states, step.hidden], dim=-1)[:, -logits_to_keep:])
 

@@ -124,7 +124,7 @@ def test_a_program_has_another_name_for_other_inputs():
     plain, variant = model(), program.Variant()
     names = {
         program._key(plain, variant, [True]),
-        program._key(plain, program.Variant(tree=True), [True]),
+        program._key(plain, program.Variant(depths=(1,)), [True]),
         program._key(model(hidden=64), variant, [True]),
         program._key(plain.to(torch.bfloat16), variant, [True]),
     }
@@ -143,3 +143,18 @@ def test_a_forward_that_decides_by_its_tokens_is_refused():
     deciding = Deciding(LlamaConfig(**model().config.to_dict())).eval()
     with pytest.raises(InputError, match=r"^compiled: expected a forward of Deciding that torch.export traces, found "):
         logits(deciding)
+
+
+def test_weights_from_outside_the_model_are_refused():
+    """They would be on disk with the program, for the next model too."""
+    outside = torch.ones(97 * 32).view(97, 32)
+
+    class Lending(type(model())):
+        def forward(self, input_ids, **inputs):
+            output = super().forward(input_ids=input_ids, **inputs)
+            output.logits = output.logits + outside.sum(1)
+            return output
+
+    lending = Lending(LlamaConfig(**model().config.to_dict())).eval()
+    with pytest.raises(InputError, match=r"^compiled: expected Lending to compute with its own .*, found .* of 3104 "):
+        logits(lending)
