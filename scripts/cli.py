@@ -52,7 +52,7 @@ COMMANDS = {
         "configs:ProfileConfig",
     ),
     "tree": (
-        "finds the tree that heads or a parallel draft should draft",
+        "finds the tree that a drafter should draft, on text of the target",
         "configs:TreeConfig",
     ),
     "tune": (

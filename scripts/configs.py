@@ -28,7 +28,7 @@ class GenerateConfig(Sampling, TemplateOptions):
     proposer: str | None = None
     """Of several drafters the one of this kind; or the kind itself, where it needs no directory."""
     draft_length: int = 4
-    """γ, drafted tokens a round; of a tree its depth."""
+    """γ, drafted tokens per round; for a tree, its depth."""
     width: int = 0
     """Draft a tree grown by probability, `width` children a node and `width`·γ nodes in all; 0 drafts a chain."""
     rule: str = "exact"
@@ -68,7 +68,7 @@ class ProfileConfig(Sampling, PromptedTarget):
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """The drafter: `DIR`, or a kind that needs none, such as prompt_lookup."""
     draft_length: int = 4
-    """γ, drafted tokens a round; what has a tree of its own drafts it."""
+    """γ, drafted tokens per round; a drafter with a tree of its own drafts that."""
     batch_size: Ints = field(default_factory=lambda: [1])
     """Prompts decoded together, several sizes with commas; prompts that fill no whole batch are left out."""
     compiled: bool = False

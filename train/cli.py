@@ -114,10 +114,11 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
     trained_by = next((field for field in fields if field.name == "training"), None)
     trains = trained_by is not None
     parser.add_class_arguments(cls, skip={"training"} if trains else None)
+    others = parser.add_argument_group("other names of the same fields") if aliased else parser  # below the fields
     for aliases in aliased.values():
         for alias in aliases:
             types = bool if alias.kind is bool else str | list[str] | None
-            parser.add_argument(f"--{alias.name}", type=types, help=f"alias {alias.says}")
+            others.add_argument(f"--{alias.name}", type=types, help=f"alias {alias.says}")
     if trains and helps and "training" not in arguments:
         parser.epilog = "--training.NAME sets one of transformers' TrainingArguments: `--help training` lists them."
     elif trains and not whole:

@@ -24,8 +24,8 @@ class MeasureConfig(Filters, PromptedTarget):
     """The directory that receives `report.json`, `report.html`, `summary.md` and `costs.json`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """A drafter to measure, `[NAME=]DIR_OR_KIND`, or several: a directory or hub id, whose kind its config.json says,
-    or a kind that needs none, such as prompt_lookup. `KIND:DIR` measures a directory as another kind, such as a draft
-    of several tokens a token at a time, as `draft:DIR`."""
+    or a kind that needs none, such as prompt_lookup. `KIND:DIR` measures a directory as
+    another kind: `draft:DIR` drafts one token at a time with any draft model."""
     prompt_lookup_min: int = 1
     """The shortest n-gram that it looks for, in tokens, as in vLLM: a longer one drafts less often, and fails less."""
     prompt_lookup_max: int = 3
@@ -33,7 +33,7 @@ class MeasureConfig(Filters, PromptedTarget):
     baseline_draft: str | None = None
     """A stock draft to beat: measured beside the others, and compared prompt by prompt."""
     draft_length: Ints = field(default_factory=lambda: [4])
-    """γ, drafted tokens a round, of what drafts no tree of its own; several with commas. Replay adds 1 to 16."""
+    """γ, drafted tokens per round; several with commas. A drafter with a tree drafts the tree. Replay adds 1 to 16."""
     temperature: Floats = field(default_factory=lambda: [0.0])
     """Sampling temperatures, several with commas; 0 is greedy."""
     batch_size: Ints = field(default_factory=lambda: [1])
@@ -64,8 +64,8 @@ class MeasureConfig(Filters, PromptedTarget):
     threads: int | None = field(default=None, kw_only=True)
     """CPU threads; null: as many as a short timing finds fastest."""
     lossless_tokens: int | None = None
-    """Under sampling, tokens that the law of each setting's text is tested on, 2000 at least. Null: 2000, of what would
-    be recommended alone. 0: none, and so no GO above T=0, for what was not tested is not deployed."""
+    """Under sampling, the distribution of each setting's text is tested on this many tokens, at least 2000. Null: 2000,
+    for the recommended setting only. 0: no test, and therefore no GO above T=0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
