@@ -172,7 +172,7 @@ def fastest_settings(
     timed = _Timed({own: target} | copies, [threads] if threads else sorted({1, max(1, most // 2), most}))
     torch.set_num_threads(timed.threads)
     if compiled is not False and (compiled or timed.tokens[timed.fastest] < COMPILED_BELOW):
-        timed.compile()
+        timed.compile(bool(compiled))
         compiled = compiled or timed.compiling_pays
     chosen = timed.dtype(bool(compiled))
     draft_dtypes = {}
@@ -209,19 +209,26 @@ class _Timed:
         """Of a token, eager, with the threads that are fastest."""
         self.compiled = dict[str, float]()
         """Of a token, compiled; nothing where it was not tried."""
+        self.failure: str | None = None
+        """Why nothing could be compiled."""
         self.blocks = dict[str, float]()
         """Of `BLOCK` tokens; nothing where one dtype is clearly the fastest."""
 
-    def compile(self) -> None:
-        """Time compiled forwards too."""
-        with phase("compiling, and timing tokens"):
-            steps = {name: forward_behind_text(model, compiled=True) for name, model in self.models.items()}
-            self.compiled = median_seconds(steps, REPEATS)
+    def compile(self, wanted: bool) -> None:
+        """Time compiled forwards too; a compiler that fails is named and done without, unless they are `wanted`."""
+        try:
+            with phase("compiling, and timing tokens"):
+                steps = {name: forward_behind_text(model, compiled=True) for name, model in self.models.items()}
+                self.compiled = median_seconds(steps, REPEATS)
+        except Exception as error:
+            if wanted:
+                raise
+            self.failure = first_line(error)
 
     @property
     def compiling_pays(self) -> bool:
         """Whether a compiled forward is faster by enough to wait for it."""
-        return min(self.compiled.values()) < WORTH_IT * self.tokens[self.fastest]
+        return bool(self.compiled) and min(self.compiled.values()) < WORTH_IT * self.tokens[self.fastest]
 
     def dtype(self, compiled: bool) -> str:
         """Return the fastest dtype; of dtypes that are alike the one whose blocks are."""
@@ -237,7 +244,7 @@ class _Timed:
     def in_words(self) -> str | None:
         """Say what was timed; None where there was nothing to choose."""
         seconds = self.tokens | {f"{name} compiled": of_model for name, of_model in self.compiled.items()}
-        if len(seconds) == len(self.counts) == 1:
+        if len(seconds) == len(self.counts) == 1 and self.failure is None:
             return None
         parts = [f"milliseconds per token of plain decoding: {_milliseconds(seconds)}"]
         if len(self.counts) > 1:
@@ -245,6 +252,8 @@ class _Timed:
             parts.append(f"by eager threads: {_milliseconds(by_count)}")
         if self.blocks:
             parts.append(f"{BLOCK} tokens at once: {_milliseconds(self.blocks)}")
+        if self.failure is not None:
+            parts.append(f"compiling failed: {self.failure}")
         return "; ".join(parts)
 
 

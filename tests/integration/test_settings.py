@@ -7,6 +7,7 @@ import torch
 from conftest import perturbed, tiny_llama
 
 from draftsmith.decode import DraftModelProposer
+from draftsmith.decode.cache import program
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts import settings
 from draftsmith.scripts.settings import Settings, fastest_settings, load_fastest
@@ -71,6 +72,19 @@ def test_the_fastest_is_chosen_and_said(pair, monkeypatch, capsys):
         "bfloat16 11.0, float32 9.0, bfloat16 compiled 6.0, float32 compiled 7.0; "
         "by eager threads: 1 10.0, 2 9.0, 4 13.0"
     )
+
+
+def test_a_cpu_without_a_compiler_decodes_eagerly_and_says_why(pair, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("no C++ compiler\nand more")
+
+    clock(monkeypatch, EAGER, DRAFT)
+    monkeypatch.setattr(program, "Program", failing)
+    _, chosen = loaded(pair)
+    assert chosen.compiled is False and str(chosen.why).endswith("; compiling failed: no C++ compiler")
+    clock(monkeypatch, EAGER)
+    with pytest.raises(RuntimeError, match="no C"):
+        loaded(pair, compiled=True)
 
 
 @pytest.mark.parametrize("compiled", [False, None])
