@@ -3,7 +3,7 @@
 Ratios with intervals over prompts are those of `draftsmith.decode.measurement.intervals`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from itertools import zip_longest
@@ -102,12 +102,21 @@ class Counts(Ratios):
         counts: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         return cls(**counts)
 
+    @classmethod
+    def total(cls, counts: Iterable["Counts"]) -> "Counts":
+        """Return the sum of counts, field by field: of many rounds far faster than one addition after another."""
+        added = [cls(), *counts]
+        return cls(*(_total([getattr(one, name) for one in added]) for name in NAMES))
+
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(*(_add(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+        return Counts.total([self, other])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as plain JSON types."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+
+NAMES = tuple(field.name for field in fields(Counts))
 
 
 def possible(counts: Counts) -> Counts:
@@ -127,9 +136,9 @@ def possible(counts: Counts) -> Counts:
     return counts
 
 
-def _add(a: Any, b: Any) -> Any:
-    """Add numbers, or tuples entry by entry, the shorter one filled up with zeros."""
-    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0)) if isinstance(a, tuple) else a + b
+def _total(values: Sequence[Any]) -> Any:
+    """Add numbers, or tuples entry by entry, shorter ones filled up with zeros."""
+    return tuple(map(sum, zip_longest(*values, fillvalue=0))) if isinstance(values[0], tuple) else sum(values)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

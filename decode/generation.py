@@ -214,9 +214,9 @@ def collect_output(
     sequences = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=fill)
     if not config.return_dict_in_generate:
         return sequences
-    counts = tuple(sum(row.rounds, Counts()) for row in rows)
+    counts = tuple(Counts.total(row.rounds) for row in rows)
     departures = tuple(row.departure for row in rows) if lossy else ()
-    return DecodeOutput(sequences, sum(counts, Counts()), counts, departures)
+    return DecodeOutput(sequences, Counts.total(counts), counts, departures)
 
 
 def generate_arguments(

@@ -88,18 +88,14 @@ class PairTests:
         self._betting = {kind: BettingTest() for kind in pairs}
         self._both: dict[str, list[Tensor]] = {kind: [torch.zeros(len(orders), 2, 0)] for kind in pairs}
         self._first = [torch.zeros(len(orders), 0)]
-        self._here: dict[str, list[tuple[int, int]]] = {}
+        self._here: dict[str, tuple[list[int], list[int]]] = {}
 
     def begin(self, first: int, count: int) -> None:
         """Begin a batch of `count` texts, the first one's place among all texts being `first`."""
-        self._here = {
-            kind: [
-                (i - first, places[i] - first)
-                for i in range(first, first + count)
-                if i in places and first <= places[i] < first + count
-            ]
-            for kind, places in self._pairs.items()
-        }
+        self._here = {}
+        for kind, places in self._pairs.items():
+            one = [i for i in range(first, first + count) if first <= places.get(i, -1) < first + count]
+            self._here[kind] = [i - first for i in one], [places[i] - first for i in one]
 
     def add_block(self, p_NV: Tensor, tokens_N: Tensor, block_CB: Tensor) -> None:
         """Add some columns' tokens.
@@ -110,22 +106,19 @@ class PairTests:
             block_CB: which texts have a token under test in these columns, (C, B) bool with N set.
         """
         place_CB = block_CB.flatten().cumsum(0).view_as(block_CB) - 1
-        for kind, pairs in self._here.items():
-            parts = []
-            for i, j in pairs:
-                both_C = block_CB[:, i] & block_CB[:, j]
-                at_i, at_j = place_CB[both_C, i], place_CB[both_C, j]
-                chance_P = (p_NV[at_i] * p_NV[at_j]).sum(-1, dtype=torch.float64)
-                parts.append(torch.stack([(tokens_N[at_i] == tokens_N[at_j]).double(), chance_P]))
-            if parts:
-                self._betting[kind].add(*torch.cat(parts, -1))
+        for kind, (one_P, other_P) in self._here.items():
+            both_PC = (block_CB[:, one_P] & block_CB[:, other_P]).T
+            if both_PC.any():
+                at_one, at_other = place_CB[:, one_P].T[both_PC], place_CB[:, other_P].T[both_PC]
+                chance = (p_NV[at_one] * p_NV[at_other]).sum(-1, dtype=torch.float64)
+                self._betting[kind].add((tokens_N[at_one] == tokens_N[at_other]).double(), chance)
 
     def end(self, u_KCB: Tensor, wanted_CB: Tensor) -> None:
         """End a batch, with the transformed numbers of its tokens under test."""
-        for kind, pairs in self._here.items():
-            for i, j in pairs:
-                both_C = wanted_CB[:, i] & wanted_CB[:, j]
-                self._both[kind].append(u_KCB[:, both_C][:, :, [i, j]].transpose(1, 2).float())
+        for kind, (one_P, other_P) in self._here.items():
+            both_PC = (wanted_CB[:, one_P] & wanted_CB[:, other_P]).T
+            both_KX = [u_KCB[:, :, places_P].transpose(1, 2)[:, both_PC] for places_P in (one_P, other_P)]
+            self._both[kind].append(torch.stack(both_KX, 1).float())
         begun = wanted_CB.any(0)
         first = wanted_CB.int().argmax(0)[begun]
         self._first.append(u_KCB[:, first, begun.nonzero()[:, 0]].float())

@@ -28,30 +28,44 @@ def embedded():
     return target, train_parallel(draft, 1, LONGEST, texts[:3], steps=30), prompts, texts
 
 
-@pytest.mark.parametrize("draft_length", range(1, LONGEST + 1))
-def test_replay_is_the_decoder_at_every_length(embedded, draft_length):
-    target, draft, prompts, texts = embedded
-    proposer = ParallelDraftProposer(draft)
-    replay = replay_acceptance(target, proposer, texts, [len(p) for p in prompts], [draft_length], 0.0)
-    deepest = 0
-    for prompt, text, replayed in zip(prompts, texts, replay.texts, strict=True):
-        out = speculative_generate(
-            target, proposer, prompt[None], draft_length=draft_length, max_new_tokens=NEW, do_sample=False
-        )
-        assert torch.equal(out.sequences[0], text)
-        assert_same(replayed.counts[draft_length], out.counts)
-        deepest = max(deepest, sum(count > 0 for count in out.counts.num_accepted_tokens_per_pos))
-    assert deepest >= min(draft_length, 3), "masks that guess nothing prove nothing"
-
-
-def test_trees_replay_too_alone_and_in_a_batch(embedded):
-    target, draft, prompts, texts = embedded
-    proposer = ParallelDraftProposer(draft, TREE)
-    replay = replay_acceptance(target, proposer, texts, [len(p) for p in prompts], [4], 0.0)
+def left_padded(prompts):
     width = max(map(len, prompts))
     ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts])
     mask = torch.stack([torch.nn.functional.pad(torch.ones_like(p), (width - len(p), 0)) for p in prompts])
-    out = speculative_generate(target, proposer, ids, mask, draft_length=4, max_new_tokens=NEW, do_sample=False)
+    return ids, mask
+
+
+@pytest.fixture(scope="module")
+def replayed(embedded):
+    """What replay counts on each text, by draft length."""
+    target, draft, prompts, texts = embedded
+    lengths = list(range(1, LONGEST + 1))
+    return replay_acceptance(target, ParallelDraftProposer(draft), texts, [len(p) for p in prompts], lengths, 0.0).texts
+
+
+@pytest.mark.parametrize("draft_length", range(1, LONGEST + 1))
+def test_replay_is_the_decoder_at_every_length(embedded, replayed, draft_length):
+    """In a batch, and one prompt in turn alone."""
+    target, draft, prompts, texts = embedded
+    options = {"draft_length": draft_length, "max_new_tokens": NEW, "do_sample": False}
+    out = speculative_generate(target, ParallelDraftProposer(draft), *left_padded(prompts), **options)
+    for row, text in enumerate(texts):
+        assert torch.equal(out.sequences[row, -NEW:], text[-NEW:])
+        assert_same(replayed[row].counts[draft_length], out.row_counts[row])
+    i = draft_length % len(prompts)
+    alone = speculative_generate(target, ParallelDraftProposer(draft), prompts[i][None], **options)
+    assert torch.equal(alone.sequences[0], texts[i])
+    assert_same(replayed[i].counts[draft_length], alone.counts)
+    deepest = sum(count > 0 for count in out.counts.num_accepted_tokens_per_pos)
+    assert deepest >= min(draft_length, 3), "masks that guess nothing prove nothing"
+
+
+def test_trees_replay_too(embedded):
+    target, draft, prompts, texts = embedded
+    proposer = ParallelDraftProposer(draft, TREE)
+    replay = replay_acceptance(target, proposer, texts, [len(p) for p in prompts], [4], 0.0)
+    options = {"draft_length": 4, "max_new_tokens": NEW, "do_sample": False}
+    out = speculative_generate(target, proposer, *left_padded(prompts), **options)
     for row, (text, replayed) in enumerate(zip(texts, replay.texts, strict=True)):
         assert torch.equal(out.sequences[row, -NEW:], text[-NEW:])
         assert_same(replayed.counts[4], out.row_counts[row])

@@ -85,8 +85,9 @@ def drafts_that_stand_too_often(target):
     prompts = torch.randint(VOCAB, (PROMPTS, 3), generator=torch.Generator().manual_seed(1))
     proposer = DraftModelProposer(perturbed(target, 0.3))
     texts, _ = sample_texts(
-        target, proposer, list(prompts), 6000, rule="threshold", temperature=1.0, top_k=0, max_new_tokens=TOKENS
-    )
+        target, proposer, list(prompts), 6000, rule="threshold", temperature=1.0, top_k=0, max_new_tokens=TOKENS,
+        batch_size=6000 // TOKENS,
+    )  # fmt: skip
     return texts
 
 

@@ -4,26 +4,18 @@ The statistic is that of `decode.measurement.distribution_test`, by chi-square. 
 one setting with probability 1e-4 over the choice of seed. LAW_TOKENS=100000 runs as many tokens a setting.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import tiny_llama
-from statistical.test_decoder_law import LAWS
+from statistical.test_decoder_law import FALSE_ALARM, NEW, TOKENS, VOCAB, sampled
 from trained_eagle import train_eagle
-from transformers import LogitsProcessorList
 
 from draftsmith.decode import DynamicTree, Tree, autoregressive_generate
-from draftsmith.decode.measurement.distribution_test import distribution_test, sample_texts
-from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
 
-FALSE_ALARM = 1e-4
-VOCAB = 13
-NEW = 40
-TOKENS = int(os.environ.get("LAW_TOKENS", 6_000))
 SHAPES = {
     "chain": None,
     "tree": Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]),
@@ -54,18 +46,6 @@ def trained(target):
         torch.manual_seed(0)
         made[name] = train_eagle(target, EagleHeads.of_target(target, **options), texts, steps=40, rate=1e-2, depth=1)
     return made
-
-
-def sampled(target, drafter: EagleProposer, law_name: str, tokens: int):
-    """Decode, and test the law of what comes out."""
-    arguments, processors = LAWS[law_name]
-    prompts = list(torch.randint(VOCAB, (-(-tokens // NEW), 4), generator=torch.Generator().manual_seed(5)))
-    texts, counts = sample_texts(
-        target, drafter, prompts, tokens, draft_length=2, batch_size=500, max_new_tokens=NEW, top_k=0, **arguments
-    )
-    sampler = Sampler(LogitsProcessorList(processors), do_sample=True)
-    q = drafter.distributions_after(target, sampler)
-    return distribution_test(target, texts, sampler, q, batch_size=128), counts
 
 
 @pytest.mark.parametrize(("kind", "shape", "law_name"), SETTINGS)

@@ -5,27 +5,19 @@ one setting with probability 1e-4 over the choice of seed. LAW_TOKENS=100000 run
 """
 
 import copy
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import tiny_llama
-from statistical.test_decoder_law import LAWS
+from statistical.test_decoder_law import FALSE_ALARM, NEW, TOKENS, VOCAB, sampled
 from trained_heads import own_texts, train_heads
-from transformers import LogitsProcessorList
 
 from draftsmith.decode import Tree
-from draftsmith.decode.measurement.distribution_test import distribution_test, sample_texts
 from draftsmith.decode.proposers import draft_tree
 from draftsmith.decode.rules import verification
-from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 
-FALSE_ALARM = 1e-4
-VOCAB = 13
-NEW = 40
-TOKENS = int(os.environ.get("LAW_TOKENS", 6_000))
 TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])
 KINDS = {"medusa": {}, "hydra": {"hydra": True}, "truncated": {"token_map": torch.tensor([12, 1, 3, 4, 6, 8, 10])}}
 
@@ -44,19 +36,6 @@ def trained(target):
     return {
         name: train_heads(target, MedusaHeads.of_target(target, 2, **options), texts) for name, options in KINDS.items()
     }
-
-
-def sampled(target, drafter: MedusaProposer, law_name: str, tokens: int):
-    """Decode, and test the law of what comes out."""
-    arguments, processors = LAWS[law_name]
-    prompts = list(torch.randint(VOCAB, (-(-tokens // NEW), 4), generator=torch.Generator().manual_seed(5)))
-    texts, counts = sample_texts(
-        target, drafter, prompts, tokens, draft_length=2, batch_size=500, max_new_tokens=NEW, top_k=0, **arguments
-    )
-    sampler = Sampler(LogitsProcessorList(processors), do_sample=True)
-    return distribution_test(
-        target, texts, sampler, drafter.distributions_after(target, sampler), batch_size=128
-    ), counts
 
 
 # Every kind of heads, and both shapes; penalties are in `test_enumeration.py`, exactly.
