@@ -2,17 +2,16 @@
 
 import json
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_llama
+from in_place import in_place
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, LlamaConfig
 
@@ -92,18 +91,6 @@ def test_readers_import_nothing_of_the_package(module):
     assert modules <= {
         "collections.abc", "json", "pathlib", "safetensors.torch", "sys", "torch", "torch.nn.functional", "typing"
     }  # fmt: skip
-
-
-def in_place(command: list[str], **_) -> subprocess.CompletedProcess:
-    """Run what a fresh process would, in this one."""
-    script, *arguments = command[2:]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [script, *arguments])
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except Exception:
-            return subprocess.CompletedProcess(command, 1, "", traceback.format_exc())
-    return subprocess.CompletedProcess(command, 0, "", "")
 
 
 def test_a_process_that_cannot_read_leaves_nothing(heads_dir, tmp_path, monkeypatch):

@@ -2,10 +2,12 @@
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from in_place import in_place
 from safetensors.torch import load_file, save_file
 
 from draftsmith.medusa.eagle.formats import proof
@@ -35,10 +37,14 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
 
 
-def test_a_fresh_process_reads_what_is_written(heads_dir, tmp_path):
+def test_the_script_of_readers_reads_what_is_written(heads_dir, tmp_path, monkeypatch):
+    """In this process: that a fresh one starts is tested in test_export.py."""
+    started = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: started.append(command) or in_place(command))
     export_eagle(EagleHeads.from_pretrained(heads_dir), tmp_path / "out", "vllm")
     written, given = (load_file(path / "model.safetensors") for path in (tmp_path / "out", heads_dir))
     torch.testing.assert_close(written, given, rtol=0, atol=0)
+    assert [Path(script).parent.parent.name for _, _, script, *_ in started] == ["eagle"]
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -546,12 +546,17 @@ def test_a_parallel_draft_with_a_tree_drafts_it(root, tmp_path):
     assert f"parallel_draft/{len(CHOICES)}" in text
 
 
-@pytest.mark.parametrize("choices", [None, CHOICES])
-def test_eagle_heads_are_measured(root, tmp_path, tokenizer, choices):
+@pytest.fixture(scope="module")
+def eagle_heads(root, tokenizer):
     target = load_model(root / "target")
     ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
     texts = [text[-NEW:] for text in own_texts(target, ids, max_new_tokens=NEW, do_sample=False)]
-    heads = train_eagle(target, EagleHeads.of_target(target), texts, steps=40, rate=1e-2, depth=1)
+    return train_eagle(target, EagleHeads.of_target(target), texts, steps=40, rate=1e-2, depth=1)
+
+
+@pytest.mark.parametrize("choices", [None, CHOICES])
+def test_eagle_heads_are_measured(root, tmp_path, eagle_heads, choices):
+    heads = eagle_heads
     heads.config.eagle_tree = choices
     heads.save_pretrained(tmp_path / "eagle")
     report = checked(
@@ -746,6 +751,7 @@ def flags_of(root, output, **settings) -> list[str]:
 def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch):
     (tmp_path / "steps.md").write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "steps.md"))
+    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
     drafts = json.dumps([str(root / "bad"), str(root / "target")])
     argv = flags_of(root, tmp_path, draft=drafts, baseline_draft=root / "stock", min_gain=0.1, min_speedup=0.001)
     assert main(argv) == 0
