@@ -14,12 +14,19 @@ TORCH := 2.13.0
 OUTSIDE := $(patsubst %,tests/engine/test_%.py,certify eagle_exports measure_server reconcile serving)
 INSIDE := $(filter-out $(OUTSIDE),$(wildcard tests/engine/test_*.py))
 
-.PHONY: quickstart test test-fast engine test-engine engine-outside engine-inside coverage style types layers format docs clean
+# Tests start many processes: what one has compiled the others read.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: quickstart test all-tests test-fast engine test-engine engine-outside engine-inside coverage style types layers format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/draftsmith quickstart --output runs/quickstart
 
-test: style types layers
+# Types are checked while tests wait for servers and processes.
+test: style layers
+	$(MAKE) --no-print-directory --keep-going --jobs=2 types all-tests
+
+all-tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Style and the unit tests, which train nothing: a minute or so.
@@ -52,7 +59,7 @@ style: $(STAMP)
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	nice $(BIN)/mypy
 
 layers: $(STAMP)
 	$(BIN)/lint-imports

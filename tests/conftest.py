@@ -9,12 +9,15 @@ import gc
 import math
 import os
 import signal
+import tempfile
 import threading
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Not among the user's own; what one worker has compiled the others read.
+os.environ.setdefault("DRAFTSMITH_PROGRAMS", f"{tempfile.gettempdir()}/draftsmith-tests-{os.getuid()}")
 
 import pytest
 
