@@ -316,10 +316,10 @@ def test_bad_input_is_told_in_one_line(files, writes, tmp_path, capsys):
 
 
 def test_where_texts_end_early_more_are_asked_for(files, server, tmp_path, capsys):  # noqa: F811
-    server.answer = unmetered(lambda body, number: streamed(body, [1, END]))
+    server.answer = unmetered(lambda body, number: streamed(body, [1, 1, 1, END]))
     assert certify(files, server, tmp_path / "out", "--temperature", "1") == 3
     out = capsys.readouterr().out
-    assert "asks for 138 texts" in out and "T=1: 2000 tokens in 1000 texts, 6 of them different" in out
+    assert "asks for 138 texts" in out and "T=1: 2000 tokens in 500 texts, 6 of them different" in out
 
 
 def config(**given):

@@ -45,7 +45,7 @@ def end_with_make() -> None:
     def wait() -> None:
         with suppress(psutil.NoSuchProcess):
             while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in above[: last + 1]):
-                time.sleep(1)
+                time.sleep(0.25)
         os.kill(os.getpid(), signal.SIGTERM)
 
     if last >= 0:
