@@ -93,10 +93,10 @@ def export(kind: Draft, config: ExportOptions, path: str) -> list[str]:
     if config.format == "sglang":
         # SGLang 0.5.23, `arg_groups/speculative_hook.py` and `speculative/standalone_worker_v2.py`: STANDALONE refuses
         # rejection sampling, and a draft of another vocab_size or another map of tokens than the target's.
-        drawn = "it drafts the most likely token, and cannot draw: of the report's figures those of greedy drafts apply"
+        drawn = "it drafts the most likely token and cannot sample: compare with the report's figures of greedy drafts"
         lines += [f"# {note}" for note in [drawn, *kind.notes(draft, "sglang")]]
         return [*lines, sglang_command(name, path, config.draft_length or GAMMA)]
-    drawn = 'it drafts greedily; "draft_sample_method":"probabilistic" draws from the draft, as measure does'
+    drawn = 'it drafts greedily; with "draft_sample_method":"probabilistic" it samples the draft, as measure does'
     lines += [f"# {note}" for note in [*kind.notes(draft, "vllm"), drawn]]
     return [*lines, vllm_command(name, speculative(kind, config, path, draft.config))]
 

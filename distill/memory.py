@@ -181,7 +181,7 @@ class DraftPlan(TrainingPlan):
         return [
             f"the loss on whole logits would take {gib(self.eager_logits(self.setting))}; in chunks it takes "
             f"{gib(self.loss_bytes(self.setting, rows)[0])}",
-            f"a teacher cache of k = {k}: {distribution_bytes(k)} bytes a completion token, uncompressed",
+            f"a teacher cache of k = {k}: {distribution_bytes(k)} bytes per completion token, uncompressed",
         ]
 
     def known_changes(self) -> list[tuple[str, str, Any]]:

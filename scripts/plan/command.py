@@ -49,7 +49,7 @@ def outlook(plan: MemoryPlan) -> list[str]:
     config, host, found = plan.config, plan.host_bytes(), plan.hours()
     parts = ", ".join(f"{name} {gib(size)}" for name, size in host.items())
     several = "s" * (plan.processes > 1)
-    lines = [f"the host's memory, beside {plan.processes} GPU{several}: {gib(sum(host.values()))} ({parts})"]
+    lines = [f"host memory, for {plan.processes} GPU{several}: {gib(sum(host.values()))} ({parts})"]
     lines += _dtype_note(plan)
     if found is None:
         return [*lines, "no estimate of hours: a mixture of experts uses some of its weights a token"]

@@ -174,7 +174,7 @@ def test_a_draft_for_vllm_and_sglang(pair_dirs, tmp_path, capsys):
     )
     assert "draft_sample_method" in lines[1]
     lines, _ = ran(capsys, "--draft", draft, "--format", "sglang")
-    assert "cannot draw" in lines[1] and "greedy" in lines[1]
+    assert "cannot sample" in lines[1] and "greedy" in lines[1]
     assert shlex.split(lines[-1]) == [
         "python", "-m", "sglang.launch_server", "--model-path", "TARGET", "--speculative-algorithm", "STANDALONE",
         "--speculative-draft-model-path", str(draft), "--speculative-num-steps", "4", "--speculative-eagle-topk", "1",

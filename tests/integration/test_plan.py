@@ -268,7 +268,7 @@ def test_the_verdict_is_the_exit_code(pair, plan, capsys):
     heard.require("plan")
     out = capsys.readouterr().out
     assert f"4 rows × 3 accumulated × 2 GPUs = 24 samples, at most {24 * LENGTH:,} tokens" in out
-    assert "k = 32: 200 bytes a completion token" in out
+    assert "k = 32: 200 bytes per completion token" in out
     assert "does not fit; the largest micro batch that does" in out and "→" in out
 
 

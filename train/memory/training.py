@@ -243,7 +243,7 @@ class TrainingPlan(MemoryPlan):
         """Add to the processes the models that they load."""
         setting, processes = self.setting, self.processes
         numbers = sum(parameter.numel() for parameter in self.drafter(setting).parameters())
-        parts = super().host_bytes() | {"what is trained, in float32, a copy a process": 4.0 * numbers * processes}
+        parts = super().host_bytes() | {"what is trained, in float32, a copy per process": 4.0 * numbers * processes}
         if setting.target is None:
             return parts
         target = self.target(setting.target_dtype)
@@ -251,7 +251,7 @@ class TrainingPlan(MemoryPlan):
         if setting.target == "sharded":
             parts["the target, in the first process of all"] = whole
         elif self.joint and setting.target == "whole":
-            parts["the target, a copy a process until it is wrapped"] = whole * processes
+            parts["the target, a copy per process until it is wrapped"] = whole * processes
         return parts
 
     def title(self) -> str:
