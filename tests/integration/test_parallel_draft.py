@@ -74,7 +74,7 @@ def test_trees_replay_too(embedded):
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 def test_compiled_forwards_change_nothing_and_are_few(traced, tree):
     """Rows that lack one token and rows that lack several share a forward."""
-    target = tiny_llama(0, 6, scale=2.0)
+    target = tiny_llama(0, 6, layers=1, scale=2.0)
     draft = as_parallel(tiny_llama(1, 6, layers=1), 5, 6)
     ids = torch.randint(0, 6, (3, 9), generator=torch.Generator().manual_seed(1))
     options = {"draft_length": 4, "max_new_tokens": 30, "do_sample": tree is None, "top_k": 0, "seed": 1}

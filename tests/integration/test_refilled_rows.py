@@ -61,7 +61,8 @@ def test_every_family_refills_rows(name):
 
 
 def test_compiled_forwards_refill_rows_too():
-    model, prompts = tiny_llama(0, scale=20.0), prompts_of(97)
+    """One layer, for each takes a compiler seconds."""
+    model, prompts = tiny_llama(0, scale=20.0, layers=1), prompts_of(97)
     options = {"max_new_tokens": NEW, "eos_token_id": list(range(40, 60)), "do_sample": False}
     assert written(model, prompts, rows=3, compiled=True, **options) == alone(model, prompts, **options)
 
