@@ -79,7 +79,8 @@ class CachedModel:
         self._largest = block
         self._slots, self._last = slots, max_length - 1
         if compiled:
-            self._programs = Programs.of(model)
+            self._programs, self._has_head = Programs.of(model), has_head(model)
+            self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
             self._last_position = torch.tensor(self._last, device=self._device)
         self._range = torch.arange(slots, device=self._device)
         # Where tokens of a tree lie is not where they stand: windows are counted in positions.
@@ -295,25 +296,33 @@ class CachedModel:
             self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
             self.features.clear()
         (rows, k), end = tokens.shape, max(places.host) + tokens.shape[1]
-        if visible is None:
-            visible = torch.ones(k, k, dtype=torch.bool, device=self._device).tril()
+        if visible is None or depths is None:
+            visible, depths = self._chain(rows, k)
+        else:
+            visible, depths = visible.expand(rows, -1, -1).contiguous(), depths.expand(rows, -1).contiguous()
         extras = [*further.values(), *([] if self._positions is None else [self._positions])]
         inputs = [
             tokens.clone(memory_format=torch.contiguous_format),
             places.tensor,
             self._range[: min(self._slots, -(-end // STEP) * STEP)],
             self._last_position,
-            visible.expand(rows, -1, -1).contiguous(),
-            (self._range[:k] if depths is None else depths).expand(rows, -1).contiguous(),
+            visible,
+            depths,
             [states.contiguous() for states in extras],
             [cast(Tensor, states) for layer in self._written for states in (layer.keys, layer.values)],
         ]
         variant = Variant(tuple(further), tuple(self._depths))
         program = self._programs.get(self.model, variant, [layer.is_initialized for layer in self._layers], inputs)
         outputs = program(*inputs)
-        head = has_head(self.model)
-        self._keep(outputs[1] if head and self.wants_hidden else None, outputs[1 + head :], k)
+        self._keep(outputs[1] if self.wants_hidden else None, outputs[1 + self._has_head :], k)
         return outputs[0]
+
+    def _chain(self, rows: int, k: int) -> tuple[Tensor, Tensor]:
+        """Return `visible` and `depths` of a chain: see `BlockForward`."""
+        if (rows, k) not in self._chains:
+            visible = torch.ones(rows, k, k, dtype=torch.bool, device=self._device).tril()
+            self._chains[rows, k] = visible, self._range[:k].repeat(rows, 1)
+        return self._chains[rows, k]
 
 
 def padded(texts: Iterable[Tensor], width: int) -> Tensor:

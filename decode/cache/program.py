@@ -156,6 +156,9 @@ class Program:
 
     def __call__(self, *inputs: Any) -> list[Tensor]:
         """Run it: see `BlockForward.forward`."""
+        return self._run(*inputs)
+
+    def _run(self, *inputs: Any) -> list[Tensor]:
         *first, extras, cached = inputs
         return self._loader.run([*first, *extras, *cached])  # type: ignore[no-any-return]
 

@@ -17,6 +17,7 @@ from draftsmith.scripts.bench import (
     data,
     decode,
     divergence,
+    floor,
     gpu,
     prepare,
     replay,
@@ -220,6 +221,15 @@ def test_rounds_of_a_pair_are_counted(pair, tmp_path):
     figures = figures_of(rounds.bench, rounds.BenchRoundsConfig, arguments, tmp_path)["rounds"]
     assert set(figures) == {"mine, B = 1, T = 0", "mine, B = 1, T = 1"}
     assert figures["mine, B = 1, T = 0"]["kernels"] > 0
+
+
+@pytest.mark.usefixtures("untraced")
+def test_rounds_are_timed_beside_their_products(pair, tmp_path):
+    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--repeats", "1", "--max_new_tokens", "12"]
+    figures = figures_of(floor.bench, floor.BenchFloorConfig, arguments, tmp_path)
+    assert set(figures["rounds"]) == {f"{name}, T = {t}" for name in ("plain", "mine") for t in (0, 1)}
+    for of_method in figures["rounds"].values():
+        assert 0 < of_method["outside_share"] < 1 and of_method["products_ms"] > 0
 
 
 def test_completions_are_written_mapped_and_read(tmp_path, monkeypatch):

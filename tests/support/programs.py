@@ -11,7 +11,7 @@ class Traced(program.Program):
     made: ClassVar[list[tuple[object, program.Variant]]] = []
 
     def __init__(self, model, variant, written, example):
-        self._run = self.prepared(model, variant, written, example)
+        self._forward = self.prepared(model, variant, written, example)
         self.made.append((model, variant))
 
     def prepared(self, *args):
@@ -20,8 +20,8 @@ class Traced(program.Program):
     def use(self, weights):
         raise NotImplementedError
 
-    def __call__(self, *inputs):
-        return self._run(*inputs)
+    def _run(self, *inputs):
+        return self._forward(*inputs)
 
 
 class Untraced(Traced):
