@@ -148,10 +148,10 @@ class RecipeConfig(TargetOptions):
         if self.training.push_to_hub and self.training.hub_strategy != "end":
             self.training.hub_strategy = type(self.training.hub_strategy)("end")
             print("hub: what is finished is pushed once, at the end, and checkpoints are not", file=sys.stderr)
-        if self.training.eval_strategy != "no" and not self.heldout:
+        if not self.heldout and (self.training.eval_strategy != "no" or self.training.eval_on_start):
+            asks = "eval_on_start" if self.training.eval_strategy == "no" else "eval_strategy"
             raise InputError(
-                f"heldout: expected completion directories for training.eval_strategy={self.training.eval_strategy}, "
-                "or a share of completions, found none"
+                f"heldout: expected completion directories for training.{asks}, or a share of completions, found none"
             )
 
     @property

@@ -121,6 +121,7 @@ def test_an_unknown_key_is_refused(path, tmp_path):
         ("- 1\n", r"^config: expected fields and their values in .*config\.yaml, found a list$"),
         (CACHE + "output: \x01\n", r"^config: expected YAML in UTF-8 in .*config\.yaml, found other"),
         (DISTILL + "training: {eval_strategy: steps, eval_steps: 1}\n", "heldout: expected completion directories"),
+        (DISTILL + "training: {eval_on_start: true}\n", "directories for training.eval_on_start, or a share"),
         (DISTILL + "divergence: kl\n", "divergence: expected one of"),
         (DISTILL + "heldout: 1.5\n", "heldout: expected a value between 0 and 1, found 1.5"),
         (DISTILL + "heldout: 0\n", "heldout: expected a value between 0 and 1, found 0"),
