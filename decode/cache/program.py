@@ -13,8 +13,8 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.features import watched
 from draftsmith.decode.cache.layers import Block, Layer
 from draftsmith.decode.cache.masks import Masks
+from draftsmith.decode.cache.weights import laid_out, lent, tensors
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 
@@ -176,15 +177,15 @@ class Programs:
         programs = _PROGRAMS.setdefault(model, cls())
         weights = [
             (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, _sample(tensor))
-            for tensor in _tensors(model).values()
+            for tensor in tensors(model).values()
         ]
         before, programs._seen = programs._seen, (_structure(model), weights)
         if before[0] != programs._seen[0]:
             programs._programs.clear()
         elif before[1] != weights and programs._programs:
-            tensors = laid_out(model)
+            present = laid_out(model)
             for program in programs._programs.values():
-                program.use(tensors)
+                program.use(present)
         return programs
 
     def get(self, model: PreTrainedModel, variant: Variant, written: Sequence[bool], example: Sequence[Any]) -> Program:
@@ -251,7 +252,7 @@ def exported(model: PreTrainedModel, variant: Variant, written: Sequence[bool], 
     inputs = tuple(traced(*each) for each in zip(example, axes, strict=True))
     attention: Any = Grouped(model) if attends_in_groups(model) else nullcontext()
     try:
-        with torch.no_grad(), shapes.patch(backed_size_oblivious=True), attention, _lent(model, laid_out(model)):
+        with torch.no_grad(), shapes.patch(backed_size_oblivious=True), attention, lent(model, laid_out(model)):
             return export(forward, inputs, dynamic_shapes=tuple(map(symbols, axes)), strict=False)
     except Exception as error:
         said = str(error).strip().splitlines()
@@ -263,7 +264,7 @@ def exported(model: PreTrainedModel, variant: Variant, written: Sequence[bool], 
 
 def _write(program: Any, model: PreTrainedModel, path: Path) -> None:
     """Compile what was exported, and write it, and beside it the constants that are not the model's."""
-    known = _tensors(model)
+    known = tensors(model)
     own = {
         name: tensor.contiguous()
         for name, tensor in program.constants.items()
@@ -287,41 +288,6 @@ def _write(program: Any, model: PreTrainedModel, path: Path) -> None:
         os.replace(made, path)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-
-
-def _linear_weights(model: nn.Module) -> Iterator[tuple[nn.Linear, str]]:
-    """Yield the linear layers that a CPU computes faster for few tokens with their weights the other way round."""
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu":
-            yield module, f"{name}.weight"
-
-
-def laid_out(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a model's weights and buffers by name, copies for linear layers: with the inputs' axis outside.
-
-    A product with 1 to 8 tokens then takes two thirds of the time on CPUs; the copies take the weights' memory again.
-    """
-    weights = {name: tensor.detach() for name, tensor in _tensors(model).items()}
-    return weights | {name: module.weight.detach().t().contiguous().t() for module, name in _linear_weights(model)}
-
-
-@contextmanager
-def _lent(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give the linear layers other tensors for weights in this block."""
-    given: list[tuple[nn.Module, Any, Tensor]] = [
-        (module, module.weight, weights[name]) for module, name in _linear_weights(model)
-    ]
-    try:
-        for module, _, weight in given:
-            module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-        yield
-    finally:
-        for module, own, _ in given:
-            module._parameters["weight"] = own
-
-
 def _sample(tensor: Tensor) -> tuple[float, ...]:
     """Return some entries: a change through `.data` leaves no other trace."""
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
@@ -334,7 +300,7 @@ def _structure(model: PreTrainedModel) -> tuple[Any, ...]:
         json.dumps(model.config.to_dict(), sort_keys=True, default=str),
         model.training,
         tuple((name, type(module)) for name, module in model.named_modules()),
-        tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in _tensors(model).items()),
+        tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors(model).items()),
     )
 
 
@@ -360,7 +326,7 @@ def _key(model: PreTrainedModel, variant: Variant, written: Sequence[bool]) -> s
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-_CORE = [inspect.getfile(module) for module in (Layer, Masks, Grouped, watched)]
+_CORE = [inspect.getfile(module) for module in (Layer, Masks, Grouped, watched, lent)]
 
 
 def _own_source(kind: type) -> str | None:

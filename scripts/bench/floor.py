@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
-from draftsmith.decode.cache.program import Program, laid_out
+from draftsmith.decode.cache.program import Program
+from draftsmith.decode.cache.weights import groups
 from draftsmith.decode.clock import median_seconds
 from draftsmith.decode.errors import at_least, require
 from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, main
@@ -60,11 +61,14 @@ def product_seconds(model: PreTrainedModel, tokens: int, as_stored: bool = False
         as_stored: with the weights as the model has them, not as compiled forwards lay them out.
         repeats: the median of so many.
     """
-    layout = laid_out(model)
     weights = [
-        module.weight if as_stored else layout[f"{name}.weight"]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        weight
+        for group in groups(model)
+        for weight in (
+            [layer.get_parameter("weight") for layer in group.layers]
+            if as_stored
+            else [group.laid_out()[f"{group.path}.weight"]]
+        )
     ]
     inputs = {weight.shape[1]: torch.randn(tokens, weight.shape[1], dtype=weight.dtype) for weight in weights}
 

@@ -215,7 +215,7 @@ def test_processors_see_the_path_before_each_node():
     check_hidden_states("llama", "hydra", "tree", **PENALISED)
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("untraced")
 def test_compiled_forwards_change_nothing():
     """With layers of both kinds, of which the other families have one."""
     name = "gemma2"

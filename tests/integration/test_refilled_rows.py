@@ -60,7 +60,7 @@ def test_every_family_refills_rows(name):
     assert written(model, prompts, rows=3, **options) == alone(model, prompts, **options)
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("untraced")
 def test_compiled_forwards_refill_rows_too():
     """One layer, for each takes a compiler seconds."""
     model, prompts = tiny_llama(0, scale=20.0, layers=1), prompts_of(97)

@@ -1,0 +1,125 @@
+"""The weights that compiled forwards compute with on CPUs: copies that are laid out for blocks of a few tokens.
+
+Such a block reads every weight for little arithmetic. With the inputs' axis outside, a product takes two thirds of the
+time, and linear layers that see the same input are one product.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+"""Names of linear layers in one module that see the same input, in most families."""
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by name, shared ones under each of their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear layers that are one product."""
+
+    parent: nn.Module
+    names: tuple[str, ...]
+    """In the parent."""
+    path: str
+    """Of the first one in the model."""
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers."""
+        return [self.parent._modules[name] for name in self.names]  # type: ignore[misc]
+
+    def laid_out(self) -> dict[str, Tensor]:
+        """Return the weight, and the bias if there is one, by their names in the model."""
+        weight = torch.cat([layer.get_parameter("weight").detach() for layer in self.layers])
+        given = {f"{self.path}.weight": weight.t().contiguous().t()}
+        if self.layers[0].bias is not None:
+            given[f"{self.path}.bias"] = torch.cat([layer.get_parameter("bias").detach() for layer in self.layers])
+        return given
+
+
+def groups(model: nn.Module) -> Iterator[Group]:
+    """Yield a model's linear layers on a CPU, together where they see the same input."""
+    for path, parent in model.named_modules():
+        plain = {name for name, child in parent._modules.items() if _is_plain(child)}
+        for names in (*(names for names in TOGETHER if _alike(parent, names, plain)), *((name,) for name in plain)):
+            if plain.issuperset(names):
+                plain -= set(names)
+                yield Group(parent, names, f"{path}.{names[0]}" if path else names[0])
+
+
+def _is_plain(child: nn.Module | None) -> bool:
+    return type(child) is nn.Linear and child.weight.device.type == "cpu" and not child._forward_hooks
+
+
+def _alike(parent: nn.Module, names: Sequence[str], plain: set[str]) -> bool:
+    layers = [parent.get_submodule(name) for name in names if name in plain]
+    kinds = {(layer.in_features, layer.bias is None, layer.get_parameter("weight").dtype) for layer in layers}
+    return len(layers) == len(names) and len(kinds) == 1
+
+
+def laid_out(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model that lends them: see `lent`. The copies take the weights' memory again."""
+    given = {name: tensor.detach() for name, tensor in tensors(model).items()}
+    for group in groups(model):
+        given |= group.laid_out()
+    return given
+
+
+@contextmanager
+def lent(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let linear layers compute with weights as `laid_out` gives them, in this block."""
+    changed: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        for group in list(groups(model)):
+            layers = group.layers
+            whole = _Whole(weights, group.path, [layer.get_parameter("weight").shape[0] for layer in layers])
+            for index, (name, layer) in enumerate(zip(group.names, layers, strict=True)):
+                changed.append((group.parent, name, layer))
+                group.parent._modules[name] = whole if index == 0 else _Part(whole, index)
+        yield
+    finally:
+        for parent, name, layer in changed:
+            parent._modules[name] = layer
+
+
+class _Whole(nn.Module):
+    """Several linear layers as one, in the place of the first."""
+
+    def __init__(self, weights: Mapping[str, Tensor], path: str, sizes: Sequence[int]):
+        super().__init__()
+        self.weight = nn.Parameter(weights[f"{path}.weight"], requires_grad=False)
+        bias = weights.get(f"{path}.bias")
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.in_features, self.out_features = self.weight.shape[1], sizes[0]
+        self.sizes = list(sizes)
+        self._seen: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
+
+    def part(self, index: int, inputs: Tensor) -> Tensor:
+        """Return what one of the layers gives: the product is computed once for an input."""
+        if self._seen is not inputs:
+            self._seen = inputs
+            self._parts = nn.functional.linear(inputs, self.weight, self.bias).split(self.sizes, dim=-1)
+        return self._parts[index]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.part(0, inputs)
+
+
+class _Part(nn.Module):
+    """One of the other layers."""
+
+    def __init__(self, whole: _Whole, index: int):
+        super().__init__()
+        self._whole, self._index = [whole], index  # in a list: no submodule
+        self.in_features, self.out_features = whole.in_features, whole.sizes[index]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self._whole[0].part(self._index, inputs)

@@ -1,0 +1,45 @@
+"""Linear layers that are one product, and whose weights lie the other way round."""
+
+import pytest
+import torch
+from conftest import tiny_llama
+from torch import nn
+
+from draftsmith.decode.cache.weights import groups, laid_out, lent, tensors
+
+IDS = torch.arange(1, 9)[None]
+
+
+def test_what_sees_one_input_is_one_product():
+    model = tiny_llama(0)
+    names = [group.names for group in groups(model)]
+    assert names.count(("q_proj", "k_proj", "v_proj")) == names.count(("gate_proj", "up_proj")) == 2
+    assert sum(map(len, names)) == sum(isinstance(module, nn.Linear) for module in model.modules())
+    weights = laid_out(model)
+    assert weights["model.layers.0.mlp.gate_proj.weight"].shape == (128, 32)
+    assert weights["model.layers.0.mlp.down_proj.weight"].stride() == (1, 32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_model_gives_the_same_and_is_as_it_was(bias):
+    model = tiny_llama(0, attention_bias=bias)
+    for name, tensor in tensors(model).items():
+        if name.endswith("bias"):
+            nn.init.normal_(tensor)
+    expected, before = model(IDS).logits, list(model.named_modules())
+    with lent(model, laid_out(model)):
+        torch.testing.assert_close(model(IDS).logits, expected)
+        assert model.model.layers[0].self_attn.k_proj.out_features == 16
+    assert list(model.named_modules()) == before
+
+
+def test_layers_that_differ_are_products_of_their_own():
+    model = tiny_llama(0, layers=1)
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = nn.Linear(32, 16)
+    attention.v_proj.register_forward_hook(lambda *_: None)
+    names = {group.names for group in groups(model)}
+    assert {("q_proj",), ("k_proj",)} <= names and not any("v_proj" in group for group in names)
+    expected = model(IDS).logits
+    with lent(model, laid_out(model)):
+        torch.testing.assert_close(model(IDS).logits, expected)
