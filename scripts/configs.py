@@ -72,7 +72,7 @@ class ProfileConfig(Sampling, PromptedTarget):
     batch_size: Ints = field(default_factory=lambda: [1])
     """Prompts decoded together, several sizes with commas; prompts that fill no whole batch are left out."""
     compiled: bool = False
-    """Run the models through `torch.compile`."""
+    """Run the models compiled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +98,7 @@ class TreeConfig(ModelOptions):
     """Nodes of the tree, the target's own token not counted; fewer where more would never be accepted in these texts.
     None measures what rounds with some trees take on this machine, and lets that choose."""
     compiled: bool | None = None
-    """For forwards that run through `torch.compile`; null: as `measure` chooses, together with `dtype: auto`."""
+    """For compiled forwards; null: as `measure` chooses, together with `dtype: auto`."""
     output: str | None = None
     """The directory that receives `tree.json`, `tree.svg` and `tree.png`, and then the drafter stays as it is. None
     writes them beside the drafter, and the tree into its config.json."""

@@ -181,7 +181,7 @@ def measure_costs(
         prompt: tokens of a prompt.
         blocks: k, tokens of a forward.
         repeats: each is measured so often, once more to warm up.
-        compiled: of forwards that run through `torch.compile`.
+        compiled: of compiled forwards.
     """
     sizes = sorted(set(batch_sizes))
     of_blocks = sorted(set(blocks) | {1})
@@ -353,7 +353,7 @@ def drafting_seconds(
         draft_length: γ.
         sampler: T=0 if None.
         repeats: drafts that are measured.
-        compiled: run a draft model through `torch.compile`.
+        compiled: run a draft model compiled.
 
     Returns:
         The median seconds of a draft, those of the first one, which reads the text, and the tokens of a draft.

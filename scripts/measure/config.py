@@ -60,7 +60,7 @@ class MeasureConfig(Filters, PromptedTarget):
     stored or float32, whichever a short timing finds faster, and each draft model likewise; on a GPU as it is stored.
     T=0 texts are identical for certain in float32 and float64 only."""
     compiled: bool | None = None
-    """Run all models, plain decoding too, through `torch.compile`; null: where a short timing finds it faster."""
+    """Run all models, plain decoding too, compiled; null: where a short timing finds it faster."""
     threads: int | None = field(default=None, kw_only=True)
     """CPU threads; null: as many as a short timing finds fastest."""
     lossless_tokens: int | None = None

@@ -49,7 +49,7 @@ class Environment(Entry):
     threads: Positive | None
     git_sha: str | None
     compiled: bool | None
-    """Whether forwards ran through `torch.compile`, plain decoding's too."""
+    """Whether forwards ran compiled, plain decoding's too."""
     draft_dtypes: list[str]
     """Of the draft models."""
     settings_by: str | None
