@@ -21,7 +21,7 @@ from draftsmith.decode.cache.checks import parameters_of, rotary_limit
 from draftsmith.decode.cache.features import Features, watched
 from draftsmith.decode.cache.layers import Block, Layer, Places, SavedLayer
 from draftsmith.decode.cache.masks import Masks
-from draftsmith.decode.cache.program import STEP, Programs, Variant, has_head
+from draftsmith.decode.cache.program import STEP, Program, Programs, Variant, has_head
 from draftsmith.decode.errors import InputError
 
 SavedRow = Sequence[SavedLayer | None]
@@ -80,6 +80,7 @@ class CachedModel:
         self._slots, self._last = slots, max_length - 1
         if compiled:
             self._programs, self._has_head = Programs.of(model), has_head(model)
+            self._ready: dict[tuple[str, ...], Program] = {}  # by the names of further inputs
             self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
             self._last_position = torch.tensor(self._last, device=self._device)
         self._range = torch.arange(slots, device=self._device)
@@ -311,9 +312,11 @@ class CachedModel:
             [states.contiguous() for states in extras],
             [cast(Tensor, states) for layer in self._written for states in (layer.keys, layer.values)],
         ]
-        variant = Variant(tuple(further), tuple(self._depths))
-        program = self._programs.get(self.model, variant, [layer.is_initialized for layer in self._layers], inputs)
-        outputs = program(*inputs)
+        names = tuple(further)
+        if names not in self._ready:
+            variant, written = Variant(names, tuple(self._depths)), [layer.is_initialized for layer in self._layers]
+            self._ready[names] = self._programs.get(self.model, variant, written, inputs)
+        outputs = self._ready[names](*inputs)
         self._keep(outputs[1] if self.wants_hidden else None, outputs[1 + self._has_head :], k)
         return outputs[0]
 
