@@ -48,8 +48,6 @@ from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.tree/1"
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)
-COMPILED_SIZE = 17
-"""Tokens of a compiled forward that is measured beside one of a single token; others lie on the line through both."""
 REPEATS = 3
 MOST_DISAGREEMENT = 0.03
 """The share of tokens that half precision may turn: forwards over other shapes break near-ties otherwise."""
@@ -217,26 +215,22 @@ def round_costs(
     compiled: bool,
     trees: Sequence[Tree],
 ) -> list[RoundCosts]:
-    """Measure what rounds with these trees cost: the loop's whole rounds, in turns with plain decoding.
-
-    Compiling a forward for each tree would take minutes: with `compiled`, forwards are measured at two sizes, and the
-    rest of a round is that of an eager one.
-    """
-    eager = verification_costs(target, rows, context, [1, *(len(tree) + 1 for tree in trees)], repeats=9)
+    """Measure what rounds with these trees cost: the loop's whole rounds, in turns with plain decoding."""
+    forwards = verification_costs(
+        target, rows, context, [1, *(len(tree) + 1 for tree in trees)], repeats=9, compiled=compiled
+    )
     proposers = {str(i): drafter.with_tree(tree) for i, tree in enumerate(trees)}
     depths = {str(i): tree.depth for i, tree in enumerate(trees)}
     with endless(target):
         token, rounds = loop_seconds(
-            target, proposers, depths, text.to(target.device), rows, context, Sampler.of(0), REPEATS
+            target, proposers, depths, text.to(target.device), rows, context, Sampler.of(0), REPEATS, compiled
         )
-    forwards = eager
-    if compiled:
-        sizes = (1, min(COMPILED_SIZE, max(eager)))
-        forwards = verification_costs(target, rows, context, sizes, repeats=9, compiled=True)
     # More tokens never cost less: where they seem to, the smaller block was disturbed.
     seconds = {k: min(t for tokens, t in forwards.items() if tokens >= k) for k in forwards}
-    rest = levelled(trees, [rounds[name][0] - eager[len(tree) + 1] for name, tree in zip(rounds, trees, strict=True)])
-    return [RoundCosts(seconds, 0.0, overhead=each, plain_overhead=token - eager[1]) for each in rest]
+    rest = levelled(
+        trees, [rounds[name][0] - forwards[len(tree) + 1] for name, tree in zip(rounds, trees, strict=True)]
+    )
+    return [RoundCosts(seconds, 0.0, overhead=each, plain_overhead=token - forwards[1]) for each in rest]
 
 
 def levelled(trees: Sequence[Tree], seconds: Sequence[float]) -> list[float]:

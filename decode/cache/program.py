@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import tempfile
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -139,7 +140,8 @@ class Program:
         """
         path = folder() / f"{_key(model, variant, written)}.pt2"
         if not path.exists():
-            with phase(f"compiling the forward of {type(model).__name__}"):
+            # The libraries' own warnings of what they will change say nothing to a user.
+            with phase(f"compiling the forward of {type(model).__name__}"), warnings.catch_warnings(action="ignore"):
                 _write(exported(model, variant, written, example), model, path)
         self._loader = torch._inductor.aoti_load_package(str(path)).loader
         clock.PROGRAMS.append(path.stem)

@@ -89,6 +89,14 @@ def lent(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
             parent._modules[name] = layer
 
 
+@dataclass
+class _Last:
+    """The last product."""
+
+    inputs: Tensor | None = None
+    parts: Sequence[Tensor] = ()
+
+
 class _Whole(nn.Module):
     """Several linear layers as one, in the place of the first."""
 
@@ -99,15 +107,15 @@ class _Whole(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.in_features, self.out_features = self.weight.shape[1], sizes[0]
         self.sizes = list(sizes)
-        self._seen: Tensor | None = None
-        self._parts: Sequence[Tensor] = ()
+        # Not as attributes of the module: an export warns of tensors that appear there.
+        self._last = _Last()
 
     def part(self, index: int, inputs: Tensor) -> Tensor:
         """Return what one of the layers gives: the product is computed once for an input."""
-        if self._seen is not inputs:
-            self._seen = inputs
-            self._parts = nn.functional.linear(inputs, self.weight, self.bias).split(self.sizes, dim=-1)
-        return self._parts[index]
+        if self._last.inputs is not inputs:
+            self._last.inputs = inputs
+            self._last.parts = nn.functional.linear(inputs, self.weight, self.bias).split(self.sizes, dim=-1)
+        return self._last.parts[index]
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.part(0, inputs)

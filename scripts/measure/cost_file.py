@@ -27,11 +27,10 @@ def measured_costs(measured: Measured) -> list[CostTable]:
     mean = max(2, round(prompt + sum(map(len, texts)) / len(texts) / 2))
     samplers = {t: measured.sampler(t) for t in config.temperature}
     longest, drafters, most = max(config.draft_length), pair.drafters, max(config.batch_size)
-    # Decoded batches alone where each size takes half a minute to compile, and rows that end cost what they did. Else 2
-    # and 4 with a greater one, for rows that end leave smaller batches.
-    sizes = set(config.batch_size) | (set() if config.compiled else {1, *(b for b in (2, 4, 8, 16, 32) if b < most)})
-    # Eagerly all lengths, whatever was decoded: replay asks for t(γ + 1) of every γ up to 16.
-    blocks = {1 + k for k in config.draft_length} if config.compiled else {*BLOCKS, 1 + longest}
+    # 2 and 4 with a greater batch, for rows that end leave smaller ones.
+    sizes = {1, *config.batch_size, *(b for b in (2, 4, 8, 16, 32) if b < most)}
+    # All lengths, whatever was decoded: replay asks for t(γ + 1) of every γ up to 16.
+    blocks = {*BLOCKS, 1 + longest}
     blocks |= {1 + d.nodes for d in drafters if d.nodes is not None}
     tables = []
     for context in config.context or [mean]:

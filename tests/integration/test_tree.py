@@ -241,21 +241,24 @@ def test_what_a_round_takes_beside_its_forward_is_a_plane():
     assert lucky[0] <= lucky[2] <= lucky[3] <= lucky[4]
 
 
-def test_compiled_forwards_are_priced_by_two_sizes_whatever_the_trees(monkeypatch):
-    """Also where all trees are smaller than the size that is compiled: a node is never free."""
+def test_each_trees_block_and_round_are_timed_as_they_will_run(monkeypatch):
     target = tiny_llama(0, layers=1)
     heads = MedusaHeads.of_target(target, 2)
     asked = []
 
     def seconds(model, rows, context, tokens, repeats, compiled=False):
         asked.append((compiled, tuple(tokens)))
-        return {k: (0.5 if compiled else 1.0) + 0.1 * k for k in tokens}
+        return {k: 0.5 + 0.1 * k for k in tokens}
+
+    def rounds(*args):
+        asked.append(args[-1])
+        return 0.7, {"0": (1.0, 1.0), "1": (1.4, 3.0)}
 
     monkeypatch.setattr(command, "verification_costs", seconds)
-    monkeypatch.setattr(command, "loop_seconds", lambda *args: (1.2, {"0": (1.5, 1.0), "1": (1.9, 3.0)}))
+    monkeypatch.setattr(command, "loop_seconds", rounds)
     trees = [Tree.chain(1), Tree.from_choices([(0,), (1,), (0, 0)])]
     small, large = command.round_costs(target, MedusaProposer(heads), torch.arange(40) % 7, 1, 30, True, trees)
-    assert asked == [(False, (1, 2, 4)), (True, (1, 4))]
+    assert asked == [(True, (1, 2, 4)), True]
     assert small.verification(2) == pytest.approx(0.7) and large.verification(4) == pytest.approx(0.9)
     assert small.overhead == pytest.approx(0.3) and large.overhead == pytest.approx(0.5)
     assert small.plain_overhead == pytest.approx(0.1)
