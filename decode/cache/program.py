@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
@@ -129,7 +130,14 @@ class BlockForward(nn.Module):
 class Program:
     """A compiled `BlockForward` of a model, with the model's own weights."""
 
-    def __init__(self, model: PreTrainedModel, variant: Variant, written: Sequence[bool], example: Sequence[Any]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        variant: Variant,
+        written: Sequence[bool],
+        example: Sequence[Any],
+        weights: Mapping[str, Tensor],
+    ):
         """Read the program from disk, or compile it.
 
         Args:
@@ -137,17 +145,26 @@ class Program:
             variant: see there.
             written: see there.
             example: arguments of any sizes.
+            weights: see `use`.
+
+        Raises:
+            InputError: a forward that cannot be traced, or a folder that cannot be written.
         """
         path = folder() / f"{_key(model, variant, written)}.pt2"
-        if not path.exists():
+        try:
+            self._load(path, model.device)
+        except (OSError, RuntimeError, SafetensorError):  # not there, or damaged
             # The libraries' own warnings of what they will change say nothing to a user.
             with phase(f"compiling the forward of {type(model).__name__}"), warnings.catch_warnings(action="ignore"):
-                _write(exported(model, variant, written, example), model, path)
-        self._loader = torch._inductor.aoti_load_package(str(path)).loader
+                _write(exported(model, variant, written, example, weights), model, path)
+            self._load(path, model.device)
         clock.PROGRAMS.append(path.stem)
-        own = load_file(path.with_suffix(".safetensors"), device=str(model.device))
+        self.use(weights)
+
+    def _load(self, path: Path, device: torch.device) -> None:
+        own = load_file(path.with_suffix(".safetensors"), device=str(device))
+        self._loader = torch._inductor.aoti_load_package(str(path)).loader
         self._constants = {name: own.get(name) for name in self._loader.get_constant_fqns()}
-        self.use(laid_out(model))
 
     def use(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with these weights of the model, by their names in it, from now on."""
@@ -172,6 +189,7 @@ class Programs:
     def __init__(self) -> None:
         self._programs: dict[tuple[Variant, int], Program] = {}
         self._seen: tuple[Any, Any] = (None, None)
+        self._weights: dict[str, Tensor] = {}  # one copy for all programs
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Programs":
@@ -184,17 +202,18 @@ class Programs:
         before, programs._seen = programs._seen, (_structure(model), weights)
         if before[0] != programs._seen[0]:
             programs._programs.clear()
-        elif before[1] != weights and programs._programs:
-            present = laid_out(model)
+        if before != programs._seen:
+            programs._weights = laid_out(model) if programs._programs else {}
             for program in programs._programs.values():
-                program.use(present)
+                program.use(programs._weights)
         return programs
 
     def get(self, model: PreTrainedModel, variant: Variant, written: Sequence[bool], example: Sequence[Any]) -> Program:
         """Return a program of the model; it is made at its first use."""
         key = variant, torch.get_num_threads()
         if key not in self._programs:
-            self._programs[key] = Program(model, variant, written, example)
+            self._weights = self._weights or laid_out(model)
+            self._programs[key] = Program(model, variant, written, example, self._weights)
         return self._programs[key]
 
 
@@ -212,7 +231,13 @@ def folder() -> Path:
     return Path(os.environ.get(FOLDER) or Path(cache) / "draftsmith" / "programs")
 
 
-def exported(model: PreTrainedModel, variant: Variant, written: Sequence[bool], example: Sequence[Any]) -> Any:
+def exported(
+    model: PreTrainedModel,
+    variant: Variant,
+    written: Sequence[bool],
+    example: Sequence[Any],
+    weights: Mapping[str, Tensor],
+) -> Any:
     """Trace a `BlockForward`, with symbols for B, K, N and S; its linear layers have their weights laid out for it.
 
     Args:
@@ -220,6 +245,7 @@ def exported(model: PreTrainedModel, variant: Variant, written: Sequence[bool], 
         variant: see there.
         written: see there.
         example: arguments of any sizes.
+        weights: the model's, as `laid_out` gives them.
 
     Returns:
         A `torch.export.ExportedProgram`.
@@ -254,7 +280,7 @@ def exported(model: PreTrainedModel, variant: Variant, written: Sequence[bool], 
     inputs = tuple(traced(*each) for each in zip(example, axes, strict=True))
     attention: Any = Grouped(model) if attends_in_groups(model) else nullcontext()
     try:
-        with torch.no_grad(), shapes.patch(backed_size_oblivious=True), attention, lent(model, laid_out(model)):
+        with torch.no_grad(), shapes.patch(backed_size_oblivious=True), attention, lent(model, weights):
             return export(forward, inputs, dynamic_shapes=tuple(map(symbols, axes)), strict=False)
     except Exception as error:
         said = str(error).strip().splitlines()
@@ -278,8 +304,14 @@ def _write(program: Any, model: PreTrainedModel, path: Path) -> None:
             f"compiled: expected {type(model).__name__} to compute with its own parameters and buffers, found "
             f"{foreign[0]} of {own[foreign[0]].numel()} numbers: decode eagerly"
         )
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as aside:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = tempfile.TemporaryDirectory(dir=path.parent)
+    except OSError as error:
+        raise InputError(
+            f"compiled: expected a folder for programs that can be written, or another one in ${FOLDER}, found: {error}"
+        ) from error
+    with folder as aside:
         made = torch._inductor.aoti_compile_and_package(
             program,
             package_path=f"{aside}/program.pt2",
@@ -301,15 +333,26 @@ def _structure(model: PreTrainedModel) -> tuple[Any, ...]:
     return (
         json.dumps(model.config.to_dict(), sort_keys=True, default=str),
         model.training,
-        tuple((name, type(module)) for name, module in model.named_modules()),
+        tuple((name, type(module), _plain(module)) for name, module in model.named_modules()),
         tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors(model).items()),
     )
+
+
+def _plain(module: nn.Module) -> str:
+    """Return what a module computes with beside tensors, such as the scales of adapters: numbers and words in it."""
+    return repr({name: value for name, value in vars(module).items() if name[0] != "_" and _is_plain(value)})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 def _key(model: PreTrainedModel, variant: Variant, written: Sequence[bool]) -> str:
     """Return the name of a program: another one for whatever would make another program."""
     config, training, modules, tensors = _structure(model)
-    classes = {kind for _, kind in modules}
+    classes = {kind for _, kind, _ in modules}
     sources = sorted({path for kind in classes if (path := _own_source(kind))} | {__file__, *_CORE})
     parts = (
         torch.__version__,
@@ -319,7 +362,7 @@ def _key(model: PreTrainedModel, variant: Variant, written: Sequence[bool]) -> s
         torch.get_num_threads(),
         config,
         training,
-        [(name, f"{kind.__module__}.{kind.__qualname__}") for name, kind in modules],
+        [(name, f"{kind.__module__}.{kind.__qualname__}", plain) for name, kind, plain in modules],
         tensors,
         [_digest(path) for path in sources],
         asdict(variant),

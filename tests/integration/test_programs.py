@@ -96,9 +96,10 @@ def test_a_copy_has_programs_of_its_own():
         lambda model: model.to(torch.float64),
         lambda model: setattr(model.config, "rms_norm_eps", 0.1),
         lambda model: setattr(model.model.layers[0], "mlp", torch.nn.Identity()),
+        lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.1),  # as adapters have one
         lambda model: torch.set_num_threads(2),
     ],
-    ids=["dtype", "config", "module", "threads"],
+    ids=["dtype", "config", "module", "number", "threads"],
 )
 def test_another_structure_is_another_program(change, untraced):
     changed, threads = model(), torch.get_num_threads()
@@ -118,6 +119,39 @@ def test_programs_and_their_model_are_freed_together():
     gone = weakref.ref(gone)
     gc.collect()
     assert gone() is None
+
+
+def test_a_damaged_program_is_made_again(folder, monkeypatch):
+    expected = logits(model())
+    (path,) = folder.glob("*.pt2")
+    whole, beside, made = path.read_bytes(), path.with_suffix(".safetensors").read_bytes(), []
+    monkeypatch.setattr(program, "exported", lambda *_: None)
+    monkeypatch.setattr(program, "_write", lambda _program, _model, path: made.append(path.write_bytes(whole)))
+    path.write_bytes(whole[: len(whole) // 2])
+    same(logits(model()), expected)
+    path.with_suffix(".safetensors").write_bytes(b"")
+    monkeypatch.setattr(program, "_write", lambda *_: pytest.fail("made again"))
+    with pytest.raises(pytest.fail.Exception, match="made again"):
+        logits(model())
+    assert len(made) == 1
+    path.with_suffix(".safetensors").write_bytes(beside)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(program.FOLDER, str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"^compiled: expected a folder .* in \$DRAFTSMITH_PROGRAMS, found: "):
+        logits(model())
+
+
+def test_programs_of_a_model_share_its_weights(monkeypatch, untraced):
+    copies, laid_out = [], program.laid_out
+    monkeypatch.setattr(program, "laid_out", lambda model: copies.append(model) or laid_out(model))
+    shared = model()
+    for depths in ((), (1,)):
+        cached = CachedModel(shared, 1, 20, compiled=True, wants_features=depths)
+        cached.feed(torch.tensor([[1]]), [0])
+    assert len(untraced) == 2 and len(copies) == 1
 
 
 def test_a_program_has_another_name_for_other_inputs():

@@ -10,8 +10,8 @@ class Traced(program.Program):
 
     made: ClassVar[list[tuple[object, program.Variant]]] = []
 
-    def __init__(self, model, variant, written, example):
-        self._forward = self.prepared(model, variant, written, example)
+    def __init__(self, model, variant, written, example, weights):
+        self._forward = self.prepared(model, variant, written, example, weights)
         self.made.append((model, variant))
 
     def prepared(self, *args):
@@ -27,5 +27,5 @@ class Traced(program.Program):
 class Untraced(Traced):
     """A program that runs what would be traced."""
 
-    def prepared(self, model, variant, written, example):
+    def prepared(self, model, variant, written, example, weights):
         return program.BlockForward(model, variant, written)
