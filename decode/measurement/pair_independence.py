@@ -20,6 +20,8 @@ Pairs = Sequence[tuple[int, int]]
 STAKES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 IN_A_BIN = 10
 IN_A_CELL = 20
+PART = 256
+"""Pairs of places whose distributions are multiplied at once."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ class PairTests:
             both_PC = (block_CB[:, one_P] & block_CB[:, other_P]).T
             if both_PC.any():
                 at_one, at_other = place_CB[:, one_P].T[both_PC], place_CB[:, other_P].T[both_PC]
-                chance = (p_NV[at_one] * p_NV[at_other]).sum(-1, dtype=torch.float64)
+                # A few at a time: of a large vocabulary all would be far more than p itself.
+                parts = zip(at_one.split(PART), at_other.split(PART), strict=True)
+                chance = torch.cat([(p_NV[i] * p_NV[j]).sum(-1, dtype=torch.float64) for i, j in parts])
                 self._betting[kind].add((tokens_N[at_one] == tokens_N[at_other]).double(), chance)
 
     def end(self, u_KCB: Tensor, wanted_CB: Tensor) -> None:

@@ -172,7 +172,7 @@ class DraftTask:
     draw_siblings: bool
     """Whether siblings of a tree may be drawn under sampling; a lossy rule wants them deterministic."""
     compiled: bool
-    """Whether to run models compiled, with static shapes."""
+    """Whether to run models compiled."""
     target: PreTrainedModel | None = None
     """The target, for drafters that use its weights."""
     row_samplers: Sequence[Sampler] = ()
