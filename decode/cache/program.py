@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.features import watched
 from draftsmith.decode.cache.layers import Block, Layer
 from draftsmith.decode.cache.masks import Masks
+from draftsmith.decode.cache.product import SOURCES, in_programs
 from draftsmith.decode.cache.weights import laid_out, lent, tensors
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
@@ -43,6 +45,7 @@ STEP = 16
 """The slots that are attended to are a multiple of it, as kernels like their masks."""
 LITERAL = 256
 """Numbers of a constant at most that a forward may have beside the model's weights: a literal, not a weight."""
+UNREADABLE = OSError, RuntimeError, SafetensorError
 SAMPLED = 8
 """Entries of a weight that are compared to see whether it was changed."""
 
@@ -153,11 +156,16 @@ class Program:
         path = folder() / f"{_key(model, variant, written)}.pt2"
         try:
             self._load(path, model.device)
-        except (OSError, RuntimeError, SafetensorError):  # not there, or damaged
-            # The libraries' own warnings of what they will change say nothing to a user.
-            with phase(f"compiling the forward of {type(model).__name__}"), warnings.catch_warnings(action="ignore"):
-                _write(exported(model, variant, written, example, weights), model, path)
-            self._load(path, model.device)
+        except UNREADABLE:  # not there, or damaged
+            with _alone(path):
+                try:
+                    self._load(path, model.device)  # another process may have made it meanwhile
+                except UNREADABLE:
+                    # The libraries' own warnings of what they will change say nothing to a user.
+                    title = f"compiling the forward of {type(model).__name__}"
+                    with phase(title), warnings.catch_warnings(action="ignore"):
+                        _write(exported(model, variant, written, example, weights), model, path)
+                    self._load(path, model.device)
         clock.PROGRAMS.append(path.stem)
         self.use(weights)
 
@@ -315,11 +323,18 @@ def _write(program: Any, model: PreTrainedModel, path: Path) -> None:
         made = torch._inductor.aoti_compile_and_package(
             program,
             package_path=f"{aside}/program.pt2",
-            inductor_configs={"aot_inductor.package_constants_in_so": False},
+            inductor_configs={"aot_inductor.package_constants_in_so": False, **in_programs()},
         )
         save_file(own, f"{aside}/own.safetensors")
         os.replace(f"{aside}/own.safetensors", path.with_suffix(".safetensors"))
         os.replace(made, path)
+
+
+def _alone(path: Path) -> FileLock:
+    """Return a lock for the process that makes a program: two that do would write the same files of the compiler's."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # a second
+
+    return FileLock(Path(cache_dir()) / f"{path.stem}.lock")
 
 
 def _sample(tensor: Tensor) -> tuple[float, ...]:
@@ -358,6 +373,7 @@ def _key(model: PreTrainedModel, variant: Variant, written: Sequence[bool]) -> s
         torch.__version__,
         transformers.__version__,
         torch.backends.cpu.get_cpu_capability(),
+        torch.cpu._is_amx_tile_supported(),
         str(torch.cuda.get_device_properties(model.device)) if model.device.type == "cuda" else "",
         torch.get_num_threads(),
         config,
@@ -371,7 +387,7 @@ def _key(model: PreTrainedModel, variant: Variant, written: Sequence[bool]) -> s
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-_CORE = [inspect.getfile(module) for module in (Layer, Masks, Grouped, watched, lent)]
+_CORE = [inspect.getfile(module) for module in (Layer, Masks, Grouped, watched, lent)] + SOURCES
 
 
 def _own_source(kind: type) -> str | None:

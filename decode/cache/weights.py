@@ -1,7 +1,7 @@
 """The weights that compiled forwards compute with on CPUs: copies that are laid out for blocks of a few tokens.
 
-Such a block reads every weight for little arithmetic. With the inputs' axis outside, a product takes two thirds of the
-time, and linear layers that see the same input are one product.
+Such a block reads every weight for little arithmetic: weights lie in the order in which `product` reads them, and linear
+layers that see the same input are one product.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from draftsmith.decode.cache.product import block_product, packed, packs
 
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Names of linear layers in one module that see the same input, in most families."""
@@ -38,7 +40,8 @@ class Group:
     def laid_out(self) -> dict[str, Tensor]:
         """Return the weight, and the bias if there is one, by their names in the model."""
         weight = torch.cat([layer.get_parameter("weight").detach() for layer in self.layers])
-        given = {f"{self.path}.weight": weight.t().contiguous().t()}
+        # In half precision by the library, which reads weights faster with the inputs' axis outside.
+        given = {f"{self.path}.weight": packed(weight) if packs(weight) else weight.t().contiguous().t()}
         if self.layers[0].bias is not None:
             given[f"{self.path}.bias"] = torch.cat([layer.get_parameter("bias").detach() for layer in self.layers])
         return given
@@ -107,6 +110,7 @@ class _Whole(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.in_features, self.out_features = self.weight.shape[1], sizes[0]
         self.sizes = list(sizes)
+        self._packed = self.weight.dim() == 3
         # Not as attributes of the module: an export warns of tensors that appear there.
         self._last = _Last()
 
@@ -114,8 +118,14 @@ class _Whole(nn.Module):
         """Return what one of the layers gives: the product is computed once for an input."""
         if self._last.inputs is not inputs:
             self._last.inputs = inputs
-            self._last.parts = nn.functional.linear(inputs, self.weight, self.bias).split(self.sizes, dim=-1)
+            self._last.parts = self._product(inputs).split(self.sizes, dim=-1)
         return self._last.parts[index]
+
+    def _product(self, inputs: Tensor) -> Tensor:
+        if not self._packed:
+            return nn.functional.linear(inputs, self.weight, self.bias)
+        product: Tensor = block_product(inputs.contiguous(), self.weight, sum(self.sizes))
+        return product if self.bias is None else product + self.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.part(0, inputs)

@@ -65,11 +65,12 @@ def test_one_program_gives_the_models_logits_for_any_rows_and_blocks(rows):
         lambda model: model.lm_head.weight.data.mul_(0.5),
         lambda model: model.model.norm.weight.mul_(0.5),
         lambda model: model.load_state_dict(tiny_llama(5, layers=1).state_dict()),
+        lambda model: model.to(torch.bfloat16).float(),  # which is kept in half the bytes
         lambda model: setattr(
             model.model.layers[0].mlp.up_proj, "weight", torch.nn.Parameter(torch.randn(64, 32), requires_grad=False)
         ),
     ],
-    ids=["in place", "data", "a vector", "loaded", "another tensor"],
+    ids=["in place", "data", "a vector", "loaded", "rounded", "another tensor"],
 )
 def test_changed_weights_are_computed_with(change):
     changed = model()
@@ -78,6 +79,12 @@ def test_changed_weights_are_computed_with(change):
     after = logits(changed)
     assert (after - before).abs().max() > 1e-3
     same(after, logits(changed, compiled=False))
+
+
+def test_half_precision_is_that_of_the_model(folder):
+    half = model(hidden=64).to(torch.bfloat16)
+    given, exact = logits(half, rows=3), logits(half.float(), rows=3, compiled=False)
+    torch.testing.assert_close(given.float(), exact, atol=0.03, rtol=0)
 
 
 @pytest.mark.usefixtures("known")
@@ -123,7 +130,7 @@ def test_programs_and_their_model_are_freed_together():
 
 def test_a_damaged_program_is_made_again(folder, monkeypatch):
     expected = logits(model())
-    (path,) = folder.glob("*.pt2")
+    path = folder / f"{program._key(model(), program.Variant(), [True])}.pt2"
     whole, beside, made = path.read_bytes(), path.with_suffix(".safetensors").read_bytes(), []
     monkeypatch.setattr(program, "exported", lambda *_: None)
     monkeypatch.setattr(program, "_write", lambda _program, _model, path: made.append(path.write_bytes(whole)))

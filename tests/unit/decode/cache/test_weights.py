@@ -1,4 +1,4 @@
-"""Linear layers that are one product, and whose weights lie the other way round."""
+"""Linear layers that are one product, and whose weights lie as programs read them."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ def test_what_sees_one_input_is_one_product():
     names = [group.names for group in groups(model)]
     assert names.count(("q_proj", "k_proj", "v_proj")) == names.count(("gate_proj", "up_proj")) == 2
     assert sum(map(len, names)) == sum(isinstance(module, nn.Linear) for module in model.modules())
-    weights = laid_out(model)
-    assert weights["model.layers.0.mlp.gate_proj.weight"].shape == (128, 32)
-    assert weights["model.layers.0.mlp.down_proj.weight"].stride() == (1, 32)
+    assert laid_out(model)["model.layers.0.mlp.gate_proj.weight"].shape == (128 // 16, 32, 16)
+    assert laid_out(model.double())["model.layers.0.mlp.down_proj.weight"].stride() == (1, 32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_model_gives_the_same_and_is_as_it_was(bias):
-    model = tiny_llama(0, attention_bias=bias)
+def test_a_model_gives_the_same_and_is_as_it_was(bias, dtype):
+    model = tiny_llama(0, attention_bias=bias).to(dtype)
     for name, tensor in tensors(model).items():
         if name.endswith("bias"):
             nn.init.normal_(tensor)

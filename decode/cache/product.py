@@ -1,0 +1,72 @@
+"""Products of a few rows with a large weight, as compiled programs compute them on CPUs: `product.cpp` beside this file.
+
+The libraries' kernels are made for many rows: of an AMD processor with AVX2 they take half the memory's speed for one
+row, and twice as long for four. This one reads a weight once, whatever the rows, and takes float32 weights that are
+numbers of bfloat16, as those of most checkpoints are, as such: half the bytes, and the same numbers.
+
+Shape suffixes: K inputs, N outputs, O blocks of 16 outputs.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 16
+"""Outputs that lie together; `BLOCK` of product.cpp."""
+SOURCES = [__file__, str(Path(__file__).with_suffix(".cpp"))]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether products with a weight, (N, K), are computed by this kernel."""
+    if weight.device.type != "cpu" or weight.dtype not in DTYPES:
+        return False
+    # With instructions for tiles of bfloat16 the library's products of many rows are far ahead.
+    return weight.dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
+
+
+def packed(weight: Tensor) -> Tensor:
+    """Return a weight, (N, K), in blocks of outputs, (O, K, 16), in bfloat16 where no number changes by it."""
+    halved = weight.to(torch.bfloat16)
+    weight = halved if bool((halved.to(weight.dtype) == weight).all()) else weight
+    outputs, inputs = weight.shape
+    blocks = -(-outputs // BLOCK)
+    whole = torch.nn.functional.pad(weight, (0, 0, 0, blocks * BLOCK - outputs))
+    return whole.view(blocks, BLOCK, inputs).transpose(1, 2).contiguous()
+
+
+@torch.library.custom_op("draftsmith::block_product", mutates_args=())
+def block_product(rows: Tensor, weight: Tensor, outputs: int) -> Tensor:
+    """Return the product of rows with a packed weight: the reference of what programs compute.
+
+    Args:
+        rows: (…, K), contiguous.
+        weight: `packed`, (O, K, 16).
+        outputs: N.
+
+    Returns:
+        (…, N) in the rows' dtype.
+    """
+    whole = weight.transpose(1, 2).flatten(0, 1)[:outputs]
+    return torch.nn.functional.linear(rows, whole.to(rows.dtype))
+
+
+@block_product.register_fake
+def _(rows: Tensor, weight: Tensor, outputs: int) -> Tensor:
+    return rows.new_empty(*rows.shape[:-1], outputs)
+
+
+@lru_cache
+def in_programs() -> dict[str, Any]:
+    """Return the compiler's settings with which programs compute `block_product` by product.cpp."""
+    source = Path(SOURCES[1]).read_text()
+    function = (
+        "AOTITorchError aoti_torch_cpu_block_product(AtenTensorHandle rows, AtenTensorHandle weight, int64_t outputs, "
+        "AtenTensorHandle* product) { return draftsmith::product_into(rows, weight, outputs, product); }"
+    )
+    # The compiler puts "extern" before what is meant as a declaration, in a block of C functions.
+    text = f'"C++" {{\n{source}\n}}\nextern "C" {function}'
+    return {"aot_inductor.custom_ops_to_c_shims": {torch.ops.draftsmith.block_product.default: [text]}}
