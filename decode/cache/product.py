@@ -1,4 +1,4 @@
-"""Products of a few rows with a large weight, as compiled programs compute them on CPUs: `product.cpp` beside this file.
+"""Products of a few rows with a large weight, as compiled programs compute them on CPUs: `product.cpp` beside it.
 
 The libraries' kernels are made for many rows: of an AMD processor with AVX2 they take half the memory's speed for one
 row, and twice as long for four. This one reads a weight once, whatever the rows, and takes float32 weights that are

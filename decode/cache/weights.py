@@ -1,6 +1,7 @@
 """The weights that compiled forwards compute with on CPUs: copies that are laid out for blocks of a few tokens.
 
-Such a block reads every weight for little arithmetic: weights lie in the order in which `product` reads them, and linear
+Such a block reads every weight for little arithmetic: weights lie in the order in which `product` reads them, and
+linear
 layers that see the same input are one product.
 """
 
