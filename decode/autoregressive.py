@@ -13,10 +13,12 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.generation import DecodeOutput, collect_output, decoded, generate_arguments, prepare_rows
 from draftsmith.decode.rows import TextBatch, TextRow
-from draftsmith.decode.sampling import argmax, draw_rows, scores_of_rows, uniforms
+from draftsmith.decode.rules.judged import drawn_packet, drawn_tokens
+from draftsmith.decode.sampling import argmax, scores_of_rows, uniforms
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
 Observer = Callable[[TextRow, int], None]
@@ -77,7 +79,6 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
     waiting, longest = deque(queue[rows:]), max(len(row.text) for row in queue)
     texts = TextBatch(queue[:rows], 1, longest)
     target = CachedModel(model, len(texts.rows), longest, compiled=compiled, rollback=longest if waiting else None)
-    sampler = queue[0].sampler
     logits: Tensor | None = None  # after the last tokens, (B, 1, V)
     if len(texts.rows) == 1:
         logits = target.prefill(texts.rows[0].context[None, :])
@@ -87,16 +88,10 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
         batch = texts.rows
         if logits is None:
             logits = target.feed(texts.last(), texts.lengths + -1)
-        contexts = [] if sampler.context_free else [row.context for row in batch]
-        scores = scores_of_rows([row.sampler for row in batch], logits[:, 0], contexts)
-        tokens = argmax(scores)
-        is_nan = scores.gather(1, tokens[:, None])[:, 0].isnan()  # the argmax is the first that is not a number
-        if sampler.do_sample:
-            u = uniforms([row.generator for row in batch], [1] * len(batch), scores.new_empty(0, dtype=torch.float64))
-            tokens = draw_rows(scores.softmax(-1), u[:, 0])
+        tokens = _next_tokens(batch, logits[:, 0], target.likeliest)
         texts.append(tokens)
-        for row, token, broken in zip(batch, *torch.stack([tokens, is_nan.to(tokens.dtype)]).tolist(), strict=True):
-            if broken:
+        for row, token in zip(batch, tokens.tolist(), strict=True):
+            if token == NO_TOKEN:
                 raise row.not_finite()
             row.advance([token])
             row.rounds.append(TOKEN)
@@ -115,3 +110,25 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
             target.select(left)
             texts.select(left)
         logits = None
+
+
+def _next_tokens(rows: Sequence[TextRow], logits_BV: Tensor, likeliest_BK: Tensor | None) -> Tensor:
+    """Return the token after each row, (B,); `NO_TOKEN` where the logits are not numbers.
+
+    Args:
+        rows: B of them.
+        logits_BV: after each.
+        likeliest_BK: see `CachedModel.likeliest`; None where the target ran eagerly.
+    """
+    samplers = [row.sampler for row in rows]
+    sampler, temperature = samplers[0], samplers[0].temperature
+    if sampler.do_sample:
+        like = logits_BV.new_empty(0, dtype=torch.float64)
+        u_B = uniforms([row.generator for row in rows], [1] * len(rows), like)[:, 0]
+    if likeliest_BK is not None and temperature is not None:
+        return drawn_tokens(logits_BV, temperature, u_B) if sampler.do_sample else likeliest_BK[:, -1]
+    scores_BV = scores_of_rows(samplers, logits_BV, [] if sampler.context_free else [row.context for row in rows])
+    if sampler.do_sample:
+        return drawn_packet(scores_BV, u_B)
+    tokens_B = argmax(scores_BV)  # the first that is not a number
+    return tokens_B.masked_fill(scores_BV.gather(1, tokens_B[:, None])[:, 0].isnan(), NO_TOKEN)

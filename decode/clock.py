@@ -13,8 +13,8 @@ Result = TypeVar("Result")
 
 MOST_CALLS = 4
 """A call that compiles each time is left at that."""
-PROGRAMS: list[str] = []
-"""The forwards that were compiled ahead of time in this process, or read from disk."""
+PROGRAMS: list[float] = []
+"""The seconds of each program that was compiled in this process, or read from disk."""
 
 
 def speed(per_second: float | None) -> str:

@@ -62,6 +62,14 @@ class Sampler:
         """Whether no processor looks at the tokens before its position."""
         return all(isinstance(p, CONTEXT_FREE) for p in self.processors)
 
+    @cached_property
+    def temperature(self) -> float | None:
+        """T where that is all that the logits are changed by, 1 at T=0; None where there are other processors."""
+        if not self.processors:
+            return 1.0
+        (first, *others) = self.processors
+        return first.temperature if type(first) is TemperatureLogitsWarper and not others else None
+
     @classmethod
     def of(
         cls,

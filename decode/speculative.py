@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from draftsmith.decode.cache import CachedModel, Places, check_model
+from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import (
@@ -26,7 +27,7 @@ from draftsmith.decode.planner import FixedLength, Plan, as_plan
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer, tokens_of
 from draftsmith.decode.rows import Departure, RowTexts, TextBatch, TextRow
 from draftsmith.decode.rules import Rule, as_rule
-from draftsmith.decode.rules.verification import NO_TOKEN, Verdict
+from draftsmith.decode.rules.verification import Verdict
 from draftsmith.decode.tree import masks_of
 
 
@@ -152,7 +153,7 @@ def _write(
 
     p is the target's distribution and q the proposer's, both warped by the sampler.
     """
-    task = _task(model, rows, plan.longest, rule, compiled)
+    task = _task(model, rows, plan, rule, compiled)
     largest = proposer.start(task)
     wants: dict[str, Any] = {"wants_hidden": proposer.wants_hidden, "wants_features": proposer.wants_features}
     target = CachedModel(model, len(rows), task.max_length, 1 + largest, compiled, **wants)
@@ -168,7 +169,7 @@ def _write(
         # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
         contexts = [Contexts(row.context, draft) for row, draft in zip(rows, drafts, strict=True)]
         samplers, generators = [row.sampler for row in rows], [row.generator for row in rows]
-        verdicts = rule.verify_batch(samplers, logits, contexts, drafts, generators)
+        verdicts = rule.verify_batch(samplers, logits, contexts, drafts, generators, target.likeliest)
         # Emit them; in the target's cache, accepted nodes of a tree move to where a chain has its tokens.
         tokens = [_emitted(*args) for args in zip(rows, verdicts, drafts, strict=True)]
         paths = _moves(verdicts)
@@ -190,17 +191,20 @@ def _write(
             proposer.select(unfinished)
 
 
-def _task(model: PreTrainedModel, rows: Sequence[TextRow], draft_length: int, rule: Rule, compiled: bool) -> DraftTask:
+def _task(
+    model: PreTrainedModel, rows: Sequence[TextRow], plan: Plan | FixedLength, rule: Rule, compiled: bool
+) -> DraftTask:
     sampler, samplers = rows[0].sampler, [row.sampler for row in rows]
     return DraftTask(
         sampler,
         model.config.get_text_config().vocab_size,
         [row.generator for row in rows],
         max(len(row.text) for row in rows),
-        draft_length,
+        plan.longest,
         draw_siblings=not rule.lossy,
         compiled=compiled,
         target=model,
+        fixed_length=isinstance(plan, FixedLength),
         row_samplers=() if all(other is sampler for other in samplers) else samplers,
     )
 

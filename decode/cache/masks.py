@@ -70,7 +70,7 @@ class Masks:
             n = visible.shape[-1]
             base = (block.slots[:, :1] + k - n).clamp(min=0)  # rows that have ended lie at slot 0
             allowed = (slots < base[:, :, None]).expand(rows, k, -1).clone()
-            last = base + self._slots_S[:n]
+            last = base + torch.arange(n, device=visible.device)
             allowed.scatter_(2, last[:, None, :].expand(rows, k, n), visible.expand(rows, k, n))
         if cached_BS is None:
             return self._by_type(self._additive(allowed))

@@ -8,7 +8,7 @@ the same in one program; their buffers have their full size from the start.
 Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V vocabulary.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -19,11 +19,14 @@ from transformers import Cache, PreTrainedModel
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of, rotary_limit
 from draftsmith.decode.cache.features import Features, watched
+from draftsmith.decode.cache.forward import BlockForward, Forward, has_head
 from draftsmith.decode.cache.layers import Block, Layer, Places, SavedLayer
 from draftsmith.decode.cache.masks import Masks
-from draftsmith.decode.cache.program import STEP, Program, Programs, Variant, has_head
+from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.errors import InputError
 
+STEP = 16
+"""Programs attend to a multiple of so many slots, as kernels like their masks."""
 SavedRow = Sequence[SavedLayer | None]
 """What a row's cache holds, a pair a layer; None where a layer reads an earlier one's."""
 
@@ -58,6 +61,8 @@ class CachedModel:
         self.wants_hidden = wants_hidden
         self.hidden: Tensor | None = None
         """Of the positions whose logits the last forward returned, (B, keep, H)."""
+        self.likeliest: Tensor | None = None
+        """The likeliest token of each position of the last block, (B, K), where it ran compiled: see `likeliest`."""
         self.features = Features()
         """Of all positions of each forward since it was emptied, (B, T, F)."""
         self._depths = list(wants_features)
@@ -80,7 +85,7 @@ class CachedModel:
         self._slots, self._last = slots, max_length - 1
         if compiled:
             self._programs, self._has_head = Programs.of(model), has_head(model)
-            self._ready: dict[tuple[str, ...], Program] = {}  # by the names of further inputs
+            self._ready: dict[tuple[Hashable, ...], Program] = {}  # by name, and the names of further inputs
             self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
             self._last_position = torch.tensor(self._last, device=self._device)
         self._range = torch.arange(slots, device=self._device)
@@ -178,7 +183,7 @@ class CachedModel:
         places = starts if isinstance(starts, Places) else Places(starts, self._device)
         self._check_rotary(max(places.host) + k)
         if self.compiled:
-            return self._run_compiled(tokens, places, visible, depths, further or {})[:, -(keep or k) :]
+            return self._feed_compiled(tokens, places, visible, depths, further or {})[:, -(keep or k) :]
         positions = self._placed(places, k, depths)
         mask = self._masks.of_block(self._block, rows, positions, self._positions, visible, depths is not None)
         return self._run(tokens, mask, positions, k if keep is None else keep, further)
@@ -276,6 +281,7 @@ class CachedModel:
         inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True}
         with self._attention, watched(self.model, self.wants_hidden, self._depths) as states:
             output = self.model(**inputs)
+        self.likeliest = None
         self._keep(states.hidden, states.features, keep)
         return output.logits[:, -keep:].to(self._device)
 
@@ -284,7 +290,7 @@ class CachedModel:
             self.hidden = hidden[:, -keep:]
         self.features += features
 
-    def _run_compiled(
+    def _feed_compiled(
         self,
         tokens: Tensor,
         places: Places,
@@ -292,33 +298,60 @@ class CachedModel:
         depths: Tensor | None,
         further: Mapping[str, Tensor],
     ) -> Tensor:
-        """Run the program on a block; return the logits, (B, K, V), and keep the states that are wanted."""
-        if self.is_empty:  # the model itself makes the buffers
-            self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
-            self.features.clear()
-        (rows, k), end = tokens.shape, max(places.host) + tokens.shape[1]
+        """Run the program of a block; return the logits, (B, K, V), and keep the states that are wanted."""
+        rows, k = tokens.shape
         if visible is None or depths is None:
             visible, depths = self._chain(rows, k)
         else:
             visible, depths = visible.expand(rows, -1, -1).contiguous(), depths.expand(rows, -1).contiguous()
+        outputs = self.compute(None, lambda block: block, tokens, places, k, [visible, depths], further)
+        self.likeliest = outputs[1]
+        self._keep(outputs[2] if self.wants_hidden else None, outputs[2 + self._has_head :], k)
+        return outputs[0]
+
+    def compute(
+        self,
+        name: Hashable,
+        make: Callable[[BlockForward], Forward],
+        tokens: Tensor,
+        places: Places,
+        reach: int,
+        given: Sequence[Any],
+        further: Mapping[str, Tensor],
+    ) -> list[Tensor]:
+        """Run a program that feeds a block of tokens to each row, and perhaps what it chooses behind it.
+
+        Args:
+            name: of the program, among those of this object.
+            make: returns what it computes, of the model's `BlockForward`; called at its first use.
+            tokens: (B, K) int64.
+            places: for each row the slot of its first token.
+            reach: slots from a row's first token on that are written.
+            given: the program's inputs behind the greatest position.
+            further: inputs of the model's beside tokens, by name, (B, K, …).
+
+        Returns:
+            What the program gives.
+        """
+        if self.is_empty:  # the model itself makes the buffers
+            self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
+            self.features.clear()
+        end = max(places.host) + reach
         extras = [*further.values(), *([] if self._positions is None else [self._positions])]
         inputs = [
             tokens.clone(memory_format=torch.contiguous_format),
             places.tensor,
             self._range[: min(self._slots, -(-end // STEP) * STEP)],
             self._last_position,
-            visible,
-            depths,
+            *given,
             [states.contiguous() for states in extras],
             [cast(Tensor, states) for layer in self._written for states in (layer.keys, layer.values)],
         ]
-        names = tuple(further)
-        if names not in self._ready:
-            variant, written = Variant(names, tuple(self._depths)), [layer.is_initialized for layer in self._layers]
-            self._ready[names] = self._programs.get(self.model, variant, written, inputs)
-        outputs = self._ready[names](*inputs)
-        self._keep(outputs[1] if self.wants_hidden else None, outputs[1 + self._has_head :], k)
-        return outputs[0]
+        if (program := self._ready.get((name, *further))) is None:
+            written = [layer.is_initialized for layer in self._layers]
+            forward = make(BlockForward(self.model, tuple(further), self._depths, written))
+            program = self._ready[name, *further] = self._programs.get(forward, inputs)
+        return program(*inputs)
 
     def _chain(self, rows: int, k: int) -> tuple[Tensor, Tensor]:
         """Return `visible` and `depths` of a chain: see `BlockForward`."""

@@ -4,7 +4,7 @@ One program of a model serves all numbers of rows, blocks and texts: its shapes 
 of the model is looked for once a call of the decoder, not once a forward. Programs are kept on disk without weights,
 so that the next process reads in a moment what took half a minute to compile. On a GPU this has never been run.
 
-Shape suffixes: B rows, K tokens of a block, N slots that are attended to, S slots.
+What a program computes is a `Forward`.
 """
 
 import hashlib
@@ -12,11 +12,11 @@ import inspect
 import json
 import os
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.decode import clock
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.features import watched
-from draftsmith.decode.cache.layers import Block, Layer
+from draftsmith.decode.cache.forward import Forward
+from draftsmith.decode.cache.layers import Layer
 from draftsmith.decode.cache.masks import Masks
 from draftsmith.decode.cache.product import SOURCES, in_programs
 from draftsmith.decode.cache.weights import laid_out, lent, tensors
@@ -41,8 +42,6 @@ from draftsmith.decode.progress import phase
 
 FOLDER = "DRAFTSMITH_PROGRAMS"
 """The environment variable that names another folder for compiled programs."""
-STEP = 16
-"""The slots that are attended to are a multiple of it, as kernels like their masks."""
 LITERAL = 256
 """Numbers of a constant at most that a forward may have beside the model's weights: a literal, not a weight."""
 UNREADABLE = OSError, RuntimeError, SafetensorError
@@ -50,123 +49,35 @@ SAMPLED = 8
 """Entries of a weight that are compared to see whether it was changed."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """What a program takes and gives that not every program of its model does."""
-
-    further: tuple[str, ...] = ()
-    """The model's inputs beside tokens, by name."""
-    depths: tuple[int, ...] = ()
-    """Gives the features of the model's layers at these depths."""
-
-
-class BlockForward(nn.Module):
-    """The forward that is traced: a block of tokens behind the slots of each row.
-
-    Args:
-        model: a causal LM.
-        variant: what it takes and gives.
-        written: whether each layer has keys of its own; others read an earlier layer's.
-    """
-
-    def __init__(self, model: PreTrainedModel, variant: Variant, written: Sequence[bool]):
-        super().__init__()
-        self.model, self._variant, self._written = model, variant, list(written)
-        config = model.config.get_text_config()
-        self._types = sorted(set(getattr(config, "layer_types", None) or ()))
-        self.window: int = getattr(config, "sliding_window", None) or 0
-
-    def forward(
-        self,
-        tokens: Tensor,
-        starts: Tensor,
-        slots_N: Tensor,
-        last: Tensor,
-        visible: Tensor,
-        depths: Tensor,
-        extras: list[Tensor],
-        cached: list[Tensor],
-    ) -> list[Tensor]:
-        """Run the model over a block.
-
-        Args:
-            tokens: (B, K) int64.
-            starts: the slot of each row's first token, (B,) int64.
-            slots_N: 0 … N − 1.
-            last: the greatest position, () int64.
-            visible: which of the last M ≥ K slots up to the block's end each token attends to, (B, K, M) bool.
-            depths: each token's position beyond its row's start, (B, K) int64.
-            extras: further inputs, (B, K, …), and with sliding layers the positions of the tokens in all slots, (B, S)
-                int64, which are written.
-            cached: the keys and values of the layers that have their own, (B, H, S, D), which are written.
-
-        Returns:
-            Logits, (B, K, V); the head's input, (B, K, H), where the model has a head; the features that are wanted.
-        """
-        extras, cached = list(extras), list(cached)
-        rows, k = tokens.shape
-        further = {name: extras.pop(0) for name in self._variant.further}
-        block = Block()
-        block.start, block.width, block.slots = None, slots_N.shape[0], starts[:, None] + slots_N[:k]
-        positions = torch.minimum(starts[:, None] + depths, last)
-        cached_BS = extras[0] if self.window else None
-        if cached_BS is not None:
-            cached_BS.scatter_(1, block.slots, positions)
-        masks = Masks(self.model, self._types, self.window, slots_N)
-        layers: list[Any] = []
-        for written in self._written:
-            layers.append(layer := Layer(block, rows, 0, False))
-            if written:
-                layer.keys, layer.values, layer.is_initialized = cached.pop(0), cached.pop(0), True
-        with watched(self.model, has_head(self.model), self._variant.depths) as states:
-            output = self.model(
-                input_ids=tokens,
-                attention_mask=masks.by_slot(block, positions, cached_BS, visible),
-                position_ids=positions,
-                past_key_values=Cache(layers=layers),
-                use_cache=True,
-                **further,
-            )
-        return [output.logits, *([] if states.hidden is None else [states.hidden]), *states.features]
-
-
 class Program:
-    """A compiled `BlockForward` of a model, with the model's own weights."""
+    """A compiled `Forward` of a model, with the model's own weights."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        variant: Variant,
-        written: Sequence[bool],
-        example: Sequence[Any],
-        weights: Mapping[str, Tensor],
-    ):
+    def __init__(self, model: nn.Module, forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]):
         """Read the program from disk, or compile it.
 
         Args:
-            model: see `BlockForward`.
-            variant: see there.
-            written: see there.
-            example: arguments of any sizes.
+            model: the forward's.
+            forward: what to compute.
+            example: its inputs, of any sizes.
             weights: see `use`.
 
         Raises:
             InputError: a forward that cannot be traced, or a folder that cannot be written.
         """
-        path = folder() / f"{_key(model, variant, written)}.pt2"
+        begin, device = time.perf_counter(), device_of(model)
+        path = folder() / f"{_key(model, forward)}.pt2"
         try:
-            self._load(path, model.device)
+            self._load(path, device)
         except UNREADABLE:  # not there, or damaged
             with _alone(path):
                 try:
-                    self._load(path, model.device)  # another process may have made it meanwhile
+                    self._load(path, device)  # another process may have made it meanwhile
                 except UNREADABLE:
                     # The libraries' own warnings of what they will change say nothing to a user.
-                    title = f"compiling the forward of {type(model).__name__}"
-                    with phase(title), warnings.catch_warnings(action="ignore"):
-                        _write(exported(model, variant, written, example, weights), model, path)
-                    self._load(path, model.device)
-        clock.PROGRAMS.append(path.stem)
+                    with phase(f"compiling {forward.title}"), warnings.catch_warnings(action="ignore"):
+                        _write(exported(forward, example, weights), forward, path)
+                    self._load(path, device)
+        clock.PROGRAMS.append(time.perf_counter() - begin)
         self.use(weights)
 
     def _load(self, path: Path, device: torch.device) -> None:
@@ -183,24 +94,29 @@ class Program:
         self._loader.load_constants(given, False, True, True)
 
     def __call__(self, *inputs: Any) -> list[Tensor]:
-        """Run it: see `BlockForward.forward`."""
+        """Run it with the inputs of its `Forward`."""
         return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> list[Tensor]:
-        *first, extras, cached = inputs
-        return self._loader.run([*first, *extras, *cached])  # type: ignore[no-any-return]
+        flat: list[Tensor] = []
+        for given in inputs:
+            if isinstance(given, list):
+                flat += given
+            else:
+                flat.append(given)
+        return self._loader.run(flat)  # type: ignore[no-any-return]
 
 
 class Programs:
     """The programs of one model."""
 
     def __init__(self) -> None:
-        self._programs: dict[tuple[Variant, int], Program] = {}
+        self._programs: dict[tuple[Any, ...], Program] = {}
         self._seen: tuple[Any, Any] = (None, None)
         self._weights: dict[str, Tensor] = {}  # one copy for all programs
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "Programs":
+    def of(cls, model: nn.Module) -> "Programs":
         """Return the programs of a model, with its present weights; none where its structure has changed."""
         programs = _PROGRAMS.setdefault(model, cls())
         weights = [
@@ -216,21 +132,16 @@ class Programs:
                 program.use(programs._weights)
         return programs
 
-    def get(self, model: PreTrainedModel, variant: Variant, written: Sequence[bool], example: Sequence[Any]) -> Program:
-        """Return a program of the model; it is made at its first use."""
-        key = variant, torch.get_num_threads()
+    def get(self, forward: Forward, example: Sequence[Any]) -> Program:
+        """Return the program of a forward of the model; it is made at its first use, for inputs like these."""
+        key = forward.key, torch.get_num_threads()
         if key not in self._programs:
-            self._weights = self._weights or laid_out(model)
-            self._programs[key] = Program(model, variant, written, example, self._weights)
+            self._weights = self._weights or laid_out(forward.model)
+            self._programs[key] = Program(forward.model, forward, example, self._weights)
         return self._programs[key]
 
 
-_PROGRAMS: "weakref.WeakKeyDictionary[PreTrainedModel, Programs]" = weakref.WeakKeyDictionary()
-
-
-def has_head(model: PreTrainedModel) -> bool:
-    """Whether a model has an output head of its own, whose input a program gives."""
-    return model.get_output_embeddings() is not None
+_PROGRAMS: "weakref.WeakKeyDictionary[nn.Module, Programs]" = weakref.WeakKeyDictionary()
 
 
 def folder() -> Path:
@@ -239,21 +150,13 @@ def folder() -> Path:
     return Path(os.environ.get(FOLDER) or Path(cache) / "draftsmith" / "programs")
 
 
-def exported(
-    model: PreTrainedModel,
-    variant: Variant,
-    written: Sequence[bool],
-    example: Sequence[Any],
-    weights: Mapping[str, Tensor],
-) -> Any:
-    """Trace a `BlockForward`, with symbols for B, K, N and S; its linear layers have their weights laid out for it.
+def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]) -> Any:
+    """Trace a forward, with symbols for the axes that vary; its linear layers have their weights laid out for it.
 
     Args:
-        model: see `BlockForward`.
-        variant: see there.
-        written: see there.
-        example: arguments of any sizes.
-        weights: the model's, as `laid_out` gives them.
+        forward: what to trace.
+        example: its inputs, of any sizes.
+        weights: of its model, as `laid_out` gives them.
 
     Returns:
         A `torch.export.ExportedProgram`.
@@ -266,13 +169,8 @@ def exported(
 
     shapes: Any = _config
     # What is traced has sizes that no two symbols share, and none that a trace takes for a constant.
-    sizes = {"b": 3, "k": 5, "n": 32, "m": 7, "s": 64}
-    forward, extras = BlockForward(model, variant, written), [{0: "b", 1: "k"} for _ in example[-2]]
-    if forward.window:
-        extras[-1] = {0: "b", 1: "s"}
-    cached = [{0: "b", 2: "s"} for _ in example[-1]]
-    block = {0: "b", 1: "k"}
-    axes: tuple[Any, ...] = block, {0: "b"}, {0: "n"}, {}, block | {2: "m"}, block, extras, cached
+    sizes = {"b": 3, "k": 5, "j": 6, "n": 32, "m": 7, "s": 64}
+    model, axes = forward.model, forward.axes(example)
 
     def traced(tensor: Any, axes: Any) -> Any:
         if isinstance(tensor, list):
@@ -283,10 +181,12 @@ def exported(
         if isinstance(axes, list):
             return [symbols(each) for each in axes]
         # Some operators ask whether there is one row or one token, to broadcast it: what they do otherwise is as right.
-        return {at: Dim.DYNAMIC if axis in "bkm" else Dim(axis, min=2, max=1 << 40) for at, axis in axes.items()}
+        return {at: Dim.DYNAMIC if axis in "bjkm" else Dim(axis, min=2, max=1 << 40) for at, axis in axes.items()}
 
     inputs = tuple(traced(*each) for each in zip(example, axes, strict=True))
-    attention: Any = Grouped(model) if attends_in_groups(model) else nullcontext()
+    attention: Any = nullcontext()
+    if isinstance(model, PreTrainedModel) and attends_in_groups(model):
+        attention = Grouped(model)
     try:
         with torch.no_grad(), shapes.patch(backed_size_oblivious=True), attention, lent(model, weights):
             return export(forward, inputs, dynamic_shapes=tuple(map(symbols, axes)), strict=False)
@@ -298,15 +198,17 @@ def exported(
         ) from error
 
 
-def _write(program: Any, model: PreTrainedModel, path: Path) -> None:
+def _write(program: Any, forward: Forward, path: Path) -> None:
     """Compile what was exported, and write it, and beside it the constants that are not the model's."""
+    model = forward.model
     known = tensors(model)
     own = {
         name: tensor.contiguous()
         for name, tensor in program.constants.items()
         if isinstance(tensor, Tensor) and name.removeprefix("model.") not in known
     }
-    foreign = [name for name, tensor in own.items() if tensor.numel() > LITERAL]
+    buffers = dict(forward.named_buffers(recurse=False))
+    foreign = [name for name, tensor in own.items() if name not in buffers and tensor.numel() > LITERAL]
     if foreign:  # the next model of this structure may have another
         raise InputError(
             f"compiled: expected {type(model).__name__} to compute with its own parameters and buffers, found "
@@ -343,10 +245,16 @@ def _sample(tensor: Tensor) -> tuple[float, ...]:
     return tuple(flat[:: max(1, flat.numel() // SAMPLED)].tolist()) if tensor.device.type == "cpu" else ()
 
 
-def _structure(model: PreTrainedModel) -> tuple[Any, ...]:
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model lies; a module without tensors runs on the CPU."""
+    return next((tensor.device for tensor in tensors(model).values()), torch.device("cpu"))
+
+
+def _structure(model: nn.Module) -> tuple[Any, ...]:
     """Return what a program is made for: a change of it needs another program."""
+    config = model.config.to_dict() if isinstance(model, PreTrainedModel) else None
     return (
-        json.dumps(model.config.to_dict(), sort_keys=True, default=str),
+        json.dumps(config, sort_keys=True, default=str),
         model.training,
         tuple((name, type(module), _plain(module)) for name, module in model.named_modules()),
         tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors(model).items()),
@@ -364,30 +272,29 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, type(None)))
 
 
-def _key(model: PreTrainedModel, variant: Variant, written: Sequence[bool]) -> str:
+def _key(model: nn.Module, forward: Forward) -> str:
     """Return the name of a program: another one for whatever would make another program."""
-    config, training, modules, tensors = _structure(model)
-    classes = {kind for _, kind, _ in modules}
-    sources = sorted({path for kind in classes if (path := _own_source(kind))} | {__file__, *_CORE})
+    (config, training, modules, tensors), device = _structure(model), device_of(model)
+    classes = {kind for _, kind, _ in modules} | set(type(forward).__mro__)
+    sources = {path for kind in classes if (path := _own_source(kind))} | {*_CORE, *forward.sources}
     parts = (
         torch.__version__,
         transformers.__version__,
         torch.backends.cpu.get_cpu_capability(),
         torch.cpu._is_amx_tile_supported(),
-        str(torch.cuda.get_device_properties(model.device)) if model.device.type == "cuda" else "",
+        str(torch.cuda.get_device_properties(device)) if device.type == "cuda" else "",
         torch.get_num_threads(),
         config,
         training,
         [(name, f"{kind.__module__}.{kind.__qualname__}", plain) for name, kind, plain in modules],
         tensors,
-        [_digest(path) for path in sources],
-        asdict(variant),
-        list(written),
+        [_digest(path) for path in sorted(sources)],
+        forward.key,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-_CORE = [inspect.getfile(module) for module in (Layer, Masks, Grouped, watched, lent)] + SOURCES
+_CORE = [__file__, *(inspect.getfile(module) for module in (Layer, Masks, Grouped, watched, lent)), *SOURCES]
 
 
 def _own_source(kind: type) -> str | None:

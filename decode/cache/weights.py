@@ -59,7 +59,13 @@ def groups(model: nn.Module) -> Iterator[Group]:
 
 
 def _is_plain(child: nn.Module | None) -> bool:
-    return type(child) is nn.Linear and child.weight.device.type == "cpu" and not child._forward_hooks
+    # Of subclasses those that are linear maps under another name.
+    return (
+        isinstance(child, nn.Linear)
+        and type(child).forward is nn.Linear.forward
+        and child.weight.device.type == "cpu"
+        and not child._forward_hooks
+    )
 
 
 def _alike(parent: nn.Module, names: Sequence[str], plain: set[str]) -> bool:

@@ -324,8 +324,10 @@ def _drafts(
     def drafting(length: int, draft_length: int) -> tuple[float, float, int]:
         return drafting_seconds(target, proposer, texts, length, draft_length, sampler, repeats, compiled)
 
-    short, _, _ = drafting(context, 1)
     long, _, nodes = drafting(context, draft_length)
+    # A compiled chain of one step would be a program of its own; the steps of a longer one are alike.
+    alike = compiled and not proposer.at_once and nodes == draft_length
+    short = long / draft_length if alike else drafting(context, 1)[0]
     _, first, _ = drafting(prompt, draft_length)
     # What drafts all tokens at once, and n-grams that were not found, have no step.
     step = max(0.0, (long - short) / (draft_length - 1)) if draft_length > 1 and nodes == draft_length else 0.0
@@ -368,6 +370,7 @@ def drafting_seconds(
         draw_siblings=True,
         compiled=compiled,
         target=target,
+        fixed_length=True,
     )
     proposer.start(task)
     seconds, tokens = [], 0

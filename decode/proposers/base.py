@@ -175,6 +175,8 @@ class DraftTask:
     """Whether to run models compiled."""
     target: PreTrainedModel | None = None
     """The target, for drafters that use its weights."""
+    fixed_length: bool = False
+    """Whether each draft is as deep as `draft_length`, as far as there is room."""
     row_samplers: Sequence[Sampler] = ()
     """Each row's warping, where they differ: where a processor counts from the prompt's end or looks at the row."""
 

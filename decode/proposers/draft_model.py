@@ -10,7 +10,14 @@ from draftsmith.decode.cache import CachedModel, Places, check_model, padded
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer
-from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, draft_static_tree, grow_trees
+from draftsmith.decode.proposers.draft_forward import MOST_LAYERS, ModelDraftForward, draft_of, draws_of
+from draftsmith.decode.proposers.draft_tree import (
+    DynamicTree,
+    GrowingTree,
+    StaticDraft,
+    draft_static_tree,
+    grow_trees,
+)
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_position, replay_by_ranks
 from draftsmith.decode.replay.ranks import ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
@@ -80,6 +87,8 @@ class DraftModelProposer(Proposer):
         if (device := self.draft_model.device) != (task.target or self.draft_model).device:
             moved = [sampler.on(device) for sampler in task.row_samplers]
             self._samplers = moved or [task.sampler.on(device)] * len(self._generators)
+        temperature = self._samplers[0].temperature if self._draws else None
+        self._temperature = None if temperature is None else torch.tensor(temperature, device=device)
         rows, widest = len(self._generators), 0
         if isinstance(self.tree, Tree):
             widest = max(map(len, self.tree.pruned(task.draft_length)[0].children))
@@ -113,6 +122,8 @@ class DraftModelProposer(Proposer):
 
     def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft behind texts on the draft model's device, at least one token for one of them."""
+        if self._in_programs:
+            return self._draft_in_programs(texts, draft_lengths)
         logits = self._feed_texts(texts)[:, 0]
         if self.tree is None:
             return self._chains(texts, draft_lengths, logits)
@@ -181,26 +192,27 @@ class DraftModelProposer(Proposer):
         They are those after the text's last token and after each mask; there are no masks by default. A row that lacks
         fewer tokens than another is fed its last cached ones again, into their own slots.
         """
+        if len(contexts) == 1 and not any(self._cached) and self._model.is_empty:
+            logits = self._model.prefill(_followed(contexts[0][None, :], masks), 1 if masks is None else 1 + len(masks))
+            self._cached = list(self._lengths.host)
+            return self._aligned(logits)
+        block, places = self._unfed(contexts)
+        logits = self._model.feed(_followed(block, masks), places, 1 if masks is None else 1 + len(masks))
+        return self._aligned(logits)
+
+    def _unfed(self, contexts: Sequence[Tensor]) -> tuple[Tensor, Places]:
+        """Return the last tokens of each text, (B, K), and their slots, once all that the cache lacks before is fed."""
         lengths, shortest = self._lengths.host, min(self._lengths.host)
         lacking = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
-        keep = 1 if masks is None else 1 + len(masks)
-        first = not any(self._cached)
-        if first and len(contexts) == 1:
-            logits = self._model.prefill(_followed(contexts[0][None, :], masks), keep)
-        else:
-            if first:
-                self._model.prefill_texts(contexts)
-                lacking = 1
-            if lacking > shortest:  # more than the shortest text has: longer rows are fed the excess first
-                parts = [
-                    text[cached:][: lacking - shortest] for text, cached in zip(contexts, self._cached, strict=True)
-                ]
-                self._model.feed(padded(parts, lacking - shortest), self._cached, keep=1)
-                lacking = shortest
-            block = torch.stack([context[-lacking:] for context in contexts])
-            logits = self._model.feed(_followed(block, masks), self._lengths + -lacking, keep)
+        if not any(self._cached):
+            self._model.prefill_texts(contexts)
+            lacking = 1
+        if lacking > shortest:  # more than the shortest text has: longer rows are fed the excess first
+            parts = [text[cached:][: lacking - shortest] for text, cached in zip(contexts, self._cached, strict=True)]
+            self._model.feed(padded(parts, lacking - shortest), self._cached, keep=1)
+            lacking = shortest
         self._cached = list(lengths)
-        return self._aligned(logits)
+        return torch.stack([context[-lacking:] for context in contexts]), self._lengths + -lacking
 
     def _aligned(self, logits: Tensor) -> Tensor:
         return align_vocabulary(logits, self._task.vocab_size)
@@ -245,6 +257,82 @@ class DraftModelProposer(Proposer):
         longest = max(lengths)
         q_BKV = q_BKV[:, :longest] if drawn and q_BKV is not None else None
         return Drafts.chains(lengths, tokens_BK[:, :longest], q_BKV, confidence_BK)
+
+    @property
+    def _in_programs(self) -> bool:
+        """Whether programs draft: compiled, all rows alike, and nothing looks at what is drafted on the way."""
+        task, sampler = self._task, self._samplers[0]
+        if not task.compiled or self.stop is not None or self._wants_confidence or isinstance(self.tree, DynamicTree):
+            return False
+        if isinstance(self.tree, Tree) and self.tree.pruned(task.draft_length)[0].depth > self._steps:
+            return False
+        return sampler.temperature is not None and all(other is sampler for other in self._samplers)
+
+    @property
+    def _steps(self) -> int:
+        """Steps of one program at most."""
+        return max(1, MOST_LAYERS // self.draft_model.config.get_text_config().num_hidden_layers)
+
+    def _read(self, given: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logits: see `draft_forward.Read`."""
+        return self._aligned(given), None
+
+    def _draft_in_programs(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> Drafts:
+        """Draft chains, or trees of one shape, with a call for each, or for each few steps of long chains."""
+        task, depth = self._task, self._task.draft_length if self._task.fixed_length else max(draft_lengths)
+        block, places, ends, further = self._unfed_block(texts)
+        if isinstance(self.tree, Tree):
+            trees = [self.tree.pruned(depth)[0]]
+        else:
+            trees = [Tree.chain(length) for length in _parts(depth, self._steps, task.fixed_length)]
+        parts: list[StaticDraft] = []
+        for shape in trees:
+            before = sum(part.tokens.shape[1] for part in parts)
+            left = [max(0, min(k - before, shape.depth)) for k in draft_lengths]
+            draft = self._compute(shape, block, places, ends, further, left)
+            parts.append(draft)
+            block, places, ends = draft.tokens[:, -1:], self._lengths + (before + len(shape)), torch.zeros_like(ends)
+        tree = trees[0] if len(trees) == 1 else Tree.chain(depth)
+        q = [part.probabilities for part in parts if part.probabilities is not None]
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = StaticDraft(torch.cat([part.tokens for part in parts], 1), torch.cat(q, 1) if q else None)
+        inner = [node for level in tree.levels(torch.device("cpu")) if level.depth for node in level.parents]
+        slots = {node: slot for slot, node in enumerate(inner)}
+        self._fed = [[slots.get(node, -1) for node in tree.pruned(k)[1]] for k in draft_lengths]
+        return whole.drafts(tree, draft_lengths)
+
+    def _unfed_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, Tensor, dict[str, Tensor]]:
+        """Return what a program feeds of the texts before it drafts: see `CachedModel.compute`, `ModelDraftForward`.
+
+        Returns:
+            Tokens, (B, K); their slots; each row's last one among them, (B,); further inputs of the model's.
+        """
+        block, places = self._unfed(texts)
+        return block, places, torch.full((len(texts),), block.shape[1] - 1, device=block.device), {}
+
+    def _compute(
+        self,
+        shape: Tree,
+        block: Tensor,
+        places: Places,
+        ends: Tensor,
+        further: dict[str, Tensor],
+        draft_lengths: Sequence[int],
+    ) -> StaticDraft:
+        """Draft one tree behind a block of tokens: see `_unfed_block`."""
+        drawn, vocab_size = self._draws, self._task.vocab_size
+        draws = draws_of(shape, vocab_size, self._temperature, self._generators, draft_lengths, block.device)
+        outputs = self._model.compute(
+            (shape.parents, drawn),
+            lambda forward: ModelDraftForward(forward, shape, vocab_size, drawn, self._read),
+            block,
+            places,
+            block.shape[1] + len(shape),
+            [ends, draws],
+            further,
+        )
+        return draft_of(outputs)
 
     def _static_trees(
         self, tree: Tree, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor
@@ -302,3 +390,13 @@ class DraftModelProposer(Proposer):
 def _followed(tokens_BT: Tensor, masks: Tensor | None) -> Tensor:
     """Put the same masks, (M,), behind all rows."""
     return tokens_BT if masks is None else torch.cat([tokens_BT, masks.expand(len(tokens_BT), -1)], 1)
+
+
+def _parts(length: int, most: int, fixed: bool) -> list[int]:
+    """Return the lengths of chains of `most` steps at most that make up one; few different ones where it varies."""
+    parts = []
+    while length:
+        part = min(length, most)
+        parts.append(part if fixed else 1 << (part.bit_length() - 1))
+        length -= parts[-1]
+    return parts

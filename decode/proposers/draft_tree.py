@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.forward import likeliest
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, Proposal, Proposer, SiblingDraws
 from draftsmith.decode.replay.ranks import TextRanks
@@ -77,6 +78,46 @@ SUPPORT = 1024
 its nodes times the vocabulary. Flat drafters want many (docs/log/tensor-loop.md)."""
 
 
+ScoresAfter = Callable[[Level, Tensor], Tensor]
+"""The same of processed logits."""
+Uniforms = Callable[[Level, int, torch.dtype], Tensor]
+"""(a depth's parents, numbers for each, dtype) → uniform on [0, 1), (B, P × numbers)."""
+
+
+@dataclass(frozen=True)
+class StaticDraft:
+    """The choices of all rows' trees of one shape."""
+
+    tokens: Tensor
+    """(B, K) int64."""
+    probabilities: Tensor | None = None
+    """What the tokens of a chain were drawn from, (B, K, V)."""
+    siblings: tuple[Tensor, Tensor, Tensor] | None = None
+    """What the siblings of a tree were drawn from: the M tokens of each of F distributions, (B, F, M), their
+    probabilities, (B, F, M), and each node's token's place among them, (B, K)."""
+    confidence: Tensor | None = None
+    """max q of each node's context, (B, K)."""
+
+    def drafts(self, tree: Tree, draft_lengths: Sequence[int]) -> Drafts:
+        """Return the rows' drafts, cut to their lengths."""
+        of_rows: Sequence[SiblingDraws | None] = [None] * len(draft_lengths)
+        if self.siblings is not None:
+            of = distributions_of(tree, self.siblings[0].shape[1])
+            rows = zip(*self.siblings, strict=True)
+            of_rows = [SiblingDraws(support_FM, q_FM, of, places_K) for support_FM, q_FM, places_K in rows]
+        drafts = [
+            Proposal(
+                self.tokens[row],
+                None if self.probabilities is None else self.probabilities[row],
+                tree,
+                None if self.confidence is None else self.confidence[row],
+                of_rows[row],
+            ).pruned(k)
+            for row, k in enumerate(draft_lengths)
+        ]
+        return Drafts(drafts, self.tokens, self.probabilities)
+
+
 def draft_static_tree(
     tree: Tree,
     samplers: Sequence[Sampler],
@@ -100,18 +141,52 @@ def draft_static_tree(
         logits_after: the drafter.
     """
     tokens = contexts[0].new_zeros(len(contexts), len(tree))
-    siblings = _DrawnSiblings(tree, len(contexts)) if drawn and not tree.is_chain else None
+
+    def scores_after(level: Level, tokens: Tensor) -> Tensor:
+        return _scores(tree, level, samplers, contexts, tokens, logits_after(level, tokens))
+
+    def of_generators(level: Level, numbers: int, dtype: torch.dtype) -> Tensor:
+        numbers *= len(level.parents)
+        counts = [numbers * (level.depth < k) for k in draft_lengths]
+        return uniforms(generators, counts, tokens.new_empty(0, dtype=dtype))
+
+    draw = of_generators if drawn else None
+    return choose(tree, tree.levels(tokens.device), tokens, scores_after, draw, wants_confidence).drafts(
+        tree, draft_lengths
+    )
+
+
+def choose(
+    tree: Tree,
+    levels: Sequence[Level],
+    tokens: Tensor,
+    scores_after: ScoresAfter,
+    uniforms: Uniforms | None,
+    wants_confidence: bool = False,
+) -> StaticDraft:
+    """Choose the tokens of all rows' trees of one shape, a depth at a time. Programs compute it too.
+
+    Args:
+        tree: the shape.
+        levels: its depths.
+        tokens: (B, K) int64, which are written.
+        scores_after: the drafter.
+        uniforms: draw the tokens with these numbers; None takes the most likely ones.
+        wants_confidence: give max q of each node's context, too.
+    """
+    siblings = _DrawnSiblings(tokens) if uniforms is not None and not tree.is_chain else None
     confidence: Tensor | None = None
     distributions: list[Tensor] = []  # of each depth of a chain that is drawn, (B, 1, V)
-    for depth, level in enumerate(tree.levels(tokens.device)):
-        scores_BFV = _scores(tree, level, samplers, contexts, tokens, logits_after(level, tokens))
-        parents = len(level.parents)
-        if siblings is not None:
-            candidates_BPW = siblings.draw(level, scores_BFV, generators, [depth < k for k in draft_lengths])
-        elif drawn:
+    for level in levels:
+        scores_BFV, parents = scores_after(level, tokens), len(level.parents)
+        if siblings is not None and uniforms is not None:
+            candidates_BPW = siblings.draw(level, scores_BFV, uniforms)
+        elif uniforms is not None:
             distributions.append(scores_BFV.softmax(-1))
-            u_B1 = uniforms(generators, [int(depth < k) for k in draft_lengths], scores_BFV.new_empty(0).double())
+            u_B1 = uniforms(level, 1, torch.float64)
             candidates_BPW = draw_rows(distributions[-1][:, 0], u_B1[:, 0])[:, None, None]
+        elif level.widest == 1:
+            candidates_BPW = likeliest(scores_BFV).clamp(min=0)[..., None].expand(-1, parents, -1)
         else:
             candidates_BPW = scores_BFV.topk(level.widest).indices.expand(-1, parents, -1)
         tokens.index_copy_(1, level.children, candidates_BPW.flatten(1).index_select(1, level.candidates))
@@ -120,59 +195,52 @@ def draft_static_tree(
             likeliest_BP = scores_BFV.softmax(-1).amax(-1).expand(-1, parents)
             confidence.index_copy_(1, level.children, likeliest_BP.index_select(1, level.parent))
     q_BKV = torch.cat(distributions, 1) if distributions else None
-    of_rows = [None] * len(contexts) if siblings is None else siblings.of_rows()
-    drafts = [
-        Proposal(
-            tokens[row],
-            None if q_BKV is None else q_BKV[row],
-            tree,
-            None if confidence is None else confidence[row],
-            of_rows[row],
-        ).pruned(k)
-        for row, k in enumerate(draft_lengths)
-    ]
-    return Drafts(drafts, tokens, q_BKV)
+    return StaticDraft(tokens, q_BKV, None if siblings is None else siblings.drawn(), confidence)
+
+
+def support_size(level: Level, vocab_size: int) -> int:
+    """Return M, how many tokens the siblings of a depth are drawn from."""
+    return min(max(SUPPORT, level.widest), vocab_size)
+
+
+def distributions_of(tree: Tree, count: int) -> tuple[int, ...]:
+    """Return which of `count` distributions the children of the root and of each node are drawn from.
+
+    They are one for each node that has children, or where all of a depth are alike one for each depth.
+    """
+    of, before = [0] * (len(tree) + 1), 0
+    levels = tree.levels(torch.device("cpu"))
+    alike = count == len(levels)
+    for level in levels:
+        for place, parent in enumerate(level.parents):
+            of[parent + 1] = before + (0 if alike else place)
+        before += 1 if alike else len(level.parents)
+    return tuple(of)
 
 
 class _DrawnSiblings:
     """Draws the siblings of a tree for all rows, a depth at a time, and records what they were drawn from."""
 
-    def __init__(self, tree: Tree, rows: int):
-        self._nodes, self._rows = len(tree), rows
-        self._of = [0] * (len(tree) + 1)
-        self._places: Tensor | None = None  # (B, K)
+    def __init__(self, tokens_BK: Tensor):
+        self._places = torch.zeros_like(tokens_BK)
         self._q: list[Tensor] = []  # of each depth, (B, F, M)
         self._supports: list[Tensor] = []  # the M tokens of each, (B, F, M)
 
-    def draw(
-        self,
-        level: Level,
-        scores_BFV: Tensor,
-        generators: Sequence[torch.Generator | None],
-        drawing: Sequence[bool],
-    ) -> Tensor:
-        """Return the W siblings of each parent, (B, P, W), and spend random numbers of the rows that are drawing."""
-        parents = len(level.parents)
-        best = scores_BFV.topk(min(max(SUPPORT, level.widest), scores_BFV.shape[-1]))
+    def draw(self, level: Level, scores_BFV: Tensor, uniforms: Uniforms) -> Tensor:
+        """Return the W siblings of each parent, (B, P, W)."""
+        parents, size = len(level.parents), support_size(level, scores_BFV.shape[-1])
+        best = scores_BFV.topk(size)
         q_BFM, support_BFM = best.values.softmax(-1), best.indices
-        before, size = sum(q.shape[1] for q in self._q), q_BFM.shape[-1]
-        for place, parent in enumerate(level.parents):
-            self._of[parent + 1] = before + min(place, q_BFM.shape[1] - 1)
-        u = uniforms(generators, [parents * size * draws for draws in drawing], q_BFM)
+        u = uniforms(level, size, q_BFM.dtype)
         order_BPW = draw_siblings(q_BFM, u.view(-1, parents, size), level.widest)
-        if self._places is None:
-            self._places = order_BPW.new_zeros(self._rows, self._nodes)
         self._places.index_copy_(1, level.children, order_BPW.flatten(1).index_select(1, level.candidates))
         self._q.append(q_BFM)
         self._supports.append(support_BFM)
         return support_BFM.expand(-1, parents, -1).gather(-1, order_BPW)
 
-    def of_rows(self) -> list[SiblingDraws]:
-        """Return what each row's siblings were drawn from."""
-        assert self._places is not None
-        of, supports, q = tuple(self._of), torch.cat(self._supports, 1), torch.cat(self._q, 1)
-        rows = zip(supports, q, self._places, strict=True)
-        return [SiblingDraws(support_FM, q_FM, of, places_K) for support_FM, q_FM, places_K in rows]
+    def drawn(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the siblings were drawn from: see `StaticDraft`."""
+        return torch.cat(self._supports, 1), torch.cat(self._q, 1), self._places
 
 
 def _scores(

@@ -122,7 +122,7 @@ def accept_exact_chains(
     Returns:
         How many tokens are accepted, (B,), and the token after them, (B,).
     """
-    rows = torch.arange(len(p_BKV), device=p_BKV.device)
+    rows = torch.arange(p_BKV.shape[0], device=p_BKV.device)  # not `len`, which a trace takes for a constant
     drafted_BK1 = drafted_BK[..., None]
     p_x = p_BKV[:, :-1].gather(-1, drafted_BK1)[..., 0]
     if q_BKV is None:

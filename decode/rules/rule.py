@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal
 from draftsmith.decode.rules.acceptance import accept_exact, accept_greedy
 from draftsmith.decode.rules.verification import (
-    NO_TOKEN,
     Generator,
     Processed,
     Verdict,
@@ -53,6 +53,7 @@ class Rule(ABC):
         contexts: Sequence[Sequence[Tensor]],
         proposals: Sequence[Proposal],
         generators: Sequence[Generator],
+        likeliest: Tensor | None = None,
     ) -> list[Verdict]:
         """Return `verify`'s verdict for each row; a rule that can verify all rows at once does so here.
 
@@ -62,6 +63,7 @@ class Rule(ABC):
             contexts: each row's.
             proposals: each row's.
             generators: each row's.
+            likeliest: the greatest logits' tokens, (B, K + 1), where the target ran compiled; `NO_TOKEN` for NaN.
         """
         rows = zip(samplers, logits, contexts, proposals, generators, strict=True)
         return [
@@ -99,17 +101,19 @@ class Exact(Rule):
         contexts: Sequence[Sequence[Tensor]],
         proposals: Sequence[Proposal],
         generators: Sequence[Generator],
+        likeliest: Tensor | None = None,
     ) -> list[Verdict]:
         """Verify all rows at once where processors look at nothing but the scores: one transfer for all of them."""
         sampler = samplers[0]
         if not sampler.context_free:
             return super().verify_batch(samplers, logits, contexts, proposals, generators)
         if not sampler.do_sample:
-            return greedy_verdicts(sampler, logits, proposals)
+            return greedy_verdicts(sampler, logits, proposals, likeliest)
         if all(proposal.tree.is_chain for proposal in proposals):
-            if len(proposals) == 1 and logits.device.type in READ_AT_ONCE:
+            compiled = likeliest is not None
+            if len(proposals) == 1 and not compiled and logits.device.type in READ_AT_ONCE:
                 return super().verify_batch(samplers, logits, contexts, proposals, generators)
-            return chain_verdicts(sampler, logits, proposals, generators)
+            return chain_verdicts(sampler, logits, proposals, generators, compiled)
         drafted = [proposal for proposal in proposals if len(proposal.tokens)]
         drawn = [proposal.siblings is not None for proposal in drafted]
         if any(proposal.probabilities is not None for proposal in drafted) or any(drawn) != all(drawn):

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.cache import padded
+from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.proposers.base import Proposal, probabilities_of, tokens_of
-from draftsmith.decode.rules.acceptance import Floats, accept_exact_chains, accept_greedy, accept_siblings
+from draftsmith.decode.rules.acceptance import Floats, accept_greedy, accept_siblings
+from draftsmith.decode.rules.judged import chain_packet, judged_chains
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import ROOT
 
 Generator = torch.Generator | None
 """A source of randomness; the global one if None."""
-NO_TOKEN = -1
-"""In place of a token: the target's logits are not numbers, and no token follows from them."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,20 @@ class Processed:
         return token
 
 
-def greedy_verdicts(sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal]) -> list[Verdict]:
-    """At T=0: the argmax of every position, and the drafted tokens, in one transfer."""
-    scores, size = sampler.scores(logits.flatten(0, 1), []), logits.shape[1]
-    chosen = argmax(scores)
-    # The argmax is the first score that is not a number; nothing that is drafted is `NO_TOKEN`.
-    chosen = chosen.masked_fill(scores.gather(1, chosen[:, None])[:, 0].isnan(), NO_TOKEN)
-    rows = torch.cat([chosen.view(-1, size), tokens_of(proposals, size - 1)], 1).tolist()
+def greedy_verdicts(
+    sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal], likeliest: Tensor | None = None
+) -> list[Verdict]:
+    """At T=0: the argmax of every position, and the drafted tokens, in one transfer.
+
+    `likeliest` is that of the logits, (B, K + 1), where it is known; processors may have other scores.
+    """
+    size = logits.shape[1]
+    if likeliest is None or sampler.processors:
+        scores = sampler.scores(logits.flatten(0, 1), [])
+        chosen = argmax(scores)
+        # The argmax is the first score that is not a number; nothing that is drafted is `NO_TOKEN`.
+        likeliest = chosen.masked_fill(scores.gather(1, chosen[:, None])[:, 0].isnan(), NO_TOKEN).view(-1, size)
+    rows = torch.cat([likeliest, tokens_of(proposals, size - 1)], 1).tolist()
     verdicts = []
     for row, proposal in zip(rows, proposals, strict=True):
         drafted = row[size:]
@@ -79,26 +86,26 @@ def greedy_verdicts(sampler: Sampler, logits: Tensor, proposals: Sequence[Propos
 
 
 def chain_verdicts(
-    sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal], generators: Sequence[Generator]
+    sampler: Sampler,
+    logits: Tensor,
+    proposals: Sequence[Proposal],
+    generators: Sequence[Generator],
+    compiled: bool = False,
 ) -> list[Verdict]:
-    """Chains under sampling, decided on the device: counts and tokens in one transfer."""
+    """Chains under sampling, decided on the device: counts and tokens in one transfer; compiled by a program."""
     size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
-    p = sampler.scores(logits.flatten(0, 1), []).softmax(-1).view(logits.shape)
-    r = torch.nn.functional.pad(uniforms(generators, counts, p), (0, size - max(counts)), value=1.0)
-    u = uniforms(generators, [1] * len(counts), p.new_empty(0, dtype=torch.float64))[:, 0]
+    like = logits.new_empty(0, dtype=torch.promote_types(logits.dtype, torch.float32))
+    r = torch.nn.functional.pad(uniforms(generators, counts, like), (0, size - max(counts)), value=1.0)
+    u = uniforms(generators, [1] * len(counts), like.new_empty(0, dtype=torch.float64))[:, 0]
     drafted, q = tokens_of(proposals, size), probabilities_of(proposals, size)
-    count, token = accept_exact_chains(p, q, drafted, r, u)
-    broken = p[torch.arange(len(p), device=p.device), count, 0].isnan()
-    parts = [count, token, broken.to(token.dtype)]
-    if q is not None:
-        parts.append(q[..., 0].isnan().any(-1).to(token.dtype))
-    rows = torch.cat([torch.stack(parts, 1), drafted], 1).tolist()
-    if q is not None and any(row[3] for row in rows):
+    if compiled and size and sampler.temperature is not None:
+        packet = judged_chains(logits, sampler.temperature, drafted, q, r, u)
+    else:
+        packet = chain_packet(sampler.scores(logits.flatten(0, 1), []).view(logits.shape), drafted, q, r, u)
+    rows = packet.tolist()
+    if any(row[3] for row in rows):
         warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
-    return [
-        Verdict(list(range(row[0])), NO_TOKEN if row[2] else row[1], row[len(parts) : len(parts) + row[0]])
-        for row in rows
-    ]
+    return [Verdict(list(range(row[0])), NO_TOKEN if row[2] else row[1], row[4 : 4 + row[0]]) for row in rows]
 
 
 def tree_verdicts(

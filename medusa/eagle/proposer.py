@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import padded
+from draftsmith.decode.cache import Places, padded
 from draftsmith.decode.cache.attention import in_groups
 from draftsmith.decode.cache.features import collected
 from draftsmith.decode.cache.kernels import fused_attention
@@ -258,8 +258,27 @@ class EagleProposer(TreeProposer, DraftModelProposer):
             last_BH = here if last_BH is None else here.where(inside[:, None], last_BH)
         assert last_BH is not None
         self._states = [states_LH[:0] for states_LH in self._states]
-        self._seen, logits = self._given(last_BH[:, None])
+        logits, self._seen = self._read(last_BH[:, None])
         return logits
+
+    @property
+    def _in_programs(self) -> bool:
+        """As of draft models, where one program drafts all, and all places that have features go in at once."""
+        whole = self._task.fixed_length or self.tree is not None
+        fits = self._model.is_empty or max(map(len, self._states)) <= self._block
+        return super()._in_programs and whole and fits and self._task.draft_length <= self._steps
+
+    def _unfed_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, Tensor, dict[str, Tensor]]:
+        """Return the places that have features now."""
+        if self._model.is_empty:
+            self._prefill(texts)
+        lacking, device = [len(states_LH) for states_LH in self._states], texts[0].device
+        width = max(lacking)
+        tokens = padded([text[len(text) - count :] for text, count in zip(texts, lacking, strict=True)], width)
+        states = _stacked(self._states, width)
+        starts = Places([end - count for end, count in zip(self._lengths.host, lacking, strict=True)], device)
+        self._states = [states_LH[:0] for states_LH in self._states]
+        return tokens, starts, torch.tensor(lacking, device=device) - 1, {"states": states}
 
     def _prefill(self, contexts: Sequence[Tensor]) -> None:
         """Feed all places of the first texts but the last one, which every row feeds at its own."""
@@ -275,7 +294,7 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         starts, count = self._lengths + behind, tokens.shape[1]
         if visible is None:
             given = self._model.feed(tokens, starts, further={"states": self._seen})
-            self._seen, logits = self._given(given)
+            logits, self._seen = self._read(given)
             return logits
         visible = visible.to(tokens.device)
         # Of a node's ancestors the last one fed is its parent; 0 is the text's last place.
@@ -284,14 +303,14 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         states_BFH = self._seen.take_along_dim(parents_F.expand(len(tokens), count)[..., None], dim=1)
         depths = torch.full((count,), depth - 1 - behind, device=tokens.device)
         given = self._model.feed(tokens, starts, visible=visible, depths=depths, further={"states": states_BFH})
-        states_BFH, logits = self._given(given)
+        logits, states_BFH = self._read(given)
         self._seen = torch.cat([self._seen, states_BFH], dim=1)
         return logits
 
-    def _given(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states and the logits, (B, F, V), of what the layer gave, (B, F, 2H)."""
+    def _read(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits, (B, F, V), and the states of what the layer gave, (B, F, 2H)."""
         states_BFH, hidden_BFH = given.chunk(2, dim=-1)
-        return states_BFH, self._aligned(self.heads.widened(self.heads.head(hidden_BFH)))
+        return self._aligned(self.heads.widened(self.heads.lm_head(hidden_BFH))), states_BFH
 
 
 def _stacked(rows: Sequence[Tensor], width: int) -> Tensor:

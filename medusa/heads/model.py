@@ -231,7 +231,8 @@ class MedusaHeads(DraftingHeads):
             hidden: (…, H).
             embeddings: of the tokens t + 1 … t + 1 + `index` at least, (…, index + 1, H); for Hydra heads alone.
         """
-        return self.widened(self.head(index)(self.states(index, hidden, embeddings)))
+        projected = self.lm_head_of(index)(self.states(index, hidden, embeddings))
+        return self.widened(self.head(index).finish(projected))
 
     def states(self, index: int, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return what the language-model head of head `index` sees, (…, H); arguments as in `logits`."""

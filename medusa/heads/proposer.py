@@ -7,14 +7,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
+from draftsmith.decode.proposers.draft_forward import draft_of, draws_of
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.tree import Level, Tree
+from draftsmith.decode.tree import Tree
+from draftsmith.medusa.heads.drafting import HeadsForward, HeadsModel
 from draftsmith.medusa.heads.model import MedusaHeads, check_depth
 from draftsmith.medusa.heads.replay import replay_heads, replay_ranks
 from draftsmith.train.losses.output_head import last_hidden
@@ -41,6 +44,7 @@ class MedusaProposer(TreeProposer):
     def __init__(self, heads: MedusaHeads, tree: Tree | None = None):
         self.heads = heads.eval()
         self.tree: Tree = check_depth(heads.tree if tree is None else tree, heads.config.num_heads)
+        self._model: HeadsModel | None = None  # its programs are kept from text to text
 
     @property
     def depth(self) -> int:
@@ -62,7 +66,9 @@ class MedusaProposer(TreeProposer):
         if task.target is None:
             raise InputError("medusa: expected the target that the heads were trained on, found none")
         self.heads.check_fits(task.target)
-        self._embed: Any = task.target.get_input_embeddings()
+        embed: Any = task.target.get_input_embeddings()
+        if self._model is None or self._model.of is not embed:
+            self._model = HeadsModel(self.heads, embed)
         self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
         tree, _ = self.tree.pruned(task.draft_length)
         widest = max(map(len, tree.children))
@@ -72,6 +78,14 @@ class MedusaProposer(TreeProposer):
                 f"tokens, found {widest}"
             )
         self._hidden: Tensor | None = None  # (B, H), once there is one
+        sampler, drawn = task.sampler, task.sampler.do_sample and task.draw_siblings
+        self._temperature = sampler.temperature if drawn else None
+        # Programs draft where all rows are alike, and nothing looks at what is drafted on the way.
+        self._in_programs = task.compiled and task.draw_siblings and not task.row_samplers
+        self._in_programs &= sampler.temperature is not None
+        if self._in_programs:
+            self._programs = Programs.of(self._model)
+            self._ready: dict[Tree, Program] = {}
         return len(tree)
 
     def nodes(self, draft_length: int) -> int:
@@ -86,22 +100,15 @@ class MedusaProposer(TreeProposer):
         rows = [row for row, k in enumerate(draft_lengths) if k > 0]
         if not rows or self._hidden is None:
             return drafts
+        if self._in_programs:
+            return self._draft_in_program(contexts, draft_lengths, self._hidden)
         lengths, task = [draft_lengths[row] for row in rows], self._task
         hidden = self._hidden if len(rows) == len(contexts) else self._hidden[rows]
         hidden = hidden.to(self.heads.device, self.heads.dtype)
         tree, _ = self.tree.pruned(max(lengths))
         texts = [contexts[row] for row in rows]
-
-        def logits_after(level: Level, tokens: Tensor) -> Tensor:
-            depth = level.depth
-            if not self.heads.config.hydra:  # the head does not look at what was drafted
-                return self.heads.logits(depth, hidden)[:, None]
-            # Of the emitted token that was not fed yet, and of the path: (B, P, depth + 1).
-            last = torch.stack([text[-1] for text in texts])[:, None, None].expand(-1, len(level.parents), 1)
-            paths = torch.cat([last, tokens[:, level.paths]], -1) if depth else last
-            states = hidden[:, None].expand(-1, len(level.parents), -1)
-            return self.heads.logits(depth, states, self._embed(paths).to(hidden))
-
+        last, model = torch.stack([text[-1] for text in texts]), self._model
+        assert model is not None
         proposals = draft_static_tree(
             tree,
             [self._samplers[row] for row in rows],
@@ -110,13 +117,29 @@ class MedusaProposer(TreeProposer):
             [self._generators[row] for row in rows],
             drawn=task.sampler.do_sample and task.draw_siblings,
             wants_confidence=not task.draw_siblings,  # a lossy rule may ask for it
-            logits_after=logits_after,
+            logits_after=lambda level, tokens: model.logits(level, hidden, last, tokens),
         )
         if len(rows) == len(contexts):
             return proposals
         for row, draft in zip(rows, proposals, strict=True):
             drafts[row] = draft
         return drafts
+
+    def _draft_in_program(
+        self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], hidden_BH: Tensor
+    ) -> list[Proposal]:
+        task = self._task
+        depth = task.draft_length if task.fixed_length else max(draft_lengths)
+        tree, heads, device = self.tree.pruned(depth)[0], self.heads, self.heads.device
+        temperature = None if self._temperature is None else torch.tensor(self._temperature, device=device)
+        draws = draws_of(tree, task.vocab_size, temperature, self._generators, draft_lengths, device)
+        last = torch.stack([text[-1] for text in contexts]).to(device)
+        inputs = [hidden_BH.to(device, heads.dtype).contiguous(), last, draws]
+        if (program := self._ready.get(tree)) is None:
+            assert self._model is not None
+            forward = HeadsForward(self._model, tree, task.vocab_size, temperature is not None)
+            program = self._ready[tree] = self._programs.get(forward, inputs)
+        return draft_of(program(*inputs)).drafts(tree, draft_lengths)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the hidden state of the last token that was fed and stands."""

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from draftsmith.decode import InputError
 from draftsmith.decode.cache import CachedModel, program
+from draftsmith.decode.cache.forward import BlockForward
 
 
 def model(seed=0, **config):
@@ -130,7 +131,7 @@ def test_programs_and_their_model_are_freed_together():
 
 def test_a_damaged_program_is_made_again(folder, monkeypatch):
     expected = logits(model())
-    path = folder / f"{program._key(model(), program.Variant(), [True])}.pt2"
+    path = folder / f"{program._key(model(), BlockForward(model(), (), (), [True]))}.pt2"
     whole, beside, made = path.read_bytes(), path.with_suffix(".safetensors").read_bytes(), []
     monkeypatch.setattr(program, "exported", lambda *_: None)
     monkeypatch.setattr(program, "_write", lambda _program, _model, path: made.append(path.write_bytes(whole)))
@@ -162,15 +163,14 @@ def test_programs_of_a_model_share_its_weights(monkeypatch, untraced):
 
 
 def test_a_program_has_another_name_for_other_inputs():
-    plain, variant = model(), program.Variant()
-    names = {
-        program._key(plain, variant, [True]),
-        program._key(plain, program.Variant(depths=(1,)), [True]),
-        program._key(model(hidden=64), variant, [True]),
-        program._key(plain.to(torch.bfloat16), variant, [True]),
-    }
-    assert len(names) == 4
-    assert program._key(model(1), variant, [True]) == program._key(model(2), variant, [True])
+    def name(model, further=(), depths=(), written=(True,)):
+        return program._key(model, BlockForward(model, further, depths, written))
+
+    plain = model()
+    others = [name(model(hidden=64)), name(model().to(torch.bfloat16))]
+    names = {name(plain), name(plain, depths=(1,)), name(plain, further=("states",)), name(plain, written=(False,))}
+    assert len(names | set(others)) == 6
+    assert name(model(1)) == name(model(2))
 
 
 @pytest.mark.usefixtures("traced")

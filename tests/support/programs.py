@@ -8,11 +8,11 @@ from draftsmith.decode.cache import program
 class Traced(program.Program):
     """A program that runs what was exported: a second in place of ten."""
 
-    made: ClassVar[list[tuple[object, program.Variant]]] = []
+    made: ClassVar[list[tuple[object, tuple]]] = []
 
-    def __init__(self, model, variant, written, example, weights):
-        self._forward = self.prepared(model, variant, written, example, weights)
-        self.made.append((model, variant))
+    def __init__(self, model, forward, example, weights):
+        self._forward = self.prepared(forward, example, weights)
+        self.made.append((model, forward.key))
 
     def prepared(self, *args):
         return program.exported(*args).module(check_guards=False)
@@ -27,5 +27,5 @@ class Traced(program.Program):
 class Untraced(Traced):
     """A program that runs what would be traced."""
 
-    def prepared(self, model, variant, written, example, weights):
-        return program.BlockForward(model, variant, written)
+    def prepared(self, forward, example, weights):
+        return forward

@@ -1,0 +1,153 @@
+"""What programs compute: a model's forward over a block of tokens, and what others build of it.
+
+Shape suffixes: B rows, K tokens of a block, M of the last slots, N slots that are attended to, S slots, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from draftsmith.decode.cache.features import watched
+from draftsmith.decode.cache.layers import Block, Layer
+from draftsmith.decode.cache.masks import Masks
+
+NO_TOKEN = -1
+"""In place of a token: the logits are not numbers, and no token follows from them."""
+Axes = Mapping[int, str]
+"""The axes of an input whose sizes vary, by symbols: b rows, k tokens, j one more, m of the last slots, n slots that
+are attended to, s all slots."""
+
+
+class Forward(nn.Module):
+    """A module that a program computes.
+
+    Its inputs are tensors, and lists of tensors. Its own buffers are part of the program; the tensors of its `model`
+    are those of the present model.
+
+    Args:
+        model: the model that it runs.
+        key: what sets it apart from other forwards of the model, in words and numbers: part of the program's name.
+    """
+
+    sources: Sequence[str] = ()
+    """Files whose code it runs, beside those of its own class and of programs."""
+
+    def __init__(self, model: nn.Module, key: tuple[Any, ...]):
+        super().__init__()
+        self.model, self.key = model, (type(self).__qualname__, *key)
+
+    @property
+    def title(self) -> str:
+        """What is compiled, for whoever waits."""
+        return f"the forward of {type(self.model).__name__}"
+
+    def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the axes of each input that vary, in the inputs' nesting."""
+        raise NotImplementedError
+
+
+class BlockForward(Forward):
+    """The forward of a causal LM over a block of tokens behind the slots of each row.
+
+    Args:
+        model: a causal LM.
+        further: the model's inputs beside tokens, by name.
+        depths: gives the features of the model's layers at these depths.
+        written: whether each layer has keys of its own; others read an earlier layer's.
+    """
+
+    def __init__(self, model: PreTrainedModel, further: Sequence[str], depths: Sequence[int], written: Sequence[bool]):
+        super().__init__(model, (tuple(further), tuple(depths), tuple(written)))
+        self.further, self._depths, self._written = tuple(further), tuple(depths), list(written)
+        config = model.config.get_text_config()
+        self._types = sorted(set(getattr(config, "layer_types", None) or ()))
+        self.window: int = getattr(config, "sliding_window", None) or 0
+
+    def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the axes of each input that vary."""
+        *_, extras, cached = inputs
+        block = {0: "b", 1: "k"}
+        return block, {0: "b"}, {0: "n"}, {}, block | {2: "m"}, block, *self.axes_behind(extras, cached)
+
+    def axes_behind(self, extras: Sequence[Tensor], cached: Sequence[Tensor]) -> tuple[list[Axes], list[Axes]]:
+        """Return the axes of `extras` and `cached`."""
+        of_extras: list[Axes] = [{0: "b", 1: "k"} for _ in extras]
+        if self.window:
+            of_extras[-1] = {0: "b", 1: "s"}
+        return of_extras, [{0: "b", 2: "s"} for _ in cached]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        starts: Tensor,
+        slots_N: Tensor,
+        last: Tensor,
+        visible: Tensor,
+        depths: Tensor,
+        extras: list[Tensor],
+        cached: list[Tensor],
+    ) -> list[Tensor]:
+        """Run the model over a block.
+
+        Args:
+            tokens: (B, K) int64.
+            starts: the slot of each row's first token, (B,) int64.
+            slots_N: 0 … N − 1.
+            last: the greatest position, () int64.
+            visible: which of the last M ≥ K slots up to the block's end each token attends to, (B, K, M) bool.
+            depths: each token's position beyond its row's start, (B, K) int64.
+            extras: further inputs, (B, K, …), and with sliding layers the positions of the tokens in all slots, (B, S)
+                int64, which are written.
+            cached: the keys and values of the layers that have their own, (B, H, S, D), which are written.
+
+        Returns:
+            Logits, (B, K, V); the likeliest tokens, (B, K), see `likeliest`; the head's input, (B, K, H), where the
+            model has a head; the features that are wanted.
+        """
+        extras, cached = list(extras), list(cached)
+        rows, k = tokens.shape
+        further = {name: extras.pop(0) for name in self.further}
+        block = Block()
+        block.start, block.width = None, slots_N.shape[0]
+        block.slots = starts[:, None] + torch.arange(k, device=tokens.device)
+        positions = torch.minimum(starts[:, None] + depths, last)
+        cached_BS = extras[0] if self.window else None
+        if cached_BS is not None:
+            cached_BS.scatter_(1, block.slots, positions)
+        model: Any = self.model
+        masks = Masks(model, self._types, self.window, slots_N)
+        layers: list[Any] = []
+        for written in self._written:
+            layers.append(layer := Layer(block, rows, 0, False))
+            if written:
+                layer.keys, layer.values, layer.is_initialized = cached.pop(0), cached.pop(0), True
+        with watched(model, has_head(model), self._depths) as states:
+            output = model(
+                input_ids=tokens,
+                attention_mask=masks.by_slot(block, positions, cached_BS, visible),
+                position_ids=positions,
+                past_key_values=Cache(layers=layers),
+                use_cache=True,
+                **further,
+            )
+        hidden = [] if states.hidden is None else [states.hidden]
+        return [output.logits, likeliest(output.logits), *hidden, *states.features]
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """Return the place of the greatest score, (…, V) → (…); the first of equal ones, `NO_TOKEN` where one is NaN.
+
+    By two passes that compilers turn into vectors, which they do not with an argmax.
+    """
+    size = scores.shape[-1]
+    places = torch.arange(size, dtype=torch.int32, device=scores.device)
+    first = torch.where(scores == scores.amax(-1, keepdim=True), places, size).amin(-1).long()
+    return torch.where(first == size, NO_TOKEN, first)
+
+
+def has_head(model: PreTrainedModel) -> bool:
+    """Whether a model has an output head of its own, whose input a program gives."""
+    return model.get_output_embeddings() is not None

@@ -1,0 +1,121 @@
+"""Drafts judged under sampling by programs: from the target's logits to what the host has to know, in one call.
+
+Shape suffixes: B rows, K drafted tokens, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.decode import sampling
+from draftsmith.decode.cache import program as programs
+from draftsmith.decode.cache.forward import NO_TOKEN, Forward
+from draftsmith.decode.rules import acceptance
+from draftsmith.decode.rules.acceptance import accept_exact_chains
+from draftsmith.decode.sampling import draw_rows
+
+
+def chain_packet(scores_BKV: Tensor, drafted_BK: Tensor, q_BKV: Tensor | None, r_BK: Tensor, u_B: Tensor) -> Tensor:
+    """Return what the host has to know of chains under the exact rule.
+
+    Args:
+        scores_BKV: the target's processed logits, (B, K + 1, V).
+        drafted_BK: see `accept_exact_chains`, and all that follow.
+        q_BKV: see there.
+        r_BK: see there.
+        u_B: see there.
+
+    Returns:
+        (B, 4 + K) int64: how many tokens are accepted, the token after them, whether p is not a number there, whether q
+        is not a number anywhere, and the drafted tokens.
+    """
+    p_BKV = scores_BKV.softmax(-1)
+    count_B, token_B = accept_exact_chains(p_BKV, q_BKV, drafted_BK, r_BK, u_B)
+    broken_B = p_BKV[..., 0].gather(1, count_B[:, None])[:, 0].isnan()
+    strange_B = torch.zeros_like(broken_B) if q_BKV is None else q_BKV[..., 0].isnan().any(-1)
+    facts_B4 = torch.stack([count_B, token_B, broken_B.long(), strange_B.long()], 1)
+    return torch.cat([facts_B4, drafted_BK], 1)
+
+
+def drawn_packet(scores_BV: Tensor, u_B: Tensor) -> Tensor:
+    """Return a token of each row drawn from its scores, (B,) int64; `NO_TOKEN` where they are not numbers."""
+    p_BV = scores_BV.softmax(-1)
+    return torch.where(p_BV[:, 0].isnan(), NO_TOKEN, draw_rows(p_BV, u_B))
+
+
+class Judgement(Forward):
+    """A function of the target's logits at a temperature.
+
+    Args:
+        function: of the processed logits and further inputs; gives one tensor.
+        key: what it depends on beside its inputs: see `Forward`.
+        axes: those that vary of the logits and the further inputs.
+    """
+
+    sources = tuple(inspect.getfile(module) for module in (sampling, acceptance))
+
+    def __init__(self, function: Callable[..., Tensor], key: tuple[Any, ...], axes: Sequence[Any]):
+        super().__init__(nn.Module(), (function.__qualname__, *key))
+        self._function, self._axes = function, axes
+
+    @property
+    def title(self) -> str:
+        """What is compiled, for whoever waits."""
+        return "the rule for sampling"
+
+    def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the axes of each input that vary."""
+        logits, *further = self._axes
+        return logits, {}, further
+
+    def forward(self, logits: Tensor, temperature: Tensor, further: list[Tensor]) -> list[Tensor]:
+        """Return what the function gives, alone; the logits are (B, …, V) of any dtype."""
+        scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        return [self._function(scores / temperature, *further)]
+
+
+def judged_chains(
+    logits: Tensor, temperature: float, drafted: Tensor, q: Tensor | None, r: Tensor, u: Tensor
+) -> Tensor:
+    """Return `chain_packet` of logits, (B, K + 1, V), K > 0, at a temperature, by a program."""
+    block, chains, rows = {0: "b", 1: "j"}, {0: "b", 1: "k"}, {0: "b"}
+    if q is None:
+        return _judged(_certain_chains, (block, chains, chains, rows), temperature, logits, drafted, r, u)
+    return _judged(_drawn_chains, (block, chains, chains, chains, rows), temperature, logits, drafted, q, r, u)
+
+
+def _drawn_chains(scores: Tensor, drafted: Tensor, q: Tensor, r: Tensor, u: Tensor) -> Tensor:
+    return chain_packet(scores, drafted, q, r, u)
+
+
+def _certain_chains(scores: Tensor, drafted: Tensor, r: Tensor, u: Tensor) -> Tensor:
+    return chain_packet(scores, drafted, None, r, u)
+
+
+def drawn_tokens(logits: Tensor, temperature: float, u: Tensor) -> Tensor:
+    """Return `drawn_packet` of logits, (B, V), at a temperature, by a program."""
+    return _judged(drawn_packet, ({0: "b"}, {0: "b"}), temperature, logits, u)
+
+
+_PROGRAMS: dict[tuple[Any, ...], programs.Program] = {}
+
+
+def _judged(
+    function: Callable[..., Tensor], axes: Sequence[Any], temperature: float, logits: Tensor, *further: Tensor
+) -> Tensor:
+    device = logits.device
+    given = [logits.contiguous(), _number(temperature, device), [tensor.contiguous() for tensor in further]]
+    key = function.__qualname__, logits.shape[-1], logits.dtype, str(device), torch.get_num_threads()
+    if (program := _PROGRAMS.get(key)) is None:
+        judgement = Judgement(function, key, axes)
+        program = _PROGRAMS[key] = programs.Program(judgement.model, judgement, given, {})
+    return program(*given)[0]
+
+
+@lru_cache
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, device=device)

@@ -1,0 +1,80 @@
+"""A draft of Medusa or Hydra heads as a program: all heads and the choices between them in one call.
+
+Shape suffixes: B rows, P parents, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.decode.proposers.draft_forward import DraftForward
+from draftsmith.decode.tree import Level, Tree
+from draftsmith.medusa.heads.model import MedusaHeads
+
+
+class HeadsModel(nn.Module):
+    """Heads, and the target's embeddings, which Hydra heads see.
+
+    Args:
+        heads: the heads.
+        embed: of the target.
+    """
+
+    def __init__(self, heads: MedusaHeads, embed: nn.Module):
+        super().__init__()
+        self.heads, self._of = heads, [embed]  # in a list: no submodule
+        self.embed = embed if heads.config.hydra else None
+        self.train(heads.training)
+
+    @property
+    def of(self) -> nn.Module:
+        """The target's embeddings."""
+        return self._of[0]
+
+    def logits(self, level: Level, hidden: Tensor, last: Tensor, tokens: Tensor) -> Tensor:
+        """Return the logits after the parents of a depth, (B, P, V), or (B, 1, V) where they are alike.
+
+        Args:
+            level: the parents.
+            hidden: the target's, behind the token before the last, (B, H).
+            last: the texts' last tokens, (B,).
+            tokens: of the nodes that were drafted so far, (B, K).
+        """
+        if self.embed is None:  # the head does not look at what was drafted
+            return self.heads.logits(level.depth, hidden)[:, None]
+        parents = len(level.parents)
+        paths = last[:, None, None].expand(-1, parents, 1)
+        if level.depth:
+            paths = torch.cat([paths, tokens[:, level.paths]], -1)
+        states = hidden[:, None].expand(-1, parents, -1)
+        return self.heads.logits(level.depth, states, self.embed(paths).to(hidden))
+
+
+class HeadsForward(DraftForward):
+    """Drafts a tree of one shape with heads.
+
+    Args:
+        model: the heads.
+        shape: the tree.
+        vocab_size: V.
+        drawn: see `DraftForward`.
+    """
+
+    def __init__(self, model: HeadsModel, shape: Tree, vocab_size: int, drawn: bool):
+        super().__init__(model, shape, vocab_size, drawn, (model.heads.config.to_json_string(),))
+
+    @property
+    def title(self) -> str:
+        """What is compiled, for whoever waits."""
+        return f"{self.tree.depth} Medusa heads{', drawn' if self.drawn else ''}"
+
+    def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the axes of each input that vary."""
+        return {0: "b"}, {0: "b"}, self.axes_of_draws()
+
+    def forward(self, hidden: Tensor, last: Tensor, draws: list[Tensor]) -> list[Tensor]:
+        """Draft for each row; arguments as in `HeadsModel.logits` and `DraftForward.choose`."""
+        model: Any = self.model
+        return self.choose(hidden.shape[0], lambda level, tokens: model.logits(level, hidden, last, tokens), draws)
