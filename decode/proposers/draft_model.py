@@ -291,7 +291,9 @@ class DraftModelProposer(Proposer):
             left = [max(0, min(k - before, shape.depth)) for k in draft_lengths]
             draft = self._compute(shape, block, places, ends, further, left)
             parts.append(draft)
-            block, places, ends = draft.tokens[:, -1:], self._lengths + (before + len(shape)), torch.zeros_like(ends)
+            # The last token was not fed.
+            block, places = draft.tokens[:, -1:], self._lengths + (before + len(shape) - 1)
+            ends = torch.zeros_like(ends)
         tree = trees[0] if len(trees) == 1 else Tree.chain(depth)
         q = [part.probabilities for part in parts if part.probabilities is not None]
         whole = parts[0]
