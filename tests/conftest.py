@@ -173,7 +173,9 @@ def untraced(monkeypatch):
 
 def _made_as(kind, monkeypatch):
     from draftsmith.decode.cache import program
+    from draftsmith.decode.rules import judged
 
     monkeypatch.setattr(program, "Program", kind)
+    monkeypatch.setattr(judged, "_PROGRAMS", {})
     monkeypatch.setattr(kind, "made", [])
     return kind.made

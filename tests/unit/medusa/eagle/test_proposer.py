@@ -145,7 +145,7 @@ def test_compiled_forwards_change_nothing(target, trained, shape, traced):
     )
     assert out.sequences.tolist() == plain.sequences.tolist() and out.counts == plain.counts
     # Whole drafts, but for those that grow.
-    assert {key[0] for _, key in traced} == {"BlockForward"} | ({"ModelDraftForward"} if shape != "dynamic" else set())
+    assert ("ModelDraftForward" in {key[0] for _, key in traced}) == (shape != "dynamic")
 
 
 def test_more_siblings_than_the_heads_know_tokens_are_refused(target):
