@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from draftsmith.decode.cache.checks import parameters_of
 from draftsmith.decode.cache.features import watched
 from draftsmith.decode.cache.layers import Block, Layer
 from draftsmith.decode.cache.masks import Masks
@@ -17,8 +18,8 @@ from draftsmith.decode.cache.masks import Masks
 NO_TOKEN = -1
 """In place of a token: the logits are not numbers, and no token follows from them."""
 Axes = Mapping[int, str]
-"""The axes of an input whose sizes vary, by symbols: b rows, k tokens, j one more, m of the last slots, n slots that
-are attended to, s all slots."""
+"""The axes of an input whose sizes vary, by symbols: b rows, k tokens, j one more, l columns kept, m of the last slots,
+n slots that are attended to, s all slots."""
 
 
 class Forward(nn.Module):
@@ -62,6 +63,7 @@ class BlockForward(Forward):
     def __init__(self, model: PreTrainedModel, further: Sequence[str], depths: Sequence[int], written: Sequence[bool]):
         super().__init__(model, (tuple(further), tuple(depths), tuple(written)))
         self.further, self._depths, self._written = tuple(further), tuple(depths), list(written)
+        self._keeps = "logits_to_keep" in parameters_of(model)
         config = model.config.get_text_config()
         self._types = sorted(set(getattr(config, "layer_types", None) or ()))
         self.window: int = getattr(config, "sliding_window", None) or 0
@@ -70,7 +72,7 @@ class BlockForward(Forward):
         """Return the axes of each input that vary."""
         *_, extras, cached = inputs
         block = {0: "b", 1: "k"}
-        return block, {0: "b"}, {0: "n"}, {}, block | {2: "m"}, block, *self.axes_behind(extras, cached)
+        return block, {0: "b"}, {0: "n"}, {}, block | {2: "m"}, block, {0: "l"}, *self.axes_behind(extras, cached)
 
     def axes_behind(self, extras: Sequence[Tensor], cached: Sequence[Tensor]) -> tuple[list[Axes], list[Axes]]:
         """Return the axes of `extras` and `cached`."""
@@ -87,6 +89,7 @@ class BlockForward(Forward):
         last: Tensor,
         visible: Tensor,
         depths: Tensor,
+        kept: Tensor,
         extras: list[Tensor],
         cached: list[Tensor],
     ) -> list[Tensor]:
@@ -99,13 +102,14 @@ class BlockForward(Forward):
             last: the greatest position, () int64.
             visible: which of the last M ≥ K slots up to the block's end each token attends to, (B, K, M) bool.
             depths: each token's position beyond its row's start, (B, K) int64.
+            kept: the columns whose logits are wanted, (L,) int64.
             extras: further inputs, (B, K, …), and with sliding layers the positions of the tokens in all slots, (B, S)
                 int64, which are written.
             cached: the keys and values of the layers that have their own, (B, H, S, D), which are written.
 
         Returns:
-            Logits, (B, K, V); the likeliest tokens, (B, K), see `likeliest`; the head's input, (B, K, H), where the
-            model has a head; the features that are wanted.
+            Logits, (B, L, V); the likeliest tokens, (B, L), see `likeliest`; the head's input, (B, L, H), where the
+            model has a head; the features that are wanted, (B, K, F).
         """
         extras, cached = list(extras), list(cached)
         rows, k = tokens.shape
@@ -131,10 +135,13 @@ class BlockForward(Forward):
                 position_ids=positions,
                 past_key_values=Cache(layers=layers),
                 use_cache=True,
+                **({"logits_to_keep": kept} if self._keeps else {}),
                 **further,
             )
-        hidden = [] if states.hidden is None else [states.hidden]
-        return [output.logits, likeliest(output.logits), *hidden, *states.features]
+        logits, hidden = output.logits, states.hidden
+        if not self._keeps:
+            logits, hidden = logits[:, kept], None if hidden is None else hidden[:, kept]
+        return [logits, likeliest(logits), *([] if hidden is None else [hidden]), *states.features]
 
 
 def likeliest(scores: Tensor) -> Tensor:

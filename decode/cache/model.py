@@ -27,6 +27,8 @@ from draftsmith.decode.errors import InputError
 
 STEP = 16
 """Programs attend to a multiple of so many slots, as kernels like their masks."""
+SHORT = 128
+"""Tokens of prompts at most that a program reads: of more, products are better left to the library."""
 SavedRow = Sequence[SavedLayer | None]
 """What a row's cache holds, a pair a layer; None where a layer reads an earlier one's."""
 
@@ -150,6 +152,9 @@ class CachedModel:
         """
         length = tokens.shape[1]
         self._check_rotary(length)
+        if not further and tokens.numel() <= SHORT and self._is_compiled:
+            starts = Places([0] * len(tokens), self._device)
+            return self._feed_compiled(tokens, starts, None, None, {}, keep)
         self._block.start, self._block.width, self._block.reach = 0, length, 0
         positions = self._range[None, :length]
         if self._positions is not None:
@@ -183,7 +188,7 @@ class CachedModel:
         places = starts if isinstance(starts, Places) else Places(starts, self._device)
         self._check_rotary(max(places.host) + k)
         if self.compiled:
-            return self._feed_compiled(tokens, places, visible, depths, further or {})[:, -(keep or k) :]
+            return self._feed_compiled(tokens, places, visible, depths, further or {}, keep or k)
         positions = self._placed(places, k, depths)
         mask = self._masks.of_block(self._block, rows, positions, self._positions, visible, depths is not None)
         return self._run(tokens, mask, positions, k if keep is None else keep, further)
@@ -283,6 +288,8 @@ class CachedModel:
             output = self.model(**inputs)
         self.likeliest = None
         self._keep(states.hidden, states.features, keep)
+        if self.compiled and not self._programs.templates:
+            self._programs.templates = [_template(layer) for layer in self._layers]
         return output.logits[:, -keep:].to(self._device)
 
     def _keep(self, hidden: Tensor | None, features: Sequence[Tensor], keep: int) -> None:
@@ -297,16 +304,18 @@ class CachedModel:
         visible: Tensor | None,
         depths: Tensor | None,
         further: Mapping[str, Tensor],
+        keep: int,
     ) -> Tensor:
-        """Run the program of a block; return the logits, (B, K, V), and keep the states that are wanted."""
+        """Run the program of a block; return the logits, (B, keep, V), and keep the states that are wanted."""
         rows, k = tokens.shape
         if visible is None or depths is None:
             visible, depths = self._chain(rows, k)
         else:
             visible, depths = visible.expand(rows, -1, -1).contiguous(), depths.expand(rows, -1).contiguous()
-        outputs = self.compute(None, lambda block: block, tokens, places, k, [visible, depths], further)
+        given = [visible, depths, self._range[k - keep : k]]
+        outputs = self.compute(None, lambda block: block, tokens, places, k, given, further)
         self.likeliest = outputs[1]
-        self._keep(outputs[2] if self.wants_hidden else None, outputs[2 + self._has_head :], k)
+        self._keep(outputs[2] if self.wants_hidden else None, outputs[2 + self._has_head :], keep)
         return outputs[0]
 
     def compute(
@@ -333,7 +342,7 @@ class CachedModel:
         Returns:
             What the program gives.
         """
-        if self.is_empty:  # the model itself makes the buffers
+        if self.is_empty and not self._made_buffers():  # the model itself makes them
             self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
             self.features.clear()
         end = max(places.host) + reach
@@ -353,12 +362,34 @@ class CachedModel:
             program = self._ready[name, *further] = self._programs.get(forward, inputs)
         return program(*inputs)
 
+    def _made_buffers(self) -> bool:
+        """Make the buffers as those of an earlier cache of the model; say whether there was one."""
+        for layer, template in zip(self._layers, self._programs.templates, strict=False):
+            if template is not None:
+                layer.lazy_initialization(*template)
+        return not self.is_empty
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether the model's program for blocks is there already, and what its buffers are like."""
+        if not self.compiled or not self._programs.templates:
+            return False
+        written = [template is not None for template in self._programs.templates]
+        return self._programs.has(BlockForward(self.model, (), self._depths, written))
+
     def _chain(self, rows: int, k: int) -> tuple[Tensor, Tensor]:
         """Return `visible` and `depths` of a chain: see `BlockForward`."""
         if (rows, k) not in self._chains:
             visible = torch.ones(rows, k, k, dtype=torch.bool, device=self._device).tril()
             self._chains[rows, k] = visible, self._range[:k].repeat(rows, 1)
         return self._chains[rows, k]
+
+
+def _template(layer: Layer) -> tuple[Tensor, Tensor] | None:
+    if not layer.is_initialized:
+        return None
+    keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
+    return keys[:0, :, :0].clone(), values[:0, :, :0].clone()
 
 
 def padded(texts: Iterable[Tensor], width: int) -> Tensor:

@@ -20,7 +20,7 @@ constexpr int64_t WIDTH = 16;
 constexpr int64_t WIDTH = 8;
 #endif
 constexpr int64_t VECTORS = BLOCK / WIDTH;
-constexpr int64_t ALONE = 1 << 15;  // weights of so few numbers are one thread's work
+constexpr int64_t ALONE = 1 << 16;  // weights of so few numbers are one thread's work
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef Floats LooseFloats __attribute__((aligned(4)));

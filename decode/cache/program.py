@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from filelock import FileLock
@@ -42,6 +43,8 @@ from draftsmith.decode.progress import phase
 
 FOLDER = "DRAFTSMITH_PROGRAMS"
 """The environment variable that names another folder for compiled programs."""
+SMALL = 4096
+"""Numbers of a kernel at least that a thread is worth waking for."""
 LITERAL = 256
 """Numbers of a constant at most that a forward may have beside the model's weights: a literal, not a weight."""
 UNREADABLE = OSError, RuntimeError, SafetensorError
@@ -112,25 +115,28 @@ class Programs:
 
     def __init__(self) -> None:
         self._programs: dict[tuple[Any, ...], Program] = {}
-        self._seen: tuple[Any, Any] = (None, None)
+        self._watch = _Watch()
         self._weights: dict[str, Tensor] = {}  # one copy for all programs
+        self.templates: list[tuple[Tensor, Tensor] | None] = []
+        """Empty keys and values of each layer, (0, H, 0, D), for its buffers; none before the model's first forward."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "Programs":
         """Return the programs of a model, with its present weights; none where its structure has changed."""
         programs = _PROGRAMS.setdefault(model, cls())
-        weights = [
-            (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, _sample(tensor))
-            for tensor in tensors(model).values()
-        ]
-        before, programs._seen = programs._seen, (_structure(model), weights)
-        if before[0] != programs._seen[0]:
+        other_structure, other_weights = programs._watch.look(model)
+        if other_structure:
             programs._programs.clear()
-        if before != programs._seen:
+            programs.templates = []
+        if other_structure or other_weights:
             programs._weights = laid_out(model) if programs._programs else {}
             for program in programs._programs.values():
                 program.use(programs._weights)
         return programs
+
+    def has(self, forward: Forward) -> bool:
+        """Whether the program of a forward of the model is there already."""
+        return (forward.key, torch.get_num_threads()) in self._programs
 
     def get(self, forward: Forward, example: Sequence[Any]) -> Program:
         """Return the program of a forward of the model; it is made at its first use, for inputs like these."""
@@ -169,7 +175,7 @@ def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Ten
 
     shapes: Any = _config
     # What is traced has sizes that no two symbols share, and none that a trace takes for a constant.
-    sizes = {"b": 3, "k": 5, "j": 6, "n": 32, "m": 7, "s": 64}
+    sizes = {"b": 3, "k": 5, "j": 6, "l": 4, "n": 32, "m": 7, "s": 64}
     model, axes = forward.model, forward.axes(example)
 
     def traced(tensor: Any, axes: Any) -> Any:
@@ -181,7 +187,7 @@ def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Ten
         if isinstance(axes, list):
             return [symbols(each) for each in axes]
         # Some operators ask whether there is one row or one token, to broadcast it: what they do otherwise is as right.
-        return {at: Dim.DYNAMIC if axis in "bjkm" else Dim(axis, min=2, max=1 << 40) for at, axis in axes.items()}
+        return {at: Dim.DYNAMIC if axis in "bjklm" else Dim(axis, min=2, max=1 << 40) for at, axis in axes.items()}
 
     inputs = tuple(traced(*each) for each in zip(example, axes, strict=True))
     attention: Any = nullcontext()
@@ -225,7 +231,11 @@ def _write(program: Any, forward: Forward, path: Path) -> None:
         made = torch._inductor.aoti_compile_and_package(
             program,
             package_path=f"{aside}/program.pt2",
-            inductor_configs={"aot_inductor.package_constants_in_so": False, **in_programs()},
+            inductor_configs={
+                "aot_inductor.package_constants_in_so": False,
+                "cpp.min_chunk_size": SMALL,
+                **in_programs(),
+            },
         )
         save_file(own, f"{aside}/own.safetensors")
         os.replace(f"{aside}/own.safetensors", path.with_suffix(".safetensors"))
@@ -239,10 +249,69 @@ def _alone(path: Path) -> FileLock:
     return FileLock(Path(cache_dir()) / f"{path.stem}.lock")
 
 
-def _sample(tensor: Tensor) -> tuple[float, ...]:
-    """Return some entries: a change through `.data` leaves no other trace."""
-    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
-    return tuple(flat[:: max(1, flat.numel() // SAMPLED)].tolist()) if tensor.device.type == "cpu" else ()
+class _Watch:
+    """Tells whether a model has changed since it was last looked at, in a fraction of a millisecond."""
+
+    def __init__(self) -> None:
+        self._structure: Any = None
+        self._pointers: list[int] = []
+        self._samples: list[np.ndarray | None] = []
+        self._weights: Any = None
+
+    def look(self, model: nn.Module) -> tuple[bool, bool]:
+        """Return whether its structure has changed, and whether its weights have."""
+        modules = list(model.modules())
+        held = [t for m in modules for group in (m._parameters, m._buffers) for t in group.values() if t is not None]
+        structure = (
+            _config(model),
+            [(type(module), tuple(module._modules), module.training, _numbers(module)) for module in modules],
+            [(tensor.shape, tensor.dtype, tensor.device) for tensor in held],
+        )
+        pointers = [tensor.data_ptr() for tensor in held]
+        if pointers != self._pointers:
+            self._pointers, self._samples = pointers, list(map(_sampled, held))
+        weights = (
+            pointers,
+            [0 if tensor.is_inference() else tensor._version for tensor in held],
+            [None if sample is None else sample.tobytes() for sample in self._samples],
+        )
+        changed = structure != self._structure, weights != self._weights
+        self._structure, self._weights = structure, weights
+        return changed
+
+
+def _sampled(tensor: Tensor) -> np.ndarray | None:
+    """Return a view of some entries: a change through `.data` leaves no other trace."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    if bits is None or not tensor.is_contiguous():
+        return None
+    flat = tensor.detach().view(-1).view(bits)
+    return flat[:: max(1, flat.numel() // SAMPLED)].numpy()
+
+
+def _numbers(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return what a module computes with beside tensors, such as the scales of adapters: numbers and words in it."""
+    return [
+        (name, value if type(value) in PLAIN else repr(value))
+        for name, value in vars(module).items()
+        if name[0] != "_" and (type(value) in PLAIN or (type(value) in NESTED and _is_plain(value)))
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in NESTED:
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return type(value) in PLAIN
+
+
+PLAIN, NESTED = {bool, int, float, str, type(None)}, {list, tuple, dict}
+
+
+def _config(model: nn.Module) -> str:
+    config = model.config.to_dict() if isinstance(model, PreTrainedModel) else None
+    return json.dumps(config, sort_keys=True, default=str)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -250,32 +319,10 @@ def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in tensors(model).values()), torch.device("cpu"))
 
 
-def _structure(model: nn.Module) -> tuple[Any, ...]:
-    """Return what a program is made for: a change of it needs another program."""
-    config = model.config.to_dict() if isinstance(model, PreTrainedModel) else None
-    return (
-        json.dumps(config, sort_keys=True, default=str),
-        model.training,
-        tuple((name, type(module), _plain(module)) for name, module in model.named_modules()),
-        tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors(model).items()),
-    )
-
-
-def _plain(module: nn.Module) -> str:
-    """Return what a module computes with beside tensors, such as the scales of adapters: numbers and words in it."""
-    return repr({name: value for name, value in vars(module).items() if name[0] != "_" and _is_plain(value)})
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple, dict)):
-        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, (bool, int, float, str, type(None)))
-
-
 def _key(model: nn.Module, forward: Forward) -> str:
     """Return the name of a program: another one for whatever would make another program."""
-    (config, training, modules, tensors), device = _structure(model), device_of(model)
-    classes = {kind for _, kind, _ in modules} | set(type(forward).__mro__)
+    modules, device = list(model.named_modules()), device_of(model)
+    classes = {type(module) for _, module in modules} | set(type(forward).__mro__)
     sources = {path for kind in classes if (path := _own_source(kind))} | {*_CORE, *forward.sources}
     parts = (
         torch.__version__,
@@ -284,10 +331,10 @@ def _key(model: nn.Module, forward: Forward) -> str:
         torch.cpu._is_amx_tile_supported(),
         str(torch.cuda.get_device_properties(device)) if device.type == "cuda" else "",
         torch.get_num_threads(),
-        config,
-        training,
-        [(name, f"{kind.__module__}.{kind.__qualname__}", plain) for name, kind, plain in modules],
-        tensors,
+        _config(model),
+        model.training,
+        [(name, f"{type(m).__module__}.{type(m).__qualname__}", _numbers(m)) for name, m in modules],
+        [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors(model).items()],
         [_digest(path) for path in sorted(sources)],
         forward.key,
     )

@@ -153,7 +153,7 @@ class ModelDraftForward(DraftForward):
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the axes of each input that vary."""
         *_, extras, cached = inputs
-        first: tuple[Axes, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, {0: "b"}
+        first: tuple[Axes, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, {0: "l"}, {0: "b"}, {0: "b"}
         return *first, self.axes_of_draws(), *self._block[0].axes_behind(extras, cached)
 
     def forward(
@@ -162,6 +162,8 @@ class ModelDraftForward(DraftForward):
         starts: Tensor,
         slots_N: Tensor,
         last: Tensor,
+        kept: Tensor,
+        at: Tensor,
         ends: Tensor,
         draws: list[Tensor],
         extras: list[Tensor],
@@ -174,7 +176,9 @@ class ModelDraftForward(DraftForward):
             starts: see `BlockForward`.
             slots_N: see there.
             last: see there.
-            ends: the place of each row's last token among its K, (B,) int64.
+            kept: the columns whose logits are computed, (L,) int64.
+            at: the place of each row's last token among those, (B,) int64.
+            ends: and among its K, (B,) int64.
             draws: see `DraftForward.choose`.
             extras: see `BlockForward`.
             cached: see there.
@@ -185,8 +189,8 @@ class ModelDraftForward(DraftForward):
         (block,), (rows, k) = self._block, tokens.shape
         windows, order_K = extras[len(block.further) :], torch.arange(k, device=tokens.device)
         causal, depths = (order_K[:, None] >= order_K).expand(rows, k, k), order_K.expand(rows, k)
-        given = block(tokens, starts, slots_N, last, causal, depths, extras, cached)[0]
-        logits, seen = self._read(given.gather(1, ends[:, None, None].expand(rows, 1, given.shape[-1])))
+        given = block(tokens, starts, slots_N, last, causal, depths, kept, extras, cached)[0]
+        logits, seen = self._read(given.gather(1, at[:, None, None].expand(rows, 1, given.shape[-1])))
         behind, fed = starts + ends + 1, [ROOT]
 
         def logits_after(level: Level, drafted: Tensor) -> Tensor:
@@ -203,6 +207,7 @@ class ModelDraftForward(DraftForward):
                 last,
                 level.visible.expand(rows, -1, -1),
                 (slots_N[:1] + (level.depth - 1 - before)).expand(rows, count),
+                torch.arange(count, device=tokens.device),
                 [*([] if seen is None else [torch.stack([seen[:, place] for place in above], 1)]), *windows],
                 cached,
             )[0]

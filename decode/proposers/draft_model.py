@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel, Places, check_model, padded
+from draftsmith.decode.cache.model import SHORT
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer
@@ -310,8 +311,16 @@ class DraftModelProposer(Proposer):
         Returns:
             Tokens, (B, K); their slots; each row's last one among them, (B,); further inputs of the model's.
         """
-        block, places = self._unfed(texts)
+        if not any(self._cached) and self._lengths.alike and len(texts) * len(texts[0]) <= SHORT:
+            self._cached = list(self._lengths.host)
+            block, places = torch.stack(list(texts)), Places([0] * len(texts), texts[0].device)
+        else:
+            block, places = self._unfed(texts)
         return block, places, torch.full((len(texts),), block.shape[1] - 1, device=block.device), {}
+
+    def _columns(self, block: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of a block whose logits are computed, and each row's place among them: the last one."""
+        return torch.full((1,), block.shape[1] - 1, device=block.device), torch.zeros_like(ends)
 
     def _compute(
         self,
@@ -331,7 +340,7 @@ class DraftModelProposer(Proposer):
             block,
             places,
             block.shape[1] + len(shape),
-            [ends, draws],
+            [*self._columns(block, ends), ends, draws],
             further,
         )
         return draft_of(outputs)

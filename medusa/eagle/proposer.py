@@ -64,7 +64,7 @@ class EagleModel(PreTrainedModel):
         past_key_values: Any,
         attention_mask: Tensor | None = None,
         use_cache: bool = True,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
         """Take a step, and keep the keys and values of these places.
@@ -76,7 +76,7 @@ class EagleModel(PreTrainedModel):
             past_key_values: the cache.
             attention_mask: additive, (B or 1, 1, L, S).
             use_cache: always.
-            logits_to_keep: return the last places alone; 0 for all.
+            logits_to_keep: return so many last places alone, or these places; 0 for all.
             output_hidden_states: never.
         """
 
@@ -90,7 +90,8 @@ class EagleModel(PreTrainedModel):
         assert self.embed is not None
         embeddings = self.embed(input_ids).to(states.device, states.dtype)
         step = self.heads(embeddings, states, position_ids, attend=attend)
-        return SimpleNamespace(logits=torch.cat([step.states, step.hidden], dim=-1)[:, -logits_to_keep:])
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return SimpleNamespace(logits=torch.cat([step.states, step.hidden], dim=-1)[:, kept])
 
 
 class EagleProposer(TreeProposer, DraftModelProposer):
@@ -279,6 +280,10 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         starts = Places([end - count for end, count in zip(self._lengths.host, lacking, strict=True)], device)
         self._states = [states_LH[:0] for states_LH in self._states]
         return tokens, starts, torch.tensor(lacking, device=device) - 1, {"states": states}
+
+    def _columns(self, block: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all columns: rows end at different ones."""
+        return torch.arange(block.shape[1], device=block.device), ends
 
     def _prefill(self, contexts: Sequence[Tensor]) -> None:
         """Feed all places of the first texts but the last one, which every row feeds at its own."""
