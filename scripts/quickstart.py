@@ -71,7 +71,7 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     fields = data | {"draft": STOCK, "training.output_dir": output / "draft"}
     _print_gain(distill(_config(DistillConfig, "distill", fields), kept), console)
 
-    console.rule("3/4 medusa: Hydra heads on the target's hidden states, and the tree that is accepted furthest")
+    console.rule("3/4 medusa: Hydra heads on the target's hidden states, and the best tree for them")
     fields = data | {"training.output_dir": output / "medusa"}
     _print_gain(train_heads(_config(MedusaTrainingConfig, "medusa", fields), kept), console)
     fields = {"drafter": output / "medusa", "completions": [str(output / "completions/searched")]}
