@@ -21,6 +21,7 @@ from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import TrainingRun, launch
 from draftsmith.train.models import check_same_tokenizer, load_config, load_tokenizer, set_attention
 from draftsmith.train.teacher.cache_reader import CachedCollator, DistributionIndex, find_distributions
+from draftsmith.train.teacher.kept_states import KeptStates
 
 
 class DistillRun(TrainingRun[DistillConfig]):
@@ -105,9 +106,14 @@ class DistillRun(TrainingRun[DistillConfig]):
         return load_config(draft, field="draft", trust_remote_code=self.config.trust_remote_code)
 
 
-def distill(config: DistillConfig) -> DistillTrainer:
-    """Distil as the config says; the draft is in `config.training.output_dir` when this returns."""
-    return DistillRun(config).train()  # type: ignore[return-value]
+def distill(config: DistillConfig, kept: KeptStates | None = None) -> DistillTrainer:
+    """Distil as the config says; the draft is in `config.training.output_dir` when this returns.
+
+    Where the target's states are `kept`, no text needs a second forward of it.
+    """
+    run = DistillRun(config)
+    run.kept = kept
+    return run.train()  # type: ignore[return-value]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,6 +12,7 @@ from draftsmith.medusa.run import HeadsRun
 from draftsmith.train.data.first_look import few_texts
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
+from draftsmith.train.teacher.kept_states import KeptStates
 
 
 class MedusaRun(HeadsRun[MedusaTrainingConfig]):
@@ -49,9 +50,14 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
         card(trainer.heads, top_1=top_1, tau=tau).save(output / "README.md")
 
 
-def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
-    """Train as the config says; the heads are in `config.training.output_dir` when this returns."""
-    return MedusaRun(config).train()  # type: ignore[return-value]
+def train_heads(config: MedusaTrainingConfig, kept: KeptStates | None = None) -> MedusaTrainer:
+    """Train as the config says; the heads are in `config.training.output_dir` when this returns.
+
+    Where the target's states are `kept`, no text needs a second forward of it.
+    """
+    run = MedusaRun(config)
+    run.kept = kept
+    return run.train()  # type: ignore[return-value]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -182,7 +182,7 @@ class LearningCurveConfig:
 
 @dataclass
 class QuickstartConfig:
-    """Prepare, distil, train Medusa heads and measure on the embedded target: minutes on two cores without a GPU."""
+    """Prepare, distil, train Hydra heads and measure on the embedded target: minutes on two cores without a GPU."""
 
     output: str = "runs/quickstart"
     """Receives prompts/, completions/, draft/, medusa/ and report.json; a second run goes on from what is there."""

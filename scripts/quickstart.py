@@ -24,6 +24,7 @@ from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.files import require_writable
 from draftsmith.train.runs import note_on_interrupt
+from draftsmith.train.teacher.kept_states import KeptStates
 from draftsmith.train.trainer import RecipeTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,12 +67,13 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     }
     if config.steps:
         data |= {f"training.{name}": config.steps for name in ("max_steps", "eval_steps", "save_steps")}
+    kept = KeptStates()  # both recipes learn from the same texts
     fields = data | {"draft": STOCK, "training.output_dir": output / "draft"}
-    _print_gain(distill(_config(DistillConfig, "distill", fields)), console)
+    _print_gain(distill(_config(DistillConfig, "distill", fields), kept), console)
 
-    console.rule("3/4 medusa: heads on the target's hidden states, and the tree that is accepted furthest")
+    console.rule("3/4 medusa: Hydra heads on the target's hidden states, and the best tree for them")
     fields = data | {"training.output_dir": output / "medusa"}
-    _print_gain(train_heads(_config(MedusaTrainingConfig, "medusa", fields)), console)
+    _print_gain(train_heads(_config(MedusaTrainingConfig, "medusa", fields), kept), console)
     fields = {"drafter": output / "medusa", "completions": [str(output / "completions/searched")]}
     print_tree(search(_config(TreeConfig, "tree", fields)), console)
 

@@ -40,6 +40,7 @@ from draftsmith.train.provenance import as_json, recorded_config, write_run_reco
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import note_checkpoint_on_interrupt
 from draftsmith.train.sharding import load_sharded
+from draftsmith.train.teacher.kept_states import KeptStates
 from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
@@ -120,6 +121,8 @@ class TrainingRun(ABC, Generic[Config]):
     heldout: TrainingData | None
     target: Any
     """The frozen target; None where a cache says all that is learned from it."""
+    kept: KeptStates | None = None
+    """Where the target's states are kept; None computes them each time."""
 
     def __init__(self, config: Config):
         """Read the target's tokenizer and config.
@@ -145,6 +148,7 @@ class TrainingRun(ABC, Generic[Config]):
                 require_packing(packed, field, args.per_device_train_batch_size)
             self.data = pack(self.data, int(config.max_length or 0), by_source=bool(config.source_weights))
         trainer = self.make_trainer(model)
+        trainer.kept = self.kept
         run_training(trainer, lambda output: self.finish(trainer, output))
         return trainer
 

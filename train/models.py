@@ -122,7 +122,7 @@ def resolve_dtype(
 def fast_dtype(config: PretrainedConfig, device: str) -> str:
     """Return the dtype of `resolve_dtype`'s "auto" for a model with this config on a device of this type."""
     stored = stored_dtype(config)
-    return stored if _has_fast(stored, device) else "float32"
+    return stored if has_fast(stored, device) else "float32"
 
 
 def stored_dtype(config: PretrainedConfig) -> str:
@@ -131,7 +131,8 @@ def stored_dtype(config: PretrainedConfig) -> str:
     return name if name in DTYPES else "float32"
 
 
-def _has_fast(dtype: str, device: str) -> bool:
+def has_fast(dtype: str, device: str) -> bool:
+    """Say whether a device of this type computes fast in a dtype."""
     if device == "cuda":
         return dtype != "bfloat16" or torch.cuda.is_bf16_supported(including_emulation=False)
     if dtype == "bfloat16":

@@ -42,6 +42,7 @@ from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import argument_errors
 from draftsmith.train.sharding import check_sharding
+from draftsmith.train.teacher.kept_states import KeptStates
 
 # Without a GPU it warns that it found none, even if nothing uses DeepSpeed.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
@@ -58,6 +59,8 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     ahead = 0
     """How many tokens behind the next one are learned from a position."""
+    kept: KeptStates | None = None
+    """Keeps the target's states of single samples, so that later epochs, and other trainings, need not compute them."""
     needs_host_arrays = False
     """Whether something is laid out on the host by what batches hold: they have it there, too."""
 
@@ -297,9 +300,15 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     def target_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the target's last hidden states of a batch, (B, T, H), on the device where the loss is taken."""
-        with torch.no_grad(), self.clock.phase("teacher"):
-            moved = send_to_device(texts(inputs), self.target.device)
+
+        def states_of(batch: dict[str, Tensor]) -> Tensor:
+            moved = send_to_device(batch, self.target.device)
             return last_hidden(self.target, **moved).to(self.args.device)
+
+        with torch.no_grad(), self.clock.phase("teacher"):
+            if self.kept is None or "position_ids" in inputs:
+                return states_of(texts(inputs))
+            return self.kept.of(inputs, lambda ids: states_of({"input_ids": ids}))
 
     @cached_property
     def target_head(self) -> OutputHead:

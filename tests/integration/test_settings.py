@@ -23,7 +23,7 @@ def pair(tmp_path, tokenizer, monkeypatch, untraced):
     target = tiny_llama(0, len(tokenizer))
     for name, model in (("target", target), ("draft", perturbed(target, 0.1))):
         save_model(model.to(torch.bfloat16), tokenizer, tmp_path / name)
-    monkeypatch.setattr(models, "_has_fast", lambda dtype, device: True)
+    monkeypatch.setattr(models, "has_fast", lambda dtype, device: True)
     threads = [4]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
