@@ -1,6 +1,7 @@
 """A small causal LM as the drafter."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -85,7 +86,9 @@ class DraftModelProposer(Proposer):
     def _begin(self, task: DraftTask, block: int) -> None:
         """Begin with an empty cache for blocks of at most `block` tokens."""
         self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
-        if (device := self.draft_model.device) != (task.target or self.draft_model).device:
+        # Once a text: a model's device and config take longer to ask for than a small kernel.
+        device = self._device = self.draft_model.device
+        if device != (task.target or self.draft_model).device:
             moved = [sampler.on(device) for sampler in task.row_samplers]
             self._samplers = moved or [task.sampler.on(device)] * len(self._generators)
         temperature = self._samplers[0].temperature if self._draws else None
@@ -98,6 +101,7 @@ class DraftModelProposer(Proposer):
         if widest > task.vocab_size:
             raise InputError(f"tree: expected at most V = {task.vocab_size} siblings, found {widest}")
         self._model = CachedModel(self.draft_model, rows, task.max_length, block=block, compiled=task.compiled)
+        self._in_programs = self._can_draft_in_programs()
         self._cached = [0] * rows  # how many of each row's tokens stand in the cache
         self._fed: list[list[int]] = []  # for each row of the last tree: the slot of each node behind the text, or −1
 
@@ -112,19 +116,25 @@ class DraftModelProposer(Proposer):
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a chain or a tree for each row."""
-        self._lengths = Places([len(context) - self._without for context in contexts], self.draft_model.device)
+        self._lengths = Places([len(context) - self._without for context in contexts], self._device)
         if max(draft_lengths) < 1:
             empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
             self._fed = [[] for _ in contexts]
             return [empty for _ in contexts]
-        home, device = contexts[0].device, self.draft_model.device
-        drafts = self._draft([context.to(device) for context in contexts], draft_lengths)
-        return drafts if home == device else [draft.to(home) for draft in drafts]
+        home = contexts[0].device
+        if home == self._device:
+            return self._draft(contexts, draft_lengths)
+        drafts = self._draft([context.to(self._device) for context in contexts], draft_lengths)
+        return [draft.to(home) for draft in drafts]
 
     def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft behind texts on the draft model's device, at least one token for one of them."""
         if self._in_programs:
             return self._draft_in_programs(texts, draft_lengths)
+        return self._draft_by_steps(texts, draft_lengths)
+
+    def _draft_by_steps(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft with a forward for each token, or for each depth of a tree."""
         logits = self._feed_texts(texts)[:, 0]
         if self.tree is None:
             return self._chains(texts, draft_lengths, logits)
@@ -259,26 +269,21 @@ class DraftModelProposer(Proposer):
         q_BKV = q_BKV[:, :longest] if drawn and q_BKV is not None else None
         return Drafts.chains(lengths, tokens_BK[:, :longest], q_BKV, confidence_BK)
 
-    @property
-    def _in_programs(self) -> bool:
+    def _can_draft_in_programs(self) -> bool:
         """Whether programs draft: compiled, all rows alike, and nothing looks at what is drafted on the way."""
         task, sampler = self._task, self._samplers[0]
         if not task.compiled or self.stop is not None or self._wants_confidence or isinstance(self.tree, DynamicTree):
             return False
+        self._steps = max(1, MOST_LAYERS // self.draft_model.config.get_text_config().num_hidden_layers)
         if isinstance(self.tree, Tree) and self.tree.pruned(task.draft_length)[0].depth > self._steps:
             return False
         return sampler.temperature is not None and all(other is sampler for other in self._samplers)
-
-    @property
-    def _steps(self) -> int:
-        """Steps of one program at most."""
-        return max(1, MOST_LAYERS // self.draft_model.config.get_text_config().num_hidden_layers)
 
     def _read(self, given: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits: see `draft_forward.Read`."""
         return self._aligned(given), None
 
-    def _draft_in_programs(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> Drafts:
+    def _draft_in_programs(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft chains, or trees of one shape, with a call for each, or for each few steps of long chains."""
         task, depth = self._task, self._task.draft_length if self._task.fixed_length else max(draft_lengths)
         block, places, ends, further = self._unfed_block(texts)
@@ -300,9 +305,7 @@ class DraftModelProposer(Proposer):
         whole = parts[0]
         if len(parts) > 1:
             whole = StaticDraft(torch.cat([part.tokens for part in parts], 1), torch.cat(q, 1) if q else None)
-        inner = [node for level in tree.levels(torch.device("cpu")) if level.depth for node in level.parents]
-        slots = {node: slot for slot, node in enumerate(inner)}
-        self._fed = [[slots.get(node, -1) for node in tree.pruned(k)[1]] for k in draft_lengths]
+        self._fed = [_fed_slots(tree, k) for k in draft_lengths]
         return whole.drafts(tree, draft_lengths)
 
     def _unfed_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, Tensor, dict[str, Tensor]]:
@@ -401,6 +404,14 @@ class DraftModelProposer(Proposer):
 def _followed(tokens_BT: Tensor, masks: Tensor | None) -> Tensor:
     """Put the same masks, (M,), behind all rows."""
     return tokens_BT if masks is None else torch.cat([tokens_BT, masks.expand(len(tokens_BT), -1)], 1)
+
+
+@lru_cache(maxsize=256)
+def _fed_slots(tree: Tree, depth: int) -> list[int]:
+    """Return for each node that is no deeper the slot behind the text that a program feeds it to; −1 for a leaf."""
+    inner = [node for level in tree.levels(torch.device("cpu")) if level.depth for node in level.parents]
+    slots = {node: slot for slot, node in enumerate(inner)}
+    return [slots.get(node, -1) for node in tree.pruned(depth)[1]]
 
 
 def _parts(length: int, most: int, fixed: bool) -> list[int]:

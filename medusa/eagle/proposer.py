@@ -262,12 +262,16 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         logits, self._seen = self._read(last_BH[:, None])
         return logits
 
-    @property
-    def _in_programs(self) -> bool:
-        """As of draft models, where one program drafts all, and all places that have features go in at once."""
+    def _can_draft_in_programs(self) -> bool:
+        """As of draft models, where one program drafts all."""
         whole = self._task.fixed_length or self.tree is not None
-        fits = self._model.is_empty or max(map(len, self._states)) <= self._block
-        return super()._in_programs and whole and fits and self._task.draft_length <= self._steps
+        return super()._can_draft_in_programs() and whole and self._task.draft_length <= self._steps
+
+    def _draft_in_programs(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """As of draft models, where all places that have features go in at once."""
+        if not self._model.is_empty and max(map(len, self._states)) > self._block:
+            return self._draft_by_steps(texts, draft_lengths)
+        return super()._draft_in_programs(texts, draft_lengths)
 
     def _unfed_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, Tensor, dict[str, Tensor]]:
         """Return the places that have features now."""

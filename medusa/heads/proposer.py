@@ -84,7 +84,7 @@ class MedusaProposer(TreeProposer):
         self._in_programs = task.compiled and task.draw_siblings and not task.row_samplers
         self._in_programs &= sampler.temperature is not None
         if self._in_programs:
-            self._programs = Programs.of(self._model)
+            self._programs, self._device, self._dtype = Programs.of(self._model), self.heads.device, self.heads.dtype
             self._ready: dict[Tree, Program] = {}
         return len(tree)
 
@@ -130,11 +130,11 @@ class MedusaProposer(TreeProposer):
     ) -> list[Proposal]:
         task = self._task
         depth = task.draft_length if task.fixed_length else max(draft_lengths)
-        tree, heads, device = self.tree.pruned(depth)[0], self.heads, self.heads.device
+        tree, device = self.tree.pruned(depth)[0], self._device
         temperature = None if self._temperature is None else torch.tensor(self._temperature, device=device)
         draws = draws_of(tree, task.vocab_size, temperature, self._generators, draft_lengths, device)
         last = torch.stack([text[-1] for text in contexts]).to(device)
-        inputs = [hidden_BH.to(device, heads.dtype).contiguous(), last, draws]
+        inputs = [hidden_BH.to(device, self._dtype).contiguous(), last, draws]
         if (program := self._ready.get(tree)) is None:
             assert self._model is not None
             forward = HeadsForward(self._model, tree, task.vocab_size, temperature is not None)
