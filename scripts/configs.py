@@ -196,7 +196,7 @@ class QuickstartConfig:
     configs/medusa/tiny.yaml."""
     searched_prompts: int = 48
     """Further prompts from the training modules, completed greedily, to search the heads' tree on."""
-    measured_prompts: int = 16
+    measured_prompts: int = 32
     """Further held-out prompts, decoded by every method."""
     replayed_prompts: int = 128
     """Held-out prompts that acceptance is replayed on: those measured and more, none of which the draft was selected
