@@ -99,6 +99,11 @@ def lent(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
             parent._modules[name] = layer
 
 
+def products(model: nn.Module) -> list[nn.Module]:
+    """Return the linear maps that a model computes with while its layers are `lent` weights, each once."""
+    return [module for module in model.modules() if isinstance(module, _Whole)]
+
+
 @dataclass
 class _Last:
     """The last product."""

@@ -2,7 +2,8 @@
 
 Counted on tiny random models or on your pair: the counts depend on shapes, rows and drafts, not on weights or on the
 machine. A kernel is an operator of aten that is no view and allocates more than room. A synchronisation is where Python
-looks at a tensor's value, or makes a tensor of its own values: either waits for a GPU.
+looks at a tensor's value, or makes a tensor of its own values: either waits for a GPU. Of your pair it also reports how
+long a compiled round takes, and how much of that is outside the compiled calls.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError, at_least, require
 from draftsmith.decode.proposers.base import Proposer
@@ -23,8 +24,10 @@ from draftsmith.decode.rules import rule as rules
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
 from draftsmith.scripts.bench.common import BenchmarkConfig, main
+from draftsmith.scripts.bench.timing import TEXT, prompts, timed_rounds
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
+from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
 
@@ -59,10 +62,17 @@ class BenchRoundsConfig(BenchmarkConfig):
     """The target of `drafter`; a tiny random model, with drafts of its own, if None."""
     drafter: list[str] = field(default_factory=list)
     """Drafters that are counted, with `target`: `[NAME=]DIR_OR_KIND`. Without, a random draft's chain and tree are."""
+    dtype: str = "float32"
+    """Of the pair that is timed."""
+    max_new_tokens: int = 96
+    """Tokens of each row that is timed."""
+    repeats: int = 5
+    """Batches that each method decodes in its turn; 0 times nothing, and compiles nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "batch_size", "draft_length")
+        require(self, at_least(1), "batch_size", "draft_length", "max_new_tokens")
+        require(self, at_least(0), "repeats")
         if (self.target is None) != (not self.drafter):
             raise InputError("target: expected it together with drafter, found one alone")
 
@@ -187,14 +197,34 @@ def random_drafts() -> tuple[PreTrainedModel, dict[str, Drafts]]:
     }
 
 
-def loaded_drafts(config: BenchRoundsConfig) -> tuple[PreTrainedModel, dict[str, Drafts]]:
-    """Return the config's target and drafters."""
+def load(config: BenchRoundsConfig, dtype: str) -> tuple[Pair, PreTrainedTokenizerBase]:
+    """Return the config's target and drafters, and the tokenizer."""
     tokenizer = load_tokenizer(str(config.target), field="target")
-    pair = load_pair(str(config.target), tokenizer, drafter_specs(config.drafter, [config.draft_length]), "float32")
+    pair = load_pair(str(config.target), tokenizer, drafter_specs(config.drafter, [config.draft_length]), dtype)
     pair.target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
+    return pair, tokenizer
+
+
+def loaded_drafts(config: BenchRoundsConfig) -> tuple[PreTrainedModel, dict[str, Drafts]]:
+    """Return the config's target and drafters, to be counted."""
+    pair, _ = load(config, "float32")
     return pair.target, {
         each.name: (each.proposer, each.draft_lengths[0], [each.model] if each.model is not None else [])
         for each in pair.drafters
+    }
+
+
+def times(config: BenchRoundsConfig) -> dict[str, dict[str, float]]:
+    """Return how long the rounds of the config's drafters take, compiled: see `timing`."""
+    pair, tokenizer = load(config, config.dtype)
+    ids = tokenizer.encode(TEXT)
+    return {
+        f"{name}, B = {rows}, T = {temperature:g}": figures
+        for rows in config.batch_size
+        for temperature in (0.0, 1.0)
+        for name, figures in timed_rounds(
+            pair.target, pair.drafters, prompts(ids, rows), temperature, config.max_new_tokens, config.repeats
+        ).items()
     }
 
 
@@ -213,17 +243,14 @@ def count(target: PreTrainedModel, drafts: Drafts, rows: int, temperature: float
 def bench(config: BenchRoundsConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     target, drafters = random_drafts() if config.target is None else loaded_drafts(config)
-    return {
-        "environment": environment(torch.device("cpu"), "float32"),
-        "rounds": {
-            f"{name}, B = {rows}, T = {temperature:g}": vars(
-                count(target, drafts, rows, temperature, config.draft_length)
-            )
-            for name, drafts in drafters.items()
-            for rows in config.batch_size
-            for temperature in (0.0, 1.0)
-        },
+    counts = {
+        f"{name}, B = {rows}, T = {temperature:g}": vars(count(target, drafts, rows, temperature, config.draft_length))
+        for name, drafts in drafters.items()
+        for rows in config.batch_size
+        for temperature in (0.0, 1.0)
     }
+    timed = {"times": times(config)} if config.target is not None and config.repeats else {}
+    return {"environment": environment(torch.device("cpu"), config.dtype), "rounds": counts, **timed}
 
 
 if __name__ == "__main__":

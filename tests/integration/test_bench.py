@@ -216,11 +216,16 @@ def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
     assert tree.kernels <= 250
 
 
-def test_rounds_of_a_pair_are_counted(pair, tmp_path):
-    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--batch_size", "[1]"]
-    figures = figures_of(rounds.bench, rounds.BenchRoundsConfig, arguments, tmp_path)["rounds"]
-    assert set(figures) == {"mine, B = 1, T = 0", "mine, B = 1, T = 1"}
-    assert figures["mine, B = 1, T = 0"]["kernels"] > 0
+@pytest.mark.usefixtures("untraced")
+def test_rounds_of_a_pair_are_counted_and_timed(pair, tmp_path):
+    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--batch_size", "[1, 2]"]
+    arguments += ["--repeats", "1", "--max_new_tokens", "12"]
+    figures = figures_of(rounds.bench, rounds.BenchRoundsConfig, arguments, tmp_path)
+    settings = {f"B = {rows}, T = {temperature}" for rows in (1, 2) for temperature in (0, 1)}
+    assert set(figures["rounds"]) == {f"mine, {setting}" for setting in settings}
+    assert set(figures["times"]) == {f"{name}, {setting}" for name in ("plain", "mine") for setting in settings}
+    assert figures["rounds"]["mine, B = 1, T = 0"]["kernels"] > 0
+    assert all(0 < of_method["outside_share"] < 1 for of_method in figures["times"].values())
 
 
 @pytest.mark.usefixtures("untraced")
