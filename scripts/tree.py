@@ -215,21 +215,28 @@ def round_costs(
     compiled: bool,
     trees: Sequence[Tree],
 ) -> list[RoundCosts]:
-    """Measure what rounds with these trees cost: the loop's whole rounds, in turns with plain decoding."""
+    """Measure what rounds with these trees cost: the loop's whole rounds, in turns with plain decoding.
+
+    Compiled, each tree is a program of its own, which takes much longer to make than to time: the smallest of the
+    deepest ones is timed, and of the others a round takes beside its forward what their depth is of its depth.
+    """
     forwards = verification_costs(
         target, rows, context, [1, *(len(tree) + 1 for tree in trees)], repeats=9, compiled=compiled
     )
-    proposers = {str(i): drafter.with_tree(tree) for i, tree in enumerate(trees)}
-    depths = {str(i): tree.depth for i, tree in enumerate(trees)}
+    timed = [max(trees, key=lambda tree: (tree.depth, -len(tree)))] if compiled else trees
+    proposers = {str(i): drafter.with_tree(tree) for i, tree in enumerate(timed)}
+    depths = {str(i): tree.depth for i, tree in enumerate(timed)}
     with endless(target):
         token, rounds = loop_seconds(
             target, proposers, depths, text.to(target.device), rows, context, Sampler.of(0), REPEATS, compiled
         )
     # More tokens never cost less: where they seem to, the smaller block was disturbed.
     seconds = {k: min(t for tokens, t in forwards.items() if tokens >= k) for k in forwards}
-    rest = levelled(
-        trees, [rounds[name][0] - forwards[len(tree) + 1] for name, tree in zip(rounds, trees, strict=True)]
-    )
+    beside = [rounds[name][0] - seconds[len(tree) + 1] for name, tree in zip(rounds, timed, strict=True)]
+    if compiled:
+        rest = [max(0.0, beside[0]) * tree.depth / timed[0].depth for tree in trees]
+    else:
+        rest = levelled(trees, beside)
     return [RoundCosts(seconds, 0.0, overhead=each, plain_overhead=token - forwards[1]) for each in rest]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.decode import Counts, Replay
+from draftsmith.decode import Counts, Replay, clock
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.measurement.intervals import (
     Estimate,
@@ -86,6 +86,7 @@ def build_report(measured: Measured, require_law: bool = True) -> Report:
             compiled=settings.compiled,
             draft_dtypes=sorted(set(settings.draft_dtypes.values())),
             settings_by=settings.why,
+            compilation_seconds=round(sum(clock.PROGRAMS), 1) if settings.compiled else None,
         ),
         target=Target(config.target, pair.target.num_parameters(), pair.dtype),
         prompts=Prompts(

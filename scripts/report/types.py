@@ -54,6 +54,8 @@ class Environment(Entry):
     """Of the draft models."""
     settings_by: str | None
     """What was timed to choose dtype, threads and compilation; null where they were given."""
+    compilation_seconds: NotNegative | None = None
+    """What compiling took, or reading programs that were there already; null where nothing ran compiled."""
 
 
 @dataclass(frozen=True)
