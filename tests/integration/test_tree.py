@@ -241,7 +241,9 @@ def test_what_a_round_takes_beside_its_forward_is_a_plane():
     assert lucky[0] <= lucky[2] <= lucky[3] <= lucky[4]
 
 
-def test_each_trees_block_and_round_are_timed_as_they_will_run(monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_trees_block_and_round_are_timed_as_they_will_run(monkeypatch, compiled):
+    """Compiled, the deepest tree alone is: each would be a program of its own."""
     target = tiny_llama(0, layers=1)
     heads = MedusaHeads.of_target(target, 2)
     asked = []
@@ -252,13 +254,13 @@ def test_each_trees_block_and_round_are_timed_as_they_will_run(monkeypatch):
 
     def rounds(*args):
         asked.append(args[-1])
-        return 0.7, {"0": (1.0, 1.0), "1": (1.4, 3.0)}
+        return 0.7, {"0": (1.4, 3.0)} if compiled else {"0": (1.0, 1.0), "1": (1.4, 3.0)}
 
     monkeypatch.setattr(command, "verification_costs", seconds)
     monkeypatch.setattr(command, "loop_seconds", rounds)
     trees = [Tree.chain(1), Tree.from_choices([(0,), (1,), (0, 0)])]
-    small, large = command.round_costs(target, MedusaProposer(heads), torch.arange(40) % 7, 1, 30, True, trees)
-    assert asked == [(True, (1, 2, 4)), True]
+    small, large = command.round_costs(target, MedusaProposer(heads), torch.arange(40) % 7, 1, 30, compiled, trees)
+    assert asked == [(compiled, (1, 2, 4)), compiled]
     assert small.verification(2) == pytest.approx(0.7) and large.verification(4) == pytest.approx(0.9)
-    assert small.overhead == pytest.approx(0.3) and large.overhead == pytest.approx(0.5)
+    assert small.overhead == pytest.approx(0.25 if compiled else 0.3) and large.overhead == pytest.approx(0.5)
     assert small.plain_overhead == pytest.approx(0.1)
