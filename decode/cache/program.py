@@ -310,7 +310,8 @@ PLAIN, NESTED = {bool, int, float, str, type(None)}, {list, tuple, dict}
 
 
 def _config(model: nn.Module) -> str:
-    config = model.config.to_dict() if isinstance(model, PreTrainedModel) else None
+    config = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
+    config.pop("_name_or_path", None)  # a model of the same shape from elsewhere has the same programs
     return json.dumps(config, sort_keys=True, default=str)
 
 

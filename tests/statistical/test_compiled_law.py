@@ -1,7 +1,7 @@
 """The law of sampled output where programs draft and judge, exactly, as `test_enumeration` has it of eager decoding.
 
-Each drafter decodes a prompt alone at T=1, and three of different lengths at another temperature. What programs would
-compute is run as it is: what the compiler makes of it the tests of programs hold against the models.
+Each drafter decodes three prompts of different lengths, and some one alone. What programs would compute is run as it
+is: what the compiler makes of it the tests of programs hold against the models.
 """
 
 import pytest
@@ -10,6 +10,8 @@ from enumeration import enumerated, target_law
 from specimens import case_id, proposer, shapes
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from draftsmith.decode.proposers import draft_model
 
 VOCAB = 7
 PROMPTS = [(6, 3, 0, 3), (2,), (3, 4, 5, 6, 0, 6)]
@@ -50,13 +52,20 @@ def difference(target, drafter, prompts, temperature=1.0, length=3, **options):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=case_id)
-def test_every_text_has_the_targets_probability_alone(llama, untraced, shape):
-    assert difference(llama, proposer(*shape, llama), PROMPTS[:1], draft_length=1)[0] < ROUNDING
+def test_every_text_has_the_targets_probability(llama, untraced, shape):
+    off, shares = difference(llama, proposer(*shape, llama), PROMPTS, 0.7, width=500)
+    assert off < ROUNDING
+    assert any(0.02 < share < 0.98 for share in shares), shares  # drafts fail and stand
     assert untraced
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=case_id)
-def test_every_text_has_the_targets_probability_in_a_batch(llama, untraced, shape):
-    off, stand = difference(llama, proposer(*shape, llama), PROMPTS, 0.7, width=500)
-    assert off < ROUNDING
-    assert any(0.02 < share < 0.98 for share in stand), stand  # drafts fail and stand
+@pytest.mark.parametrize("shape", [("draft", "chain"), ("medusa", "hydra tree"), ("eagle", "chain")], ids=case_id)
+@pytest.mark.usefixtures("untraced")
+def test_a_text_alone_has_the_targets_probability(llama, shape):
+    assert difference(llama, proposer(*shape, llama), PROMPTS[:1], draft_length=1)[0] < ROUNDING
+
+
+def test_a_chain_of_several_programs_leaves_the_law(llama, untraced, monkeypatch):
+    monkeypatch.setattr(draft_model, "MOST_LAYERS", 1)
+    assert difference(llama, proposer("draft", "chain", llama), PROMPTS, width=500)[0] < ROUNDING
+    assert {key[1] for _, key in untraced if key[0] == "ModelDraftForward"} == {(-1,)}  # programs of one step
