@@ -70,8 +70,9 @@ class ProductsForward(Forward):
     def forward(self, rows: list[Tensor]) -> list[Tensor]:
         """Multiply rows, (K, width) of each width that layers have; return something of each product, (K, layers)."""
         by_width = {given.shape[1]: given for given in rows}
-        layers = products(self.model) or [layer for group in groups(self.model) for layer in group.layers]
-        return [torch.cat([layer(by_width[int(layer.in_features)])[:, :1] for layer in layers], 1)]
+        layers: list[Any] = products(self.model)
+        layers = layers or [layer for group in groups(self.model) for layer in group.layers]
+        return [torch.cat([layer(by_width[layer.in_features])[:, :1] for layer in layers], 1)]
 
 
 def product_seconds(model: PreTrainedModel, tokens: int, as_stored: bool = False, repeats: int = 50) -> float:
