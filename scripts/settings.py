@@ -34,7 +34,7 @@ WORTH_IT = 0.95
 HOST_BOUND = 0.9
 """Of a token's seconds on a GPU: where the host takes as long to launch its kernels, the GPU waits for it."""
 ALIKE = 1.1
-"""Times the least seconds of a token, up to which dtypes are judged by a block."""
+"""Times the least seconds of a token, up to which dtypes are judged by a block, and numbers of threads are alike."""
 BLOCK = 4
 """Tokens of a block."""
 SMALL = 10**9
@@ -204,7 +204,10 @@ class _Timed:
             for count in counts
         }
         self.by_threads = median_seconds(calls, REPEATS)
-        self.fastest, self.threads = min(self.by_threads, key=lambda key: self.by_threads[key])
+        self.fastest, quickest = min(self.by_threads, key=lambda key: self.by_threads[key])
+        # Of counts that are alike the greatest: an eager token waits for Python, a compiled one for its kernels.
+        most = ALIKE * self.by_threads[self.fastest, quickest]
+        self.threads = max(count for name, count in self.by_threads if self.by_threads[name, count] <= most)
         self.tokens = {name: self.by_threads[name, self.threads] for name in models}
         """Of a token, eager, with the threads that are fastest."""
         self.compiled = dict[str, float]()
