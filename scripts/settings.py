@@ -207,7 +207,7 @@ class _Timed:
         self.fastest, quickest = min(self.by_threads, key=lambda key: self.by_threads[key])
         # Of counts that are alike the greatest: an eager token waits for Python, a compiled one for its kernels.
         most = ALIKE * self.by_threads[self.fastest, quickest]
-        self.threads = max(count for name, count in self.by_threads if self.by_threads[name, count] <= most)
+        self.threads = max(count for count in counts if self.by_threads[self.fastest, count] <= most)
         self.tokens = {name: self.by_threads[name, self.threads] for name in models}
         """Of a token, eager, with the threads that are fastest."""
         self.compiled = dict[str, float]()
