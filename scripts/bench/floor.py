@@ -1,27 +1,40 @@
 """`python -m draftsmith.scripts.bench.floor`: compiled decoding beside its matrix products alone.
 
 No decoder of a model is faster than its products. For plain decoding and for each drafter it reports a round's time,
-what of it passes inside the compiled calls, and the products of its forwards. Median of several decoded texts.
+what of it passes inside the compiled calls, and what the products of its forwards take alone: as programs compute them,
+and as the library does with the weights as they are stored. Median of several decoded texts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode.cache.forward import Forward
 from draftsmith.decode.cache.program import Programs
-from draftsmith.decode.cache.weights import groups, products
+from draftsmith.decode.cache.weights import groups
 from draftsmith.decode.clock import median_seconds
 from draftsmith.decode.errors import at_least, require
 from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, main
-from draftsmith.scripts.bench.timing import TEXT, prompts, timed_rounds
+from draftsmith.scripts.bench.timing import (
+    TEXT,
+    UNCOUNTED,
+    Decode,
+    check_rounds,
+    methods,
+    options_at,
+    prompts,
+    timed_rounds,
+)
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
-from draftsmith.train.kinds.drafter import Drafter
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
 
@@ -40,63 +53,161 @@ class BenchFloorConfig(BenchmarkConfig):
     max_new_tokens: int = 96
     repeats: int = 7
     """Texts decoded by each method, in turns."""
+    block: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    """Tokens of the blocks whose products alone are timed, of the target."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "draft_length", "max_new_tokens", "repeats")
+        require(self, at_least(1), "draft_length", "max_new_tokens", "repeats", "block")
 
 
 class ProductsForward(Forward):
-    """All matrix products of a model's linear layers, and nothing else.
+    """Products of some linear layers of a model one behind the other, and nothing else.
 
     Args:
         model: any model.
+        layers: the names of linear layers, of those that are one product the first, and for each its place in `rows`.
     """
 
     sources = (__file__,)
 
-    def __init__(self, model: PreTrainedModel):
-        super().__init__(model, ())
+    def __init__(self, model: nn.Module, layers: Sequence[tuple[str, int]]):
+        super().__init__(model, tuple(layers))
+        self._layers = list(layers)
 
     @property
     def title(self) -> str:
         """What is compiled, for whoever waits."""
-        return f"the products of {type(self.model).__name__}"
+        return f"{len(self._layers)} products of {type(self.model).__name__}"
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the axes of each input that vary."""
         return ([{0: "k"} for _ in inputs[0]],)
 
     def forward(self, rows: list[Tensor]) -> list[Tensor]:
-        """Multiply rows, (K, width) of each width that layers have; return something of each product, (K, layers)."""
-        by_width = {given.shape[1]: given for given in rows}
-        layers: list[Any] = products(self.model)
-        layers = layers or [layer for group in groups(self.model) for layer in group.layers]
-        return [torch.cat([layer(by_width[layer.in_features])[:, :1] for layer in layers], 1)]
+        """Multiply rows, (K, width) each; return something of each product."""
+        model: Any = self.model
+        return [model.get_submodule(name)(rows[place])[:, :1] for name, place in self._layers]
 
 
-def product_seconds(model: PreTrainedModel, tokens: int, as_stored: bool = False, repeats: int = 50) -> float:
-    """Return the seconds of all matrix products of a model's linear layers with a block of tokens.
+@dataclass(frozen=True)
+class Product:
+    """One product of a round."""
+
+    model: int
+    """The place of its model among those that multiply."""
+    group: int
+    """The place of its layers in the model's `groups`."""
+    rows: int
+
+
+class Products:
+    """What the rounds of a target and its drafters multiply.
+
+    Products are noted as eager rounds make them, so that nothing need be known of the drafter: compiled rounds make
+    the same ones. Weights that two models share are those of the first.
 
     Args:
-        model: any model.
-        tokens: of the block.
-        as_stored: by the library with the weights as the model has them, not as programs compute them.
-        repeats: the median of so many.
+        models: the target, and those of drafters.
     """
-    layers = [layer.get_parameter("weight") for group in groups(model) for layer in group.layers]
-    rows = {weight.shape[1]: torch.randn(tokens, weight.shape[1], dtype=weight.dtype) for weight in layers}
 
-    def library() -> None:
-        for weight in layers:
-            torch.nn.functional.linear(rows[weight.shape[1]], weight)
+    def __init__(self, models: Sequence[PreTrainedModel]):
+        self._models = list(models)
+        self._groups = [list(groups(model)) for model in self._models]
+        self._of_layer: dict[nn.Module, tuple[int, int]] = {}
+        for place, of_model in enumerate(self._groups):
+            for index, group in enumerate(of_model):
+                self._of_layer.setdefault(group.layers[0], (place, index))
+        self._seconds: dict[tuple[tuple[Product, ...], bool], float] = {}
 
-    with torch.inference_mode():
+    @contextmanager
+    def noting(self, note: Callable[[Product], None]) -> Iterator[None]:
+        """Call `note` with each product that is made in this block, by eager forwards."""
+
+        def begin(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if (found := self._of_layer.get(module)) is not None:
+                note(Product(*found, inputs[0].shape[:-1].numel()))
+
+        hook = register_module_forward_pre_hook(begin)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def rounds(self, method: Decode) -> list[list[Product]]:
+        """Return the products of each round of a text that an eager method decodes, but for those with the prompt."""
+        made: list[list[Product]] = [[]]
+        with self.noting(lambda product: made[-1].append(product)):
+            method(lambda _: made.append([]))
+        check_rounds(whole := made[1 + UNCOUNTED : -1])
+        return whole
+
+    def round_seconds(self, method: Decode, as_stored: bool = False) -> float:
+        """Return what the products of the median round take; see `seconds` and `rounds`."""
+        return median(self.seconds(made, as_stored) for made in self.rounds(method))
+
+    @torch.inference_mode()
+    def block(self, tokens: int) -> list[Product]:
+        """Return the products of the target's forward over a block of tokens."""
+        made: list[Product] = []
+        with self.noting(made.append):
+            self._models[0](torch.zeros(1, tokens, dtype=torch.long))
+        return made
+
+    def seconds(self, made: Sequence[Product], as_stored: bool = False, repeats: int = 50) -> float:
+        """Return how long products take.
+
+        Args:
+            made: in order.
+            as_stored: by the library with the weights as the model has them, not as programs compute them.
+            repeats: the median of so many.
+        """
+        total = 0.0
+        for part in _parts(made):
+            if (part, as_stored) not in self._seconds:
+                self._seconds[part, as_stored] = self._part_seconds(part, as_stored, repeats)
+            total += self._seconds[part, as_stored]
+        return total
+
+    @torch.inference_mode()
+    def _part_seconds(self, part: Sequence[Product], as_stored: bool, repeats: int) -> float:
+        model, of_model = self._models[part[0].model], self._groups[part[0].model]
+        weights = [[layer.get_parameter("weight") for layer in of_model[product.group].layers] for product in part]
+        shapes = [(product.rows, weight[0].shape[1]) for product, weight in zip(part, weights, strict=True)]
+        # Drafters often read several tokens and compute the logits of one: no other program for that.
+        inputs_of = [(shape, index == len(part) - 1) for index, shape in enumerate(shapes)]
+        rows = {given: torch.randn(given[0], dtype=model.dtype) for given in inputs_of}
         if as_stored:
-            return median_seconds({"": library}, repeats)[""]
-        inputs = [list(rows.values())]
-        program = Programs.of(model).get(ProductsForward(model), inputs)
-        return median_seconds({"": lambda: program(*inputs)}, repeats)[""]
+
+            def multiply() -> object:
+                pairs = zip(inputs_of, weights, strict=True)
+                return [linear(rows[given], weight) for given, layers in pairs for weight in layers]
+
+        else:
+            order = list(rows)
+            names = [of_model[product.group].path for product in part]
+            layers = [(name, order.index(given)) for name, given in zip(names, inputs_of, strict=True)]
+            inputs = [list(rows.values())]
+            program = Programs.of(model).get(ProductsForward(model, layers), inputs)
+
+            def multiply() -> object:
+                return program(*inputs)
+
+        return median_seconds({"": multiply}, repeats)[""]
+
+
+def _parts(made: Sequence[Product]) -> list[tuple[Product, ...]]:
+    """Cut products into runs of one model in which no layers multiply twice: a program each."""
+    parts: list[list[Product]] = []
+    for product in made:
+        if (
+            not parts
+            or parts[-1][0].model != product.model
+            or any(before.group == product.group for before in parts[-1])
+        ):
+            parts.append([])
+        parts[-1].append(product)
+    return [tuple(part) for part in parts]
 
 
 def bench(config: BenchFloorConfig) -> dict[str, Any]:
@@ -105,31 +216,26 @@ def bench(config: BenchFloorConfig) -> dict[str, Any]:
     specs = drafter_specs(config.drafter, [config.draft_length])
     pair = load_pair(config.target, tokenizer, specs, config.dtype)
     pair.target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
-    blocks = sorted({1, 2, 4, 8, *(1 + drafter.draft_lengths[0] for drafter in pair.drafters)})
+    target, ids = pair.target, prompts(tokenizer.encode(TEXT), 1)
+    models = [target, *(drafter.model for drafter in pair.drafters if drafter.model is not None)]
+    products = Products(models)
     of_blocks = {
-        layout: {k: 1e3 * product_seconds(pair.target, k, layout == "as stored") for k in blocks}
+        layout: {k: 1e3 * products.seconds(products.block(k), layout == "as stored") for k in config.block}
         for layout in ("as stored", "as compiled")
     }
-    ids = prompts(tokenizer.encode(TEXT), 1)
-    floors = {"plain": 1e3 * product_seconds(pair.target, 1)} | {
-        drafter.name: 1e3 * _floor(pair.target, drafter) for drafter in pair.drafters
-    }
-    rounds = {
-        f"{name}, T = {temperature:g}": figures
-        | {"products_ms": floors[name], "over_products": figures["round_ms"] / floors[name]}
-        for temperature in config.temperature
-        for name, figures in timed_rounds(
-            pair.target, pair.drafters, ids, temperature, config.max_new_tokens, config.repeats
-        ).items()
-    }
+    rounds = {}
+    for temperature in config.temperature:
+        options = options_at(temperature, config.max_new_tokens)
+        eager = methods(target, pair.drafters, ids, options)
+        timed = timed_rounds(methods(target, pair.drafters, ids, options | {"compiled": True}), config.repeats)
+        for name, figures in timed.items():
+            floor, stored = (1e3 * products.round_seconds(eager[name], as_stored) for as_stored in (False, True))
+            rounds[f"{name}, T = {temperature:g}"] = figures | {
+                "products_ms": floor,
+                "over_products": figures["round_ms"] / floor,
+                "over_products_as_stored": figures["round_ms"] / stored,
+            }
     return {"environment": environment(torch.device("cpu"), config.dtype), "products_ms": of_blocks, "rounds": rounds}
-
-
-def _floor(target: PreTrainedModel, drafter: Drafter) -> float:
-    """Return the seconds of the products of a round; those of heads are left out."""
-    length, model = drafter.draft_lengths[0], drafter.model
-    drafting = 0.0 if model is None else length * product_seconds(model, 1)
-    return product_seconds(target, 1 + drafter.proposer.nodes(length)) + drafting
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from draftsmith.decode.rules import rule as rules
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
 from draftsmith.scripts.bench.common import BenchmarkConfig, main
-from draftsmith.scripts.bench.timing import TEXT, prompts, timed_rounds
+from draftsmith.scripts.bench.timing import TEXT, methods, options_at, prompts, timed_rounds
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.kinds.drafter import Pair
@@ -217,15 +217,14 @@ def loaded_drafts(config: BenchRoundsConfig) -> tuple[PreTrainedModel, dict[str,
 def times(config: BenchRoundsConfig) -> dict[str, dict[str, float]]:
     """Return how long the rounds of the config's drafters take, compiled: see `timing`."""
     pair, tokenizer = load(config, config.dtype)
-    ids = tokenizer.encode(TEXT)
-    return {
-        f"{name}, B = {rows}, T = {temperature:g}": figures
-        for rows in config.batch_size
-        for temperature in (0.0, 1.0)
-        for name, figures in timed_rounds(
-            pair.target, pair.drafters, prompts(ids, rows), temperature, config.max_new_tokens, config.repeats
-        ).items()
-    }
+    ids, figures = tokenizer.encode(TEXT), {}
+    for rows in config.batch_size:
+        for temperature in (0.0, 1.0):
+            options = options_at(temperature, config.max_new_tokens) | {"compiled": True}
+            compiled = methods(pair.target, pair.drafters, prompts(ids, rows), options)
+            for name, of_method in timed_rounds(compiled, config.repeats).items():
+                figures[f"{name}, B = {rows}, T = {temperature:g}"] = of_method
+    return figures
 
 
 def count(target: PreTrainedModel, drafts: Drafts, rows: int, temperature: float, draft_length: int = 4) -> RoundCounts:

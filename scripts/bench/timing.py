@@ -1,8 +1,9 @@
 """The rounds of compiled decoding, timed: how long each takes, and what of it passes inside the compiled calls."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,11 +14,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.cache.program import Program
+from draftsmith.decode.errors import InputError
 from draftsmith.train.kinds.drafter import Drafter
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef mean(numbers):\n"
 UNCOUNTED = 2
 """Rounds at a text's beginning that are left out: they read the prompt."""
+Decode = Callable[[Callable[[int], None]], None]
+"""Decodes a batch, and calls what it is given with the place of each row that was written."""
 
 
 @dataclass
@@ -66,7 +70,12 @@ class Stopwatch:
         self.inside += [inside for _, _, inside in whole]
 
     def figures(self) -> dict[str, float]:
-        """Return milliseconds of the median round."""
+        """Return milliseconds of the median round.
+
+        Raises:
+            InputError: too few rounds.
+        """
+        check_rounds(self.rounds)
         seconds, outside = median(self.rounds), median(a - b for a, b in zip(self.rounds, self.inside, strict=True))
         return {
             "round_ms": 1e3 * seconds,
@@ -75,49 +84,57 @@ class Stopwatch:
         }
 
 
-def timed_rounds(
-    target: PreTrainedModel,
-    drafters: Sequence[Drafter],
-    ids: Tensor,
-    temperature: float,
-    max_new_tokens: int,
-    repeats: int,
-) -> dict[str, dict[str, float]]:
-    """Return the figures of plain decoding and of each drafter, compiled, by name; they take turns.
+def timed_rounds(methods: Mapping[str, Decode], repeats: int) -> dict[str, dict[str, float]]:
+    """Return the figures of methods that decode compiled, by name; they take turns.
 
     Args:
-        target: the model; its generation config ends no text.
-        drafters: beside plain decoding, each with the first of its draft lengths.
-        ids: prompts, (B, T).
-        temperature: T.
-        max_new_tokens: of each row.
+        methods: by name.
         repeats: batches that each decodes, and one before to warm up.
     """
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "compiled": True}
-    if temperature:
-        options |= {"do_sample": True, "temperature": temperature, "top_k": 0}
-
-    def plain(watch: Stopwatch) -> None:
-        autoregressive_generate(target, ids, observer=lambda row, _: watch.row(row.index), **options)
-
-    def speculative(drafter: Drafter) -> Callable[[Stopwatch], None]:
-        length = drafter.draft_lengths[0]
-
-        def decode(watch: Stopwatch) -> None:
-            speculative_generate(
-                target, drafter.proposer, ids, draft_length=length, observer=lambda r: watch.row(r.row), **options
-            )
-
-        return decode
-
-    methods = {"plain": plain} | {drafter.name: speculative(drafter) for drafter in drafters}
     watches = {name: Stopwatch() for name in methods}
     for repeat in range(1 + repeats):
         for name, method in methods.items():
             watch = watches[name] if repeat else Stopwatch()
             with watch.watching():
-                method(watch)
+                method(watch.row)
     return {name: watch.figures() for name, watch in watches.items()}
+
+
+def methods(
+    target: PreTrainedModel, drafters: Sequence[Drafter], ids: Tensor, options: Mapping[str, Any]
+) -> dict[str, Decode]:
+    """Return plain decoding and each drafter's, by name.
+
+    Args:
+        target: the model; its generation config ends no text.
+        drafters: each with the first of its draft lengths.
+        ids: prompts, (B, T).
+        options: of the decoder.
+    """
+
+    def plain(observe: Callable[[int], None]) -> None:
+        autoregressive_generate(target, ids, observer=lambda row, _: observe(row.index), **options)
+
+    def speculative(drafter: Drafter, observe: Callable[[int], None]) -> None:
+        length = drafter.draft_lengths[0]
+        speculative_generate(
+            target, drafter.proposer, ids, draft_length=length, observer=lambda r: observe(r.row), **options
+        )
+
+    by_name: dict[str, Decode] = {"plain": plain}
+    return by_name | {drafter.name: partial(speculative, drafter) for drafter in drafters}
+
+
+def options_at(temperature: float, max_new_tokens: int) -> dict[str, Any]:
+    """Return the decoder's options for a temperature and a length."""
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    return {"max_new_tokens": max_new_tokens, **sampling}
+
+
+def check_rounds(rounds: Sequence[object]) -> None:
+    """Require that texts were long enough to look at a round."""
+    if not rounds:
+        raise InputError(f"max_new_tokens: expected more than {UNCOUNTED + 1} rounds of text, found fewer")
 
 
 def prompts(ids: Sequence[int], rows: int) -> Tensor:

@@ -7,9 +7,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from pages import GUIDES, shell_blocks
 
-from draftsmith.decode import Tree
+from draftsmith.decode import DraftModelProposer, Tree, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.bench import (
@@ -30,7 +31,7 @@ from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import parse_config
 
 ROOT = Path(__file__).parents[2]
-NAMES = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"__init__", "common"} | {
+NAMES = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"__init__", "common", "timing"} | {
     path.parent.name for path in (ROOT / "scripts/bench").glob("*/__main__.py")
 }
 COMMAND = re.compile(r"python -m draftsmith\.scripts\.bench\.(\w+)([^`\n]*)")
@@ -219,7 +220,7 @@ def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
 @pytest.mark.usefixtures("untraced")
 def test_rounds_of_a_pair_are_counted_and_timed(pair, tmp_path):
     arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--batch_size", "[1, 2]"]
-    arguments += ["--repeats", "1", "--max_new_tokens", "12"]
+    arguments += ["--repeats", "1", "--max_new_tokens", "32"]
     figures = figures_of(rounds.bench, rounds.BenchRoundsConfig, arguments, tmp_path)
     settings = {f"B = {rows}, T = {temperature}" for rows in (1, 2) for temperature in (0, 1)}
     assert set(figures["rounds"]) == {f"mine, {setting}" for setting in settings}
@@ -230,11 +231,35 @@ def test_rounds_of_a_pair_are_counted_and_timed(pair, tmp_path):
 
 @pytest.mark.usefixtures("untraced")
 def test_rounds_are_timed_beside_their_products(pair, tmp_path):
-    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--repeats", "1", "--max_new_tokens", "12"]
+    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--repeats", "1", "--max_new_tokens", "32"]
     figures = figures_of(floor.bench, floor.BenchFloorConfig, arguments, tmp_path)
     assert set(figures["rounds"]) == {f"{name}, T = {t}" for name in ("plain", "mine") for t in (0, 1)}
     for of_method in figures["rounds"].values():
         assert 0 < of_method["outside_share"] < 1 and of_method["products_ms"] > 0
+        assert of_method["over_products"] > 0 and of_method["over_products_as_stored"] > 0
+
+
+def test_the_products_of_a_round_are_those_of_its_forwards():
+    """Of the target once, of a draft model for each token, of Hydra heads for each node that has children."""
+    target, draft = rounds.tiny(0), rounds.tiny(1)
+    tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
+    heads = MedusaHeads.of_target(target, tree.depth, hydra=True).requires_grad_(False)
+    products = floor.Products([target, draft, heads])
+    layers, ids = len(products.block(1)), torch.arange(8)[None]
+
+    def made(proposer, draft_length):
+        options = {"draft_length": draft_length, "max_new_tokens": 24, "do_sample": False}
+        return products.rounds(
+            lambda observe: speculative_generate(target, proposer, ids, observer=lambda r: observe(r.row), **options)
+        )
+
+    for round in made(DraftModelProposer(draft), 3)[:3]:
+        assert round[-layers:] == products.block(4) and len(round) == 4 * layers
+        assert {product.model for product in round[:-layers]} == {1}
+        assert {product.rows for product in round[layers:-layers]} == {1}  # the first forward may read two tokens
+    for round in made(MedusaProposer(heads, tree), tree.depth)[:3]:
+        assert round[-layers:] == products.block(1 + len(tree))
+        assert [(product.model, product.rows) for product in round[:-layers]] == [(2, 1), (2, 1), (2, 2), (2, 2)]
 
 
 def test_completions_are_written_mapped_and_read(tmp_path, monkeypatch):
