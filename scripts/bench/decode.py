@@ -1,7 +1,8 @@
 """`python -m draftsmith.scripts.bench.decode`: the decoder against the library's own, and against what it could be.
 
 Every ratio is within one run: each prompt is decoded by every method before the next prompt's turn, in an order that
-rotates. Plain decoding has the same options as what it is compared with: dtype, threads, compiled or not.
+rotates. What is compared has the same options: dtype, threads, compiled or not. Compiled decoding is compared with the
+library's assisted generation as users compile it; with what the library refuses, it cannot be compared.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 
 from draftsmith.decode import Counts, DecodeOutput
 from draftsmith.decode.clock import now, timed
@@ -34,7 +36,7 @@ from draftsmith.train.provenance import environment
 
 @dataclass
 class BenchDecodeConfig(DecodingConfig):
-    """Time the decoder at T=0 beside plain decoding and the library's assisted generation."""
+    """Time the decoder at T=0 beside plain decoding and the library's assisted generation, each eager and compiled."""
 
     draft_length: int = 3
     """γ, drafted tokens a round."""
@@ -44,30 +46,44 @@ class BenchDecodeConfig(DecodingConfig):
     """Also time compiled forwards, after minutes of compilation."""
 
 
+ASSISTED = "assisted generation"
+STATIC = {"cache_implementation": "static"}
+"""What users of `generate` are told to compile with."""
+COMPILATIONS = 64
+"""Of the library's forwards at most: prompts, first blocks and drafts, each with an empty and with a cropped cache."""
+
+
 def bench(config: BenchDecodeConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     pair = BenchmarkPair.load(config)
     plain, speculative = pair.plain, partial(pair.speculative, draft_length=config.draft_length)
     eager: dict[str, Method] = {"plain": plain, "speculative": speculative}
-    eager["assisted generation"] = partial(_assisted, pair, config.draft_length)
+    assisted = eager[ASSISTED] = partial(_assisted, pair, config.draft_length)
     compiled: dict[str, Method] = {}
     if config.compiled:
         compiled["plain, compiled"] = partial(plain, compiled=True)
         compiled["speculative, compiled"] = partial(speculative, compiled=True)
-    results = decode_in_turns(eager | compiled, pair.prompts)
+        compiled[f"{ASSISTED}, compiled"] = _Compiled(pair, assisted)
+    others: dict[str, Method] = {f"{ASSISTED}, static cache": partial(assisted, **STATIC)}
+    refused = {name: reason for name, method in others.items() if (reason := _refusal(method, pair.prompts[0]))}
+    methods = eager | compiled | {name: method for name, method in others.items() if name not in refused}
+    results = decode_in_turns(methods, pair.prompts)
     speeds: dict[str, dict[str, Any]] = {
         name: {
             "tokens_per_second": ratio(*tokens_and_seconds(decoded)),
             "over_plain": _over(decoded, results["plain"]),
-            "over_assisted_generation": _over(decoded, results["assisted generation"]),
+            "over_assisted_generation": _over(decoded, results[ASSISTED]),
             "mean_acceptance_length": _mean_acceptance_length(decoded),
         }
         for name, decoded in results.items()
     }
+    speeds |= {name: {"tokens_per_second": None, "refused": reason} for name, reason in refused.items()}
     limits = {"speculative": _limit(config, pair, results["speculative"], results["plain"])}
     if config.compiled:
+        for name in compiled:
+            speeds[name]["over_plain_compiled"] = _over(results[name], results["plain, compiled"])
+            speeds[name]["over_assisted_generation_compiled"] = _over(results[name], results[f"{ASSISTED}, compiled"])
         with_compiled = results["speculative, compiled"], results["plain, compiled"]
-        speeds["speculative, compiled"]["over_plain_compiled"] = _over(*with_compiled)
         limits["speculative, compiled"] = _limit(config, pair, *with_compiled, compiled=True)
     ours, rows = ("plain", "speculative"), config.batch_size
     alone, batches = [(ids,) for ids in pair.prompts[:4]], [_together(pair.prompts, rows)] * 4
@@ -92,13 +108,46 @@ def _mean_acceptance_length(results: Sequence[Decoded]) -> float | None:
     return sum((result.counts for result in results), Counts()).mean_acceptance_length()
 
 
-def _assisted(pair: BenchmarkPair, draft_length: int, ids: Tensor) -> DecodeOutput:
+def _assisted(pair: BenchmarkPair, draft_length: int, ids: Tensor, **options: Any) -> DecodeOutput:
     """Decode with the draft by the library's own loop, which counts nothing: γ is constant, and it is never unsure."""
     settings = {"num_assistant_tokens": draft_length, "num_assistant_tokens_schedule": "constant"}
     pair.draft.generation_config.update(**settings, assistant_confidence_threshold=0.0)
     generate: Any = pair.target.generate
-    options = {"attention_mask": torch.ones_like(ids), "assistant_model": pair.draft, **pair.options}
+    options = {"attention_mask": torch.ones_like(ids), "assistant_model": pair.draft, **pair.options, **options}
     return DecodeOutput(generate(ids, **options), Counts(), ())
+
+
+class _Compiled:
+    """Assisted generation with the forwards of both models compiled by `torch.compile`, as users do it.
+
+    Their shapes are symbols, or each length of the dynamic cache would be compiled. PyTorch's limit of eight
+    compilations, which both models have together, is lifted: beyond it forwards are eager.
+    """
+
+    def __init__(self, pair: BenchmarkPair, assisted: Method):
+        self._assisted = assisted
+        self._forwards = [(model, torch.compile(model.forward, dynamic=True)) for model in (pair.target, pair.draft)]
+
+    def __call__(self, ids: Tensor) -> DecodeOutput:
+        """Decode a prompt, (1, T); the models' own forwards are back afterwards."""
+        for model, forward in self._forwards:
+            vars(model)["forward"] = forward
+        limits: Any = dynamo_config
+        try:
+            with limits.patch(recompile_limit=COMPILATIONS):
+                return self._assisted(ids)
+        finally:
+            for model, _ in self._forwards:
+                del vars(model)["forward"]
+
+
+def _refusal(method: Method, ids: Tensor) -> str | None:
+    """Return why the library does not decode a prompt so; None where it does."""
+    try:
+        method(ids)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error).strip().strip('`')}"
+    return None
 
 
 def _together(prompts: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:

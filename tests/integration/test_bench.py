@@ -89,6 +89,8 @@ def test_decode(pair, tmp_path, capsys):
     arguments = [*pair, "--max_new_tokens", "6", "--batch_size", "2", "--compiled", "false"]
     figures = figures_of(decode.bench, decode.BenchDecodeConfig, arguments, tmp_path)
     assert figures["config"]["draft_length"] == 3 and figures["environment"]["dtype"] == "float32"
+    refused = figures["methods"].pop("assisted generation, static cache")
+    assert refused["tokens_per_second"] is None and "Static cache" in refused["refused"]
     assert set(figures["methods"]) == {"plain", "speculative", "assisted generation"}
     batches = {"plain, batch of 2", "speculative, batch of 2"}
     assert set(figures["outside_forwards"]) == set(figures["methods"]) | batches
@@ -101,6 +103,31 @@ def test_decode(pair, tmp_path, capsys):
     assert figures["batch"]["plain"]["rows_identical"] == figures["batch"]["speculative"]["rows_identical"] == "2 of 2"
     printed = capsys.readouterr().out
     assert "assisted generation" in printed and "outside forwards" in printed
+
+
+@pytest.mark.usefixtures("untraced")
+def test_decode_compares_compiled_with_compiled(pair, tmp_path, monkeypatch):
+    compiled = []
+
+    def compile_(forward, **options):
+        def call(*args, **kwargs):
+            compiled.append(forward.__self__)
+            return forward(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(decode.torch, "compile", compile_)
+    arguments = [*pair, "--max_new_tokens", "6", "--batch_size", "1"]
+    figures = figures_of(decode.bench, decode.BenchDecodeConfig, arguments, tmp_path)["methods"]
+    assert len(set(compiled)) == 2
+    assert all("forward" not in vars(model) for model in compiled)
+    peer = figures["assisted generation, compiled"]
+    assert peer["over_assisted_generation_compiled"]["value"] == pytest.approx(1)
+    both = figures["speculative, compiled"]
+    assert both["over_assisted_generation_compiled"]["value"] == pytest.approx(
+        both["tokens_per_second"]["value"] / peer["tokens_per_second"]["value"]
+    )
+    assert "over_assisted_generation_compiled" not in figures["speculative"]
 
 
 def test_divergence(tmp_path):
