@@ -8,7 +8,7 @@ and as the library does with the weights as they are stored. Median of several d
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, mode
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
+
+REPEATS = 10
+"""Of the products of a round, between two texts."""
 
 
 @dataclass
@@ -118,7 +121,6 @@ class Products:
         for place, of_model in enumerate(self._groups):
             for index, group in enumerate(of_model):
                 self._of_layer.setdefault(group.layers[0], (place, index))
-        self._seconds: dict[tuple[tuple[Product, ...], bool], float] = {}
 
     @contextmanager
     def noting(self, note: Callable[[Product], None]) -> Iterator[None]:
@@ -142,10 +144,6 @@ class Products:
         check_rounds(whole := made[1 + UNCOUNTED : -1])
         return whole
 
-    def round_seconds(self, method: Decode, as_stored: bool = False) -> float:
-        """Return what the products of the median round take; see `seconds` and `rounds`."""
-        return median(self.seconds(made, as_stored) for made in self.rounds(method))
-
     @torch.inference_mode()
     def block(self, tokens: int) -> list[Product]:
         """Return the products of the target's forward over a block of tokens."""
@@ -162,12 +160,7 @@ class Products:
             as_stored: by the library with the weights as the model has them, not as programs compute them.
             repeats: the median of so many.
         """
-        total = 0.0
-        for part in _parts(made):
-            if (part, as_stored) not in self._seconds:
-                self._seconds[part, as_stored] = self._part_seconds(part, as_stored, repeats)
-            total += self._seconds[part, as_stored]
-        return total
+        return sum(self._part_seconds(part, as_stored, repeats) for part in _parts(made))
 
     @torch.inference_mode()
     def _part_seconds(self, part: Sequence[Product], as_stored: bool, repeats: int) -> float:
@@ -226,14 +219,23 @@ def bench(config: BenchFloorConfig) -> dict[str, Any]:
     rounds = {}
     for temperature in config.temperature:
         options = options_at(temperature, config.max_new_tokens)
-        eager = methods(target, pair.drafters, ids, options)
-        timed = timed_rounds(methods(target, pair.drafters, ids, options | {"compiled": True}), config.repeats)
-        for name, figures in timed.items():
-            floor, stored = (1e3 * products.round_seconds(eager[name], as_stored) for as_stored in (False, True))
+        made = {
+            name: mode(map(tuple, products.rounds(eager)))
+            for name, eager in methods(target, pair.drafters, ids, options).items()
+        }
+        alone: dict[tuple[str, bool], list[float]] = {(name, stored): [] for name in made for stored in (False, True)}
+
+        def beside(name: str, made: dict[str, Any] = made, alone: Any = alone) -> None:
+            for stored in (False, True):
+                alone[name, stored].append(1e3 * products.seconds(made[name], stored, REPEATS))
+
+        compiled = methods(target, pair.drafters, ids, options | {"compiled": True})
+        for name, figures in timed_rounds(compiled, config.repeats, beside).items():
+            floor, as_stored = median(alone[name, False]), median(alone[name, True])
             rounds[f"{name}, T = {temperature:g}"] = figures | {
                 "products_ms": floor,
                 "over_products": figures["round_ms"] / floor,
-                "over_products_as_stored": figures["round_ms"] / stored,
+                "over_products_as_stored": figures["round_ms"] / as_stored,
             }
     return {"environment": environment(torch.device("cpu"), config.dtype), "products_ms": of_blocks, "rounds": rounds}
 

@@ -84,12 +84,15 @@ class Stopwatch:
         }
 
 
-def timed_rounds(methods: Mapping[str, Decode], repeats: int) -> dict[str, dict[str, float]]:
+def timed_rounds(
+    methods: Mapping[str, Decode], repeats: int, beside: Callable[[str], None] | None = None
+) -> dict[str, dict[str, float]]:
     """Return the figures of methods that decode compiled, by name; they take turns.
 
     Args:
         methods: by name.
         repeats: batches that each decodes, and one before to warm up.
+        beside: called after each batch with the method's name, to time something else in the same minute.
     """
     watches = {name: Stopwatch() for name in methods}
     for repeat in range(1 + repeats):
@@ -97,6 +100,8 @@ def timed_rounds(methods: Mapping[str, Decode], repeats: int) -> dict[str, dict[
             watch = watches[name] if repeat else Stopwatch()
             with watch.watching():
                 method(watch.row)
+            if beside is not None:
+                beside(name)
     return {name: watch.figures() for name, watch in watches.items()}
 
 
