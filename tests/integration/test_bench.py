@@ -186,6 +186,7 @@ def test_a_study_trains_replays_and_compares_and_goes_on(pair_dirs, tmp_path, ca
     """One step of each recipe on a few short texts, of two variants with the first; and not again."""
     target, draft = map(str, pair_dirs)
     fields = {"training.max_steps": 1, "training.use_cpu": True} | ({"draft": draft} if recipe == "distill" else {})
+    fields |= {"draft_vocabulary": 200} if recipe == "medusa" else {}  # the config's is that of a larger one
     variants = {name: fields | {"divergence": name} for name in ("tvd", "forward_kl")[: 1 + (recipe == "distill")]}
     arguments = ["--recipe", recipe, "--target", target, "--variants", json.dumps(variants), "--seeds", "[0]"]
     arguments += [
@@ -247,7 +248,7 @@ def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
 @pytest.mark.usefixtures("untraced")
 def test_rounds_of_a_pair_are_counted_and_timed(pair, tmp_path):
     arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--batch_size", "[1, 2]"]
-    arguments += ["--repeats", "1", "--max_new_tokens", "32"]
+    arguments += ["--repeats", "1", "--max_new_tokens", "40"]
     figures = figures_of(rounds.bench, rounds.BenchRoundsConfig, arguments, tmp_path)
     settings = {f"B = {rows}, T = {temperature}" for rows in (1, 2) for temperature in (0, 1)}
     assert set(figures["rounds"]) == {f"mine, {setting}" for setting in settings}
@@ -258,7 +259,7 @@ def test_rounds_of_a_pair_are_counted_and_timed(pair, tmp_path):
 
 @pytest.mark.usefixtures("untraced")
 def test_rounds_are_timed_beside_their_products(pair, tmp_path):
-    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--repeats", "1", "--max_new_tokens", "32"]
+    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--repeats", "1", "--max_new_tokens", "40"]
     figures = figures_of(floor.bench, floor.BenchFloorConfig, arguments, tmp_path)
     assert set(figures["rounds"]) == {f"{name}, T = {t}" for name in ("plain", "mine") for t in (0, 1)}
     for of_method in figures["rounds"].values():

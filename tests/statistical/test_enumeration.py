@@ -38,7 +38,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.proposers import draft_tree, run_ahead
 from draftsmith.decode.proposers.draft_model import stop_below_confidence
-from draftsmith.decode.rules import acceptance, verification
+from draftsmith.decode.rules import acceptance, judged, verification
 from draftsmith.decode.sampling import Sampler, draw_rows, uniforms
 
 SCALES = {"wte": 30, "wpe": 10, "c_attn": 40, "c_proj": 20, "c_fc": 20, "lm_head": 16}
@@ -243,7 +243,7 @@ def chains_with(**changed):
             return rule(p, q, drafted, r, u)
         return rule(*(arguments | {name: change(**arguments) for name, change in changed.items()}).values())
 
-    return {(verification, "accept_exact_chains"): mistaken}
+    return {(judged, "accept_exact_chains"): mistaken}
 
 
 def siblings_with(mistake):

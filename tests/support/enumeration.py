@@ -25,7 +25,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from draftsmith.decode import Exact, Proposer, speculative_generate
 from draftsmith.decode.proposers import draft_model, draft_tree, unigram
-from draftsmith.decode.rules import Rule, acceptance, verification
+from draftsmith.decode.rules import Rule, acceptance, judged, verification
 from draftsmith.decode.rules import rule as rules
 from draftsmith.distill.parallel import proposer as parallel_drafts
 
@@ -33,7 +33,7 @@ Text = tuple[int, ...]
 State = tuple[Text, tuple[Any, ...]]
 """The new tokens, and of each round how many tokens were drafted and which nodes were accepted."""
 START: State = ((), ())
-MODULES = (acceptance, draft_model, draft_tree, parallel_drafts, rules, unigram, verification)
+MODULES = (acceptance, draft_model, draft_tree, judged, parallel_drafts, rules, unigram, verification)
 TICKET = 2.0**-24  # tickets are multiples of it, which float32 has too
 MARGIN = 1e-6  # how near to the ends of an interval its numbers lie, as a share of it
 NOTHING = 1e-14  # what has p = q is rejected with a probability that is rounding
@@ -323,9 +323,9 @@ def enumerated(
         oracle = Oracle(rows)
 
         class Watched(Exact):
-            def verify_batch(self, samplers, logits, contexts, proposals, generators, oracle=oracle):
+            def verify_batch(self, samplers, logits, contexts, proposals, generators, likeliest=None, oracle=oracle):
                 verify = Rule.verify_batch if by_row else Exact.verify_batch
-                verdicts = verify(self, samplers, logits, contexts, proposals, generators)
+                verdicts = verify(self, samplers, logits, contexts, proposals, generators, likeliest)
                 for generator, proposal, verdict in zip(generators, proposals, verdicts, strict=True):
                     accepted = tuple(proposal.tokens[verdict.path].tolist())
                     assert verdict.accepted is None or tuple(verdict.accepted) == accepted

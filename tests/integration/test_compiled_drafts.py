@@ -1,0 +1,387 @@
+"""Whole drafts, the target's argmax and the rule for sampling in programs: they write what eager decoding writes.
+
+In float32 the same seeds give the same tokens and counts. Most tests run what would be traced; each shape is traced
+once under sampling, which the programs of T=0 are parts of.
+"""
+
+import copy
+import weakref
+from functools import lru_cache, wraps
+
+import pytest
+import torch
+from conftest import perturbed, tiny_llama
+from gemma import tiny_gemma
+from specimens import TREE, eagle, medusa, near, rotated
+from trained_heads import own_texts, train_heads
+
+from draftsmith.decode import (
+    BlindProposer,
+    Cascade,
+    DraftModelProposer,
+    InputError,
+    Plan,
+    Threshold,
+    Tree,
+    Typical,
+    autoregressive_generate,
+    speculative_generate,
+)
+from draftsmith.decode.cache import program
+from draftsmith.decode.measurement.exactness import first_mismatch
+from draftsmith.decode.planner import RoundCosts
+from draftsmith.decode.proposers import draft_model
+from draftsmith.decode.proposers.draft_model import stop_below_confidence
+from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa.eagle.proposer import EagleProposer
+
+NEW = 14
+LENGTHS = (5, 9, 2)
+GREEDY = {"do_sample": False}
+PLAIN = {"do_sample": True, "top_k": 0}
+TEMPERATURES = {"T=0": GREEDY, "T=1": PLAIN, "T=0.7": {**PLAIN, "temperature": 0.7}}
+
+
+@lru_cache
+def target():
+    return tiny_llama(0)
+
+
+@lru_cache
+def draft():
+    return perturbed(target(), 0.05)
+
+
+@lru_cache
+def eagle_heads():
+    return eagle(target())
+
+
+@lru_cache
+def heads(hydra):
+    """Heads that learnt from what the target writes behind prompts like the tests'."""
+    ids, _ = batch()
+    prompts = [row[-length:] for row, length in zip(ids, LENGTHS, strict=True)]
+    texts = [
+        text
+        for options in (GREEDY, PLAIN, PLAIN)
+        for text in own_texts(target(), prompts, max_new_tokens=NEW, **options)
+    ]
+    return train_heads(target(), MedusaHeads.of_target(target(), 3, hydra=hydra), texts)
+
+
+SHAPES = {
+    "chain": lambda: DraftModelProposer(draft()),
+    "greedy chain": lambda: DraftModelProposer(draft(), greedy=True),
+    "tree": lambda: DraftModelProposer(draft(), TREE),
+    "eagle chain": lambda: EagleProposer(eagle_heads()),
+    "eagle tree": lambda: EagleProposer(eagle_heads(), TREE),
+    "medusa chain": lambda: MedusaProposer(heads(False), Tree.chain(3)),
+    "medusa tree": lambda: MedusaProposer(heads(False), TREE),
+    "hydra chain": lambda: MedusaProposer(heads(True), Tree.chain(3)),
+    "hydra tree": lambda: MedusaProposer(heads(True), TREE),
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Let no test have another's programs."""
+    monkeypatch.setattr(program, "_PROGRAMS", weakref.WeakKeyDictionary())
+
+
+def batch(rows=3):
+    """Prompts of different lengths, padded on the left, and their mask; a single one is the first."""
+    generator, longest = torch.Generator().manual_seed(5), max(LENGTHS[:rows])
+    ids, mask = torch.zeros(2, rows, longest, dtype=torch.long)
+    for row, length in enumerate(LENGTHS[:rows]):
+        ids[row, longest - length :] = torch.randint(1, 97, (length,), generator=generator)
+        mask[row, longest - length :] = 1
+    return ids, mask
+
+
+def new_tokens(out, rows=3):
+    """Return the new tokens of each row, up to its end."""
+    first = max(LENGTHS[:rows])
+    return [
+        row[first : first + c.num_emitted_tokens].tolist() for row, c in zip(out.sequences, out.row_counts, strict=True)
+    ]
+
+
+def ending(drafter, model, options, seed=3):
+    """Return a token that ends the second row early and another row never, or the others later."""
+    texts = new_tokens(speculate(drafter, model, options, seed=seed))
+    early = texts[1][: NEW // 2]
+    return min(early, key=lambda token: sum(token in text for text in texts))
+
+
+def speculate(drafter, model, options, rows=3, draft_length=3, seed=3, **further):
+    return speculative_generate(
+        model, drafter, *batch(rows), draft_length=draft_length, seed=seed,
+        **{"max_new_tokens": NEW, **options, **further},
+    )  # fmt: skip
+
+
+def same(compiled, eager):
+    assert compiled.sequences.tolist() == eager.sequences.tolist()
+    assert compiled.row_counts == eager.row_counts
+
+
+def both(drafter, options, model=None, **further):
+    """Decode eagerly and compiled; return what is the same of them."""
+    model = model or target()
+    eager, compiled = (speculate(drafter, model, options, compiled=how, **further) for how in (False, True))
+    same(compiled, eager)
+    return compiled
+
+
+def kinds(made):
+    """Return which forwards became programs."""
+    return {key[0] for _, key in made}
+
+
+@pytest.mark.parametrize("options", TEMPERATURES.values(), ids=TEMPERATURES)
+@every_shape
+def test_programs_write_the_eager_tokens(untraced, shape, options):
+    drafter = SHAPES[shape]()
+    end = ending(drafter, target(), options)
+    whole = both(drafter, options, eos_token_id=end)
+    counts = [row.num_emitted_tokens for row in whole.row_counts]
+    assert counts[1] < max(counts)  # a row ends before others
+    assert 0 < whole.counts.num_accepted_tokens < whole.counts.num_draft_tokens
+    same(speculate(drafter, target(), options, compiled=True, eos_token_id=end), whole)  # prompts by programs, too
+    alone = both(drafter, options, rows=1)
+    assert alone.counts.num_emitted_tokens == NEW
+    made = kinds(untraced)
+    assert {"BlockForward", "HeadsForward" if "medusa" in shape or "hydra" in shape else "ModelDraftForward"} <= made
+    assert ("Judgement" in made) == (options is not GREEDY and "tree" not in shape)
+
+
+def test_traced_programs_write_the_eager_tokens(traced):
+    """Of models with a layer: what takes its time is tracing."""
+    model = tiny_llama(1, layers=1)
+    for drafter in (DraftModelProposer(near(model)), MedusaProposer(medusa(model, hydra=True), TREE)):
+        options = TEMPERATURES["T=0.7"]
+        both(drafter, options, model, draft_length=2, eos_token_id=ending(drafter, model, options))
+        both(drafter, options, model, rows=1, draft_length=2)
+    made = [key[0] for _, key in traced]
+    assert [made.count(name) for name in ("BlockForward", "ModelDraftForward", "HeadsForward", "Judgement")] == [
+        1,
+        1,
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("options", TEMPERATURES.values(), ids=TEMPERATURES)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_chain_longer_than_a_program_is_several(untraced, monkeypatch, options, steps):
+    monkeypatch.setattr(draft_model, "MOST_LAYERS", 2 * steps)  # of two layers
+    drafter = SHAPES["chain"]()
+    both(drafter, options, draft_length=5, eos_token_id=ending(drafter, target(), options))
+    both(drafter, options, draft_length=5, rows=1)
+    shapes = {len(key[1]) for _, key in untraced if key[0] == "ModelDraftForward"}
+    assert shapes == {1, steps}
+
+
+def test_a_tree_deeper_than_a_program_is_drafted_by_forwards(untraced, monkeypatch):
+    monkeypatch.setattr(draft_model, "MOST_LAYERS", 2)
+    for options in TEMPERATURES.values():
+        both(SHAPES["tree"](), options)
+    assert "ModelDraftForward" not in kinds(untraced)
+
+
+def test_distributions_of_another_precision_are_judged_by_another_program(untraced):
+    """A program reads its inputs as what it was compiled for, whatever they are."""
+    for drafter in (DraftModelProposer(draft()), BlindProposer(), DraftModelProposer(copy.deepcopy(draft()).double())):
+        both(drafter, PLAIN)
+    judged = [key for _, key in untraced if key[0] == "Judgement"]
+    assert len(judged) == len(set(judged)) == 2  # q is float32 or float64
+
+
+@pytest.mark.parametrize("options", TEMPERATURES.values(), ids=TEMPERATURES)
+@pytest.mark.usefixtures("untraced")
+def test_plain_decoding_by_programs_writes_the_eager_tokens(options):
+    """Fewer rows than prompts, so that a prompt takes the row of a text that has ended."""
+    ids, mask = batch()
+    for rows, prompts in ((3, (ids, mask)), (2, (ids, mask)), (1, batch(1))):
+        first = autoregressive_generate(target(), *prompts, seed=3, max_new_tokens=NEW, **options).sequences
+        settings = {"seed": 3, "max_new_tokens": NEW, "rows": rows, "eos_token_id": int(first[0, -NEW + 4]), **options}
+        eager, compiled = (
+            autoregressive_generate(target(), *prompts, compiled=how, **settings) for how in (False, True)
+        )
+        same(compiled, eager)
+
+
+class Wavering(Plan):
+    """Drafts of changing lengths, whatever they cost."""
+
+    turn = 0
+
+    def draft_length(self):
+        self.turn += 1
+        return (3, 0, 1, 5, 0, 0, 2, 6)[self.turn % 8]
+
+
+@every_shape
+@pytest.mark.usefixtures("untraced")
+def test_texts_of_a_plan_are_plain_decodings(shape):
+    """A plan that measures, whose lengths depend on the clock, and one of given costs."""
+    drafter, (ids, mask) = SHAPES[shape](), batch()
+    plain = autoregressive_generate(target(), ids, mask, max_new_tokens=NEW, do_sample=False).sequences
+    for plan in (None, Plan(RoundCosts({1: 1.0, 9: 1.2}, 0.05))):
+        out = speculate(drafter, target(), GREEDY, draft_length=plan, compiled=True)
+        assert out.sequences.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize(("shape", "name"), [*rotated(SHAPES, ["T=0", "T=1"]), ("chain", "T=1"), ("tree", "T=0")])
+@pytest.mark.usefixtures("untraced")
+def test_drafts_of_changing_lengths_are_the_eager_ones(shape, name):
+    drafter, options = SHAPES[shape](), TEMPERATURES[name]
+    end = ending(drafter, target(), options)
+    eager, compiled = (
+        speculate(
+            drafter, target(), options, draft_length=Wavering(RoundCosts({1: 1.0}, 0.0)), compiled=how,
+            eos_token_id=end, max_new_tokens=2 * NEW,
+        )
+        for how in (False, True)
+    )  # fmt: skip
+    same(compiled, eager)
+
+
+# Numbers that are none
+
+
+def broken_after(model, token):
+    """Return a copy of a model whose logits are not numbers after a token; all else of it stays as it is."""
+
+    class Broken(type(model)):
+        @wraps(type(model).forward)
+        def forward(self, input_ids, **inputs):
+            output = super().forward(input_ids=input_ids, **inputs)
+            spoilt = (input_ids == token)[:, -output.logits.shape[1] :, None]
+            output.logits = output.logits.masked_fill(spoilt, float("nan"))
+            return output
+
+    copied = Broken(model.config).eval().requires_grad_(False)
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
+def error_of(call, **options):
+    with pytest.raises(
+        InputError, match=r"^target: expected finite logits, found NaN after \d+ tokens of row \d$"
+    ) as e:
+        call(**options)
+    return str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [(shape, 3) for shape in ("plain", *SHAPES)] + [("plain", 1), ("chain", 1), ("hydra tree", 1)]
+)
+@pytest.mark.parametrize("options", [GREEDY, PLAIN], ids=["T=0", "T=1"])
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.filterwarnings("ignore:proposer. q is not a number")
+def test_logits_that_are_no_numbers_raise_the_same_error(shape, options, rows):
+    settings = {"max_new_tokens": NEW, "seed": 3, **options}
+    if shape == "plain":
+        text = autoregressive_generate(target(), *batch(rows), **settings).sequences
+    else:
+        text = speculative_generate(target(), SHAPES[shape](), *batch(rows), draft_length=3, **settings).sequences
+    broken = broken_after(target(), int(text[0, max(LENGTHS[:rows]) + 4]))
+
+    def decode(compiled):
+        if shape == "plain":
+            autoregressive_generate(broken, *batch(rows), compiled=compiled, **settings)
+        else:
+            speculate(SHAPES[shape](), broken, options, rows=rows, compiled=compiled)
+
+    assert error_of(decode, compiled=True) == error_of(decode, compiled=False)
+
+
+@pytest.mark.parametrize(("shape", "name"), [*rotated(SHAPES, ["T=1", "T=0"]), ("eagle chain", "T=1")])
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.filterwarnings("ignore:proposer. q is not a number")
+def test_a_drafter_without_numbers_leaves_plain_decodings_text(shape, name):
+    options = TEMPERATURES[name]
+    drafter = copy.deepcopy(SHAPES[shape]())
+    for weight in (drafter.heads if hasattr(drafter, "heads") else drafter.draft_model.lm_head).parameters():
+        weight.data.fill_(float("nan"))
+    out = speculate(drafter, target(), options, compiled=True)
+    assert out.counts.num_draft_tokens > 0
+    if options is GREEDY:
+        plain = autoregressive_generate(target(), *batch(), max_new_tokens=NEW, do_sample=False).sequences
+        assert out.sequences.tolist() == plain.tolist()
+    elif shape != "greedy chain":  # which names some token for certain
+        assert out.counts.num_accepted_tokens == 0
+
+
+# What programs leave to eager code
+
+
+PROCESSORS = {
+    "top-k": {**PLAIN, "top_k": 5, "temperature": 0.7},
+    "top-p": {**PLAIN, "top_p": 0.8},
+    "repetition penalty": {**PLAIN, "repetition_penalty": 1.3},
+    "repetition penalty, T=0": {"do_sample": False, "repetition_penalty": 1.3},
+    "suppressed, T=0": {"do_sample": False, "suppress_tokens": list(range(0, 97, 3))},
+    "at least, T=0": {"do_sample": False, "min_new_tokens": 6},
+}
+
+
+@pytest.mark.parametrize(("shape", "name"), [*rotated(SHAPES, PROCESSORS), ("medusa chain", "top-k")])
+def test_other_processors_write_the_eager_tokens(untraced, shape, name):
+    both(SHAPES[shape](), PROCESSORS[name], eos_token_id=3)
+    assert kinds(untraced) == {"BlockForward"}
+
+
+LOSSY = {"typical": Typical(), "threshold": Threshold(0.05), "cascade": Cascade(0.2)}
+
+
+@pytest.mark.parametrize(("shape", "rule"), rotated(SHAPES, LOSSY))
+def test_lossy_rules_write_the_eager_tokens(untraced, shape, rule):
+    drafter, rule = SHAPES[shape](), LOSSY[rule]
+    for options in (GREEDY, PLAIN):
+        eager, compiled = (speculate(drafter, target(), options, rule=rule, compiled=how) for how in (False, True))
+        same(compiled, eager)
+        assert compiled.departure.total_variation == pytest.approx(eager.departure.total_variation, abs=1e-4)
+    assert kinds(untraced) == {"BlockForward"}
+
+
+@pytest.mark.parametrize("options", TEMPERATURES.values(), ids=TEMPERATURES)
+def test_drafts_that_stop_write_the_eager_tokens(untraced, options):
+    drafter = DraftModelProposer(draft(), stop=stop_below_confidence(0.05))
+    out = both(drafter, options, draft_length=4)
+    assert 0 < out.counts.num_draft_tokens_per_pos[1] < out.counts.num_draft_tokens_per_pos[0]
+    assert "ModelDraftForward" not in kinds(untraced)
+
+
+@pytest.mark.parametrize(("tree", "options"), [(None, PLAIN), (TREE, GREEDY)], ids=["chain, T=1", "tree, T=0"])
+@pytest.mark.usefixtures("untraced")
+def test_windows_and_tied_heads_write_the_eager_tokens(tree, options):
+    model = gemma()
+    drafter = DraftModelProposer(near(model), tree)
+    both(drafter, options, model, eos_token_id=ending(drafter, model, options), max_new_tokens=2 * NEW)
+
+
+@lru_cache
+def gemma():
+    return tiny_gemma().requires_grad_(False)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree", "medusa tree", "eagle chain"])
+@pytest.mark.usefixtures("untraced")
+def test_half_precision_writes_the_eager_text_up_to_a_tie(shape):
+    """At T=0 in bfloat16, as in `test_half_precision`."""
+    half = tiny_llama(0).to(torch.bfloat16)
+    drafter = {
+        "chain": lambda: DraftModelProposer(near(half)),
+        "tree": lambda: DraftModelProposer(near(half), TREE),
+        "medusa tree": lambda: MedusaProposer(medusa(half), TREE),
+        "eagle chain": lambda: EagleProposer(eagle(half)),
+    }[shape]()
+    eager, compiled = (speculate(drafter, half, GREEDY, compiled=how) for how in (False, True))
+    for row, length in enumerate(LENGTHS):
+        texts = [out.sequences[row, max(LENGTHS) - length :] for out in (eager, compiled)]
+        mismatch = first_mismatch(half, *texts, length)
+        assert mismatch is None or mismatch.is_tie
