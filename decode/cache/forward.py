@@ -3,6 +3,7 @@
 Shape suffixes: B rows, K tokens of a block, M of the last slots, N slots that are attended to, S slots, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ Axes = Mapping[int, str]
 n slots that are attended to, s all slots."""
 
 
-class Forward(nn.Module):
+class Forward(nn.Module, ABC):
     """A module that a program computes.
 
     Its inputs are tensors, and lists of tensors. Its own buffers are part of the program; the tensors of its `model`
@@ -45,9 +46,9 @@ class Forward(nn.Module):
         """What is compiled, for whoever waits."""
         return f"the forward of {type(self.model).__name__}"
 
+    @abstractmethod
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the axes of each input that vary, in the inputs' nesting."""
-        raise NotImplementedError
 
 
 class BlockForward(Forward):

@@ -1,8 +1,7 @@
 """The weights that compiled forwards compute with on CPUs: copies that are laid out for blocks of a few tokens.
 
 Such a block reads every weight for little arithmetic: weights lie in the order in which `product` reads them, and
-linear
-layers that see the same input are one product.
+linear layers that see the same input are one product.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,11 +96,6 @@ def lent(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     finally:
         for parent, name, layer in changed:
             parent._modules[name] = layer
-
-
-def products(model: nn.Module) -> list[nn.Module]:
-    """Return the linear maps that a model computes with while its layers are `lent` weights, each once."""
-    return [module for module in model.modules() if isinstance(module, _Whole)]
 
 
 @dataclass

@@ -128,7 +128,7 @@ def draws_of(
     numbers = [1 if shape.is_chain else len(level.parents) * support_size(level, vocab_size) for level in levels]
     counts = [sum(numbers[:k]) for k in draft_lengths]
     drawn = uniforms(generators, counts, torch.empty(0, dtype=dtype, device=device))
-    return [temperature, nn.functional.pad(drawn, (0, sum(numbers) - drawn.shape[1]), value=0.5)]
+    return [temperature, nn.functional.pad(drawn, (0, sum(numbers) - drawn.shape[1]), value=1.0)]
 
 
 Read = Callable[[Tensor], tuple[Tensor, Tensor | None]]

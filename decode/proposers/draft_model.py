@@ -92,7 +92,9 @@ class DraftModelProposer(Proposer):
             moved = [sampler.on(device) for sampler in task.row_samplers]
             self._samplers = moved or [task.sampler.on(device)] * len(self._generators)
         temperature = self._samplers[0].temperature if self._draws else None
-        self._temperature = None if temperature is None else torch.tensor(temperature, device=device)
+        self._temperature = (
+            None if temperature is None else torch.tensor(temperature, dtype=torch.float64, device=device)
+        )
         rows, widest = len(self._generators), 0
         if isinstance(self.tree, Tree):
             widest = max(map(len, self.tree.pruned(task.draft_length)[0].children))

@@ -119,4 +119,4 @@ def _judged(
 
 @lru_cache
 def _number(value: float, device: torch.device) -> Tensor:
-    return torch.tensor(value, device=device)
+    return torch.tensor(value, dtype=torch.float64, device=device)

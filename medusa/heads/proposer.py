@@ -131,7 +131,9 @@ class MedusaProposer(TreeProposer):
         task = self._task
         depth = task.draft_length if task.fixed_length else max(draft_lengths)
         tree, device = self.tree.pruned(depth)[0], self._device
-        temperature = None if self._temperature is None else torch.tensor(self._temperature, device=device)
+        temperature = (
+            None if self._temperature is None else torch.tensor(self._temperature, dtype=torch.float64, device=device)
+        )
         draws = draws_of(tree, task.vocab_size, temperature, self._generators, draft_lengths, device)
         last = torch.stack([text[-1] for text in contexts]).to(device)
         inputs = [hidden_BH.to(device, self._dtype).contiguous(), last, draws]
