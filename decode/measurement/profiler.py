@@ -225,8 +225,14 @@ class Profile:
         """Called once the target's logits are there."""
         round = self._round
         if self._compiled and round is not None and not any(span.kind == "accept" for span in round.spans):
-            self._add(Span("target", "forward", self._seen, time.perf_counter_ns()))
+            # Short prompts go through the program, which no hook sees.
+            self._add(Span(self._kind(round), "forward", self._seen, time.perf_counter_ns()))
             self._wait("target")
+
+    @staticmethod
+    def _kind(round: ProfiledRound) -> str:
+        first = round.first and not any(span.kind == "prefill" for span in round.spans)
+        return "prefill" if first else "target"
 
     def _forward(self, module: nn.Module, args: Any) -> None:
         if not self._busy:
@@ -236,8 +242,7 @@ class Profile:
         round = self._round
         if self._busy or round is None:  # a drafter's own, or a plan's that measures before the rounds
             return
-        first = round.first and not any(span.kind == "prefill" for span in round.spans)
-        self._add(Span("prefill" if first else "target", "forward", self._forward_began, time.perf_counter_ns()))
+        self._add(Span(self._kind(round), "forward", self._forward_began, time.perf_counter_ns()))
         self._wait("target")
 
     def _observe(self, round: Round) -> None:
