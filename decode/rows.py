@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from draftsmith.decode.cache import Places
+from draftsmith.decode.cache.layers import READ_AT_ONCE
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
@@ -163,7 +164,7 @@ class TextBatch:
     def last(self) -> Tensor:
         """Return each row's last token, (B, 1)."""
         if self.lengths.alike:
-            return self._tokens[:, self.lengths.host[0] - 1, None]
+            return self._tokens.narrow(1, self.lengths.host[0] - 1, 1)
         return self._tokens.gather(1, self.lengths.tensor[:, None] - 1)
 
     def append(self, tokens_B: Tensor) -> None:
@@ -174,7 +175,7 @@ class TextBatch:
             self._tokens.scatter_(1, self.lengths.tensor[:, None], tokens_B[:, None])
         self.lengths = self.lengths + 1
 
-    def write(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor:
+    def write(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor | None:
         """Write tokens behind each row, in one transfer, which the places of the accepted nodes go with.
 
         Args:
@@ -182,10 +183,16 @@ class TextBatch:
             paths: the places in its block of each row's accepted nodes; none where they are all in order.
 
         Returns:
-            The same places, (B, D): where a path ends, those that a chain would have.
+            The same places, (B, D): where a path ends, those that a chain would have. None without paths.
         """
-        width, depth = max(map(len, tokens)), max(map(len, paths), default=0)
         lengths = [row.length + len(new) for row, new in zip(self.rows, tokens, strict=True)]
+        if not paths and self._tokens.device.type in READ_AT_ONCE:
+            room = self._tokens.numpy()
+            for place, (length, new) in enumerate(zip(lengths, tokens, strict=True)):
+                room[place, length - len(new) : length] = new
+            self.lengths = Places(lengths, self._tokens.device)
+            return None
+        width, depth = max(map(len, tokens)), max(map(len, paths), default=0)
         packet = torch.tensor(
             [
                 [length, *new, *[0] * (width - len(new)), *path, *range(len(path) + 1, depth + 1)]
@@ -199,7 +206,7 @@ class TextBatch:
             columns = self.lengths.tensor[:, None] + torch.arange(width, device=self._tokens.device)
             self._tokens.scatter_(1, columns, packet[:, 1 : 1 + width])
         self.lengths = Places(lengths, packet.device, packet[:, 0])
-        return packet[:, 1 + width :]
+        return packet[:, 1 + width :] if paths else None
 
     def select(self, places: Sequence[int]) -> None:
         """Drop all but some rows."""

@@ -162,19 +162,21 @@ def _write(
     while True:
         rows, roots = texts.rows, texts.lengths + -1
         # Draft γ tokens from q, but leave room for the target's own.
-        drafts = plan.propose(model, proposer, RowTexts(rows), [row.room - 1 for row in rows])
+        contexts = RowTexts(rows)
+        drafts = plan.propose(model, proposer, contexts, [row.room - 1 for row in rows])
         # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
         width = max(len(draft.tokens) for draft in drafts)
         logits = _verify(target, texts, drafts, roots, width)
         # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
-        contexts = [Contexts(row.context, draft) for row, draft in zip(rows, drafts, strict=True)]
+        before = [Contexts(context, draft) for context, draft in zip(contexts, drafts, strict=True)]
         samplers, generators = [row.sampler for row in rows], [row.generator for row in rows]
-        verdicts = rule.verify_batch(samplers, logits, contexts, drafts, generators, target.likeliest)
+        verdicts = rule.verify_batch(samplers, logits, before, drafts, generators, target.likeliest)
         # Emit them; in the target's cache, accepted nodes of a tree move to where a chain has its tokens.
         tokens = [_emitted(*args) for args in zip(rows, verdicts, drafts, strict=True)]
         paths = _moves(verdicts)
         places = texts.write(tokens, paths)
-        target.keep_paths(roots, paths, places)
+        if paths:
+            target.keep_paths(roots, paths, places)
         for row, draft, verdict, emitted in zip(rows, drafts, verdicts, tokens, strict=True):
             round = _recorded(row, draft, verdict, emitted)
             plan.observe(round.accepted, round.drafted)
@@ -278,7 +280,7 @@ def _outcomes(
     verdicts: Sequence[Verdict],
     logits: Tensor,
     roots: Places,
-    places: Tensor,
+    places: Tensor | None,
 ) -> list[Outcome]:
     """Return what became of each row's draft, with the hidden states or features that the target was asked for.
 
@@ -288,7 +290,7 @@ def _outcomes(
         verdicts: of the rows.
         logits: the target's, (B, 1 + K, V).
         roots: the slot of each row's root.
-        places: of the accepted nodes in the block, (B, D), where a path ends those of a chain; none for chains.
+        places: of the accepted nodes in the block, (B, D), where a path ends those of a chain; None for chains.
     """
     outcomes, hidden = [], target.hidden
     for row, (draft, verdict) in enumerate(zip(drafts, verdicts, strict=True)):
@@ -299,7 +301,7 @@ def _outcomes(
     # One forward, or two: prompts and then the first block.
     width, before, block = logits.shape[1], target.features[0], target.features[-1][:, -logits.shape[1] :]
     first = len(target.features) > 1 or before.shape[1] > width
-    if places.shape[1]:
+    if places is not None:
         nodes = torch.nn.functional.pad(places, (1, 0)).to(block.device).clamp(max=width - 1)
         block = block.take_along_dim(nodes[..., None], dim=1)
     target.features.clear()

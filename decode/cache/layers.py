@@ -13,6 +13,8 @@ from transformers.cache_utils import CacheLayerMixin
 # Slots that a buffer begins with at least, and is a multiple of while it grows.
 SLOTS = 64
 
+READ_AT_ONCE = {"cpu"}
+"""Devices whose values cost nothing to look at, and nothing to write from the host."""
 SavedLayer = tuple[Tensor, Tensor]
 """Keys and values of one row in one layer, (H, T, D) each."""
 
@@ -22,12 +24,17 @@ class Places:
 
     def __init__(self, host: Sequence[int], device: torch.device, tensor: Tensor | None = None):
         self.host, self._device, self._tensor = list(host), device, tensor
+        self._base: tuple[Places, int] | None = None
 
     @property
     def tensor(self) -> Tensor:
         """The slots, (B,) int64."""
         if self._tensor is None:
-            self._tensor = torch.tensor(self.host, device=self._device)
+            if self._base is None or self._device.type in READ_AT_ONCE:
+                self._tensor = torch.tensor(self.host, device=self._device)
+            else:
+                base, offset = self._base
+                self._tensor = base.tensor + offset
         return self._tensor
 
     @property
@@ -36,9 +43,11 @@ class Places:
         return len(set(self.host)) == 1
 
     def __add__(self, offset: int) -> "Places":
+        moved = Places([slot + offset for slot in self.host], self._device)
         # Of one slot for all rows the host's number is enough: nothing is computed on the device.
-        tensor = None if self._tensor is None and self.alike else self.tensor + offset
-        return Places([slot + offset for slot in self.host], self._device, tensor)
+        if self._tensor is not None or not self.alike:
+            moved._base = self, offset
+        return moved
 
 
 class Block:

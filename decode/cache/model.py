@@ -88,7 +88,8 @@ class CachedModel:
         if compiled:
             self._programs, self._has_head = Programs.of(model), has_head(model)
             self._ready: dict[tuple[Hashable, ...], Program] = {}  # by name, and the names of further inputs
-            self._chains: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+            self._chains: dict[tuple[int, int, int], list[Tensor]] = {}
+            self._ranges: dict[int, Tensor] = {}
             self._last_position = torch.tensor(self._last, device=self._device)
         self._range = torch.arange(slots, device=self._device)
         # Where tokens of a tree lie is not where they stand: windows are counted in positions.
@@ -309,10 +310,10 @@ class CachedModel:
         """Run the program of a block; return the logits, (B, keep, V), and keep the states that are wanted."""
         rows, k = tokens.shape
         if visible is None or depths is None:
-            visible, depths = self._chain(rows, k)
+            given = self._chain(rows, k, keep)
         else:
             visible, depths = visible.expand(rows, -1, -1).contiguous(), depths.expand(rows, -1).contiguous()
-        given = [visible, depths, self._range[k - keep : k]]
+            given = [visible, depths, self._range[k - keep : k]]
         outputs = self.compute(None, lambda block: block, tokens, places, k, given, further)
         self.likeliest = outputs[1]
         self._keep(outputs[2] if self.wants_hidden else None, outputs[2 + self._has_head :], keep)
@@ -347,14 +348,17 @@ class CachedModel:
             self.features.clear()
         end = max(places.host) + reach
         extras = [*further.values(), *([] if self._positions is None else [self._positions])]
+        count = min(self._slots, -(-end // STEP) * STEP)
+        if count not in self._ranges:
+            self._ranges[count] = self._range[:count]
         inputs = [
-            tokens.clone(memory_format=torch.contiguous_format),
+            tokens.contiguous(),
             places.tensor,
-            self._range[: min(self._slots, -(-end // STEP) * STEP)],
+            self._ranges[count],
             self._last_position,
             *given,
             [states.contiguous() for states in extras],
-            [cast(Tensor, states) for layer in self._written for states in (layer.keys, layer.values)],
+            [states for layer in self._layers if layer.is_initialized for states in (layer.keys, layer.values)],
         ]
         if (program := self._ready.get((name, *further))) is None:
             written = [layer.is_initialized for layer in self._layers]
@@ -377,12 +381,12 @@ class CachedModel:
         written = [template is not None for template in self._programs.templates]
         return self._programs.has(BlockForward(self.model, (), self._depths, written))
 
-    def _chain(self, rows: int, k: int) -> tuple[Tensor, Tensor]:
-        """Return `visible` and `depths` of a chain: see `BlockForward`."""
-        if (rows, k) not in self._chains:
+    def _chain(self, rows: int, k: int, keep: int) -> list[Tensor]:
+        """Return `visible`, `depths` and `kept` of a chain: see `BlockForward`."""
+        if (rows, k, keep) not in self._chains:
             visible = torch.ones(rows, k, k, dtype=torch.bool, device=self._device).tril()
-            self._chains[rows, k] = visible, self._range[:k].repeat(rows, 1)
-        return self._chains[rows, k]
+            self._chains[rows, k, keep] = [visible, self._range[:k].repeat(rows, 1), self._range[k - keep : k]]
+        return self._chains[rows, k, keep]
 
 
 def _template(layer: Layer) -> tuple[Tensor, Tensor] | None:

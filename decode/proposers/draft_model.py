@@ -118,7 +118,7 @@ class DraftModelProposer(Proposer):
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a chain or a tree for each row."""
-        self._lengths = Places([len(context) - self._without for context in contexts], self._device)
+        self._lengths = Places([context.shape[0] - self._without for context in contexts], self._device)
         if max(draft_lengths) < 1:
             empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
             self._fed = [[] for _ in contexts]
@@ -321,11 +321,12 @@ class DraftModelProposer(Proposer):
             block, places = torch.stack(list(texts)), Places([0] * len(texts), texts[0].device)
         else:
             block, places = self._unfed(texts)
-        return block, places, torch.full((len(texts),), block.shape[1] - 1, device=block.device), {}
+        return block, places, _last_places(*block.shape, block.device), {}
 
     def _columns(self, block: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Return the columns of a block whose logits are computed, and each row's place among them: the last one."""
-        return torch.full((1,), block.shape[1] - 1, device=block.device), torch.zeros_like(ends)
+        rows, k = block.shape
+        return _last_places(1, k, block.device), _last_places(rows, 1, block.device)
 
     def _compute(
         self,
@@ -406,6 +407,12 @@ class DraftModelProposer(Proposer):
 def _followed(tokens_BT: Tensor, masks: Tensor | None) -> Tensor:
     """Put the same masks, (M,), behind all rows."""
     return tokens_BT if masks is None else torch.cat([tokens_BT, masks.expand(len(tokens_BT), -1)], 1)
+
+
+@lru_cache(maxsize=256)
+def _last_places(rows: int, k: int, device: torch.device) -> Tensor:
+    """Return the place of the last of K tokens for each row, (B,) int64."""
+    return torch.full((rows,), k - 1, device=device)
 
 
 @lru_cache(maxsize=256)

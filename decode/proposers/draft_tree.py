@@ -107,13 +107,13 @@ class StaticDraft:
             of_rows = [SiblingDraws(support_FM, q_FM, of, places_K) for support_FM, q_FM, places_K in rows]
         drafts = [
             Proposal(
-                self.tokens[row],
+                tokens,
                 None if self.probabilities is None else self.probabilities[row],
                 tree,
                 None if self.confidence is None else self.confidence[row],
                 of_rows[row],
             ).pruned(k)
-            for row, k in enumerate(draft_lengths)
+            for row, (tokens, k) in enumerate(zip(self.tokens.unbind(), draft_lengths, strict=True))
         ]
         return Drafts(drafts, self.tokens, self.probabilities)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.cache.forward import NO_TOKEN
+from draftsmith.decode.cache.layers import READ_AT_ONCE
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal
 from draftsmith.decode.rules.acceptance import accept_exact, accept_greedy
@@ -21,10 +22,6 @@ from draftsmith.decode.rules.verification import (
 )
 from draftsmith.decode.sampling import Sampler, draw
 from draftsmith.decode.tree import ROOT, Tree
-
-READ_AT_ONCE = {"cpu"}
-"""Devices whose values cost nothing to look at: a single chain is verified token by token there, as `verify` does."""
-
 
 class Rule(ABC):
     """Verifies drafts."""
@@ -111,6 +108,7 @@ class Exact(Rule):
             return greedy_verdicts(sampler, logits, proposals, likeliest)
         if all(proposal.tree.is_chain for proposal in proposals):
             compiled = likeliest is not None
+            # A single chain is verified token by token where that costs nothing, as `verify` does.
             if len(proposals) == 1 and not compiled and logits.device.type in READ_AT_ONCE:
                 return super().verify_batch(samplers, logits, contexts, proposals, generators)
             return chain_verdicts(sampler, logits, proposals, generators, compiled)

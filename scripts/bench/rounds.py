@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from draftsmith.decode.errors import InputError, at_least, require
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
-from draftsmith.decode.rules import rule as rules
+from draftsmith.decode.cache import layers
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
 from draftsmith.scripts.bench.common import BenchmarkConfig, main
@@ -147,11 +147,11 @@ class RoundCounter:
             patched[0].propose = begun
             for model, forward in zip(patched[1:], forwards, strict=True):
                 model.forward = apart(forward)
-            rules.READ_AT_ONCE.clear()  # as on a GPU
+            layers.READ_AT_ONCE.clear()  # as on a GPU
             with _Kernels(self), _Synchronisations(self):
                 yield
         finally:
-            rules.READ_AT_ONCE.add("cpu")
+            layers.READ_AT_ONCE.add("cpu")
             for thing in patched:
                 vars(thing).pop("propose", None)
                 vars(thing).pop("forward", None)
