@@ -71,7 +71,7 @@ def _resume(row: TextRow, tokens: Sequence[int]) -> None:
     row.rounds += [TOKEN] * len(tokens)
     if row.sampler.do_sample:
         for _ in tokens:
-            uniforms([row.generator], [1], torch.empty(0, dtype=torch.float64))
+            uniforms([row.generator], [1], torch.float64, row.text.device)
 
 
 def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bool, observer: Observer | None) -> None:
@@ -123,8 +123,8 @@ def _next_tokens(rows: Sequence[TextRow], logits_BV: Tensor, likeliest_BK: Tenso
     samplers = [row.sampler for row in rows]
     sampler, temperature = samplers[0], samplers[0].temperature
     if sampler.do_sample:
-        like = logits_BV.new_empty(0, dtype=torch.float64)
-        u_B = uniforms([row.generator for row in rows], [1] * len(rows), like)[:, 0]
+        generators = [row.generator for row in rows]
+        u_B = uniforms(generators, [1] * len(rows), torch.float64, logits_BV.device)[:, 0]
     if likeliest_BK is not None and temperature is not None:
         return drawn_tokens(logits_BV, temperature, u_B) if sampler.do_sample else likeliest_BK[:, -1]
     scores_BV = scores_of_rows(samplers, logits_BV, [] if sampler.context_free else [row.context for row in rows])

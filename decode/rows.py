@@ -142,8 +142,12 @@ class TextBatch:
     def __init__(self, rows: Sequence[TextRow], block: int, longest: int | None = None):
         self.rows = list(rows)
         longest = longest or max(len(row.text) for row in rows)
-        self._tokens = rows[0].text.new_zeros(len(rows), longest + block)
+        self._hold(rows[0].text.new_zeros(len(rows), longest + block))
         self._place(range(len(rows)))
+
+    def _hold(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+        self._on_host = tokens.numpy() if tokens.device.type in READ_AT_ONCE else None
 
     def _place(self, places: Iterable[int]) -> None:
         """Write the texts of some rows so far into the tensor, which becomes their place."""
@@ -186,10 +190,9 @@ class TextBatch:
             The same places, (B, D): where a path ends, those that a chain would have. None without paths.
         """
         lengths = [row.length + len(new) for row, new in zip(self.rows, tokens, strict=True)]
-        if not paths and self._tokens.device.type in READ_AT_ONCE:
-            room = self._tokens.numpy()
-            for place, (length, new) in enumerate(zip(lengths, tokens, strict=True)):
-                room[place, length - len(new) : length] = new
+        if not paths and self._on_host is not None:
+            for written, length, new in zip(self._on_host, lengths, tokens, strict=True):
+                written[length - len(new) : length] = new
             self.lengths = Places(lengths, self._tokens.device)
             return None
         width, depth = max(map(len, tokens)), max(map(len, paths), default=0)
@@ -211,7 +214,7 @@ class TextBatch:
     def select(self, places: Sequence[int]) -> None:
         """Drop all but some rows."""
         self.rows = [self.rows[place] for place in places]
-        self._tokens = self._tokens[places]
+        self._hold(self._tokens[places])
         for row, tokens in zip(self.rows, self._tokens, strict=True):
             row.text = tokens[: len(row.text)]
         self.lengths = Places([row.length for row in self.rows], self._tokens.device)

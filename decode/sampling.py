@@ -269,8 +269,10 @@ def draw(p_V: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.searchsorted(cumulative, u, right=True).clamp_(max=len(p_V) - 1)
 
 
-def uniforms(generators: Sequence[torch.Generator | None], counts: Sequence[int], like: Tensor) -> Tensor:
-    """Return numbers uniform on [0, 1), of `like`'s dtype and device: row i's generator draws its first `counts[i]`.
+def uniforms(
+    generators: Sequence[torch.Generator | None], counts: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return numbers uniform on [0, 1) of a dtype on a device: row i's generator draws its first `counts[i]`.
 
     So a row spends the random numbers that it would spend alone.
 
@@ -280,10 +282,10 @@ def uniforms(generators: Sequence[torch.Generator | None], counts: Sequence[int]
     most = max(counts)
     rows = []
     for generator, count in zip(generators, counts, strict=True):
-        device = like.device if generator is None else generator.device
-        row = torch.rand(count, generator=generator, device=device, dtype=like.dtype)
+        home = device if generator is None else generator.device
+        row = torch.rand(count, generator=generator, device=home, dtype=dtype)
         rows.append(row if count == most else torch.nn.functional.pad(row, (0, most - count), value=1.0))
-    return torch.stack(rows).to(like.device)
+    return (torch.stack(rows) if len(rows) > 1 else rows[0][None]).to(device)
 
 
 def draw_rows(p_BV: Tensor, u_B: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from draftsmith.decode.generation import (
     prepare_rows,
 )
 from draftsmith.decode.planner import FixedLength, Plan, as_plan
-from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer, tokens_of
+from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer, tokens_of
 from draftsmith.decode.rows import Departure, RowTexts, TextBatch, TextRow
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.rules.verification import Verdict
@@ -165,7 +165,7 @@ def _write(
         contexts = RowTexts(rows)
         drafts = plan.propose(model, proposer, contexts, [row.room - 1 for row in rows])
         # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
-        width = max(len(draft.tokens) for draft in drafts)
+        width = max(len(draft.tree) for draft in drafts)
         logits = _verify(target, texts, drafts, roots, width)
         # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
         before = [Contexts(context, draft) for context, draft in zip(contexts, drafts, strict=True)]
@@ -219,7 +219,9 @@ def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], r
             # The prompt and the first draft in one forward.
             return target.prefill(torch.cat([rows[0].context, drafts[0].tokens])[None, :], keep=width + 1)
         target.prefill_texts([row.context for row in rows])
-    blocks = torch.cat([texts.last(), tokens_of(drafts, width)], 1)
+    blocks = drafts.block if isinstance(drafts, Drafts) else None
+    if blocks is None or blocks.shape[1] != 1 + width:
+        blocks = torch.cat([texts.last(), tokens_of(drafts, width)], 1)
     if chains:
         return target.feed(blocks, roots)
     visible, depths = masks_of([draft.tree for draft in drafts], width, blocks.device)
@@ -294,8 +296,10 @@ def _outcomes(
     """
     outcomes, hidden = [], target.hidden
     for row, (draft, verdict) in enumerate(zip(drafts, verdicts, strict=True)):
-        size = 1 + len(draft.tokens)
-        outcomes.append(Outcome(verdict.path, logits[row, :size], None if hidden is None else hidden[row, :size]))
+        size, of_row, its_hidden = 1 + len(draft.tree), logits[row], None if hidden is None else hidden[row]
+        if size < of_row.shape[0]:
+            of_row, its_hidden = of_row[:size], None if its_hidden is None else its_hidden[:size]
+        outcomes.append(Outcome(verdict.path, of_row, its_hidden))
     if not target.features:
         return outcomes
     # One forward, or two: prompts and then the first block.

@@ -58,6 +58,13 @@ class Tree:
     def __len__(self) -> int:
         return len(self.parents)
 
+    def __hash__(self) -> int:
+        return self._hash  # a round looks it up several times
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.parents)
+
     @classmethod
     def chain(cls, length: int) -> "Tree":
         """Return the tree of width one."""

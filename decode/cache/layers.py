@@ -4,6 +4,7 @@ Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,7 @@ class Places:
         """The slots, (B,) int64."""
         if self._tensor is None:
             if self._base is None or self._device.type in READ_AT_ONCE:
-                self._tensor = torch.tensor(self.host, device=self._device)
+                self._tensor = _as_tensor(tuple(self.host), self._device)
             else:
                 base, offset = self._base
                 self._tensor = base.tensor + offset
@@ -48,6 +49,12 @@ class Places:
         if self._tensor is not None or not self.alike:
             moved._base = self, offset
         return moved
+
+
+@lru_cache(maxsize=1 << 16)
+def _as_tensor(places: tuple[int, ...], device: torch.device) -> Tensor:
+    # Those of one row recur from text to text, and nothing writes to them.
+    return torch.tensor(places, device=device)
 
 
 class Block:

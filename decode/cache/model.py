@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of, rotary_limit
 from draftsmith.decode.cache.features import Features, watched
@@ -90,6 +91,7 @@ class CachedModel:
             self._ready: dict[tuple[Hashable, ...], Program] = {}  # by name, and the names of further inputs
             self._chains: dict[tuple[int, int, int], list[Tensor]] = {}
             self._ranges: dict[int, Tensor] = {}
+            self._in_graphs = graphs.enabled(self._device)
             self._last_position = torch.tensor(self._last, device=self._device)
         self._range = torch.arange(slots, device=self._device)
         # Where tokens of a tree lie is not where they stand: windows are counted in positions.
@@ -348,7 +350,7 @@ class CachedModel:
             self.features.clear()
         end = max(places.host) + reach
         extras = [*further.values(), *([] if self._positions is None else [self._positions])]
-        count = min(self._slots, -(-end // STEP) * STEP)
+        count = min(self._slots, self._attended(end))
         if count not in self._ranges:
             self._ranges[count] = self._range[:count]
         inputs = [
@@ -365,6 +367,12 @@ class CachedModel:
             forward = make(BlockForward(self.model, tuple(further), self._depths, written))
             program = self._ready[name, *further] = self._programs.get(forward, inputs)
         return program(*inputs)
+
+    def _attended(self, end: int) -> int:
+        """Return how many slots a program attends to, of which the first `end` are filled."""
+        if self._in_graphs:
+            return max(graphs.FEWEST_SLOTS, 1 << (end - 1).bit_length())
+        return -(-end // STEP) * STEP
 
     def _made_buffers(self) -> bool:
         """Make the buffers as those of an earlier cache of the model; say whether there was one."""

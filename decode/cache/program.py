@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode import clock
+from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.features import watched
 from draftsmith.decode.cache.forward import Forward
@@ -81,6 +82,10 @@ class Program:
                         _write(exported(forward, example, weights), forward, path)
                     self._load(path, device)
         clock.PROGRAMS.append(time.perf_counter() - begin)
+        self._graphs: graphs.Graphs | None = None
+        if graphs.enabled(device):
+            axes = flattened(forward.axes(example))
+            self._graphs = graphs.Graphs(self._loader.run, ["s" in each.values() for each in axes])
         self.use(weights)
 
     def _load(self, path: Path, device: torch.device) -> None:
@@ -95,19 +100,26 @@ class Program:
         }
         self._held = given  # the program has pointers alone
         self._loader.load_constants(given, False, True, True)
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def __call__(self, *inputs: Any) -> list[Tensor]:
         """Run it with the inputs of its `Forward`."""
         return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> list[Tensor]:
-        flat: list[Tensor] = []
-        for given in inputs:
-            if isinstance(given, list):
-                flat += given
-            else:
-                flat.append(given)
-        return self._loader.run(flat)  # type: ignore[no-any-return]
+        return (self._graphs or self._loader.run)(flattened(inputs))  # type: ignore[no-any-return]
+
+
+def flattened(nested: Sequence[Any]) -> list[Any]:
+    """Return the inputs of a program, or what belongs to each, without lists inside."""
+    flat: list[Any] = []
+    for given in nested:
+        if isinstance(given, list):
+            flat += given
+        else:
+            flat.append(given)
+    return flat
 
 
 class Programs:

@@ -106,11 +106,14 @@ class Drafts(list[Proposal]):
         proposals: a draft for each row.
         tokens: all of their tokens, (B, K); what is beyond a shorter draft may be anything.
         probabilities: all of their distributions, (B, K, V).
+        block: each text's last token and then `tokens`, (B, 1 + K), where they are at hand.
     """
 
-    def __init__(self, proposals: Sequence[Proposal], tokens: Tensor, probabilities: Tensor | None):
+    def __init__(
+        self, proposals: Sequence[Proposal], tokens: Tensor, probabilities: Tensor | None, block: Tensor | None = None
+    ):
         super().__init__(proposals)
-        self.tokens, self.probabilities = tokens, probabilities
+        self.tokens, self.probabilities, self.block = tokens, probabilities, block
 
     @classmethod
     def chains(
@@ -127,6 +130,12 @@ class Drafts(list[Proposal]):
             for row, k in enumerate(lengths)
         ]
         return cls(proposals, tokens_BK, q_BKV)
+
+
+def ends_of(texts: Sequence[Tensor], count: int) -> Tensor:
+    """Return the last tokens of texts, B of (T_b,) → (B, count)."""
+    ends = [text[-count:] for text in texts]
+    return torch.stack(ends) if len(ends) > 1 else ends[0][None]
 
 
 def tokens_of(proposals: Sequence[Proposal], width: int) -> Tensor:

@@ -63,11 +63,11 @@ class DraftForward(Forward):
             )
         return given
 
-    def choose(self, rows: int, logits_after: LogitsAfter, draws: Sequence[Tensor]) -> list[Tensor]:
+    def choose(self, last: Tensor, logits_after: LogitsAfter, draws: Sequence[Tensor]) -> list[Tensor]:
         """Choose the tokens of all nodes.
 
         Args:
-            rows: B.
+            last: each text's last token, (B, 1) int64.
             logits_after: the drafter.
             draws: the temperature, (), and uniform numbers, see `draws_of`; nothing where tokens are not drawn.
 
@@ -87,18 +87,19 @@ class DraftForward(Forward):
             return draws[1][:, spent - count : spent]
 
         levels = self.levels()
-        tokens = levels[0].children.new_zeros(rows, len(self.tree))
+        tokens = levels[0].children.new_zeros(last.shape[0], len(self.tree))
         drafted = choose(self.tree, levels, tokens, scores_after, given if self.drawn else None)
         behind = drafted.siblings or (() if drafted.probabilities is None else (drafted.probabilities,))
-        return [drafted.tokens, *behind]
+        return [torch.cat([last, drafted.tokens], 1), *behind]
 
 
 def draft_of(outputs: Sequence[Tensor]) -> StaticDraft:
     """Return the draft of what a `DraftForward` gives."""
-    tokens, *behind = outputs
+    block, *behind = outputs
+    tokens = block[:, 1:]
     if len(behind) == 3:
-        return StaticDraft(tokens, siblings=(behind[0], behind[1], behind[2]))
-    return StaticDraft(tokens, behind[0] if behind else None)
+        return StaticDraft(tokens, siblings=(behind[0], behind[1], behind[2]), block=block)
+    return StaticDraft(tokens, behind[0] if behind else None, block=block)
 
 
 def draws_of(
@@ -127,8 +128,10 @@ def draws_of(
     levels, dtype = shape.levels(torch.device("cpu")), torch.float64 if shape.is_chain else torch.float32
     numbers = [1 if shape.is_chain else len(level.parents) * support_size(level, vocab_size) for level in levels]
     counts = [sum(numbers[:k]) for k in draft_lengths]
-    drawn = uniforms(generators, counts, torch.empty(0, dtype=dtype, device=device))
-    return [temperature, nn.functional.pad(drawn, (0, sum(numbers) - drawn.shape[1]), value=1.0)]
+    drawn = uniforms(generators, counts, dtype, device)
+    if missing := sum(numbers) - drawn.shape[1]:
+        drawn = nn.functional.pad(drawn, (0, missing), value=1.0)
+    return [temperature, drawn]
 
 
 Read = Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -216,4 +219,4 @@ class ModelDraftForward(DraftForward):
                 seen = torch.cat([seen, states], 1)
             return new
 
-        return self.choose(rows, logits_after, draws)
+        return self.choose(tokens.gather(1, ends[:, None]), logits_after, draws)

@@ -11,7 +11,7 @@ from draftsmith.decode.cache import CachedModel, Places, check_model, padded
 from draftsmith.decode.cache.model import SHORT
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer
+from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer, ends_of
 from draftsmith.decode.proposers.draft_forward import MOST_LAYERS, ModelDraftForward, draft_of, draws_of
 from draftsmith.decode.proposers.draft_tree import (
     DynamicTree,
@@ -152,7 +152,8 @@ class DraftModelProposer(Proposer):
             slots = slots[: slots.index(-1)] if -1 in slots else slots
             paths.append([slot + 1 for slot in slots])
             self._cached[row] = min(self._cached[row], self._lengths.host[row]) + len(slots)
-        self._model.keep_paths(self._lengths + -1, paths)
+        if any(path != list(range(1, len(path) + 1)) for path in paths):
+            self._model.keep_paths(self._lengths + -1, paths)
 
     def select(self, rows: Sequence[int]) -> None:
         """Drop the other rows from the cache."""
@@ -225,7 +226,7 @@ class DraftModelProposer(Proposer):
             self._model.feed(padded(parts, lacking - shortest), self._cached, keep=1)
             lacking = shortest
         self._cached = list(lengths)
-        return torch.stack([context[-lacking:] for context in contexts]), self._lengths + -lacking
+        return ends_of(contexts, lacking), self._lengths + -lacking
 
     def _aligned(self, logits: Tensor) -> Tensor:
         return align_vocabulary(logits, self._task.vocab_size)
@@ -245,7 +246,7 @@ class DraftModelProposer(Proposer):
         chosen: list[Tensor] = []  # (B,) at each step
         distributions: list[Tensor] = []  # (B, V)
         if drawn:
-            u_BK = uniforms(self._generators, draft_lengths, logits.new_empty(0, dtype=torch.float64))
+            u_BK = uniforms(self._generators, draft_lengths, torch.float64, logits.device)
         for step in range(max(draft_lengths)):
             scores = scores_of_rows(samplers, logits, texts)
             if drawn or self.stop or self._wants_confidence:
@@ -277,7 +278,7 @@ class DraftModelProposer(Proposer):
         if not task.compiled or self.stop is not None or self._wants_confidence or isinstance(self.tree, DynamicTree):
             return False
         self._steps = max(1, MOST_LAYERS // self.draft_model.config.get_text_config().num_hidden_layers)
-        if isinstance(self.tree, Tree) and self.tree.pruned(task.draft_length)[0].depth > self._steps:
+        if self.tree is not None and self.tree.pruned(task.draft_length)[0].depth > self._steps:
             return False
         return sampler.temperature is not None and all(other is sampler for other in self._samplers)
 
@@ -289,23 +290,20 @@ class DraftModelProposer(Proposer):
         """Draft chains, or trees of one shape, with a call for each, or for each few steps of long chains."""
         task, depth = self._task, self._task.draft_length if self._task.fixed_length else max(draft_lengths)
         block, places, ends, further = self._unfed_block(texts)
-        if isinstance(self.tree, Tree):
-            trees = [self.tree.pruned(depth)[0]]
-        else:
-            trees = [Tree.chain(length) for length in _parts(depth, self._steps, task.fixed_length)]
+        trees = _shapes(self.tree, depth, self._steps, task.fixed_length)
         parts: list[StaticDraft] = []
         for shape in trees:
             before = sum(part.tokens.shape[1] for part in parts)
+            if parts:
+                # The last token was not fed.
+                block, places = parts[-1].tokens[:, -1:], self._lengths + (before - 1)
+                ends = torch.zeros_like(ends)
             left = [max(0, min(k - before, shape.depth)) for k in draft_lengths]
-            draft = self._compute(shape, block, places, ends, further, left)
-            parts.append(draft)
-            # The last token was not fed.
-            block, places = draft.tokens[:, -1:], self._lengths + (before + len(shape) - 1)
-            ends = torch.zeros_like(ends)
+            parts.append(self._compute(shape, block, places, ends, further, left))
         tree = trees[0] if len(trees) == 1 else Tree.chain(depth)
-        q = [part.probabilities for part in parts if part.probabilities is not None]
         whole = parts[0]
         if len(parts) > 1:
+            q = [part.probabilities for part in parts if part.probabilities is not None]
             whole = StaticDraft(torch.cat([part.tokens for part in parts], 1), torch.cat(q, 1) if q else None)
         self._fed = [_fed_slots(tree, k) for k in draft_lengths]
         return whole.drafts(tree, draft_lengths)
@@ -421,6 +419,12 @@ def _fed_slots(tree: Tree, depth: int) -> list[int]:
     inner = [node for level in tree.levels(torch.device("cpu")) if level.depth for node in level.parents]
     slots = {node: slot for slot, node in enumerate(inner)}
     return [slots.get(node, -1) for node in tree.pruned(depth)[1]]
+
+
+@lru_cache(maxsize=256)
+def _shapes(tree: Tree | None, depth: int, most: int, fixed: bool) -> list[Tree]:
+    """Return the shapes that programs draft, one behind the other: see `_parts`."""
+    return [Tree.chain(part) for part in _parts(depth, most, fixed)] if tree is None else [tree.pruned(depth)[0]]
 
 
 def _parts(length: int, most: int, fixed: bool) -> list[int]:

@@ -97,6 +97,8 @@ class StaticDraft:
     probabilities, (B, F, M), and each node's token's place among them, (B, K)."""
     confidence: Tensor | None = None
     """max q of each node's context, (B, K)."""
+    block: Tensor | None = None
+    """See `Drafts`."""
 
     def drafts(self, tree: Tree, draft_lengths: Sequence[int]) -> Drafts:
         """Return the rows' drafts, cut to their lengths."""
@@ -115,7 +117,7 @@ class StaticDraft:
             ).pruned(k)
             for row, (tokens, k) in enumerate(zip(self.tokens.unbind(), draft_lengths, strict=True))
         ]
-        return Drafts(drafts, self.tokens, self.probabilities)
+        return Drafts(drafts, self.tokens, self.probabilities, self.block)
 
 
 def draft_static_tree(
@@ -148,7 +150,7 @@ def draft_static_tree(
     def of_generators(level: Level, numbers: int, dtype: torch.dtype) -> Tensor:
         numbers *= len(level.parents)
         counts = [numbers * (level.depth < k) for k in draft_lengths]
-        return uniforms(generators, counts, tokens.new_empty(0, dtype=dtype))
+        return uniforms(generators, counts, dtype, tokens.device)
 
     draw = of_generators if drawn else None
     return choose(tree, tree.levels(tokens.device), tokens, scores_after, draw, wants_confidence).drafts(

@@ -110,7 +110,7 @@ def _judged(
     device = logits.device
     given = [logits.contiguous(), _number(temperature, device), [tensor.contiguous() for tensor in further]]
     dtypes = tuple(tensor.dtype for tensor in (logits, *further))  # drafts may be drawn in another one
-    key = function.__qualname__, logits.shape[-1], dtypes, str(device), torch.get_num_threads()
+    key = function.__qualname__, logits.shape[-1], dtypes, device, torch.get_num_threads()
     if (program := _PROGRAMS.get(key)) is None:
         judgement = Judgement(function, key, axes)
         program = _PROGRAMS[key] = programs.Program(judgement.model, judgement, given, {})

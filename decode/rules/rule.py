@@ -23,6 +23,7 @@ from draftsmith.decode.rules.verification import (
 from draftsmith.decode.sampling import Sampler, draw
 from draftsmith.decode.tree import ROOT, Tree
 
+
 class Rule(ABC):
     """Verifies drafts."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftsmith.decode.cache import padded
 from draftsmith.decode.cache.forward import NO_TOKEN
+from draftsmith.decode.cache.layers import READ_AT_ONCE
 from draftsmith.decode.proposers.base import Proposal, probabilities_of, tokens_of
 from draftsmith.decode.rules.acceptance import Floats, accept_greedy, accept_siblings
 from draftsmith.decode.rules.judged import chain_packet, judged_chains
@@ -76,12 +77,16 @@ def greedy_verdicts(
         chosen = argmax(scores)
         # The argmax is the first score that is not a number; nothing that is drafted is `NO_TOKEN`.
         likeliest = chosen.masked_fill(scores.gather(1, chosen[:, None])[:, 0].isnan(), NO_TOKEN).view(-1, size)
-    rows = torch.cat([likeliest, tokens_of(proposals, size - 1)], 1).tolist()
+    tokens_BK = tokens_of(proposals, size - 1)
+    if likeliest.device.type in READ_AT_ONCE:
+        wanted, drafted = likeliest.tolist(), tokens_BK.tolist()
+    else:
+        read = torch.cat([likeliest, tokens_BK], 1).tolist()
+        wanted, drafted = [row[:size] for row in read], [row[size:] for row in read]
     verdicts = []
-    for row, proposal in zip(rows, proposals, strict=True):
-        drafted = row[size:]
-        path, token = accept_greedy(row[:size], drafted, proposal.tree)
-        verdicts.append(Verdict(path, token, [drafted[node] for node in path]))
+    for best, tokens, proposal in zip(wanted, drafted, proposals, strict=True):
+        path, token = accept_greedy(best, tokens, proposal.tree)
+        verdicts.append(Verdict(path, token, [tokens[node] for node in path]))
     return verdicts
 
 
@@ -94,9 +99,9 @@ def chain_verdicts(
 ) -> list[Verdict]:
     """Chains under sampling, decided on the device: counts and tokens in one transfer; compiled by a program."""
     size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
-    like = logits.new_empty(0, dtype=torch.promote_types(logits.dtype, torch.float32))
-    r = torch.nn.functional.pad(uniforms(generators, counts, like), (0, size - max(counts)), value=1.0)
-    u = uniforms(generators, [1] * len(counts), like.new_empty(0, dtype=torch.float64))[:, 0]
+    dtype, device = torch.promote_types(logits.dtype, torch.float32), logits.device
+    r = _padded(uniforms(generators, counts, dtype, device), size)
+    u = uniforms(generators, [1] * len(counts), torch.float64, device)[:, 0]
     drafted, q = tokens_of(proposals, size), probabilities_of(proposals, size)
     if compiled and size and sampler.temperature is not None:
         packet = judged_chains(logits, sampler.temperature, drafted, q, r, u)
@@ -118,9 +123,10 @@ def tree_verdicts(
     """
     size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
     # As many random numbers, and of the same kind, as a chain takes: a row is what it would be alone.
-    r_BK = uniforms(generators, counts, logits.new_empty(0, dtype=torch.promote_types(logits.dtype, torch.float32)))
-    u_B = uniforms(generators, [1] * len(counts), logits.new_empty(0, dtype=torch.float64))[:, 0]
-    drafts = _TreeDrafts(proposals, size, torch.nn.functional.pad(r_BK, (0, size - max(counts)), value=1.0))
+    dtype, device = torch.promote_types(logits.dtype, torch.float32), logits.device
+    r_BK = _padded(uniforms(generators, counts, dtype, device), size)
+    u_B = uniforms(generators, [1] * len(counts), torch.float64, device)[:, 0]
+    drafts = _TreeDrafts(proposals, size, r_BK)
     paths: list[list[int]] = [[] for _ in counts]
     # Of the node that each row's path ends at: p, what its children may name, and how much of p is left there.
     ends: list[tuple[Tensor, Tensor, Floats]] = [(logits[0, 0], drafts.support_BFM[0, 0], np.empty(0))] * len(counts)
@@ -148,6 +154,12 @@ def tree_verdicts(
         Verdict(path, NO_TOKEN if broken[row] else tokens[row], [int(drafts.tokens_BK[row, node]) for node in path])
         for row, path in enumerate(paths)
     ]
+
+
+def _padded(r_BK: Tensor, size: int) -> Tensor:
+    """Return random numbers for so many nodes, (B, size): nothing is accepted with 1."""
+    missing = size - r_BK.shape[1]
+    return torch.nn.functional.pad(r_BK, (0, missing), value=1.0) if missing else r_BK
 
 
 class _TreeDrafts:

@@ -134,7 +134,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         drawn_BKV: Tensor | None = None
         if self._draws:
             drawn_BKV = scores.softmax(-1).view(logits_BKV.shape)
-            u_BK = uniforms(self._generators, draft_lengths, logits_BKV.new_empty(0, dtype=torch.float64))
+            u_BK = uniforms(self._generators, draft_lengths, torch.float64, logits_BKV.device)
             tokens_BK = draw_rows(drawn_BKV.flatten(0, 1), u_BK.flatten()).view(u_BK.shape)
         else:
             tokens_BK = argmax(scores).view(logits_BKV.shape[:2])

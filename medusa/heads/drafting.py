@@ -39,13 +39,13 @@ class HeadsModel(nn.Module):
         Args:
             level: the parents.
             hidden: the target's, behind the token before the last, (B, H).
-            last: the texts' last tokens, (B,).
+            last: the texts' last tokens, (B, 1).
             tokens: of the nodes that were drafted so far, (B, K).
         """
         if self.embed is None:  # the head does not look at what was drafted
             return self.heads.logits(level.depth, hidden)[:, None]
         parents = len(level.parents)
-        paths = last[:, None, None].expand(-1, parents, 1)
+        paths = last[:, None].expand(-1, parents, 1)
         if level.depth:
             paths = torch.cat([paths, tokens[:, level.paths]], -1)
         states = hidden[:, None].expand(-1, parents, -1)
@@ -77,4 +77,4 @@ class HeadsForward(DraftForward):
     def forward(self, hidden: Tensor, last: Tensor, draws: list[Tensor]) -> list[Tensor]:
         """Draft for each row; arguments as in `HeadsModel.logits` and `DraftForward.choose`."""
         model: Any = self.model
-        return self.choose(hidden.shape[0], lambda level, tokens: model.logits(level, hidden, last, tokens), draws)
+        return self.choose(last, lambda level, tokens: model.logits(level, hidden, last, tokens), draws)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, ends_of
 from draftsmith.decode.proposers.draft_forward import draft_of, draws_of
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
@@ -79,7 +79,9 @@ class MedusaProposer(TreeProposer):
             )
         self._hidden: Tensor | None = None  # (B, H), once there is one
         sampler, drawn = task.sampler, task.sampler.do_sample and task.draw_siblings
-        self._temperature = sampler.temperature if drawn else None
+        self._temperature = None
+        if drawn and sampler.temperature is not None:
+            self._temperature = torch.tensor(sampler.temperature, dtype=torch.float64, device=self.heads.device)
         # Programs draft where all rows are alike, and nothing looks at what is drafted on the way.
         self._in_programs = task.compiled and task.draw_siblings and not task.row_samplers
         self._in_programs &= sampler.temperature is not None
@@ -92,22 +94,27 @@ class MedusaProposer(TreeProposer):
         """Return the nodes of the tree that are no deeper."""
         return len(self.tree.pruned(draft_length)[0])
 
-    @torch.inference_mode()
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft for each row; nothing in a text's first round."""
+        if self._hidden is None or max(draft_lengths) < 1:
+            return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))] * len(contexts)
+        if self._in_programs:
+            return self._draft_in_program(contexts, draft_lengths, self._hidden)
+        return self._draft_by_steps(contexts, draft_lengths, self._hidden)
+
+    @torch.inference_mode()
+    def _draft_by_steps(
+        self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], hidden: Tensor
+    ) -> list[Proposal]:
         empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
         drafts = [empty] * len(contexts)
         rows = [row for row, k in enumerate(draft_lengths) if k > 0]
-        if not rows or self._hidden is None:
-            return drafts
-        if self._in_programs:
-            return self._draft_in_program(contexts, draft_lengths, self._hidden)
         lengths, task = [draft_lengths[row] for row in rows], self._task
-        hidden = self._hidden if len(rows) == len(contexts) else self._hidden[rows]
+        hidden = hidden if len(rows) == len(contexts) else hidden[rows]
         hidden = hidden.to(self.heads.device, self.heads.dtype)
         tree, _ = self.tree.pruned(max(lengths))
         texts = [contexts[row] for row in rows]
-        last, model = torch.stack([text[-1] for text in texts]), self._model
+        last, model = ends_of(texts, 1), self._model
         assert model is not None
         proposals = draft_static_tree(
             tree,
@@ -131,15 +138,12 @@ class MedusaProposer(TreeProposer):
         task = self._task
         depth = task.draft_length if task.fixed_length else max(draft_lengths)
         tree, device = self.tree.pruned(depth)[0], self._device
-        temperature = (
-            None if self._temperature is None else torch.tensor(self._temperature, dtype=torch.float64, device=device)
-        )
-        draws = draws_of(tree, task.vocab_size, temperature, self._generators, draft_lengths, device)
-        last = torch.stack([text[-1] for text in contexts]).to(device)
+        draws = draws_of(tree, task.vocab_size, self._temperature, self._generators, draft_lengths, device)
+        last = ends_of(contexts, 1).to(device)
         inputs = [hidden_BH.to(device, self._dtype).contiguous(), last, draws]
         if (program := self._ready.get(tree)) is None:
             assert self._model is not None
-            forward = HeadsForward(self._model, tree, task.vocab_size, temperature is not None)
+            forward = HeadsForward(self._model, tree, task.vocab_size, bool(draws))
             program = self._ready[tree] = self._programs.get(forward, inputs)
         return draft_of(program(*inputs)).drafts(tree, draft_lengths)
 
@@ -149,7 +153,7 @@ class MedusaProposer(TreeProposer):
         for outcome in outcomes:
             assert outcome.hidden is not None
             states.append(outcome.hidden[outcome.path[-1] + 1 if outcome.path else 0])
-        self._hidden = torch.stack(states)
+        self._hidden = torch.stack(states) if len(states) > 1 else states[0][None]
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows alone."""

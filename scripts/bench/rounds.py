@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache import layers
 from draftsmith.decode.errors import InputError, at_least, require
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
-from draftsmith.decode.cache import layers
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
 from draftsmith.scripts.bench.common import BenchmarkConfig, main

@@ -267,8 +267,8 @@ def siblings_with(mistake):
     return {(verification, "accept_siblings"): accept}
 
 
-def one_number(generators, counts, like):
-    u = uniforms(generators, counts, like)
+def one_number(generators, counts, dtype, device):
+    u = uniforms(generators, counts, dtype, device)
     return u[:, :1].expand_as(u).where(u < 1, 1.0)
 
 

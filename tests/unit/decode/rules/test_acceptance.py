@@ -221,8 +221,8 @@ def test_the_chains_of_a_batch_are_verified_as_each_alone(lengths, deterministic
         if trial % 4 == 0:
             q[1, 1] = float("nan")
         generators = [torch.Generator().manual_seed(100 * trial + row) for row in range(rows)]
-        r = uniforms(generators, lengths, p)
-        u = uniforms(generators, [1] * rows, p.new_empty(0, dtype=torch.float64))[:, 0]
+        r = uniforms(generators, lengths, p.dtype, p.device)
+        u = uniforms(generators, [1] * rows, torch.float64, p.device)[:, 0]
         counts, tokens = accept_exact_chains(p, None if deterministic else q, drafted, r, u)
         for row, k in enumerate(lengths):
             generator = torch.Generator().manual_seed(100 * trial + row)
