@@ -308,7 +308,7 @@ def _numbers(module: nn.Module) -> list[tuple[str, Any]]:
     return [
         (name, value if type(value) in PLAIN else repr(value))
         for name, value in vars(module).items()
-        if name[0] != "_" and (type(value) in PLAIN or (type(value) in NESTED and _is_plain(value)))
+        if name[0] != "_" and name != NAME and (type(value) in PLAIN or (type(value) in NESTED and _is_plain(value)))
     ]
 
 
@@ -318,12 +318,14 @@ def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN
 
 
+NAME = "name_or_path"
+"""Of where a model was read from: one of the same shape from elsewhere has the same programs."""
 PLAIN, NESTED = {bool, int, float, str, type(None)}, {list, tuple, dict}
 
 
 def _config(model: nn.Module) -> str:
     config = model.config.to_dict() if isinstance(model, PreTrainedModel) else {}
-    config.pop("_name_or_path", None)  # a model of the same shape from elsewhere has the same programs
+    config.pop(f"_{NAME}", None)
     return json.dumps(config, sort_keys=True, default=str)
 
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from conftest import tiny_llama
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.decode import InputError
 from draftsmith.decode.cache import CachedModel, program
@@ -174,6 +174,15 @@ def test_a_program_has_another_name_for_other_inputs():
 
 
 @pytest.mark.usefixtures("traced")
+def test_models_of_one_shape_share_programs_wherever_they_were_read_from(tmp_path):
+    names = set()
+    for folder in ("first", "second"):
+        model().save_pretrained(tmp_path / folder)
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
+        names.add(program._key(read, BlockForward(read, (), (), [True])))
+    assert len(names) == 1
+
+
 def test_a_forward_that_decides_by_its_tokens_is_refused():
     class Deciding(type(model())):
         def forward(self, input_ids, **inputs):
