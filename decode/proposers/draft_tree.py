@@ -100,7 +100,7 @@ class StaticDraft:
     block: Tensor | None = None
     """See `Drafts`."""
 
-    def drafts(self, tree: Tree, draft_lengths: Sequence[int]) -> Drafts:
+    def drafts(self, tree: Tree, draft_lengths: Sequence[int]) -> list[Proposal]:
         """Return the rows' drafts, cut to their lengths."""
         of_rows: Sequence[SiblingDraws | None] = [None] * len(draft_lengths)
         if self.siblings is not None:
@@ -117,6 +117,8 @@ class StaticDraft:
             ).pruned(k)
             for row, (tokens, k) in enumerate(zip(self.tokens.unbind(), draft_lengths, strict=True))
         ]
+        if list(tree.depths) != sorted(tree.depths):  # what is left of a cut tree need not be its first nodes
+            return drafts
         return Drafts(drafts, self.tokens, self.probabilities, self.block)
 
 
@@ -129,7 +131,7 @@ def draft_static_tree(
     drawn: bool,
     wants_confidence: bool,
     logits_after: LogitsAfter,
-) -> Drafts:
+) -> list[Proposal]:
     """Draft a tree of one shape for each row, a depth at a time, and cut it to the row's draft length.
 
     Args:
