@@ -31,8 +31,10 @@ class Places:
     def tensor(self) -> Tensor:
         """The slots, (B,) int64."""
         if self._tensor is None:
-            if self._base is None or self._device.type in READ_AT_ONCE:
-                self._tensor = _as_tensor(tuple(self.host), self._device)
+            if self._device.type in READ_AT_ONCE and len(self.host) == 1:
+                self._tensor = _of_one_row(self.host[0], self._device)
+            elif self._base is None or self._device.type in READ_AT_ONCE:
+                self._tensor = torch.tensor(self.host, device=self._device)
             else:
                 base, offset = self._base
                 self._tensor = base.tensor + offset
@@ -52,9 +54,9 @@ class Places:
 
 
 @lru_cache(maxsize=1 << 16)
-def _as_tensor(places: tuple[int, ...], device: torch.device) -> Tensor:
-    # Those of one row recur from text to text, and nothing writes to them.
-    return torch.tensor(places, device=device)
+def _of_one_row(place: int, device: torch.device) -> Tensor:
+    # They recur from text to text, and nothing writes to them.
+    return torch.tensor([place], device=device)
 
 
 class Block:
