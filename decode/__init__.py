@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from draftsmith.decode.proposers.draft_model import DraftModelProposer as DraftModelProposer
     from draftsmith.decode.proposers.draft_tree import DynamicTree as DynamicTree
     from draftsmith.decode.proposers.early_exit import early_exit as early_exit
+    from draftsmith.decode.proposers.hybrid import HybridProposer as HybridProposer
+    from draftsmith.decode.proposers.hybrid import Switch as Switch
     from draftsmith.decode.proposers.lookahead import LookaheadProposer as LookaheadProposer
     from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer as PromptLookupProposer
     from draftsmith.decode.proposers.retokenized import RetokenizedProposer as RetokenizedProposer
     from draftsmith.decode.proposers.run_ahead import RunAheadProposer as RunAheadProposer
+    from draftsmith.decode.proposers.suffix.proposer import SuffixProposer as SuffixProposer
+    from draftsmith.decode.proposers.suffix.store import SuffixStore as SuffixStore
     from draftsmith.decode.proposers.unigram import BlindProposer as BlindProposer
     from draftsmith.decode.rows import Departure as Departure
     from draftsmith.decode.rules import Cascade as Cascade
@@ -52,10 +56,14 @@ _MODULES = {
     "DraftModelProposer": "draftsmith.decode.proposers.draft_model",
     "DynamicTree": "draftsmith.decode.proposers.draft_tree",
     "early_exit": "draftsmith.decode.proposers.early_exit",
+    "HybridProposer": "draftsmith.decode.proposers.hybrid",
+    "Switch": "draftsmith.decode.proposers.hybrid",
     "LookaheadProposer": "draftsmith.decode.proposers.lookahead",
     "PromptLookupProposer": "draftsmith.decode.proposers.prompt_lookup",
     "RetokenizedProposer": "draftsmith.decode.proposers.retokenized",
     "RunAheadProposer": "draftsmith.decode.proposers.run_ahead",
+    "SuffixProposer": "draftsmith.decode.proposers.suffix.proposer",
+    "SuffixStore": "draftsmith.decode.proposers.suffix.store",
     "BlindProposer": "draftsmith.decode.proposers.unigram",
     "Cascade": "draftsmith.decode.rules",
     "Exact": "draftsmith.decode.rules",

@@ -45,6 +45,8 @@ class Round:
     """Whether the last token is a bonus, no draft having stood against it; else a correction."""
     done: bool
     """Whether the text ends here."""
+    source: int = 0
+    """Which drafter of several that take turns drafted it: its place among them."""
 
     @property
     def accepted(self) -> int:
@@ -273,7 +275,7 @@ def _recorded(row: TextRow, draft: Proposal, verdict: Verdict, emitted: Sequence
         row.departure += Departure(distance, int(disagrees), 1)
     at_leaf = not draft.tree.children[verdict.path[-1] + 1 if verdict.path else 0]
     bonus = at_leaf and len(draft.tree) > 0 and len(tokens) > len(verdict.path)
-    return Round(row.index, tokens, counts, bonus, row.done)
+    return Round(row.index, tokens, counts, bonus, row.done, draft.source)
 
 
 def _outcomes(

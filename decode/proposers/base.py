@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import padded
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_walk
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_certain
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
@@ -63,6 +63,8 @@ class Proposal:
     """max q of the context that each token was drawn in, (K,); None where the proposer knows none."""
     siblings: SiblingDraws | None = None
     """What a tree's siblings were drawn from, in place of `probabilities`."""
+    source: int = 0
+    """Which drafter of several that take turns drafted it."""
 
     def dense(self, vocab_size: int) -> "Proposal":
         """Return the draft with `probabilities` in place of `siblings`."""
@@ -79,6 +81,7 @@ class Proposal:
             self.tree,
             None if confidence is None else confidence.to(device),
             None if siblings is None else siblings.to(device),
+            self.source,
         )
 
     def pruned(self, depth: int) -> "Proposal":
@@ -96,6 +99,7 @@ class Proposal:
             tree,
             None if confidence is None else confidence[nodes],
             siblings,
+            self.source,
         )
 
 
@@ -299,10 +303,14 @@ class StatelessProposer(Proposer):
         """Replay certain drafts: a round accepts what they share with the text."""
         self.start(task)
 
-        def draft(context: Tensor, draft_length: int) -> tuple[Tensor, Tree]:
-            proposal = self.propose([context], [draft_length])[0]
-            if proposal.probabilities is not None:
-                raise InputError(f"replay: expected certain drafts, found {type(self).__name__}, which draws them")
-            return proposal.tokens, proposal.tree
+        def drafts(text: WrittenText, draft_length: int) -> list[tuple[list[int], Tree]]:
+            found = []
+            for start in range(len(text)):
+                context = text.sequence[: text.prompt_length + start]
+                proposal = self.propose([context], [min(draft_length, max(0, text.limit - start - 1))])[0]
+                if proposal.probabilities is not None:
+                    raise InputError(f"replay: expected certain drafts, found {type(self).__name__}, which draws them")
+                found.append((proposal.tokens.tolist(), proposal.tree))
+            return found
 
-        return replay_by_walk(texts, distributions, draft)
+        return replay_certain(texts, distributions, drafts)

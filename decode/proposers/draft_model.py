@@ -148,7 +148,8 @@ class DraftModelProposer(Proposer):
         """Keep the accepted tokens that were fed: all but the last of a path."""
         paths = []
         for row, outcome in enumerate(outcomes):
-            slots = [self._fed[row][node] for node in outcome.path]
+            fed = self._fed[row]  # another drafter's nodes were not
+            slots = [fed[node] if node < len(fed) else -1 for node in outcome.path]
             slots = slots[: slots.index(-1)] if -1 in slots else slots
             paths.append([slot + 1 for slot in slots])
             self._cached[row] = min(self._cached[row], self._lengths.host[row]) + len(slots)

@@ -1,6 +1,7 @@
 """Drafts copied from the text itself: no model, no memory, free wherever the text repeats itself."""
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 import numpy as np
 import torch
@@ -8,14 +9,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Proposal, StatelessProposer
+from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Found
 from draftsmith.decode.replay.texts import Distributions
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
 
-class PromptLookupProposer(StatelessProposer):
+class PromptLookupProposer(CopyProposer):
     """Proposes what followed the text's last n tokens where they stood before, in prompt or output.
 
     Prompt lookup decoding (Saxena 2023; in transformers `PromptLookupCandidateGenerator`). The longest n-gram that
@@ -35,11 +36,15 @@ class PromptLookupProposer(StatelessProposer):
             raise InputError(f"ngram: expected 1 ≤ min_ngram ≤ max_ngram, found {min_ngram} and {max_ngram}")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
-    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft a chain for each row, possibly an empty one."""
-        places = map(self._continuation, host_tokens(contexts), draft_lengths)
-        drafted = [context[place] for context, place in zip(contexts, places, strict=True)]
-        return [Proposal(tokens, None, Tree.chain(len(tokens))) for tokens in drafted]
+    def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:
+        """Find a chain for each row, possibly an empty one."""
+        found = []
+        for text, draft_length in zip(host_tokens(contexts), draft_lengths, strict=True):
+            place, match = self._continuation(text, draft_length)
+            tokens = text[place]
+            evidence = Evidence(match, inf if match else 0.0, len(text))
+            found.append(Found(tokens.tolist(), Tree.chain(len(tokens)), evidence))
+        return found
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first drafted token's distribution: one-hot, or all zero where nothing is drafted."""
@@ -51,13 +56,16 @@ class PromptLookupProposer(StatelessProposer):
                 places = wanted_BT[:, start : start + columns].T.nonzero().tolist()
                 q = torch.zeros(len(places), vocab_size, device=ids_BT.device)
                 for i, (column, row) in enumerate(places):
-                    q[i, texts[row, self._continuation(texts[row, : start + column], 1)]] = 1.0
+                    q[i, texts[row, self._continuation(texts[row, : start + column], 1)[0]]] = 1.0
                 yield q
 
         return distributions
 
-    def _continuation(self, text: np.ndarray, draft_length: int) -> slice:
-        """Return where in the text (T,) that stands which followed, at most `draft_length` tokens."""
+    def _continuation(self, text: np.ndarray, draft_length: int) -> tuple[slice, int]:
+        """Return where in the text (T,) that stands which followed, at most `draft_length` tokens, and behind what n.
+
+        n is 0 without a match.
+        """
         length, matched = len(text), 0
         ends = np.arange(1, length)  # where earlier occurrences end, in ascending order
         while matched < self.max_ngram:
@@ -68,7 +76,7 @@ class PromptLookupProposer(StatelessProposer):
                 break
             ends, matched = ends_further, matched + 1
         if matched < self.min_ngram:
-            return slice(0, 0)
+            return slice(0, 0), 0
         whole = ends[ends + draft_length <= length]
         end = int(whole[-1] if len(whole) else ends[0])
-        return slice(end, min(end + draft_length, length))
+        return slice(end, min(end + draft_length, length)), matched

@@ -1,4 +1,4 @@
-"""Replay of a batch of texts by one drafter, in five ways, by what the drafter's draft depends on.
+"""Replay of a batch of texts by one drafter, in several ways, by what the drafter's draft depends on.
 
 Models run and are compared on the device, where no value is looked at; the results for a text's tokens are copied to
 the host once, and summed there.
@@ -8,15 +8,27 @@ Shape suffixes: N tokens of a text, K positions of a draft, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.decode.counts import Counts, Ratios
+from draftsmith.decode.counts import Ratios
 from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from
 from draftsmith.decode.replay.rounds import expected_counts, on_host
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.tree import ROOT, Tree
+
+
+@dataclass(frozen=True)
+class StartRounds:
+    """The rounds that would start at each token of a text, with one draft length γ."""
+
+    acceptance: Tensor
+    """The probability that a round accepts a token at each depth, given that it accepted those before, (N, γ)."""
+    widths: Tensor
+    """How many tokens it drafts at each depth, (N, γ); 0 where the text has no room for more."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,8 @@ class BatchReplay:
     chains: Callable[[int], list[Tensor]] | None = None
     """For a draft length, the probability that a round of a chain that starts at each token of a text accepts its j-th
     one, given that it accepted those before, (N, γ); None where the draft is not a chain."""
+    rounds: Callable[[int], list[StartRounds]] | None = None
+    """For a draft length, each text's; None where drafts of other kinds cannot take turns with these."""
 
 
 def replay_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor], overlaps: list[Tensor]) -> BatchReplay:
@@ -52,7 +66,11 @@ def replay_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor], o
     def chains(draft_length: int) -> list[Tensor]:
         return [torch.nn.functional.pad(a_N, (0, draft_length - 1)).unfold(0, draft_length, 1) for a_N in acceptance]
 
-    return BatchReplay(acceptance, overlaps, counts, chains)
+    def rounds(draft_length: int) -> list[StartRounds]:
+        every = zip(texts, chains(draft_length), strict=True)
+        return [StartRounds(a_NK, _chain_widths(text, draft_length)) for text, a_NK in every]
+
+    return BatchReplay(acceptance, overlaps, counts, chains, rounds)
 
 
 def replay_by_start(
@@ -72,7 +90,15 @@ def replay_by_start(
         a_BNK = torch.nn.utils.rnn.pad_sequence(acceptance, batch_first=True)
         return expected_counts(a_BNK, *_sizes(texts), draft_length=draft_length, first=first)
 
-    return BatchReplay([a[:, 0] for a in acceptance], overlaps, counts, lambda k: [a_NK[:, :k] for a_NK in acceptance])
+    def rounds(draft_length: int) -> list[StartRounds]:
+        found = []
+        for text, a_NK in zip(texts, acceptance, strict=True):
+            a_NK = a_NK[:, :draft_length]
+            found.append(StartRounds(a_NK, _chain_widths(text, a_NK.shape[1], first)))
+        return found
+
+    firsts = [a[:, 0] for a in acceptance]
+    return BatchReplay(firsts, overlaps, counts, lambda k: [a_NK[:, :k] for a_NK in acceptance], rounds)
 
 
 def replay_by_start_ranks(texts: Sequence[TextRanks], tree: Tree, overlaps: list[Tensor]) -> BatchReplay:
@@ -90,6 +116,7 @@ def replay_by_start_ranks(texts: Sequence[TextRanks], tree: Tree, overlaps: list
         lambda k: [text.counts(tree.pruned(k)[0]) for text in texts],
         # whatever the tree: of the most likely token at each depth
         lambda k: [torch.from_numpy(text.ranks[:, :k] == 0).float() for text in texts],
+        lambda k: [_tree_rounds(text, tree.pruned(k)[0]) for text in texts],
     )
 
 
@@ -112,7 +139,12 @@ def replay_by_ranks(
         by_start[~drafted_from(len(text), tree.depth, text.limit, first=0)] = NONE
         text_ranks.append(TextRanks(by_start, tuple(widths), text.limit, first=0))
     acceptance = [(ranks_N < len(tree.children[0])).float() for ranks_N in ranks]
-    return BatchReplay(acceptance, overlaps, lambda k: [text.counts(tree.pruned(k)[0]) for text in text_ranks])
+    return BatchReplay(
+        acceptance,
+        overlaps,
+        lambda k: [text.counts(tree.pruned(k)[0]) for text in text_ranks],
+        rounds=lambda k: [_tree_rounds(text, tree.pruned(k)[0]) for text in text_ranks],
+    )
 
 
 def _on_host(*lists: list[Tensor]) -> list[list[Tensor]]:
@@ -125,52 +157,80 @@ def _sizes(texts: Sequence[WrittenText]) -> tuple[Tensor, Tensor]:
     return torch.tensor([len(text) for text in texts]), torch.tensor([text.limit for text in texts])
 
 
-Draft = Callable[[Tensor, int], tuple[Tensor, Tree]]
-"""Of a context (T,) and a draft length: tokens and shape."""
+CertainDrafts = Callable[[WrittenText, int], Sequence[tuple[Sequence[int], Tree]]]
+"""Of a text and a draft length: tokens and shape of the draft of a round that starts at each of its tokens."""
 
 
-def replay_by_walk(texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None, draft: Draft) -> BatchReplay:
-    """Replay deterministic drafts: a round accepts what they share with the text, at any temperature.
+def replay_certain(
+    texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None, drafts: CertainDrafts
+) -> BatchReplay:
+    """Replay drafts that nothing is drawn for: a round accepts what they share with the text, at any temperature.
 
     Args:
         texts: what the target wrote.
         distributions: the target's distributions of each text's tokens, (N, V); None at T=0.
-        draft: what is drafted behind a context.
+        drafts: what is drafted.
     """
     acceptance, overlaps = [], []
     for index, text in enumerate(texts):
-        hits, shares = torch.zeros(len(text)), torch.zeros(len(text))
-        for start in range(min(len(text), text.limit - 1)):
-            tokens, tree = draft(text.sequence[: text.prompt_length + start], 1)
-            named = tokens[list(tree.children[0])]
-            hits[start] = float((named == text.tokens[start]).any())
+        named = [[tokens[node] for node in tree.children[0]] for tokens, tree in drafts(text, 1)]
+        wanted = text.tokens.tolist()
+        hits = torch.tensor([float(token in siblings) for token, siblings in zip(wanted, named, strict=True)])
+        shares = hits.clone()
+        if distributions is not None:
             # One-hot on one token, which is what α is defined for: that of the first child.
-            shares[start] = (
-                float(distributions[index][start, named[0]])
-                if distributions is not None and len(named)
-                else hits[start]
-            )
+            starts = [start for start, siblings in enumerate(named) if siblings]
+            first = torch.tensor([named[start][0] for start in starts], dtype=torch.long)
+            shares[starts] = distributions[index].cpu()[starts, first].to(shares.dtype)
         acceptance.append(hits)
         overlaps.append(shares)
 
-    def counts(draft_length: int) -> Sequence[Ratios]:
-        return [_walked_counts(text, draft_length, draft) for text in texts]
+    @lru_cache
+    def rounds(draft_length: int) -> list[StartRounds]:
+        return [_certain_rounds(text, draft_length, drafts(text, draft_length)) for text in texts]
 
-    return BatchReplay(acceptance, overlaps, counts)
+    return BatchReplay(acceptance, overlaps, lambda k: counts_of_rounds(texts, rounds(k)), rounds=rounds)
 
 
-def _walked_counts(text: WrittenText, draft_length: int, draft: Draft) -> Counts:
-    wanted, counts, start = text.tokens.tolist(), Counts(), 0
-    while start < len(text):
-        depth = min(draft_length, text.limit - start - 1)
-        tokens, tree = draft(text.sequence[: text.prompt_length + start], depth)
-        named, node, accepted = tokens.tolist(), ROOT, 0
+def counts_of_rounds(texts: Sequence[WrittenText], rounds: Sequence[StartRounds]) -> list[Ratios]:
+    """Return what a decoder is expected to count on each text."""
+    a_BNK, widths_BNK = (
+        torch.nn.utils.rnn.pad_sequence([getattr(each, name) for each in rounds], batch_first=True)
+        for name in ("acceptance", "widths")
+    )
+    return expected_counts(a_BNK, *_sizes(texts), widths_BNK=widths_BNK)
+
+
+def _certain_rounds(text: WrittenText, draft_length: int, drafts: Sequence[tuple[Sequence[int], Tree]]) -> StartRounds:
+    wanted = text.tokens.tolist()
+    acceptance, widths = np.zeros((len(text), draft_length), np.float32), np.zeros((len(text), draft_length), np.int64)
+    for start, (tokens, tree) in enumerate(drafts):
+        widths[start, : tree.depth] = _widths(tree)
+        node, accepted = ROOT, 0
         while start + accepted < len(text):
-            node = next((n for n in tree.children[node + 1] if named[n] == wanted[start + accepted]), ROOT)
+            wants = wanted[start + accepted]
+            node = next((child for child in tree.children[node + 1] if tokens[child] == wants), ROOT)
             if node == ROOT:
                 break
+            acceptance[start, accepted] = 1.0
             accepted += 1
-        emitted = min(accepted + 1, len(text) - start)
-        counts += Counts.of_round(tree, accepted, emitted)
-        start += emitted
-    return counts
+    return StartRounds(torch.from_numpy(acceptance), torch.from_numpy(widths))
+
+
+def _tree_rounds(text: TextRanks, tree: Tree) -> StartRounds:
+    widths = np.zeros((len(text), tree.depth), np.int64)
+    for start in range(len(text)):
+        drafted = tree.pruned(max(0, text.limit - start - 1) if start >= text.first else 0)[0]
+        widths[start, : drafted.depth] = _widths(drafted)
+    return StartRounds(torch.from_numpy((text.nodes(tree) != ROOT).astype(np.float32)), torch.from_numpy(widths))
+
+
+def _chain_widths(text: WrittenText, draft_length: int, first: int = 0) -> Tensor:
+    start, offset = torch.arange(len(text))[:, None], torch.arange(draft_length)
+    return ((start >= first) & (offset < text.limit - start - 1)).long()
+
+
+@lru_cache(maxsize=1024)
+def _widths(tree: Tree) -> np.ndarray:
+    """Return how many nodes a tree has at each depth, (depth,)."""
+    return np.bincount(np.array(tree.depths, dtype=np.int64), minlength=tree.depth + 1)[1:]

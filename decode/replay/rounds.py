@@ -95,12 +95,17 @@ def start_probabilities(a_BNK: Tensor, lengths_B: Tensor, draft_length: int | No
 
 
 def expected_counts(
-    a_BNK: Tensor, lengths_B: Tensor, limits_B: Tensor, draft_length: int | None = None, first: int = 0
+    a_BNK: Tensor,
+    lengths_B: Tensor,
+    limits_B: Tensor,
+    draft_length: int | None = None,
+    first: int = 0,
+    widths_BNK: Tensor | None = None,
 ) -> list[Ratios]:
-    """Return what a decoder of chains is expected to count on each text; at T=0, where a is 0 or 1, what it counts.
+    """Return what a decoder is expected to count on each text; at T=0, where a is 0 or 1, what it counts.
 
-    A round from t drafts min(γ, limit − t − 1) tokens, for the last one is always the target's. Where an accepted token
-    ends the text before its limit, what was drafted behind it does not count.
+    A round of a chain from t drafts min(γ, limit − t − 1) tokens, for the last one is always the target's. Where an
+    accepted token ends the text before its limit, what was drafted behind it does not count.
 
     Args:
         a_BNK: as in `expected_rounds_of_starts`.
@@ -108,6 +113,8 @@ def expected_counts(
         limits_B: the lengths that they might have had, (B,).
         draft_length: γ ≤ K; K if None.
         first: rounds that start before this position draft nothing; their a must be 0.
+        widths_BNK: how many tokens a round from t drafts at each depth, (B, N, K), which says all of this; chains of γ
+            tokens from `first` on if None.
     """
     batch, n, depth = a_BNK.shape
     gamma = depth if draft_length is None else min(draft_length, depth)
@@ -116,7 +123,10 @@ def expected_counts(
     t = torch.arange(n, device=a_BNK.device)[None, :, None]
     offset = torch.arange(gamma, device=a_BNK.device)
     left_BN1 = lengths_B[:, None, None] - t
-    drafts_BNK = (offset < limits_B[:, None, None] - t - 1) & (t >= first)
+    if widths_BNK is None:
+        widths_BNK = ((offset < limits_B[:, None, None] - t - 1) & (t >= first)).long()
+    widths_BNK = widths_BNK[..., :gamma]
+    drafts_BNK = widths_BNK > 0
     inside_BNK = offset < left_BN1
     reach_BNK = a_BNK.where(drafts_BNK & inside_BNK, 0.0).cumprod(-1)  # position j is accepted, and all before it
     before_BNK = torch.cat([torch.ones_like(reach_BNK[..., :1]), reach_BNK[..., :-1]], dim=-1)
@@ -126,6 +136,7 @@ def expected_counts(
     accepted_BK = torch.einsum("bn,bnk->bk", starts_BN, reach_BNK)
     counted_BNK = torch.where(inside_BNK, 1.0, 1 - ended_BN1).where(drafts_BNK, 0.0)
     drafted_BK = torch.einsum("bn,bnk->bk", starts_BN, counted_BNK)
+    nodes_B = torch.einsum("bn,bnk->b", starts_BN, counted_BNK * widths_BNK)
     reached_BK = torch.einsum("bn,bnk->bk", starts_BN, before_BNK.where(drafts_BNK & inside_BNK, 0.0))
     counts = []
     for row in range(batch):
@@ -134,7 +145,7 @@ def expected_counts(
         counts.append(
             Ratios(
                 num_drafts=float(starts_BN[row].sum()),
-                num_draft_tokens=sum(drafted),
+                num_draft_tokens=float(nodes_B[row]),
                 num_accepted_tokens=sum(accepted),
                 num_accepted_tokens_per_pos=tuple(accepted),
                 num_draft_tokens_per_pos=tuple(drafted),

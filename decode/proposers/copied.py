@@ -1,0 +1,78 @@
+"""Drafts copied from texts: what was found, and how good it seems, before any model is asked."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draftsmith.decode.proposers.base import DraftTask, Proposal, Proposer
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_certain
+from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.tree import Tree
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a text says of a draft that was copied, before anything is drafted behind it."""
+
+    match: int
+    """The last tokens of the text that stood before too; 0 where nothing was found."""
+    score: float
+    """Tokens that may be accepted, by how often the text went on like this; `inf` where that is not counted."""
+    length: int
+    """T, tokens of the text."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A draft that was copied, possibly an empty one."""
+
+    tokens: Sequence[int]
+    tree: Tree
+    evidence: Evidence
+
+    def proposal(self, like: Tensor) -> Proposal:
+        """Return it as a draft, with tokens like a tensor's."""
+        return Proposal(like.new_tensor(self.tokens), None, self.tree)
+
+
+class CopyProposer(Proposer):
+    """Copies its drafts, for certain: they are functions of the text, or of it and earlier ones."""
+
+    @abstractmethod
+    def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:
+        """Return what is drafted for each row, and the evidence for it, whatever the draft length.
+
+        Args:
+            contexts: as of `propose`.
+            draft_lengths: as there.
+        """
+
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft for each row, possibly nothing."""
+        return [found.proposal(contexts[0]) for found in self.find(contexts, draft_lengths)]
+
+    def founds(self, task: DraftTask, text: WrittenText, draft_length: int) -> list[Found]:
+        """Return what a round that starts at each token of a text drafts, N of them."""
+        self.start(task)
+        return [
+            self.find(
+                [text.sequence[: text.prompt_length + start]], [min(draft_length, max(0, text.limit - start - 1))]
+            )[0]
+            for start in range(len(text))
+        ]
+
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Return None: replay asks it for a draft at every position of a text."""
+        return None
+
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
+        """Replay certain drafts: a round accepts what they share with the text, at any temperature."""
+
+        def drafts(text: WrittenText, draft_length: int) -> list[tuple[Sequence[int], Tree]]:
+            return [(found.tokens, found.tree) for found in self.founds(task, text, draft_length)]
+
+        return replay_certain(texts, distributions, drafts)

@@ -1,0 +1,1 @@
+"""Drafts copied from indexed texts, by frequency."""
