@@ -44,6 +44,9 @@ class DecodeOutput:
     """Of each row."""
     row_departures: tuple[Departure, ...] = ()
     """How far a lossy rule departed from the target's distribution in each row; none under the exact rule."""
+    row_sources: tuple[tuple[Counts, ...], ...] = ()
+    """Where drafters take turns, the counts of each row's rounds by drafter, in their order; those at the end that
+    drafted in no row are left out."""
 
     @property
     def departure(self) -> Departure | None:
@@ -216,7 +219,20 @@ def collect_output(
         return sequences
     counts = tuple(Counts.total(row.rounds) for row in rows)
     departures = tuple(row.departure for row in rows) if lossy else ()
-    return DecodeOutput(sequences, Counts.total(counts), counts, departures)
+    return DecodeOutput(sequences, Counts.total(counts), counts, departures, _by_source(rows))
+
+
+def _by_source(rows: Sequence[TextRow]) -> tuple[tuple[Counts, ...], ...]:
+    last = max((source for row in rows for source in row.sources), default=0)
+    if not last:
+        return ()
+    return tuple(
+        tuple(
+            Counts.total(counts for counts, its in zip(row.rounds, row.sources, strict=True) if its == source)
+            for source in range(last + 1)
+        )
+        for row in rows
+    )
 
 
 def generate_arguments(

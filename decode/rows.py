@@ -61,6 +61,8 @@ class TextRow:
     """Further criteria that end it."""
     generator: torch.Generator | None
     rounds: list[Counts] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    """Of each round, which drafter of several that take turns drafted."""
     departure: Departure = field(default_factory=Departure)
     done: bool = False
     _on_host: np.ndarray | None = field(default=None, init=False)

@@ -271,6 +271,7 @@ def _recorded(row: TextRow, draft: Proposal, verdict: Verdict, emitted: Sequence
     tokens = row.advance(emitted)
     counts = Counts.of_round(draft.tree, len(verdict.path), len(tokens))
     row.rounds.append(counts)
+    row.sources.append(draft.source)
     for distance, disagrees in (verdict.departures or [])[: len(tokens)]:
         row.departure += Departure(distance, int(disagrees), 1)
     at_leaf = not draft.tree.children[verdict.path[-1] + 1 if verdict.path else 0]

@@ -56,8 +56,8 @@ COMMANDS = {
         "configs:TreeConfig",
     ),
     "tune": (
-        "compares the speed of lossy rules with their departure from the target",
-        "tune.config:TuneConfig",
+        "compares the speed of lossy rules with their departure from the target, or finds a hybrid's switch",
+        "tune.config:tune_config",
     ),
     "coordinate": (
         "is one door to several servers, and chooses among them for each request",

@@ -15,12 +15,13 @@ from draftsmith.medusa.eagle.kind import Eagle
 from draftsmith.medusa.heads.kind import Medusa
 from draftsmith.train.cli import Alias
 from draftsmith.train.kinds.drafter import DrafterSpec
+from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.kinds.kind import DrafterKind, Recipe
-from draftsmith.train.kinds.untrained import EarlyExit, LookAhead, PromptLookup, Unigram
+from draftsmith.train.kinds.untrained import EarlyExit, LookAhead, PromptLookup, Suffix, Unigram
 
 KINDS: list[DrafterKind] = [
     ParallelDraft(), Medusa(), Eagle(), DraftModel(), ReencodedDraft(), RunAheadDraft(),
-    PromptLookup(), LookAhead(), Unigram(), EarlyExit(),
+    PromptLookup(), Suffix(), LookAhead(), Unigram(), EarlyExit(), Hybrid(lambda text: parsed(text)),
 ]  # fmt: skip
 """All kinds. The first that recognises a directory has it: draft models, which are any model, come last."""
 STOCK, BASELINE = "stock", "baseline_draft"
@@ -97,7 +98,7 @@ def parsed(text: str) -> tuple[str | None, DrafterKind, str | None]:
         InputError: a directory of no kind, or a kind without the directory that it needs.
     """
     name, equals, rest = text.partition("=")
-    if not equals or "/" in name or not name:
+    if not equals or not name or {"/", ":"} & set(name):
         name, rest = "", text
     kinds = {kind.name: kind for kind in KINDS}
     word, _, argument = rest.partition(":")

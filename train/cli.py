@@ -270,16 +270,16 @@ def _require_bounded(root: Any, file: str) -> None:
         raise InputError(f"config: expected at most {MOST_NODES} values in {file}, aliases written out, found more")
 
 
-def keys_of(file: str) -> set[str]:
-    """Return the fields that a YAML file sets; none where it cannot be read, which its parser will say."""
+def fields_of(file: str) -> dict[str, Any]:
+    """Return the fields that a YAML file sets, by name; none where it cannot be read, which its parser will say."""
     import yaml
 
     _require_unique_keys(file)
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return set()
-    return set(map(str, content)) if isinstance(content, dict) else set()
+        return {}
+    return {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
 
 
 def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:

@@ -56,6 +56,8 @@ class TextReplay:
     rounds: np.ndarray | None = None
     """Of each token, the probability that a round that starts there accepts its j-th draft, given that it accepted
     those before, (N, γ); None unless it was asked for, and of trees under sampling and n-grams."""
+    sizes: dict[int, np.ndarray] = field(default_factory=dict)
+    """By draft length, see `BatchReplay.sizes`; nothing unless it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +187,11 @@ def replay_drafters(
     max_new_tokens: int | None = None,
     allow_biased: bool = False,
     rounds_of: int | None = None,
+    with_sizes: bool = False,
 ) -> dict[Key, Replay]:
     """Replay several drafters on the same texts, with one forward of the target for all: see `replay_acceptance`.
 
-    With `rounds_of`, a draft length, each text's `rounds` are kept for it.
+    With `rounds_of`, a draft length, each text's `rounds` are kept for it; `with_sizes` keeps its `sizes`.
     """
     texts = _checked_texts(target, sequences, prompt_lengths, max_new_tokens)
     if not texts or min(draft_lengths, default=0) < 1:
@@ -200,7 +203,7 @@ def replay_drafters(
             raise InputError(refusal)
     state = PartialState()
     places = range(len(texts))[state.process_index :: state.num_processes]
-    shares = [_share(target, proposers, texts, places, draft_lengths, sampler, allow_biased, rounds_of)]
+    shares = [_share(target, proposers, texts, places, draft_lengths, sampler, allow_biased, rounds_of, with_sizes)]
     if state.num_processes > 1:
         shares = gather_object(shares)
     for share in shares:
@@ -234,6 +237,7 @@ def _share(
     sampler: Sampler,
     allow_biased: bool,
     rounds_of: int | None,
+    with_sizes: bool,
 ) -> _Share[Key]:
     """Replay the texts at these places, as many at a time as memory allows."""
     share: _Share[Key] = _Share()
@@ -254,7 +258,12 @@ def _share(
                 members = [texts[place] for place in batch]
                 distributions = _distributions(target, members, sampler, share, allow_biased)
                 replays = {
-                    name: _text_replays(proposer.replay(task, members, distributions), draft_lengths, rounds_of)
+                    name: _text_replays(
+                        proposer.replay(task, members, distributions),
+                        draft_lengths,
+                        rounds_of,
+                        members if with_sizes else (),
+                    )
                     for name, proposer in proposers.items()
                 }
                 for i, place in enumerate(batch):
@@ -286,10 +295,13 @@ def _distributions(
     return distributions
 
 
-def _text_replays(replayed: BatchReplay, draft_lengths: Sequence[int], rounds_of: int | None) -> list[TextReplay]:
-    """Return one drafter's replay of each text of a batch."""
+def _text_replays(
+    replayed: BatchReplay, draft_lengths: Sequence[int], rounds_of: int | None, sized: Sequence[WrittenText]
+) -> list[TextReplay]:
+    """Return one drafter's replay of each text of a batch, with the sizes of rounds for `sized` texts."""
     counts = {k: replayed.counts(k) for k in draft_lengths}
     rounds = replayed.chains(rounds_of) if rounds_of and replayed.chains else None
+    sizes = {k: replayed.sizes(sized, k) for k in draft_lengths} if sized else {}
     return [
         TextReplay(
             {k: of_texts[i] for k, of_texts in counts.items()},
@@ -297,6 +309,7 @@ def _text_replays(replayed: BatchReplay, draft_lengths: Sequence[int], rounds_of
             len(overlap),
             tuple(acceptance.tolist()),
             None if rounds is None else rounds[i].cpu().numpy(),
+            {k: of_texts[i] for k, of_texts in sizes.items() if of_texts is not None},
         )
         for i, (acceptance, overlap) in enumerate(zip(replayed.acceptance, replayed.overlaps, strict=True))
     ]

@@ -161,7 +161,9 @@ class HybridProposer(Proposer):
             by_start = torch.stack([_by_start(replay.overlaps[text], rounds[text]) for replay, rounds in each])
             overlaps.append(by_start.gather(0, of[None])[0])
         acceptance = [each.acceptance[:, 0] for each in rounds(1)]
-        return BatchReplay(acceptance, overlaps, lambda k: counts_of_rounds(texts, rounds(k)), rounds=rounds)
+        return BatchReplay(
+            acceptance, overlaps, lambda k: counts_of_rounds(texts, rounds(k)), rounds=rounds, sources=sources
+        )
 
     def _taken(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[tuple[int, Found] | None]:
         """Return for each row the first copied draft that the switch takes, and whose it is."""

@@ -13,10 +13,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.decode.counts import Ratios
 from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from
-from draftsmith.decode.replay.rounds import expected_counts, on_host
+from draftsmith.decode.replay.rounds import expected_counts, on_host, start_probabilities
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.tree import ROOT, Tree
 
@@ -46,6 +47,27 @@ class BatchReplay:
     one, given that it accepted those before, (N, γ); None where the draft is not a chain."""
     rounds: Callable[[int], list[StartRounds]] | None = None
     """For a draft length, each text's; None where drafts of other kinds cannot take turns with these."""
+    sources: Sequence[Tensor] = ()
+    """Where drafters take turns, whose draft is taken in a round that starts at each token of a text, (N,)."""
+
+    def sizes(self, texts: Sequence[WrittenText], draft_length: int) -> list[np.ndarray] | None:
+        """Return for each text how many rounds are expected of each drafter and number of drafted tokens, (S, K + 1).
+
+        None where rounds from each start are not known.
+        """
+        if self.rounds is None:
+            return None
+        rounds = self.rounds(draft_length)
+        a_BNK = pad_sequence([each.acceptance for each in rounds], batch_first=True)
+        starts_BN = start_probabilities(a_BNK.double(), _sizes(texts)[0]).numpy()
+        found = []
+        for row, each in enumerate(rounds):
+            drafted_N = each.widths.sum(1).numpy()
+            source_N = self.sources[row].numpy() if self.sources else np.zeros_like(drafted_N)
+            counts = np.zeros((int(source_N.max(initial=0)) + 1, int(drafted_N.max(initial=0)) + 1))
+            np.add.at(counts, (source_N, drafted_N), starts_BN[row, : len(drafted_N)])
+            found.append(counts)
+        return found
 
 
 def replay_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor], overlaps: list[Tensor]) -> BatchReplay:
@@ -59,7 +81,7 @@ def replay_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor], o
     acceptance, overlaps = _on_host(acceptance, overlaps)
 
     def counts(draft_length: int) -> Sequence[Ratios]:
-        a_BN = torch.nn.utils.rnn.pad_sequence(acceptance, batch_first=True)
+        a_BN = pad_sequence(acceptance, batch_first=True)
         a_BN = torch.nn.functional.pad(a_BN, (0, draft_length - 1))
         return expected_counts(a_BN.unfold(1, draft_length, 1), *_sizes(texts))
 
@@ -87,7 +109,7 @@ def replay_by_start(
     acceptance, overlaps = _on_host(acceptance, overlaps)
 
     def counts(draft_length: int) -> Sequence[Ratios]:
-        a_BNK = torch.nn.utils.rnn.pad_sequence(acceptance, batch_first=True)
+        a_BNK = pad_sequence(acceptance, batch_first=True)
         return expected_counts(a_BNK, *_sizes(texts), draft_length=draft_length, first=first)
 
     def rounds(draft_length: int) -> list[StartRounds]:
@@ -195,8 +217,7 @@ def replay_certain(
 def counts_of_rounds(texts: Sequence[WrittenText], rounds: Sequence[StartRounds]) -> list[Ratios]:
     """Return what a decoder is expected to count on each text."""
     a_BNK, widths_BNK = (
-        torch.nn.utils.rnn.pad_sequence([getattr(each, name) for each in rounds], batch_first=True)
-        for name in ("acceptance", "widths")
+        pad_sequence([getattr(each, name) for each in rounds], batch_first=True) for name in ("acceptance", "widths")
     )
     return expected_counts(a_BNK, *_sizes(texts), widths_BNK=widths_BNK)
 

@@ -38,7 +38,7 @@ from draftsmith.scripts.report.types import (
     RunCategory,
     Target,
 )
-from draftsmith.train.kinds.drafter import Pair
+from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.provenance import environment
 
 
@@ -142,7 +142,18 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         lossless=measured.lossless[temperature, batch_size, method],
         by_category=_by_category(measured, groups, plain),
         repeated_ngram_share=_repeated(groups),
+        sources=_sources(drafter, rows),
     )
+
+
+def _sources(drafter: Drafter, rows: Sequence[Row]) -> dict[str, Counts] | None:
+    """Return the counts of each of several drafters that take turns, by name."""
+    if not drafter.sources:
+        return None
+    each = [row.sources or [row.counts] for row in rows]  # of one alone nothing is kept apart
+    return {
+        name: Counts.total(its[place] for its in each if place < len(its)) for place, name in enumerate(drafter.sources)
+    }
 
 
 def _gain(

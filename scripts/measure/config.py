@@ -10,7 +10,7 @@ from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.train.cli import Floats, Ints, keys_of, numbers
+from draftsmith.train.cli import Floats, Ints, fields_of, numbers
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
 TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 or tokens >= LEAST_TOKENS)
@@ -104,5 +104,5 @@ def measure_config(arguments: Sequence[str]) -> type[Any]:
     words = [part for argument in arguments for part in argument.split("=", 1)]
     named = "--server" in words
     for flag, file in pairwise([*words, ""]):
-        named |= flag == "--config" and "server" in keys_of(file)
+        named |= flag == "--config" and "server" in fields_of(file)
     return MeasureServerConfig if named else MeasureConfig

@@ -123,9 +123,10 @@ def _group(runs: Sequence[tuple[float, DecodeOutput]], first: int, longest: int)
         longest: tokens of its longest prompt.
     """
     output = runs[0][1]
+    sources = output.row_sources or [()] * len(output.row_counts)
     rows = [
-        Row(first + i, _completion(text, longest, counts), counts)
-        for i, (text, counts) in enumerate(zip(output.sequences, output.row_counts, strict=True))
+        Row(first + i, _completion(text, longest, counts), counts, list(its))
+        for i, (text, counts, its) in enumerate(zip(output.sequences, output.row_counts, sources, strict=True))
     ]
     return Group(rows, median_high(seconds for seconds, _ in runs))
 

@@ -53,6 +53,8 @@ class Row:
     """Its place among the prompts."""
     tokens: list[TokenId]
     counts: Annotated[Counts, AfterValidator(possible)]
+    sources: list[Counts] = field(default_factory=list)
+    """Where drafters take turns, by drafter: see `DecodeOutput.row_sources`."""
 
 
 @dataclass(frozen=True)

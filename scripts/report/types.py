@@ -126,6 +126,12 @@ class ProposerEntry(Entry):
     """Of prompt lookup, the shortest n-gram that it looks for."""
     prompt_lookup_max: Positive | None = None
     """The longest."""
+    suffix_match: Positive | None = None
+    """Of suffix matches, the shortest."""
+    switch_match: Count | None = None
+    """Of drafters that take turns, the shortest match that the last one does not draft behind."""
+    switch_score: NotNegative | None = None
+    """And the least score."""
 
     def verified_nodes(self, draft_length: int) -> int:
         """Return the drafted tokens that the target verifies in a round."""
@@ -192,6 +198,8 @@ class Run(Entry):
     lossless: Certificate
     by_category: Mapping[str, RunCategory]
     repeated_ngram_share: Share | None
+    sources: Mapping[str, Counts] | None = None
+    """Where drafters take turns, the counts of each one's rounds, by name."""
 
     @property
     def setting(self) -> tuple[str, int, int, float]:

@@ -1,6 +1,7 @@
 """`draftsmith tune`: lossy rules at many levels, what they gain in speed and how far they depart from the target."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +19,8 @@ from draftsmith.decode.progress import each, phase
 from draftsmith.decode.rows import Departure
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import left_padded, load_pair, read_tokens
-from draftsmith.scripts.tune.config import TuneConfig
+from draftsmith.scripts.tune.config import SwitchConfig, TuneConfig, tune_config
+from draftsmith.scripts.tune.switch import main as switch_main
 from draftsmith.scripts.tune.tradeoff import (
     EXACT,
     PLAIN,
@@ -171,7 +173,9 @@ def _decode(task: Task, setting: Setting, first: int) -> Batch:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tune, print the table and what to take, and say where the curve is."""
+    """Tune a rule or a switch, print the table and what to take, and say where the figures are."""
+    if tune_config(sys.argv[1:] if argv is None else argv) is SwitchConfig:
+        return switch_main(argv)
     config = parse_config(TuneConfig, argv, prog="draftsmith tune")
     print_tradeoff(tune(config))
     print(f"curve: {Path(config.output) / 'tune.svg'}, figures: {Path(config.output) / 'tune.json'}")

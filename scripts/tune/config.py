@@ -1,11 +1,15 @@
 """Settings of `draftsmith tune`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
-from draftsmith.decode.errors import InputError, Range, at_least, less_than, more_than, require
+from draftsmith.decode.errors import InputError, Range, at_least, less_than, more_than, require, require_some
 from draftsmith.decode.options import Sampling
-from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
-from draftsmith.train.cli import Floats, numbers
+from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts, only_drafter
+from draftsmith.train.cli import Floats, Ints, fields_of, numbers
+from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
 BELOW_ONE = Range("levels of at least 0 and less than 1", lambda level: 0 <= level < 1)
@@ -69,3 +73,49 @@ class TuneConfig(Sampling, PromptedTarget):
     def most(self) -> float | None:
         """The departure that the user allows."""
         return self.max_disagreement if self.temperature == 0 else self.max_total_variation
+
+
+@dataclass
+class SwitchConfig(Sampling, PromptedTarget):
+    """Find the switch of a hybrid by replay and measured costs; half of the prompts choose, the others report."""
+
+    output: str
+    """The directory that receives `switch.json`."""
+    drafter: Drafters = field(default_factory=list, metadata=aliases())
+    """The hybrid, `hybrid:FIRST+LAST`; what it says of its own switch is left aside."""
+    draft_length: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
+    """γ, several with commas; what drafts a tree of its own has one."""
+    match_levels: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8, 12, 16, 24])
+    """The shortest matches, in tokens, that are tried."""
+    score_levels: Floats = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0])
+    """The least scores that are tried."""
+    batch_size: int = 1
+    """Prompts decoded together, where costs are measured."""
+    compiled: bool | None = None
+    """For compiled forwards; null: as `measure` chooses, together with `dtype: auto`."""
+    seed: int = 0
+    """Seeds the sampling, and how prompts are dealt out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.drafter = only_drafter(self.drafter)
+        for name in ("draft_length", "match_levels"):
+            setattr(self, name, sorted(numbers(getattr(self, name), int, name)))
+        self.score_levels = sorted(numbers(self.score_levels, float, "score_levels"))
+        require_some(self, "draft_length", "number")
+        require_some(self, "match_levels", "number")
+        require_some(self, "score_levels", "number")
+        require(self, DRAFT_LENGTH, "draft_length")
+        require(self, at_least(1), "match_levels", "batch_size")
+        require(self, at_least(0), "score_levels", "seed")
+        require(self, at_least(4), "limit")
+
+
+def tune_config(arguments: Sequence[str]) -> type[Any]:
+    """Return the config class of a tuning: of a switch where the drafter is a hybrid, by a flag or in a file."""
+    words = [part for argument in arguments for part in argument.split("=", 1)]
+    values = [value for flag, value in pairwise([*words, ""]) if flag == "--drafter"]
+    for flag, file in pairwise([*words, ""]):
+        if flag == "--config":
+            values += drafter_texts(fields_of(file).get("drafter", []))
+    return SwitchConfig if any(f"{Hybrid.name}:" in str(value) for value in values) else TuneConfig

@@ -52,7 +52,7 @@ from draftsmith.scripts.serving.client import Client
 from draftsmith.scripts.serving.sglang import generate, recognised
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors
-from draftsmith.train.cli import check_fields, keys_of
+from draftsmith.train.cli import check_fields, fields_of
 from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.data.shards import completion_files, read_completions, read_manifest, settle_manifest
@@ -226,7 +226,7 @@ def rates_of(path: Path) -> Any:
 
 
 def config_of(path: Path) -> None:
-    keys_of(str(path))
+    fields_of(str(path))
     check_fields(CertifyConfig, ["--config", str(path)])
 
 

@@ -20,11 +20,14 @@ from draftsmith.decode import (
     BlindProposer,
     DraftModelProposer,
     DynamicTree,
+    HybridProposer,
     LookaheadProposer,
     ParallelDraftProposer,
     PromptLookupProposer,
     Proposer,
     RunAheadProposer,
+    SuffixProposer,
+    Switch,
     Tree,
     early_exit,
 )
@@ -157,6 +160,14 @@ SPECIMENS: dict[str, Specimen] = {
         save_heads(eagle),
     ),
     "prompt_lookup": Specimen({"chain": lambda target: PromptLookupProposer()}, confident=False),
+    "suffix": Specimen(
+        {
+            "chain": lambda target: SuffixProposer(min_match=1),
+            "tree": lambda target: SuffixProposer(min_match=1, nodes=few(target) or 6),
+        },
+        argument=":1",
+        confident=False,
+    ),
     "lookahead": Specimen({"chain": lambda target: LookaheadProposer()}, confident=False),
     "unigram": Specimen(
         {
@@ -165,6 +176,21 @@ SPECIMENS: dict[str, Specimen] = {
         }
     ),
     "early_exit": Specimen({"chain": lambda target: DraftModelProposer(early_exit(target, 1))}, argument=":1"),
+    "hybrid": Specimen(
+        {
+            "lookup, draft": lambda target: HybridProposer([PromptLookupProposer(), DraftModelProposer(near(target))]),
+            "suffix, eagle's tree": lambda target: HybridProposer(
+                [SuffixProposer(min_match=1), EagleProposer(eagle(target, named_tokens(target)), TREE)], Switch(match=1)
+            ),
+            "suffix grafted on heads": lambda target: HybridProposer(
+                [SuffixProposer(min_match=1), MedusaProposer(medusa(target), Tree.chain(2))],
+                Switch(match=1),
+                graft=True,
+            ),
+        },
+        argument=":suffix:1+prompt_lookup+early_exit:1@match=2",
+        confident=False,
+    ),
 }
 
 

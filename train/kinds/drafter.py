@@ -53,6 +53,8 @@ class Drafter:
     """γ, at which it is decoded; of what has a tree of its own its depth."""
     figures: dict[str, Any] = field(default_factory=dict)
     """What reports say of drafters of this kind alone."""
+    sources: Sequence[str] = ()
+    """The names of several that take turns, in their order."""
     own_positions: bool = True
     """Whether its model's positions limit the text; not where it counts tokens of its own."""
 

@@ -1,8 +1,14 @@
 """Kinds of drafters that nobody trains: n-grams of the text, and the target's own first layers."""
 
+import hashlib
+from typing import TYPE_CHECKING
+
 from draftsmith.decode.errors import InputError
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading, no_argument
 from draftsmith.train.kinds.kind import DrafterKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class PromptLookup(DrafterKind):
@@ -24,6 +30,31 @@ class PromptLookup(DrafterKind):
             )
         lengths = {"prompt_lookup_min": int(least), "prompt_lookup_max": int(most)}
         return self.drafter(spec, PromptLookupProposer(int(most), int(least)), figures=lengths)
+
+
+class Suffix(DrafterKind):
+    """Copies by frequency; its argument is the shortest match, and perhaps ",FILE" with a store of earlier texts."""
+
+    name, title, stored = "suffix", "suffix matches", False
+    figures = ("suffix_match",)
+    drafts_less = True
+
+    def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
+        """Read the match, and the store."""
+        from draftsmith.decode import SuffixProposer, SuffixStore
+
+        least, comma, path = (spec.path or "2").partition(",")
+        if not least.isdecimal() or int(least) < 1 or (comma and not path):
+            raise InputError(
+                f"drafter: expected {self.name}:MIN or {self.name}:MIN,FILE, the shortest match in tokens and a store, "
+                f"found {spec.path}"
+            )
+        store = None
+        if path:
+            vocab_size = loading.target.config.get_text_config().vocab_size
+            store = SuffixStore.load(path, vocab_size, tokenizer=digest_of(loading.tokenizer))
+        proposer = SuffixProposer(int(least), store=store)
+        return self.drafter(spec, proposer, figures={"suffix_match": int(least)})
 
 
 class LookAhead(DrafterKind):
@@ -72,3 +103,8 @@ class EarlyExit(DrafterKind):
     def cached_numbers(self, drafter: Drafter) -> int | None:
         """Return None: its layers are the target's, its cache is not."""
         return None
+
+
+def digest_of(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return what tells a tokenizer's tokens from those of others: a store of texts must be of the target's."""
+    return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

@@ -135,4 +135,4 @@ class SuffixStore:
             last.end_text()
         most = self._capacity - self._fresh.room
         tokens = np.concatenate([last.tokens, self._fresh.tokens, self._sorted.tokens])[:most]
-        self._begin(tokens.tobytes(), places_in_order(tokens))
+        self._begin(tokens.astype(">u4").tobytes(), places_in_order(tokens))

@@ -1,0 +1,294 @@
+"""`draftsmith tune` of a hybrid: its switch, found by replay and priced by measured costs.
+
+All drafters are replayed on the same texts once; every switch and draft length follows from that by sums, and nothing
+is decoded for it but the texts.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+
+from draftsmith.decode import HybridProposer, Proposer, Switch, autoregressive_generate
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.costs import CostTable, measure_costs
+from draftsmith.decode.measurement.intervals import Estimate, format_estimate, ratio
+from draftsmith.decode.measurement.replay import Replay, replay_drafters
+from draftsmith.decode.progress import each
+from draftsmith.scripts.kinds import drafter_specs
+from draftsmith.scripts.pair import left_padded, read_tokens
+from draftsmith.scripts.settings import load_fastest
+from draftsmith.scripts.summary import figures_table
+from draftsmith.scripts.tune.config import SwitchConfig
+from draftsmith.train.cli import parse_config
+from draftsmith.train.data.prompts import Prompt, read_prompts
+from draftsmith.train.files import require_writable
+from draftsmith.train.kinds.drafter import Drafter, Pair
+from draftsmith.train.models import load_tokenizer
+from draftsmith.train.provenance import environment, write_json
+
+SCHEMA = "draftsmith.switch/1"
+FILE = "switch.json"
+SHOWN = 10
+"""Switches that are printed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A switch and a draft length; or one of the drafters alone."""
+
+    draft_length: int
+    switch: Switch | None = None
+    drafter: str | None = None
+
+
+@dataclass
+class Replayed:
+    """The texts, what each setting's rounds on them were, and what rounds cost."""
+
+    lengths: list[int]
+    """Tokens of each text."""
+    by_method: Mapping[Switch | str, Replay]
+    costs: CostTable
+    sources: Sequence[str]
+    rows: int
+
+    def seconds(self, setting: Setting, place: int) -> float:
+        """Return what a text would take with a setting."""
+        method = setting.switch if setting.drafter is None else setting.drafter
+        assert method is not None
+        sizes = self.by_method[method].texts[place].sizes[setting.draft_length]
+        names = self.sources if setting.drafter is None else [setting.drafter]
+        costs = {name: self.costs.at(name, self.rows) for name in names}
+        # Whoever comes later was asked once the others had looked.
+        seconds, looked = 0.0, 0.0
+        for name, counts in zip(names, sizes, strict=False):
+            cost = costs[name]
+            for nodes, rounds in enumerate(counts):
+                drafting = cost.drafting(setting.draft_length) if nodes else 0.0
+                seconds += rounds * (looked + drafting + cost.verification(1 + nodes) + cost.overhead)
+            looked += cost.drafting(0)
+        return seconds
+
+    def plain_seconds(self, place: int) -> float:
+        """Return what it takes plainly."""
+        costs = self.costs.at(self.sources[-1], self.rows)
+        return self.lengths[place] * (costs.target[1] + costs.plain_overhead)
+
+    def speedup(self, setting: Setting, places: Sequence[int]) -> Estimate:
+        """Return the predicted speed-up over plain decoding on some texts, prompts left aside."""
+        return ratio([self.plain_seconds(i) for i in places], [self.seconds(setting, i) for i in places])
+
+    def gain(self, setting: Setting, other: Setting, places: Sequence[int]) -> Estimate:
+        """Return how many times as fast as another it is on some texts."""
+        return ratio([self.seconds(other, i) for i in places], [self.seconds(setting, i) for i in places])
+
+    def best(self, settings: Iterable[Setting], places: Sequence[int]) -> Setting:
+        """Return the setting that takes the least time on some texts."""
+        return min(settings, key=lambda setting: sum(self.seconds(setting, i) for i in places))
+
+
+def tune_switch(config: SwitchConfig) -> dict[str, Any]:
+    """Find the switch as the config says, write `switch.json`, and return what it holds.
+
+    Raises:
+        InputError: models or prompts that cannot be used, drafters that cannot be replayed, or an output directory that
+            cannot be written in.
+    """
+    output = require_writable(config.output, FILE)
+    prompts = read_prompts(config.prompts, limit=config.limit)
+    if len(prompts) < 4:  # an interval needs two of each half
+        raise InputError(f"prompts: expected at least 4 in {config.prompts}, found {len(prompts)}")
+    _, ids = read_tokens(config.target, config, prompts)
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    specs = drafter_specs(config.drafter, config.draft_length)
+    pair, settings = load_fastest(
+        config.target,
+        tokenizer,
+        specs,
+        config.dtype,
+        config.threads,
+        config.compiled,
+        config.trust_remote_code,
+    )
+    pair.check_positions(max(map(len, ids)), config.max_new_tokens)
+    report = _report(config, pair, prompts, ids, settings.compiled)
+    write_json(output / FILE, report)
+    return report
+
+
+def _report(
+    config: SwitchConfig, pair: Pair, prompts: Sequence[Prompt], ids: Sequence[list[int]], compiled: bool
+) -> dict[str, Any]:
+    drafter, replayed = pair.drafter, _replayed(config, pair, ids, compiled)
+    lengths = list(drafter.draft_lengths) if _has_tree(drafter) else config.draft_length
+    switches = [switch for switch in replayed.by_method if isinstance(switch, Switch)]
+    choosing, reported = _halves(prompts, config.seed)
+    settings = [Setting(k, switch) for switch, k in product(switches, lengths)]
+    alone = {name: replayed.best((Setting(k, drafter=name) for k in lengths), choosing) for name in replayed.sources}
+    best = replayed.best(settings, choosing)
+    best_alone = replayed.best(alone.values(), choosing)
+    of_each = {switch: replayed.best((Setting(k, switch) for k in lengths), choosing) for switch in switches}
+    categories = {prompt.category for prompt in prompts} - {None}
+    assert best.switch is not None
+    return {
+        "schema": SCHEMA,
+        "environment": environment(pair.target.device, pair.dtype) | {"compiled": compiled},
+        "target": {"path": config.target, "parameters": pair.target.num_parameters(), "dtype": pair.dtype},
+        "drafter": config.drafter[0],
+        "sources": list(replayed.sources),
+        "prompts": {"path": config.prompts, "choosing": len(choosing), "reported": len(reported)},
+        **asdict(config.at(config.temperature)),
+        "batch_size": config.batch_size,
+        "costs": asdict(replayed.costs),
+        "switches": [
+            _entry(setting, replayed, choosing)
+            for setting in sorted(
+                of_each.values(), key=lambda setting: sum(replayed.seconds(setting, i) for i in choosing)
+            )
+        ],
+        "alone": {name: _entry(setting, replayed, reported) for name, setting in alone.items()},
+        "chosen": _entry(best, replayed, reported)
+        | {
+            "argument": _argument(config.drafter[0], best.switch),
+            "gain_over_best_alone": replayed.gain(best, best_alone, reported),
+            "by_category": {
+                category: replayed.speedup(best, [i for i in reported if prompts[i].category == category])
+                for category in sorted(filter(None, categories))
+            },
+        },
+    }
+
+
+def _replayed(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compiled: bool) -> Replayed:
+    """Let the target write the texts, replay every switch and drafter on them, and measure costs."""
+    hybrid, sources = pair.drafter.proposer, pair.drafter.sources
+    if not isinstance(hybrid, HybridProposer):
+        raise InputError(f"drafter: expected a hybrid, found {config.drafter[0]}")
+    texts = _written(config, pair, ids, compiled)
+    switches = [Switch(match, score) for match, score in product(config.match_levels, config.score_levels)]
+    methods: dict[Switch | str, Proposer] = {switch: hybrid.with_switch(switch) for switch in switches}
+    methods |= dict(zip(sources, hybrid.drafters, strict=True))
+    sampler, lengths = config.sampler(), list(config.draft_length)
+    if _has_tree(pair.drafter):
+        lengths = sorted({*lengths, *pair.drafter.draft_lengths})
+    replays = replay_drafters(
+        pair.target, methods, texts, [len(prompt) for prompt in ids], lengths, sampler, config.max_new_tokens,
+        with_sizes=True,
+    )  # fmt: skip
+    sizes = [len(text) - len(prompt) for text, prompt in zip(texts, ids, strict=True)]
+    prompt = max(1, round(sum(map(len, ids)) / len(ids)))
+    (costs,) = measure_costs(
+        pair.target,
+        dict(zip(sources, hybrid.drafters, strict=True)),
+        dict.fromkeys(sources, max(lengths)),
+        torch.cat(texts),
+        {config.temperature: sampler},
+        [config.batch_size],
+        max(2, prompt + round(sum(sizes) / len(sizes) / 2)),
+        prompt,
+        compiled=compiled,
+    )
+    return Replayed(sizes, replays, costs, sources, config.batch_size)
+
+
+def _written(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compiled: bool) -> list[torch.Tensor]:
+    """Return prompts and the texts that the target writes behind them."""
+    texts: list[torch.Tensor] = []
+    for first in each(range(0, len(ids), config.batch_size), "texts of the target", "batches"):
+        batch = ids[first : first + config.batch_size]
+        tokens, mask = left_padded(batch, pair.target.device)
+        output = autoregressive_generate(
+            pair.target, tokens, mask, max_new_tokens=config.max_new_tokens, seed=config.seed + first,
+            compiled=compiled, **config.generate_kwargs(),
+        )  # fmt: skip
+        for row, prompt, counts in zip(output.sequences, batch, output.row_counts, strict=True):
+            start = tokens.shape[1]
+            texts.append(row[start - len(prompt) : start + counts.num_emitted_tokens])
+    return texts
+
+
+def _has_tree(drafter: Drafter) -> bool:
+    return getattr(cast(HybridProposer, drafter.proposer).last, "tree", None) is not None
+
+
+def _halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[int], list[int]]:
+    """Deal prompts out, as evenly in each category as can be: those that choose, and those that are reported on."""
+    rng, choosing, reported = random.Random(seed), list[int](), list[int]()
+    for category in sorted({str(prompt.category) for prompt in prompts}):
+        places = [i for i, prompt in enumerate(prompts) if str(prompt.category) == category]
+        rng.shuffle(places)
+        larger, smaller = sorted((choosing, reported), key=len, reverse=True)
+        smaller += places[::2]
+        larger += places[1::2]
+    return choosing, reported
+
+
+def _entry(setting: Setting, replayed: Replayed, places: Sequence[int]) -> dict[str, Any]:
+    method = setting.switch if setting.drafter is None else setting.drafter
+    assert method is not None
+    counts = [replayed.by_method[method].texts[i].counts[setting.draft_length] for i in places]
+    entry: dict[str, Any] = {} if setting.switch is None else asdict(setting.switch)
+    sizes = [replayed.by_method[method].texts[i].sizes[setting.draft_length] for i in places]
+    by_source = [sum(float(each[s].sum()) for each in sizes if s < len(each)) for s in range(max(map(len, sizes)))]
+    return entry | {
+        "draft_length": setting.draft_length,
+        "mean_acceptance_length": ratio([c.num_emitted_tokens for c in counts], [c.num_drafts for c in counts]),
+        "predicted_speedup": replayed.speedup(setting, places),
+        "rounds": by_source,
+    }
+
+
+def _argument(drafter: str, switch: Switch) -> str:
+    """Return what `--drafter` says of the hybrid with a switch."""
+    return f"{drafter.partition('@')[0]}@match={switch.match},score={switch.score:g}"
+
+
+def print_switch(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print the best switches, each drafter alone, and what to take; it fits 80 columns."""
+    console = console or Console()
+    count = report["prompts"]
+    table = figures_table(
+        ("switch", "γ", "τ", "predicted"),
+        "switch",
+        f"T={report['temperature']:g}, {report['batch_size']} at a time; switches on the {count['choosing']} prompts "
+        f"that choose,\nthe rest on the {count['reported']} others; ±: half of the 95 % interval",
+    )
+
+    def add(name: str, entry: dict[str, Any], style: str = "") -> None:
+        table.add_row(
+            name,
+            str(entry["draft_length"]),
+            format_estimate(entry["mean_acceptance_length"]),
+            format_estimate(entry["predicted_speedup"], unit="×"),
+            style=style,
+        )
+
+    for entry in report["switches"][:SHOWN]:
+        add(f"match {entry['match']}, score {entry['score']:g}", entry)
+    table.add_section()
+    for name, entry in report["alone"].items():
+        add(f"{name} alone", entry)
+    chosen = report["chosen"]
+    add(f"match {chosen['match']}, score {chosen['score']:g}", chosen, "bold")
+    console.print(table)
+    gain = format_estimate(chosen["gain_over_best_alone"], unit="×", spread="interval")
+    console.print(
+        f"--drafter {chosen['argument']} --draft_length {chosen['draft_length']}: by prediction {gain} the best "
+        "drafter alone",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Find a switch, print the table and what to take, and say where the figures are."""
+    config = parse_config(SwitchConfig, argv, prog="draftsmith tune")
+    print_switch(tune_switch(config))
+    print(f"figures: {Path(config.output) / FILE}")
+    return 0

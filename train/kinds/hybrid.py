@@ -1,0 +1,121 @@
+"""The kind of several drafters that take turns."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
+from draftsmith.train.kinds.kind import DrafterKind
+
+if TYPE_CHECKING:
+    from draftsmith.decode.proposers.hybrid import HybridProposer
+
+AND, AT, GRAFT = "+", "@", "graft"
+Parse = Callable[[str], tuple[str | None, DrafterKind, str | None]]
+"""What `--drafter` says of one → its name, its kind and its argument."""
+
+
+class Hybrid(DrafterKind):
+    """Copies where the switch takes what was found, a model elsewhere; its argument has them all.
+
+    "hybrid:suffix+runs/draft@match=4,score=0.5": drafters in the order in which they are looked at, each as `--drafter`
+    has it, and behind @ the switch, and perhaps "graft" where both draft.
+
+    Args:
+        parse: reads one of them; given once all kinds are known.
+    """
+
+    name, title, stored = "hybrid", "drafters that take turns", False
+    figures = ("switch_match", "switch_score")
+    drafts_less = True
+
+    def __init__(self, parse: Parse):
+        self._parse = parse
+
+    def members(self, spec: DrafterSpec) -> list[tuple[DrafterKind, DrafterSpec]]:
+        """Return kind and spec of each of them.
+
+        Raises:
+            InputError: an argument that does not say so.
+        """
+        texts = self._parts(spec)[0].split(AND)
+        found = []
+        for text in texts:
+            _, kind, path = self._parse(text)
+            if isinstance(kind, Hybrid):
+                raise InputError(f"drafter: expected no hybrid inside of one, found {spec.path}")
+            found.append((kind, replace(spec, kind=kind.name, path=path, name=None, tree=None)))
+        return found
+
+    def check(self, spec: DrafterSpec, loading: Loading) -> None:
+        """Check each of them."""
+        self._switch(spec)
+        for kind, its in self.members(spec):
+            kind.check(its, loading)
+
+    def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
+        """Load each of them."""
+        from draftsmith.decode import HybridProposer
+
+        switch, graft = self._switch(spec)
+        *copies, last = [kind.load(its, loading) for kind, its in self.members(spec)]
+
+        def hybrid(proposer: Any) -> "HybridProposer":
+            return HybridProposer([*(drafter.proposer for drafter in copies), proposer], switch, graft)
+
+        return self.drafter(
+            spec,
+            hybrid(last.proposer),
+            greedy=None if last.greedy is None else hybrid(last.greedy),
+            model=last.model,
+            draft_lengths=last.draft_lengths,
+            own_positions=last.own_positions,
+            sources=_distinct([drafter.family.name for drafter in (*copies, last)]),
+            figures={"switch_match": switch.match, "switch_score": switch.score},
+        )
+
+    def cached_numbers(self, drafter: Drafter) -> int | None:
+        """Return None: it depends on which kind comes last."""
+        return None
+
+    def _parts(self, spec: DrafterSpec) -> tuple[str, str]:
+        drafters, at, switch = (spec.path or "").rpartition(AT)
+        if not at:
+            drafters, switch = switch, ""
+        if AND not in drafters:
+            raise InputError(
+                f"drafter: expected {self.name}:FIRST{AND}LAST, drafters with {AND} between them, found "
+                f"{self.name}:{spec.path or ''}"
+            )
+        return drafters, switch
+
+    def _switch(self, spec: DrafterSpec) -> "tuple[Any, bool]":
+        from draftsmith.decode import Switch
+
+        fields: dict[str, Any] = {}
+        graft = False
+        for part in filter(None, self._parts(spec)[1].split(",")):
+            name, _, value = part.partition("=")
+            try:
+                if name == GRAFT and not value:
+                    graft = True
+                elif name == "match":
+                    fields[name] = int(value)
+                elif name == "score":
+                    fields[name] = float(value)
+                else:
+                    raise ValueError
+            except ValueError:
+                raise InputError(
+                    f"drafter: expected match=TOKENS, score=TOKENS or {GRAFT} behind {AT}, found {part}"
+                ) from None
+        return Switch(**fields), graft
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return names that are told apart: later ones of the same kind have a number."""
+    return [
+        name if names.index(name) == place else f"{name} {names[: place + 1].count(name)}"
+        for place, name in enumerate(names)
+    ]
