@@ -19,6 +19,7 @@ DEPTH = 32
 """Tokens before a place that it is sorted by: longer matches count as so many."""
 BYTES = 4
 """Of a token."""
+WIDTH = BYTES * DEPTH
 AT_ONCE = 8
 """All places are sorted anew where at least one token in so many is new."""
 LARGEST = 2**32 - 2
@@ -57,7 +58,7 @@ class Index:
     Args:
         room: tokens that it may hold.
         tokens: what it begins with and nothing is added to, from the last to the first, as bytes; none if None.
-        order: their places in order.
+        order: as `in_order` gives it.
     """
 
     def __init__(self, room: int, tokens: bytes | None = None, order: "array[int] | None" = None):
@@ -67,6 +68,10 @@ class Index:
         self._all = np.frombuffer(self._bytes, dtype=">u4")  # what is written is seen in it
         self._length = 0 if tokens is None else room
         self.order = array("i") if order is None else order
+        """Of each place, where the bytes of what stands before it begin."""
+        # A closure: it is called some twenty times a token.
+        held = self._bytes
+        self._key = lambda at: held[at : at + WIDTH]
 
     def __len__(self) -> int:
         """Return N, the tokens that it holds, the ends of texts counted in."""
@@ -90,71 +95,88 @@ class Index:
         if not sort:
             return
         if AT_ONCE * len(text) >= self._length:
-            self.order = places_in_order(self.tokens)
+            first = BYTES * (self._slots - self._length)
+            self.order = array("i", (first + np.array(in_order(self.tokens), dtype=np.int32)).tobytes())
             return
+        tokens, order, key = self._bytes, self.order, self._key
         for place in range(max(before, 1), self._length):
-            self.order.insert(bisect_left(self.order, self._before(place), key=self._before), place)
+            at = BYTES * (self._slots - place)
+            order.insert(bisect_left(order, tokens[at : at + WIDTH], key=key), at)
 
     def end_text(self) -> None:
         """Let nothing follow what it holds: what is put behind it is another text."""
         self._length += 1
 
+    def last(self) -> bytes:
+        """Return the `query` of what it holds."""
+        at = BYTES * (self._slots - self._length)
+        return bytes(self._bytes[at : at + WIDTH])
+
     def longest(self, wanted: bytes) -> Match | None:
         """Return the longest match with a `query`; None where not even the last token occurs."""
-        order, before = self.order, self._before
-        at = bisect_left(order, wanted, key=before)
+        tokens, order, key = self._bytes, self.order, self._key
+        at = bisect_left(order, wanted, key=key)
         # What is most alike lies beside where it would be itself.
-        sides = [_shared(wanted, before(order[place])) for place in (at - 1, at) if 0 <= place < len(order)]
+        sides = [_shared(wanted, tokens[near : near + WIDTH]) for near in order[max(0, at - 1) : at + 1]]
         length = max(sides, default=0)
         if not length:
             return None
         low = wanted[: BYTES * length]
-        first = _edge(order, before, low, at, -1)
-        return Match(length, first, _edge(order, before, low + b"\xff" * BYTES, at, 1))
+        first, end = at, at
+        if at and sides[0] == length:
+            first = _edge(order, key, low, at, -1)
+        if at < len(order) and sides[-1] == length:
+            end = _edge(order, key, low + b"\xff" * BYTES, at, 1)
+        return Match(length, first, end)
 
-    def occurrences(self, match: Match, most: int) -> np.ndarray:
-        """Return the places of a match, (R,) int64, the latest first; of more than `most` as many, evenly spaced."""
-        step = -(-len(match) // most)
-        places = np.array(self.order[match.first : match.end : step], dtype=np.int64)
-        places.sort()
-        return places[::-1]
+    def following(self, match: Match, most: int, depth: int) -> list[list[int]]:
+        """Return one more than the tokens behind the places of a match, R lists of `depth`, the latest place first.
 
-    def following(self, places: np.ndarray, offset: int) -> np.ndarray:
-        """Return one more than the tokens so far behind places, (R,) int64; 0 behind the end of a text.
-
-        Places must not lie behind the end at a smaller offset.
+        Of more than `most` places as many, evenly spaced. Behind the end of a text stands a 0, and then anything.
         """
-        return self._all[self._slots - 1 - offset - places].astype(np.int64)
-
-    def _before(self, place: int) -> bytes | bytearray:
-        """Return the tokens before a place, from the last one on."""
-        at = BYTES * (self._slots - place)
-        return self._bytes[at : at + BYTES * DEPTH]
+        step = -(-len(match) // most)
+        offsets = np.array(self.order[match.first : match.end : step], dtype=np.int64)
+        offsets.sort()
+        return self._all[offsets[:, None] // BYTES - 1 - np.arange(depth)].tolist()  # type: ignore[no-any-return]
 
 
-def places_in_order(tokens: np.ndarray) -> "array[int]":
-    """Return the places of a text behind which it goes on, 1 … N − 1, in the order of what stands before them.
+def in_order(tokens: np.ndarray) -> "array[int]":
+    """Return where the bytes before each place begin, for the places 1 … N − 1, in the order of these bytes.
 
-    By doubling (Manber and Myers 1993): places that are in the order of their last k tokens come into the order of 2k
-    by the pairs of their ranks, and those of the places k before.
+    By doubling (Larsson and Sadakane 2007): what is in the order of its first k tokens comes into the order of 2k by
+    the ranks of what stands k further on; what differs from all others has its place already.
 
     Args:
         tokens: as an index has them, from the last to the first, (N,).
     """
     count = len(tokens)
-    if not count:
-        return array("i")
-    ranks = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1
-    known = 1
-    while known < DEPTH and ranks.max(initial=0) < count:
-        pairs = ranks * (count + 1)
-        pairs[: count - known] += ranks[known:]
-        ranks = np.unique(pairs, return_inverse=True)[1].astype(np.int64) + 1
+    padded = np.zeros(count + 2, dtype=np.int64)
+    padded[:count] = np.unique(tokens, return_inverse=True)[1] + 1  # small numbers: three fit into one of 64 bits
+    size = int(padded.max(initial=0)) + 1
+    keys = (padded[:count] * size + padded[1 : count + 1]) * size + padded[2:]
+    if size > 2**21:
+        keys = padded[:count]
+    known, order = 3 if size <= 2**21 else 1, np.argsort(keys)
+    # The rank of a token is the first slot of those that are alike so far.
+    slots = np.arange(count)
+    ranks = np.empty(count + 1, dtype=np.int64)
+    ranks[count] = -1
+    ranks[order] = np.maximum.accumulate(np.where(np.diff(keys[order], prepend=-1) != 0, slots, 0))
+    alike = slots
+    while known < DEPTH:
+        behind = ranks[order[alike]]
+        several = np.bincount(behind, minlength=count)[behind] > 1
+        alike = alike[several]
+        if not len(alike):
+            break
+        members, groups = order[alike], behind[several]
+        keys = groups * (count + 1) + ranks[np.minimum(members + known, count)] + 1
+        within = np.argsort(keys)
+        members, keys, groups = members[within], keys[within], groups[within]
+        order[alike] = members
+        ranks[members] = np.maximum.accumulate(np.where(np.diff(keys, prepend=-1) != 0, alike, 0))
         known *= 2
-    order = np.argsort(ranks, kind="stable")
-    # Token i from the end stands before place N − i; behind the last place there is nothing.
-    places = count - order[order > 0]
-    return array("i", places.astype(np.int32).tobytes())
+    return array("i", (BYTES * order[order > 0]).astype(np.int32).tobytes())
 
 
 def _shared(one: bytes, other: bytes | bytearray) -> int:

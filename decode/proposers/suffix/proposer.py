@@ -1,7 +1,4 @@
-"""Drafts copied from the text and earlier ones, by how often each token followed what stands at the text's end.
-
-Shape suffix: R occurrences of a match.
-"""
+"""Drafts copied from the text and earlier ones, by how often each token followed what stands at the text's end."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,12 +10,12 @@ from torch import Tensor
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Found
-from draftsmith.decode.proposers.suffix.index import Index, query
+from draftsmith.decode.proposers.suffix.index import Index
 from draftsmith.decode.proposers.suffix.store import SuffixStore
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import ROOT, Tree
 
-MOST = 1024
+MOST = 64
 """Occurrences that are looked at; of more, as many, evenly spaced."""
 
 
@@ -27,8 +24,8 @@ class SuffixProposer(CopyProposer):
 
     SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975): a token's score is the product of frequencies on the path to
     it, each the share of the occurrences so far that go on with the token; of equally frequent tokens the latest wins.
-    The draft's score, the sum over its tokens, says how many of them may be accepted. Of the text's own match and the
-    store's, the one whose draft has the greater score is taken. The draft is deterministic.
+    The draft's score, the sum over its tokens, says how many of them may be accepted. Of the text's own longest match
+    and the store's the longer one is taken, of equal ones the text's. The draft is deterministic.
 
     Args:
         min_match: the shortest match, in tokens.
@@ -86,42 +83,60 @@ class SuffixProposer(CopyProposer):
 
     def _find(self, own: Index, text: np.ndarray, draft_length: int) -> Found:
         own.extend(text[len(own) :])
-        wanted, best, match, score = query(text), _Draft(), 0, 0.0
+        wanted, best, where = own.last(), None, own
         for index in (own, *(() if self.store is None else self.store.indexes)):
-            longest = index.longest(wanted)
-            if longest is None or longest.length < self.min_match:
-                continue
-            # Whole drafts are compared, so that which of them it is depends on the text alone.
-            draft = self._copied(index, index.occurrences(longest, MOST))
-            if (found := sum(draft.scores)) > score:
-                best, match, score = draft, longest.length, found
-        tokens, tree = best.cut(draft_length)
-        return Found(tokens, tree, Evidence(match, score, len(text)))
+            match = index.longest(wanted)
+            if match is not None and match.length > (self.min_match - 1 if best is None else best.length):
+                best, where = match, index
+        if best is None:
+            return Found([], Tree.chain(0), Evidence(0, 0.0, len(text)))
+        # The whole draft: what there is evidence for does not depend on the draft length.
+        behind = where.following(best, MOST, self.max_draft)
+        draft = self._chain(behind) if self.most_nodes is None else self._tree(behind, self.most_nodes)
+        tokens, tree = draft.cut(draft_length)
+        match_length = best.length if draft.tokens else 0
+        return Found(tokens, tree, Evidence(match_length, sum(draft.scores), len(text)))
 
-    def _copied(self, index: Index, places_R: np.ndarray) -> "_Draft":
+    def _chain(self, behind: list[list[int]]) -> "_Draft":
+        """Return the most frequent tokens behind some places, each given those before it."""
+        draft, score = _Draft(), 1.0
+        for depth in range(self.max_draft):
+            if len(behind) == 1:  # as most often
+                (tokens,) = behind
+                for place in range(depth, tokens.index(0) if 0 in tokens else len(tokens)):
+                    draft.add(tokens[place] - 1, place - 1, score)
+                break
+            # Of equally frequent ones the first that is met, which is the latest.
+            token, times = max(Counter(tokens[depth] for tokens in behind).items(), key=lambda item: item[1])
+            score *= times / len(behind)
+            if not token or score < self.min_score:
+                break
+            draft.add(token - 1, depth - 1, score)
+            if times < len(behind):
+                behind = [tokens for tokens in behind if tokens[depth] == token]
+        return draft
+
+    def _tree(self, behind: list[list[int]], most: int) -> "_Draft":
         """Return the tokens of the greatest scores behind some places."""
-        draft, most = _Draft(), self.max_draft if self.most_nodes is None else self.most_nodes
+        draft = _Draft()
         # By score, then in the order in which they were found; what lies behind a node, once it is drafted.
-        heap: list[tuple[float, int, int, int, np.ndarray, int]] = []
+        heap: list[tuple[float, int, int, int, list[list[int]], int]] = []
         count = 0
 
-        def push(parent: int, depth: int, places_R: np.ndarray, score: float) -> None:
+        def push(parent: int, depth: int, behind: list[list[int]], score: float) -> None:
             nonlocal count
-            following_R = index.following(places_R, depth)
-            likely = Counter(following_R.tolist()).most_common(1 if self.most_nodes is None else None)
-            for token, times in likely:
-                if token and (its := score * times / len(places_R)) >= self.min_score:
+            for token, times in Counter(tokens[depth] for tokens in behind).most_common():
+                if token and (its := score * times / len(behind)) >= self.min_score:
                     count += 1
-                    heappush(heap, (-its, count, token - 1, parent, places_R[following_R == token], depth + 1))
+                    rest = [tokens for tokens in behind if tokens[depth] == token]
+                    heappush(heap, (-its, count, token - 1, parent, rest, depth + 1))
 
-        push(ROOT, 0, places_R, 1.0)
+        push(ROOT, 0, behind, 1.0)
         while heap and len(draft.tokens) < most:
-            score, _, token, parent, places_R, depth = heappop(heap)
-            draft.tokens.append(token)
-            draft.parents.append(parent)
-            draft.scores.append(-score)
+            score, _, token, parent, behind, depth = heappop(heap)
+            draft.add(token, parent, -score)
             if depth < self.max_draft:
-                push(len(draft.tokens) - 1, depth, places_R, -score)
+                push(len(draft.tokens) - 1, depth, behind, -score)
         return draft
 
 
@@ -132,6 +147,12 @@ class _Draft:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.scores: list[float] = []
+
+    def add(self, token: int, parent: int, score: float) -> None:
+        """Draft a token behind a node."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
 
     def cut(self, depth: int) -> tuple[list[int], Tree]:
         """Return tokens and tree without what lies deeper."""

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.suffix.index import BYTES, LARGEST, Index, places_in_order
+from draftsmith.decode.proposers.suffix.index import BYTES, LARGEST, Index, in_order
 
 PER_TOKEN = 2 * BYTES
 """Bytes: the token, and its place."""
@@ -113,10 +113,10 @@ class SuffixStore:
                 f"store: expected texts of the target's tokenizer ({vocab_size} tokens) in {path}, found those of "
                 f"another ({found[0]} tokens)"
             )
-        damaged = (
+        damaged = bool((places % BYTES).any()) or (
             tokens.min(initial=0) < 0 or tokens.max(initial=0) > vocab_size or len(places) != max(0, len(tokens) - 1)
         )
-        if damaged or places.min(initial=1) < 1 or places.max(initial=0) >= max(1, len(tokens)):
+        if damaged or places.min(initial=BYTES) < BYTES or places.max(initial=0) >= max(1, BYTES * len(tokens)):
             raise InputError(f"store: expected tokens and the places of all of them in {path}, found others")
         store._begin(tokens.astype(">u4").tobytes(), array("i", places.tobytes()))
         if len(tokens) > store._capacity - store._fresh.room:
@@ -135,4 +135,4 @@ class SuffixStore:
             last.end_text()
         most = self._capacity - self._fresh.room
         tokens = np.concatenate([last.tokens, self._fresh.tokens, self._sorted.tokens])[:most]
-        self._begin(tokens.astype(">u4").tobytes(), places_in_order(tokens))
+        self._begin(tokens.astype(">u4").tobytes(), in_order(tokens))

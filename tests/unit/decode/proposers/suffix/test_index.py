@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from draftsmith.decode.proposers.suffix.index import DEPTH, Index, places_in_order, query
+from draftsmith.decode.proposers.suffix.index import BYTES, DEPTH, Index, in_order, query
 
 
 def searched(text, wanted):
@@ -20,6 +20,10 @@ def searched(text, wanted):
     return best, places
 
 
+def places_of(index, match):
+    return [len(index._all) - at // BYTES for at in index.order[match.first : match.end]]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_longest_match_is_that_of_a_naive_search(seed):
     rng = np.random.default_rng(seed)
@@ -32,9 +36,11 @@ def test_the_longest_match_is_that_of_a_naive_search(seed):
         assert (match.length if match else 0) == length
         if match is None:
             continue
-        found = index.occurrences(match, 10**6)
-        assert found.tolist() == places[::-1]
-        assert (index.following(found, 0) - 1).tolist() == [so_far[place] for place in places[::-1]]
+        assert sorted(places_of(index, match)) == places
+        behind = index.following(match, 10**6, 2)
+        assert [tokens[0] - 1 for tokens in behind] == [so_far[place] for place in places[::-1]]
+        ends = [place + 1 == len(so_far) for place in places[::-1]]
+        assert [tokens[1] == 0 for tokens in behind] == ends
 
 
 def test_a_match_is_counted_up_to_a_depth():
@@ -48,10 +54,7 @@ def test_a_match_is_counted_up_to_a_depth():
 def test_what_a_text_ends_with_has_no_next_token():
     index = Index(10)
     index.extend(np.array([4, 5, 4]))
-    places = index.occurrences(index.longest(query(np.array([4]))), 10)
-    assert index.following(places, 0).tolist() == [6]
-    assert index.following(places, 1).tolist() == [5]
-    assert index.following(places, 2).tolist() == [0]
+    assert index.following(index.longest(query(np.array([4]))), 10, 3) == [[6, 5, 0]]
 
 
 def test_no_match_reaches_from_one_text_into_the_next():
@@ -64,15 +67,14 @@ def test_no_match_reaches_from_one_text_into_the_next():
     assert match.length == 1  # 4 alone
     match = index.longest(query(np.array([2, 3])))
     assert match.length == 2
-    assert index.following(index.occurrences(match, 10), 0).tolist() == [0]
+    assert index.following(match, 10, 1) == [[0]]
 
 
 def test_of_many_occurrences_some_are_looked_at():
     index = Index(2000)
     index.extend(np.tile([7, 8], 1000))
-    places = index.occurrences(index.longest(query(np.array([9, 7]))), 100)
-    assert 90 <= len(places) <= 100
-    assert places[0] > places[-1]
+    behind = index.following(index.longest(query(np.array([9, 7]))), 100, 1)
+    assert 90 <= len(behind) <= 100
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -82,10 +84,10 @@ def test_sorting_all_places_is_putting_each_into_its_place(seed):
     once.extend(text)
     for token in text:
         one_by_one.extend(np.array([token]))
-    assert [once._before(p) for p in once.order] == [one_by_one._before(p) for p in one_by_one.order]
-    assert sorted(once.order) == sorted(one_by_one.order) == list(range(1, 300))
+    assert [once._key(at) for at in once.order] == [one_by_one._key(at) for at in one_by_one.order]
+    assert sorted(once.order) == sorted(one_by_one.order) == [BYTES * (301 - place) for place in range(299, 0, -1)]
 
 
 def test_nothing_has_no_places():
-    assert list(places_in_order(np.zeros(0, dtype=">u4"))) == []
+    assert list(in_order(np.zeros(0, dtype=">u4"))) == []
     assert Index(0, b"").longest(query(np.array([1]))) is None

@@ -6,6 +6,7 @@ import torch
 
 from draftsmith.decode import InputError, SuffixProposer, SuffixStore
 from draftsmith.decode.proposers.base import DraftTask
+from draftsmith.decode.proposers.copied import Evidence
 from draftsmith.decode.sampling import Sampler
 
 
@@ -80,14 +81,14 @@ def test_rows_have_their_own_texts_and_rows_that_end_are_dropped():
     assert [draft.tokens[0] for draft in found(proposer, *longer)] == [7, 8]
 
 
-def test_earlier_texts_are_taken_where_they_promise_more():
+def test_the_longer_match_is_taken_of_the_text_and_earlier_ones():
     store = SuffixStore(100)
     for _ in range(3):
         store.add([7, 8, 9, 10, 11, 12])
     proposer = started(SuffixProposer(min_match=2, store=store))
-    (draft,) = found(proposer, [1, 2, 7, 8])
+    (draft,) = found(proposer, [8, 20, 7, 8])
     assert draft.tokens == [9, 10, 11, 12]
-    assert draft.evidence == type(draft.evidence)(2, 4.0, 4)
+    assert draft.evidence == Evidence(2, 4.0, 4)
     (draft,) = found(started(SuffixProposer(store=store)), [7, 8, 30, 31, 32, 33, 34, 35, 7, 8], draft_length=2)
     assert draft.tokens == [30, 31]
 
