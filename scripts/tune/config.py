@@ -77,7 +77,10 @@ class TuneConfig(Sampling, PromptedTarget):
 
 @dataclass
 class SwitchConfig(Sampling, PromptedTarget):
-    """Find the switch of a hybrid by replay and measured costs; half of the prompts choose, the others report."""
+    """Find the switch of a hybrid by replay and measured costs; half of the prompts choose, the others report.
+
+    `seed` says which.
+    """
 
     output: str
     """The directory that receives `switch.json`."""
@@ -93,8 +96,6 @@ class SwitchConfig(Sampling, PromptedTarget):
     """Prompts decoded together, where costs are measured."""
     compiled: bool | None = None
     """For compiled forwards; null: as `measure` chooses, together with `dtype: auto`."""
-    seed: int = 0
-    """Seeds the sampling, and how prompts are dealt out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +108,7 @@ class SwitchConfig(Sampling, PromptedTarget):
         require_some(self, "score_levels", "number")
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(1), "match_levels", "batch_size")
-        require(self, at_least(0), "score_levels", "seed")
+        require(self, at_least(0), "score_levels")
         require(self, at_least(4), "limit")
 
 

@@ -7,11 +7,13 @@ import pytest
 from conftest import perturbed, tiny_llama
 from listening import LOADING, listened
 
-from draftsmith.decode import DraftModelProposer, InputError, speculative_generate
+from draftsmith.decode import DraftModelProposer, InputError, Switch, speculative_generate
 from draftsmith.decode.measurement.intervals import Estimate, confidence_of_each, ratio_interval
 from draftsmith.decode.rules import Threshold
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts.cli import main
+from draftsmith.scripts.kinds import drafter_specs
+from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.tune import command
 from draftsmith.scripts.tune.command import TuneConfig, tune
 from draftsmith.scripts.tune.tradeoff import BoundedDeparture, choose, departure_estimate, level_between
@@ -260,3 +262,59 @@ def test_bad_input_is_named(tmp_path, fields, said):
     with pytest.raises(InputError, match=said) as error:
         config_of(tmp_path, tmp_path, **fields)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def switched(models):
+    """A hybrid's switch, found by the command itself."""
+    flags = {
+        "target": models / "target", "drafter": f"hybrid:suffix:1+{models / 'draft'}@match=9",
+        "prompts": models / "prompts.jsonl", "output": models / "switch", "dtype": "float32", "max-new-tokens": NEW,
+        "draft-length": "1,3", "match-levels": "1,3,99", "score-levels": "0,2", "compiled": "false", "threads": 1,
+    }  # fmt: skip
+    assert main(["tune", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]) == 0
+    return json.loads((models / "switch" / "switch.json").read_text(), object_hook=estimated)
+
+
+def test_every_switch_is_replayed_and_priced(switched):
+    tried = {(entry["match"], entry["score"]) for entry in switched["switches"]}
+    assert tried == {(match, score) for match in (1, 3, 99) for score in (0.0, 2.0)}
+    assert switched["sources"] == ["suffix", "draft"]
+    assert switched["prompts"]["choosing"] + switched["prompts"]["reported"] == len(PROMPTS)
+    never = next(entry for entry in switched["switches"] if entry["match"] == 99)
+    assert never["rounds"][0] == 0.0
+    predicted = [entry["predicted_speedup"].value for entry in switched["switches"]]
+    assert predicted == sorted(predicted, reverse=True)
+
+
+def test_the_chosen_switch_is_what_the_drafter_is_called_by(switched, models, tokenizer):
+    chosen = switched["chosen"]
+    argument = f"hybrid:suffix:1+{models / 'draft'}@match={chosen['match']},score={chosen['score']:g}"
+    assert chosen["argument"] == argument
+    (spec,) = drafter_specs([argument], [chosen["draft_length"]])
+    pair = load_pair(str(models / "target"), tokenizer, [spec], "float32")
+    assert pair.drafter.proposer.switch == Switch(chosen["match"], chosen["score"])
+    assert pair.drafter.figures == {"switch_match": chosen["match"], "switch_score": chosen["score"]}
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("hybrid:suffix", "drafter: expected hybrid:FIRST+LAST, drafters with + between them, found hybrid:suffix"),
+        (
+            "hybrid:suffix+unigram@match=x",
+            "drafter: expected match=TOKENS, score=TOKENS or graft behind @, found match=x",
+        ),
+        ("hybrid:suffix+hybrid:a+b", "drafter: expected no hybrid inside of one"),
+        ("hybrid:unigram+suffix", "hybrid: expected all drafters but the last to copy what they draft"),
+        ("hybrid:suffix:0+unigram", "drafter: expected suffix:MIN or suffix:MIN,FILE"),
+        ("hybrid:suffix:2,none.store+unigram", "store: expected a store in none.store, found"),
+    ],
+)
+def test_hybrids_that_cannot_be_are_refused_in_one_line(models, capsys, argument, message):
+    code = main([
+        "tune", "--target", str(models / "target"), "--drafter", argument, "--prompts", str(models / "prompts.jsonl"),
+        "--output", str(models / "refused"),
+    ])  # fmt: skip
+    assert code == 2
+    assert message in capsys.readouterr().err
