@@ -192,16 +192,18 @@ class TextBatch:
             The same places, (B, D): where a path ends, those that a chain would have. None without paths.
         """
         lengths = [row.length + len(new) for row, new in zip(self.rows, tokens, strict=True)]
-        if not paths and self._on_host is not None:
+        depth = max(map(len, paths), default=0)
+        chained = [[*path, *range(len(path) + 1, depth + 1)] for path in paths]
+        if self._on_host is not None:
             for written, length, new in zip(self._on_host, lengths, tokens, strict=True):
                 written[length - len(new) : length] = new
             self.lengths = Places(lengths, self._tokens.device)
-            return None
-        width, depth = max(map(len, tokens)), max(map(len, paths), default=0)
+            return torch.tensor(chained) if paths else None
+        width = max(map(len, tokens))
         packet = torch.tensor(
             [
-                [length, *new, *[0] * (width - len(new)), *path, *range(len(path) + 1, depth + 1)]
-                for length, new, path in zip(lengths, tokens, paths or [[]] * len(tokens), strict=True)
+                [length, *new, *[0] * (width - len(new)), *path]
+                for length, new, path in zip(lengths, tokens, chained or [[]] * len(tokens), strict=True)
             ],
             device=self._tokens.device,
         )

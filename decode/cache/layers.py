@@ -16,6 +16,8 @@ SLOTS = 64
 
 READ_AT_ONCE = {"cpu"}
 """Devices whose values cost nothing to look at, and nothing to write from the host."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of a number, what numpy knows of that size: it has no bfloat16."""
 SavedLayer = tuple[Tensor, Tensor]
 """Keys and values of one row in one layer, (H, T, D) each."""
 
@@ -134,6 +136,13 @@ class Layer(CacheLayerMixin):
         slots = -(-max(self.block.width - self.first, 2 * used) // SLOTS) * SLOTS
         padding = (0, 0, 0, min(self.slots - self.first, slots) - used)
         self.keys, self.values = (torch.nn.functional.pad(s[:, :, drop:], padding) for s in (keys, values))
+
+    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy slots on the host: of a row, to a slot, from a later one; numpy takes a microsecond each."""
+        for states in (self.keys, self.values):
+            bits = cast(Tensor, states).view(BITS[cast(Tensor, states).element_size()]).numpy()
+            for row, to, source in moves:
+                bits[row, :, to - self.first] = bits[row, :, source - self.first]
 
     def refill(self, rows: Tensor, other: "Layer", width: int) -> None:
         """Let some rows, (R,) int64, begin with the first `width` slots of another cache's R rows."""

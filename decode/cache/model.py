@@ -21,7 +21,7 @@ from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of, rotary_limit
 from draftsmith.decode.cache.features import Features, watched
 from draftsmith.decode.cache.forward import BlockForward, Forward, has_head
-from draftsmith.decode.cache.layers import Block, Layer, Places, SavedLayer
+from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Layer, Places, SavedLayer
 from draftsmith.decode.cache.masks import Masks
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.errors import InputError
@@ -207,6 +207,19 @@ class CachedModel:
             sources: the same on the device, (B, D), where shorter paths continue as a chain does; made here if None.
         """
         if all(list(path) == list(range(1, len(path) + 1)) for path in paths):
+            return
+        if all(cast(Tensor, layer.keys).device.type in READ_AT_ONCE for layer in self._written):
+            moves = [
+                (row, first + to, first + source)
+                for row, (first, path) in enumerate(zip(starts.host, paths, strict=True))
+                for to, source in enumerate(path, 1)
+                if to != source
+            ]
+            for layer in self._written:
+                layer.move(moves)
+            if self._positions is not None:
+                for row, to, _ in moves:
+                    self._positions[row, to] = to
             return
         depth = max(map(len, paths))
         if sources is None:

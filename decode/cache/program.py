@@ -35,7 +35,7 @@ from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.features import watched
 from draftsmith.decode.cache.forward import Forward
-from draftsmith.decode.cache.layers import Layer
+from draftsmith.decode.cache.layers import BITS, Layer
 from draftsmith.decode.cache.masks import Masks
 from draftsmith.decode.cache.product import SOURCES, in_programs
 from draftsmith.decode.cache.weights import laid_out, lent, tensors
@@ -296,7 +296,7 @@ def _sampled(tensor: Tensor) -> np.ndarray | None:
     """Return a view of some entries: a change through `.data` leaves no other trace."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return None
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    bits = BITS.get(tensor.element_size())
     if bits is None or not tensor.is_contiguous():
         return None
     flat = tensor.detach().view(-1).view(bits)
