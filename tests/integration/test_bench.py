@@ -21,6 +21,7 @@ from draftsmith.scripts.bench import (
     floor,
     gpu,
     prepare,
+    real_model,
     replay,
     rounds,
     study,
@@ -65,6 +66,11 @@ def test_every_command_line_of_the_documentation_parses():
         ("study", ["--recipe", "none"], "recipe: expected one of distill"),
         ("prepare", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
         ("study", ["--baseline", "none"], "baseline: expected one of base, each named once, found none"),
+        (
+            "real_model",
+            ["--target", "t", "--prompts", "p", "--trained", '{"a": {"command": "none"}}'],
+            "trained: expected a command out of distill, medusa, eagle in a, found none",
+        ),
     ],
 )
 def test_bad_options_are_told(name, arguments, error):
@@ -327,3 +333,45 @@ def test_a_first_run_keeps_what_came_of_each_command(tmp_path, monkeypatch, caps
     assert gpu.main(["--numbers", "[1]"]) == 0 and (tmp_path / "runs/gpu/first-run.json").is_file()
     with pytest.raises(InputError, match="numbers: expected at least 1 and at most 3, found 4"):
         gpu.main(["--numbers", "[4]"])
+
+
+def test_a_real_models_tables_are_made_once(pair_dirs, tmp_path, capsys, monkeypatch):
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ("def add(a, b):", "import os", "for i in range(10):", "class Row:", "return self", "x = x + 1")
+    records = [{"prompt": text, "category": category} for category in ("one", "two") for text in texts]
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = [
+        "--target", str(pair_dirs[0]), "--prompts", str(prompts), "--output", str(tmp_path / "real"),
+        "--trained", "{}", "--held_out", "0.7", "--draft_length", "[2]", "--temperature", "[0]", "--batch_size", "[1]",
+        "--max_new_tokens", "12", "--dtype", "float32", "--compiled", "false", "--threads", "1",
+    ]  # fmt: skip
+    common.run_benchmark(real_model.BenchRealModelConfig, real_model.bench, real_model.shown, argv=arguments)
+    names = {"suffix", "prompt_lookup", "copies+suffix"}
+    figures = json.loads((tmp_path / "real" / "results.json").read_text())["T = 0, B = 1"]
+    assert set(figures) == names
+    assert all(cells["speed-up"]["value"] > 0 for cells in figures.values())
+    assert {"one", "two"} < set(figures["suffix"])
+    tables = (tmp_path / "real" / "tables.md").read_text()
+    assert all(f"| {name} |" in tables for name in names)
+    assert "| drafter | γ | τ | speed-up | predicted | one | two |" in tables
+    capsys.readouterr()
+    monkeypatch.setattr(real_model.cli, "main", lambda argv: pytest.fail("a stage that had ended ran again"))
+    common.run_benchmark(real_model.BenchRealModelConfig, real_model.bench, real_model.shown, argv=arguments)
+    assert (tmp_path / "real" / "tables.md").read_text() == tables
+
+
+def test_a_real_models_stage_that_failed_is_not_taken_for_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_model.cli, "main", lambda argv: 1)
+    with pytest.raises(InputError, match=r"text: expected the stage to end, found exit code 1"):
+        real_model._run(tmp_path, "text", ["prepare"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_real_models_trainings_build_on_each_other(tmp_path):
+    config = real_model.BenchRealModelConfig(target="t", prompts="p", output=str(tmp_path))
+    stages = dict(real_model._trainings(config))
+    assert list(stages) == ["train-draft", "train-parallel", "train-hydra", "train-eagle"]
+    assert f"--draft={tmp_path / 'draft'}" in stages["train-parallel"]
+    for name, argv in stages.items():
+        parse_config(recipes()[argv[0]].config_class(), [*argv[1:], "--training.use_cpu", "true"])
+        assert f"--training.output_dir={tmp_path / name.removeprefix('train-')}" in argv

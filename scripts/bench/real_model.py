@@ -1,0 +1,295 @@
+"""Drafters of a real model, from its text to the tables of docs/real-model.md, in one command that can be stopped.
+
+    python -m draftsmith.scripts.bench.real_model --target SMOLLM2 --prompts spec_bench.jsonl --output runs/real-model
+
+A fifth of each category's prompts is held out. The target answers the others, and drafters learn from that. Then half
+of what was held out finds the switch of a hybrid for each drafter, and the other half measures all of them. Every stage
+is one of our commands; those that have ended are not run again, and one that was stopped goes on.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.decode.errors import InputError, Range, at_least, require, require_some
+from draftsmith.scripts import cli
+from draftsmith.scripts.bench.common import BenchmarkConfig, main
+from draftsmith.scripts.kinds import recipes
+from draftsmith.train.data.corpus import write_prompts
+from draftsmith.train.data.prompts import Prompt, read_prompts
+from draftsmith.train.files import require_writable, write_aside
+from draftsmith.train.provenance import write_json
+
+LEARNING = {
+    "max_length": 1024,
+    "packing": True,
+    "optimizer": "muon",
+    "training.per_device_train_batch_size": 4,
+    "training.num_train_epochs": 1,
+}
+"""Fields of every training run."""
+TRAINED: dict[str, dict[str, Any]] = {
+    "draft": {
+        "command": "distill", "init.layers": 4, "init.draft_vocabulary": 8192, "training.learning_rate": 3e-3,
+    },
+    "parallel": {
+        "command": "distill", "draft": "draft", "parallel": 4, "parallel_decay": 0.7, "training.learning_rate": 3e-3,
+    },
+    "hydra": {
+        "command": "medusa", "hydra": True, "draft_vocabulary": 8192, "training.learning_rate": 1e-2,
+    },
+    "eagle": {"command": "eagle", "draft_vocabulary": 8192, "training.learning_rate": 6e-3},
+}  # fmt: skip
+"""What docs/real-model.md compares."""
+PASSED = (0, 3)
+"""Exit codes of a stage that ended: a NO-GO is a result."""
+
+
+@dataclass(kw_only=True)
+class BenchRealModelConfig(BenchmarkConfig):
+    """Text, drafters, switches and measurements of a model, in stages that are kept."""
+
+    target: str
+    """The model: a directory or hub id."""
+    prompts: str
+    """Prompts with categories, such as Spec-Bench's."""
+    output: str = "runs/real-model"
+    """Receives everything: prompts, completions, drafters, reports and tables.md."""
+    trained: dict[str, dict[str, Any]] = field(
+        default_factory=lambda: {name: dict(run) for name, run in TRAINED.items()}
+    )
+    """By name, what is trained: `command`, and fields of that command; `draft` names one that was trained before."""
+    copies: list[str] = field(default_factory=lambda: ["suffix", "prompt_lookup:2-3"])
+    """Drafters without training; the first is the first of every hybrid."""
+    draft_length: list[int] = field(default_factory=lambda: [2, 3, 5])
+    """γ, of those that draft chains."""
+    temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """Temperatures that are measured."""
+    batch_size: list[int] = field(default_factory=lambda: [1, 4])
+    """Texts at a time that are measured."""
+    held_out: float = 0.2
+    """The share of each category that nothing learns from."""
+    text_tokens: int = 320
+    """Tokens of an answer that is learned from, at most."""
+    max_new_tokens: int = 128
+    """Tokens of a text that is measured."""
+    max_prompt_tokens: int = 1024
+    """Tokens of a prompt, at most."""
+    measured: int = 6
+    """Prompts of each category that are measured, and as many that find the switch, at most."""
+    dtype: str = "auto"
+    """Of models that are measured."""
+    compiled: bool | None = None
+    """For compiled forwards; null: as `measure` chooses."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, Range("a share between 0 and 1", lambda share: 0 < share < 1), "held_out")
+        require(self, at_least(1), "draft_length", "batch_size", "text_tokens", "max_new_tokens", "measured")
+        require_some(self, "copies", "drafter")
+        for name, run in self.trained.items():
+            if run.get("command") not in recipes():
+                raise InputError(
+                    f"trained: expected a command out of {', '.join(recipes())} in {name}, found {run.get('command')}"
+                )
+
+    def figures_path(self) -> Path:
+        """Return where the results are written."""
+        return Path(self.output) / "results.json"
+
+
+def bench(config: BenchRealModelConfig) -> dict[str, Any]:
+    """Run the stages that have not ended; return the figures of all methods, and write tables.md."""
+    output = require_writable(config.output)
+    _deal_out(config, output / "prompts")
+    for name, argv in [*_texts(config), *_trainings(config)]:
+        _run(output, name, argv)
+    everything = [*config.copies, *(f"{name}={output / name}" for name in config.trained)]
+    hybrids = []
+    for name in [*config.trained] or [None]:
+        last = config.copies[-1] if name is None else str(output / name)
+        for temperature in config.temperature:
+            stage = f"switch-{name or 'copies'}-{temperature:g}"
+            _run(output, stage, _tuning(config, f"hybrid:{config.copies[0]}+{last}", temperature, output / stage))
+        # One switch for all temperatures: reports compare drafters, and the first temperature has the most to gain.
+        found = _read(output / f"switch-{name or 'copies'}-{config.temperature[0]:g}" / "switch.json")
+        hybrids.append(f"{name or 'copies'}+{config.copies[0].partition(':')[0]}={found['chosen']['argument']}")
+    _run(output, "report", _measuring(config, [*everything, *hybrids], output / "report"))
+    figures = _figures(_read(output / "report" / "report.json"))
+    write_aside(output / "tables.md", "\n\n".join(_table(*part) for part in figures.items()) + "\n")
+    return figures
+
+
+def _deal_out(config: BenchRealModelConfig, folder: Path) -> None:
+    """Write prompts to learn from, those that choose, and those that are measured, unless that was done."""
+    parts: dict[str, list[dict[str, Any]]] = {"train": [], "choose": [], "measure": []}
+    if all((folder / f"{name}.jsonl").is_file() for name in parts):
+        return
+    prompts, rng = read_prompts(config.prompts), random.Random(0)
+    for category in sorted({str(prompt.category) for prompt in prompts}):
+        mine = [prompt for prompt in prompts if str(prompt.category) == category]
+        rng.shuffle(mine)
+        apart = max(2, round(config.held_out * len(mine)))
+        held, learned = mine[:apart], mine[apart:]
+        parts["train"] += map(_record, learned)
+        parts["choose"] += map(_record, held[::2][: config.measured])
+        parts["measure"] += map(_record, held[1::2][: config.measured])
+    for name, records in parts.items():
+        rng.shuffle(records)
+        write_prompts(folder / f"{name}.jsonl", records)
+
+
+def _record(prompt: Prompt) -> dict[str, Any]:
+    content = {"prompt": prompt.text} if prompt.messages is None else {"messages": prompt.messages}
+    return content | ({} if prompt.category is None else {"category": prompt.category})
+
+
+def _texts(config: BenchRealModelConfig) -> list[tuple[str, list[str]]]:
+    """Return the stages that let the target answer; none where nothing learns from it."""
+    output, stages = Path(config.output), []
+    for name, part, temperature in (
+        ("sampled", "train", 1.0),
+        ("greedy", "train", 0.0),
+        ("heldout", "choose", 1.0),
+    ):
+        fields = {
+            "target": config.target, "prompts": output / "prompts" / f"{part}.jsonl", "temperature": temperature,
+            "max_new_tokens": config.text_tokens, "max_prompt_tokens": config.max_prompt_tokens,
+            "output": output / "completions" / name,
+        }  # fmt: skip
+        stages.append((f"text-{name}", ["prepare", *_flags(fields)]))
+    return stages if config.trained else []
+
+
+def _trainings(config: BenchRealModelConfig) -> list[tuple[str, list[str]]]:
+    output, stages = Path(config.output), []
+    for name, run in config.trained.items():
+        fields: dict[str, Any] = {
+            "target": config.target,
+            "completions": [str(output / "completions" / side) for side in ("sampled", "greedy")],
+            "heldout": [str(output / "completions" / "heldout")],
+            **LEARNING,
+            **{key: value for key, value in run.items() if key != "command"},
+            "training.output_dir": output / name,
+        }
+        if fields.get("draft") in config.trained:
+            fields["draft"] = output / fields["draft"]
+        stages.append((f"train-{name}", [run["command"], *_flags(fields)]))
+    return stages
+
+
+def _tuning(config: BenchRealModelConfig, hybrid: str, temperature: float, output: Path) -> list[str]:
+    fields = _decoding(config, "choose") | {"drafter": hybrid, "temperature": temperature, "output": output}
+    return ["tune", *_flags(fields | {"draft_length": _joined(config.draft_length)})]
+
+
+def _measuring(config: BenchRealModelConfig, drafters: Sequence[str], output: Path) -> list[str]:
+    fields = _decoding(config, "measure") | {
+        "draft_length": _joined(config.draft_length),
+        "temperature": _joined(config.temperature),
+        "batch_size": _joined(config.batch_size),
+        "output": output,
+    }
+    return ["measure", *_flags(fields), *(f"--drafter={drafter}" for drafter in drafters)]
+
+
+def _decoding(config: BenchRealModelConfig, part: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "target": config.target,
+        "prompts": Path(config.output) / "prompts" / f"{part}.jsonl",
+        "max_new_tokens": config.max_new_tokens,
+        "max_prompt_tokens": config.max_prompt_tokens,
+        "dtype": config.dtype,
+    }
+    return fields | {name: value for name in ("threads", "compiled") if (value := getattr(config, name)) is not None}
+
+
+def _joined(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
+def _flags(fields: Mapping[str, Any]) -> list[str]:
+    return [
+        f"--{name}={value if isinstance(value, str | Path) else json.dumps(value)}" for name, value in fields.items()
+    ]
+
+
+def _run(output: Path, name: str, argv: list[str]) -> None:
+    """Run a command of ours, unless this very one has ended before.
+
+    Raises:
+        InputError: it failed.
+    """
+    ended = output / "stages" / f"{name}.json"
+    if ended.is_file() and _read(ended) == argv:
+        return
+    print(f"{name}: draftsmith {' '.join(argv)}", flush=True)
+    code = cli.main(argv)
+    if code not in PASSED:
+        raise InputError(
+            f"{name}: expected the stage to end, found exit code {code}; the same command goes on from here"
+        )
+    ended.parent.mkdir(parents=True, exist_ok=True)
+    write_json(ended, argv)
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _figures(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the tables hold, by setting and method: the γ that is fastest of each."""
+    tables: dict[str, Any] = {}
+    for run in sorted(report["runs"], key=lambda run: (run["temperature"], run["batch_size"])):
+        setting = f"T = {run['temperature']:g}, B = {run['batch_size']}"
+        rows = tables.setdefault(setting, {})
+        name, cells = run["proposer"]["name"], _cells(run)
+        if name not in rows or cells["speed-up"]["value"] > rows[name]["speed-up"]["value"]:
+            rows[name] = cells
+    return tables
+
+
+def _cells(run: Mapping[str, Any]) -> dict[str, Any]:
+    cells = {
+        "γ": run["draft_length"],
+        "τ": run["mean_acceptance_length"],
+        "speed-up": run["speedup"],
+        "predicted": run["predicted_speedup"],
+    }
+    return cells | {category: its["speedup"] for category, its in sorted(run["by_category"].items())}
+
+
+def _table(setting: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table in markdown."""
+    columns = list(next(iter(rows.values())))
+    lines = [f"**{setting}**", "", " | ".join(["| drafter", *columns]) + " |", "|---" * (1 + len(columns)) + "|"]
+    for name, cells in rows.items():
+        lines.append(" | ".join([f"| {name}", *(_words(cells.get(column)) for column in columns)]) + " |")
+    return "\n".join(lines)
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "–" if value is None else str(value)
+    if value["value"] is None:
+        return "–"
+    interval = "" if value["ci95"] is None else f" [{value['ci95'][0]:.2f}, {value['ci95'][1]:.2f}]"
+    return f"{value['value']:.2f}{interval}"
+
+
+def shown(config: BenchRealModelConfig, figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the speed-ups, in words."""
+    return {
+        setting: {
+            name: {key: _words(cells[key]) for key in ("γ", "τ", "speed-up", "predicted")}
+            for name, cells in rows.items()
+        }
+        for setting, rows in figures.items()
+    }
+
+
+if __name__ == "__main__":
+    main(BenchRealModelConfig, bench, shown)
