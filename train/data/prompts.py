@@ -21,7 +21,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import datasets
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
@@ -244,6 +243,8 @@ def _parquet(path: Path) -> Iterator[Located]:
 def _dataset(source: str, split: str) -> Iterator[Located]:
     # A directory may have a colon in its name; a hub id may not.
     name, _, config = (source, "", "") if Path(source).is_dir() else source.partition(":")
+    import datasets  # most of a second, which a prompt of the command line should not wait for
+
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
