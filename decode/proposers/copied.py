@@ -1,9 +1,10 @@
 """Drafts copied from texts: what was found, and how good it seems, before any model is asked."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from draftsmith.decode.proposers.base import DraftTask, Proposal, Proposer
@@ -37,8 +38,22 @@ class Found:
         return Proposal(like.new_tensor(self.tokens), None, self.tree)
 
 
+Finder = Callable[[np.ndarray, int], Found]
+"""Of one text that grows: its tokens so far, (T,) int64, and the draft length → what is drafted behind them."""
+
+
 class CopyProposer(Proposer):
     """Copies its drafts, for certain: they are functions of the text, or of it and earlier ones."""
+
+    @abstractmethod
+    def finder(self, max_length: int) -> Finder:
+        """Return what finds drafts behind one text alone; `start` need not have been called.
+
+        Each call must be of the text of the call before, or of one that begins with it.
+
+        Args:
+            max_length: tokens of the text at most.
+        """
 
     @abstractmethod
     def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:

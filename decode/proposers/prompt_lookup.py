@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Found
+from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Finder, Found
 from draftsmith.decode.replay.texts import Distributions
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.sampling import Sampler
@@ -36,15 +36,13 @@ class PromptLookupProposer(CopyProposer):
             raise InputError(f"ngram: expected 1 ≤ min_ngram ≤ max_ngram, found {min_ngram} and {max_ngram}")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
+    def finder(self, max_length: int) -> Finder:
+        """Return what finds chains behind a text; it keeps nothing."""
+        return self._find
+
     def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:
         """Find a chain for each row, possibly an empty one."""
-        found = []
-        for text, draft_length in zip(host_tokens(contexts), draft_lengths, strict=True):
-            place, match = self._continuation(text, draft_length)
-            tokens = text[place]
-            evidence = Evidence(match, inf if match else 0.0, len(text))
-            found.append(Found(tokens.tolist(), Tree.chain(len(tokens)), evidence))
-        return found
+        return [self._find(text, k) for text, k in zip(host_tokens(contexts), draft_lengths, strict=True)]
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first drafted token's distribution: one-hot, or all zero where nothing is drafted."""
@@ -60,6 +58,11 @@ class PromptLookupProposer(CopyProposer):
                 yield q
 
         return distributions
+
+    def _find(self, text: np.ndarray, draft_length: int) -> Found:
+        place, match = self._continuation(text, draft_length)
+        tokens = text[place]
+        return Found(tokens.tolist(), Tree.chain(len(tokens)), Evidence(match, inf if match else 0.0, len(text)))
 
     def _continuation(self, text: np.ndarray, draft_length: int) -> tuple[slice, int]:
         """Return where in the text (T,) that stands which followed, at most `draft_length` tokens, and behind what n.

@@ -12,6 +12,7 @@ from conftest import tiny_llama
 from draft_service import draft_service, totals
 from engine import free_port
 from prometheus_client import generate_latest
+from transformers import AutoModelForCausalLM
 
 from draftsmith.scripts import cli
 from draftsmith.scripts.services import draft_protocol as protocol
@@ -228,6 +229,31 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, c
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
+def test_the_command_serves_a_hybrid_that_learns(pair_dirs, tmp_path):
+    port, (_, directory) = free_port(), pair_dirs
+    url, model = f"http://127.0.0.1:{port}", AutoModelForCausalLM.from_pretrained(directory).eval()
+    written = [10, 11, 12, 13, 14, 15, 9, 10, 11, 12]
+
+    def ask(client: str, text: list[int], ended: tuple[int, ...] = ()) -> list[int]:
+        body = protocol.encode_request(request(client, DraftRow(len(text), 0, text, 3), ended=ended))
+        return post(url, body).json()["drafts"][0]
+
+    drafter = f"hybrid:suffix+{directory}@match=3,score=0.5"
+    with draft_service(drafter, port, tmp_path / "log", "--max-length", "200", "--learn") as process:
+        assert httpx2.get(f"{url}/health").json()["model"] == f"suffix+{directory.name}"
+        assert ask("a", written) == [13, 14, 15]
+        assert ask("b", [3, 13, 14, 15]) == chain(model, [3, 13, 14, 15], 3)
+        assert ask("a", [5, 6], ended=(len(written),)) == chain(model, [5, 6], 3)
+        assert ask("b", [4, 4, 13, 14, 15]) == [9, 10, 11]  # what the other client's text has there
+        counted = totals(httpx2.get(f"{url}/metrics").text, f"{PREFIX}_")
+        assert (counted["rows_total"], counted["copied_drafts_total"]) == (4, 2)
+        process.terminate()
+        assert process.wait(30) == 0
+    log = (tmp_path / "log").read_text()
+    assert f"serving suffix+{directory.name} on {url}" in log and "Traceback" not in log
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -252,6 +278,8 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, c
             ["--drafter", "prompt_lookup"],
             "drafter: expected a draft model, which drafts without the target, found n-grams",
         ),
+        (["--drafter", "hybrid:suffix+prompt_lookup@graft"], "drafter: expected drafters that take turns"),
+        (["--draft", "d", "--store-bytes", "9"], "store_bytes: expected at least 32768"),
     ],
 )
 def test_bad_input_is_a_line(flags, words, tiny, capsys):

@@ -12,9 +12,9 @@ from fated import start
 from prometheus_client.parser import text_string_to_metric_families
 
 
-def start_draft_service(draft: Path, port: int, log: Path, *flags: str) -> subprocess.Popen[bytes]:
+def start_draft_service(draft: Path | str, port: int, log: Path, *flags: str) -> subprocess.Popen[bytes]:
     """Start it, and do not wait until it answers."""
-    command = [sys.executable, "-m", "draftsmith.scripts.cli", "serve-draft", "--draft", str(draft)]
+    command = [sys.executable, "-m", "draftsmith.scripts.cli", "serve-draft", "--drafter", str(draft)]
     with log.open("ab") as output:
         flags = ("--port", str(port), "--dtype", "float32", "--threads", "1", *flags)
         return start([*command, *flags], output, {"OMP_NUM_THREADS": ENVIRONMENT["OMP_NUM_THREADS"]})
@@ -40,7 +40,7 @@ class DraftedFor:
 
 
 @contextmanager
-def draft_service(draft: Path, port: int, log: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+def draft_service(draft: Path | str, port: int, log: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start it, wait until it answers, and end it."""
     process = start_draft_service(draft, port, log, *flags)
     try:

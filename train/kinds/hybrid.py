@@ -9,7 +9,7 @@ from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import DrafterKind
 
 if TYPE_CHECKING:
-    from draftsmith.decode.proposers.hybrid import HybridProposer
+    from draftsmith.decode.proposers.hybrid import HybridProposer, Switch
 
 AND, AT, GRAFT = "+", "@", "graft"
 Parse = Callable[[str], tuple[str | None, DrafterKind, str | None]]
@@ -48,9 +48,36 @@ class Hybrid(DrafterKind):
             found.append((kind, replace(spec, kind=kind.name, path=path, name=None, tree=None)))
         return found
 
+    def turns(self, spec: DrafterSpec) -> "tuple[Switch, bool]":
+        """Return the switch, and whether both draft where it takes a copy.
+
+        Raises:
+            InputError: an argument that does not say so, or a level out of range.
+        """
+        from draftsmith.decode import Switch
+
+        fields: dict[str, Any] = {}
+        graft = False
+        for part in filter(None, self._parts(spec)[1].split(",")):
+            name, _, value = part.partition("=")
+            try:
+                if name == GRAFT and not value:
+                    graft = True
+                elif name == "match":
+                    fields[name] = int(value)
+                elif name == "score":
+                    fields[name] = float(value)
+                else:
+                    raise ValueError
+            except ValueError:
+                raise InputError(
+                    f"drafter: expected match=TOKENS, score=TOKENS or {GRAFT} behind {AT}, found {part}"
+                ) from None
+        return Switch(**fields), graft
+
     def check(self, spec: DrafterSpec, loading: Loading) -> None:
         """Check each of them."""
-        self._switch(spec)
+        self.turns(spec)
         for kind, its in self.members(spec):
             kind.check(its, loading)
 
@@ -58,7 +85,7 @@ class Hybrid(DrafterKind):
         """Load each of them."""
         from draftsmith.decode import HybridProposer
 
-        switch, graft = self._switch(spec)
+        switch, graft = self.turns(spec)
         *copies, last = [kind.load(its, loading) for kind, its in self.members(spec)]
 
         def hybrid(proposer: Any) -> "HybridProposer":
@@ -89,28 +116,6 @@ class Hybrid(DrafterKind):
                 f"{self.name}:{spec.path or ''}"
             )
         return drafters, switch
-
-    def _switch(self, spec: DrafterSpec) -> "tuple[Any, bool]":
-        from draftsmith.decode import Switch
-
-        fields: dict[str, Any] = {}
-        graft = False
-        for part in filter(None, self._parts(spec)[1].split(",")):
-            name, _, value = part.partition("=")
-            try:
-                if name == GRAFT and not value:
-                    graft = True
-                elif name == "match":
-                    fields[name] = int(value)
-                elif name == "score":
-                    fields[name] = float(value)
-                else:
-                    raise ValueError
-            except ValueError:
-                raise InputError(
-                    f"drafter: expected match=TOKENS, score=TOKENS or {GRAFT} behind {AT}, found {part}"
-                ) from None
-        return Switch(**fields), graft
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

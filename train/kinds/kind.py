@@ -74,6 +74,8 @@ class DrafterKind(ABC):
     """Whether a token is accepted or not wherever in the text its round began."""
     drafts_less: ClassVar[bool] = False
     """Whether it may draft fewer tokens than it is asked for, or none."""
+    copies: ClassVar[bool] = False
+    """Whether its drafts are copies of what a text has already: whoever has the text can draft, without a model."""
     tree_key: ClassVar[str | None] = None
     """The key of its config.json that holds a searched tree; None where none can be searched for."""
     cost_remedy: ClassVar[str] = "take a cheaper drafter"

@@ -17,7 +17,7 @@ class PromptLookup(DrafterKind):
     name, title, stored = "prompt_lookup", "n-grams", False
     flags, switch = ("prompt_lookup",), True
     figures = ("prompt_lookup_min", "prompt_lookup_max")
-    drafts_less = True
+    drafts_less = copies = True
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Read the lengths."""
@@ -37,7 +37,7 @@ class Suffix(DrafterKind):
 
     name, title, stored = "suffix", "suffix matches", False
     figures = ("suffix_match",)
-    drafts_less = True
+    drafts_less = copies = True
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Read the match, and the store."""

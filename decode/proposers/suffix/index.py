@@ -137,7 +137,9 @@ class Index:
         step = -(-len(match) // most)
         offsets = np.array(self.order[match.first : match.end : step], dtype=np.int64)
         offsets.sort()
-        return self._all[offsets[:, None] // BYTES - 1 - np.arange(depth)].tolist()  # type: ignore[no-any-return]
+        slots = offsets[:, None] // BYTES - 1 - np.arange(depth)
+        # Clipped: of a few tokens there may be fewer slots than `depth`, and in the first one nothing stands.
+        return self._all.take(slots, mode="clip").tolist()  # type: ignore[no-any-return]
 
 
 def in_order(tokens: np.ndarray) -> "array[int]":

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask
-from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Found
+from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Finder, Found
 from draftsmith.decode.proposers.suffix.index import Index
 from draftsmith.decode.proposers.suffix.store import SuffixStore
 from draftsmith.decode.rows import host_tokens
@@ -64,7 +65,7 @@ class SuffixProposer(CopyProposer):
             raise InputError(
                 f"store: expected at most the target's {task.vocab_size} tokens, found {self.store.vocab_size}"
             )
-        self._rows = [Index(task.max_length) for _ in task.generators]
+        self._rows = [self.finder(task.max_length) for _ in task.generators]
         return self.nodes(task.draft_length)
 
     def nodes(self, draft_length: int) -> int:
@@ -76,10 +77,14 @@ class SuffixProposer(CopyProposer):
         """Drop the other rows' texts."""
         self._rows = [self._rows[row] for row in rows]
 
+    def finder(self, max_length: int) -> Finder:
+        """Return what finds a chain or a tree behind one text, of which it keeps an index."""
+        return partial(self._find, Index(max_length))
+
     def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:
         """Find a chain or a tree for each row, possibly an empty one."""
         rows = zip(self._rows, host_tokens(contexts), draft_lengths, strict=True)
-        return [self._find(*args) for args in rows]
+        return [finder(text, draft_length) for finder, text, draft_length in rows]
 
     def _find(self, own: Index, text: np.ndarray, draft_length: int) -> Found:
         own.extend(text[len(own) :])

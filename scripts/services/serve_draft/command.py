@@ -1,27 +1,37 @@
-"""`draftsmith serve-draft`: load a draft model, listen, and draft until a signal ends it."""
+"""`draftsmith serve-draft`: load a draft model or a hybrid, listen, and draft until a signal ends it."""
 
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import torch
+from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import cached_numbers, check_model
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.hybrid import HybridProposer
+from draftsmith.decode.proposers.suffix.proposer import SuffixProposer
+from draftsmith.decode.proposers.suffix.store import SuffixStore
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import drafter_specs, kind_named
 from draftsmith.scripts.services.draft_protocol import VERSION, DraftRow, Service
 from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
+from draftsmith.scripts.services.serve_draft.copies import Copies
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import Worker
 from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.http import api_key
-from draftsmith.train.models import load_draft
+from draftsmith.train.kinds.drafter import DrafterSpec, Loading
+from draftsmith.train.kinds.hybrid import Hybrid
+from draftsmith.train.kinds.kind import DrafterKind
+from draftsmith.train.kinds.untrained import Suffix, digest_of
+from draftsmith.train.models import load_draft, load_tokenizer
 
 KEEP_ALIVE = 120
 """Seconds that a silent connection stays open: a decoder without requests asks for nothing."""
@@ -29,26 +39,77 @@ GRACE = 5
 """Seconds for what has begun, at the end."""
 
 
-def _draft_of(config: ServeDraftConfig) -> str:
-    """Return where the draft model lies.
+@dataclass(frozen=True)
+class _Served:
+    """What `--drafter` names."""
+
+    spec: DrafterSpec
+    copies: list[DrafterKind]
+    """The kinds that are looked at before the draft model."""
+    path: str
+    """Where the draft model lies."""
+
+    @property
+    def name(self) -> str:
+        """What clients read."""
+        return "+".join([*(kind.name for kind in self.copies), Path(self.path).name])
+
+
+def _served(config: ServeDraftConfig) -> _Served:
+    """Return what is to be served.
 
     Raises:
-        InputError: the drafter is of another kind: what drafts with the target's states cannot be served without it.
+        InputError: a drafter of another kind: what drafts with the target's states cannot be served without it; a
+            hybrid that drafts trees; or one that cannot learn, but should.
     """
     (spec,) = drafter_specs(config.drafter)
-    if spec.kind != DraftModel.name:
-        title = kind_named(spec.kind).title
-        raise InputError(f"drafter: expected a draft model, which drafts without the target, found {title}")
-    return str(spec.path)
+    kind = kind_named(spec.kind)
+    members = [(kind, spec)]
+    if isinstance(kind, Hybrid):
+        if kind.turns(spec)[1]:
+            raise InputError("drafter: expected drafters that take turns, found a graft: a service drafts chains")
+        members = kind.members(spec)
+    *first, (last, its) = members
+    if last.name != DraftModel.name:
+        raise InputError(f"drafter: expected a draft model, which drafts without the target, found {last.title}")
+    copies = [member for member, _ in first]
+    if other := next((member for member in copies if not member.copies), None):
+        raise InputError(f"drafter: expected drafters that copy before the draft model, found {other.title}")
+    if config.learn and Suffix.name not in (member.name for member in copies):
+        raise InputError(f"learn: expected a hybrid with {Suffix.name}, found {config.drafter[0]}")
+    return _Served(spec, copies, str(its.path))
+
+
+def _copies_of(served: _Served, config: ServeDraftConfig, model: PreTrainedModel) -> Copies | None:
+    """Load the drafters that copy; the draft model stands for the target, whose tokenizer it has."""
+    if not served.copies:
+        return None
+    code = config.trust_remote_code
+    tokenizer = load_tokenizer(served.path, field="drafter", trust_remote_code=code)
+    loading = Loading(served.path, tokenizer, code, model=model)
+    loading.models[served.path], loading.tokenizers[served.path] = model, tokenizer
+    hybrid = kind_named(served.spec.kind).load(served.spec, loading).proposer
+    assert isinstance(hybrid, HybridProposer)
+    stores: list[SuffixStore] = []
+    if config.learn:
+        new = SuffixStore(model.config.get_text_config().vocab_size, config.store_bytes, digest_of(tokenizer))
+        for drafter in hybrid.first:
+            if isinstance(drafter, SuffixProposer):
+                if drafter.store is None:
+                    drafter.store = new
+                if drafter.store not in stores:
+                    stores.append(drafter.store)
+    return Copies(hybrid.first, hybrid.switch, stores)
 
 
 def load_texts(config: ServeDraftConfig) -> DraftTexts:
-    """Load the draft model.
+    """Load the draft model, and what copies before it drafts.
 
     Raises:
-        InputError: no model that can draft, or lengths that do not fit it.
+        InputError: no model that can draft, or lengths that do not fit it; no store in the file of a suffix drafter.
     """
-    path = _draft_of(config)
+    served = _served(config)
+    path = served.path
     model = load_draft(
         path,
         dtype=config.dtype,
@@ -67,7 +128,8 @@ def load_texts(config: ServeDraftConfig) -> DraftTexts:
             f"cache_tokens: expected room for a text of {longest} tokens, found {config.cache_tokens}; max_length may "
             "be less"
         )
-    return DraftTexts(model, longest, config.max_draft_length, config.cache_tokens)
+    copies = _copies_of(served, config, model)
+    return DraftTexts(model, longest, config.max_draft_length, config.cache_tokens, copies)
 
 
 def serve(config: ServeDraftConfig) -> int:
@@ -86,10 +148,11 @@ def serve(config: ServeDraftConfig) -> int:
         torch.set_num_threads(config.threads)
     door = listening(config.host, config.port)
     texts, metrics = load_texts(config), ServiceMetrics()
-    texts.draft(["warm-up"], [DraftRow(0, 0, [0, 0], 2)])  # the first forwards allocate, and show that it can draft
+    # The first forwards allocate, and show that it can draft; a text that repeats itself might be copied.
+    texts.draft(["warm-up"], [DraftRow(0, 0, [0, 1], 2)])
     texts.clear()
     worker = Worker(texts, config.max_batch, config.max_waiting, metrics)
-    name = Path(_draft_of(config)).name
+    name = _served(config).name
     service = Service(VERSION, name, texts.vocab_size, texts.max_length, config.max_batch, config.max_draft_length)
     app = DraftApp(worker, service, metrics, config.timeout, key).app
     server = bounded_server(app, KEEP_ALIVE, GRACE)

@@ -7,19 +7,29 @@ from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
 from draftsmith.train.options import DEVICE, DRAFT_LENGTH, THREADS, ModelOptions
 
 PORT = at_least(0) & at_most(65535)
+LEAST_STORE = at_least(1 << 15)
+"""What `SuffixStore` asks for, which a command's help need not import."""
 ONE_DEVICE = DEVICE & Range("one device", lambda name: name != "auto")
 
 
 @dataclass
 class ServeDraftConfig(ModelOptions):
-    """Serve a draft model over HTTP to decoders in other processes, such as vLLM, batched, with a cache of each text.
+    """Serve a draft model or a hybrid over HTTP to decoders in other processes, such as vLLM, batched, with a cache.
 
-    Drafts are the model's most likely tokens. It runs until SIGTERM or SIGINT, and answers then what it has begun.
+    Drafts are the model's most likely tokens, those of a hybrid also copies of what the text has already. It runs until
+    SIGTERM or SIGINT, and answers then what it has begun.
     """
 
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """The draft model: a directory or hub id. Its tokenizer must be the target's; the target itself is not read, so
-    that drafters which need it cannot be served."""
+    that drafters which need it cannot be served. Or a hybrid whose last drafter is one, such as
+    hybrid:suffix+DIR@match=4: where its switch takes what was found in the text, that is the draft."""
+    learn: bool = False
+    """Let texts that end go into the store of the suffix drafter, for other requests: what they share is copied. A
+    client may then be drafted what another has written."""
+    store_bytes: int = 1 << 27
+    """Bytes of that store at most, 8 a token, where the drafter was given none. After every 65,536 tokens it is sorted:
+    about a second for a million tokens that it holds, in which nothing is drafted."""
     host: str = "127.0.0.1"
     """Where to listen: 127.0.0.1 for this machine alone. Texts go over the line as they are, so beyond this machine put
     it behind something that encrypts."""
@@ -54,6 +64,7 @@ class ServeDraftConfig(ModelOptions):
         require(self, THREADS, "threads")
         require(self, DRAFT_LENGTH, "max_draft_length")
         require(self, at_least(1), "max_length", "max_batch", "cache_tokens", "max_waiting")
+        require(self, LEAST_STORE, "store_bytes")
         require(self, more_than(0), "timeout")
         if self.max_length is not None and self.cache_tokens < self.max_length:
             raise InputError(

@@ -21,6 +21,7 @@ class ServiceMetrics:
         self.rows = Counter(name("rows"), "Rows of requests.", registry=registry)
         self.unknown = Counter(name("unknown_rows"), "Rows whose text was not known.", registry=registry)
         self.tokens = Counter(name("tokens"), "Drafted tokens.", registry=registry)
+        self.copied = Counter(name("copied_drafts"), "Drafts that were copied.", registry=registry)
         self.batch_rows = Histogram(name("batch_rows"), "Rows drafted for together.", buckets=ROWS, registry=registry)
         self.evictions = Counter(name("evictions"), "Texts forgotten to make room.", registry=registry)
         self.waiting = Gauge(name("waiting_requests"), "Requests that wait.", registry=registry)

@@ -1,8 +1,9 @@
-"""The texts that a draft service remembers, their caches, and the drafts behind them.
+"""The texts that a draft service remembers, their caches, and the drafts behind them, copied or a model's.
 
 A text's keys and values lie in a batch (`CachedModel`) while it is drafted for together with the same others, round
 after round, and nothing is copied then. When the batch changes, those of each row are put aside, and a new batch begins
-with them. A text that was not asked for longest is forgotten first, where room is needed.
+with them. A text that was not asked for longest is forgotten first, where room is needed. A text whose draft is copied
+is in no batch in that round: what its cache lacks is fed when the model drafts for it again.
 """
 
 from collections import OrderedDict
@@ -17,9 +18,13 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import CachedModel, SavedRow, rotary_limit
 from draftsmith.decode.sampling import argmax
 from draftsmith.scripts.services.draft_protocol import DraftRow
+from draftsmith.scripts.services.serve_draft.copies import Copies, CopiesOfText
 
 AFTER_A_ROUND = 2
 """Tokens that a cache lacks of a text one round later at most: the target's own, and the last drafted, never fed."""
+
+LEAST_ROOM = 256
+"""Tokens that drafters have room for which look for copies in a text."""
 
 
 @dataclass
@@ -31,9 +36,14 @@ class CachedText:
     """The tokens whose keys and values are cached, slot for slot: of the text, and drafted ones behind it."""
     saved: SavedRow = ()
     """The cache, while the text is in no batch."""
+    copies: CopiesOfText | None = None
+    """What was found in the text, once drafts were looked for there; it begins anew where the text is not only longer.
+    """
 
     def update(self, start: int, tokens: Sequence[int]) -> None:
         """Let the text be its first `start` tokens and these; what was cached beyond what agrees is dropped."""
+        if self.tokens[start:] != list(tokens[: len(self.tokens) - start]):
+            self.copies = None
         agreed = min(start, len(self.slots))
         if agreed == start:
             cached = self.slots[start : start + len(tokens)]
@@ -57,9 +67,19 @@ class DraftTexts:
         max_draft_length: γ at most.
         cache_tokens: tokens whose keys and values are kept at most, those of the present batch as many a row as its
             longest text has; at least `max_length`. While a batch changes, there are up to twice as many.
+        copies: drafters that copy, which are looked at before the model is asked; none if None.
     """
 
-    def __init__(self, model: PreTrainedModel, max_length: int, max_draft_length: int, cache_tokens: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_length: int,
+        max_draft_length: int,
+        cache_tokens: int,
+        copies: Copies | None = None,
+    ):
+        self._copies = copies
+        self._ended: list[list[int]] = []  # to be learnt
         self.model, self.max_draft_length, self.cache_tokens = model, max_draft_length, cache_tokens
         limit = rotary_limit(model)
         self.max_length = max_length if limit is None else min(max_length, limit[1])
@@ -71,6 +91,8 @@ class DraftTexts:
         self._cache: CachedModel | None = None
         self.evictions = 0
         """Texts that were forgotten to make room."""
+        self.copied = 0
+        """Drafts that were copied."""
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -85,18 +107,28 @@ class DraftTexts:
     def forget(self, keys: Sequence[Hashable]) -> None:
         """Drop texts; those that are not known are none."""
         for key in keys:
-            self._texts.pop(key, None)
+            text = self._texts.pop(key, None)
+            if text is not None and self._copies is not None and self._copies.learns:
+                self._ended.append(text.tokens)
         if not self._texts.keys() >= set(self._batch):
             self._put_aside()
+
+    def learn(self) -> None:
+        """Let drafts be copied from the texts that were dropped since the last call, where the drafters learn."""
+        ended, self._ended = self._ended, []
+        for tokens in ended:
+            assert self._copies is not None
+            self._copies.learn(tokens)
 
     def clear(self) -> None:
         """Forget everything, after an error that may have left a batch half written."""
         self._texts.clear()
+        self._ended.clear()
         self._batch, self._cache = [], None
 
     @torch.inference_mode()
     def draft(self, keys: Sequence[Hashable], rows: Sequence[DraftRow]) -> list[list[int] | None]:
-        """Return a greedy draft behind each text; None where the text is not known up to a row's `start`.
+        """Return a copied or a greedy draft behind each text; None where the text is not known up to a row's `start`.
 
         Args:
             keys: the texts, each once.
@@ -114,13 +146,29 @@ class DraftTexts:
             self._texts.move_to_end(key)
             text.update(row.start, row.tokens)
             if (room := min(row.want, self.max_draft_length, self.max_length - len(text.tokens))) > 0:
-                wanted[key] = room
+                if copied := self._copied(text, room):
+                    drafts[-1] = copied
+                    self.copied += 1
+                else:
+                    wanted[key] = room
         wanted = self._make_room(wanted)
         if not wanted:
             return [draft if key in self._texts else None for key, draft in zip(keys, drafts, strict=True)]
         self._gather(list(wanted))
         chains = dict(zip(self._batch, self._chains([wanted[key] for key in self._batch]), strict=True))
         return [chains.get(key, draft) if key in self._texts else None for key, draft in zip(keys, drafts, strict=True)]
+
+    def _copied(self, text: CachedText, length: int) -> list[int]:
+        """Return the copied draft of a text, of at most `length` tokens; none where the model is to draft."""
+        if self._copies is None:
+            return []
+        if text.copies is None or len(text.tokens) > text.copies.room:
+            # Twice its tokens, not `max_length`: the room is memory, and it is filled anew as seldom as lists are.
+            text.copies = self._copies.of_text(max(LEAST_ROOM, 2 * len(text.tokens)))
+        draft = text.copies.find(text.tokens, length)
+        # A text may have tokens that only the target has. No draft has: the protocol says so.
+        end = next((place for place, token in enumerate(draft) if token >= self.vocab_size), len(draft))
+        return draft[:end]
 
     def _make_room(self, wanted: dict[Hashable, int]) -> dict[Hashable, int]:
         """Forget texts until the batch and what is left fit; return what is left of the batch."""
@@ -143,7 +191,9 @@ class DraftTexts:
         """Make these texts the batch; each lacks no more tokens than one forward can feed."""
         texts = [self._texts[key] for key in keys]
         most = min(AFTER_A_ROUND, *(len(text.tokens) for text in texts))
-        if set(keys) == set(self._batch) and all(text.lacking <= most for text in texts):
+        # One text alone is fed what copied drafts brought where it lies; of several each would be fed as much.
+        at_once = max(most, self.max_draft_length) if len(texts) == 1 else most
+        if set(keys) == set(self._batch) and all(text.lacking <= at_once for text in texts):
             return
         self._put_aside()
         if fresh := [text for text in texts if not text.slots and len(text.tokens) > 1]:

@@ -69,7 +69,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Draft until stopped. An error is the answer to the requests that it befell, and all texts are forgotten."""
         while batch := self._take():
-            before = self._texts.evictions
+            evictions, copied = self._texts.evictions, self._texts.copied
             start = time.perf_counter()
             try:
                 self._texts.forget([(work.request.client, id_) for work in batch for id_ in work.request.ended])
@@ -82,11 +82,19 @@ class Worker(threading.Thread):
                     work.answer.set_exception(error)
                 continue
             self._metrics.work_seconds.inc(time.perf_counter() - start)
-            self._count(drafts, self._texts.evictions - before)
+            self._count(drafts, self._texts.evictions - evictions, self._texts.copied - copied)
             for work in batch:
                 count = len(work.request.rows)
                 work.answer.set_result(drafts[:count])
                 drafts = drafts[count:]
+            self._learn()
+
+    def _learn(self) -> None:
+        """Learn from texts that have ended, once nobody waits for this batch any more."""
+        try:
+            self._texts.learn()
+        except Exception:  # such as too little memory to sort a store
+            LOGGER.exception("expected to learn from texts that have ended, found an error; they are left out")
 
     def _take(self) -> list[PendingDrafts]:
         """Wait for requests, and return those that fit together: each text once; none at the end."""
@@ -109,12 +117,13 @@ class Worker(threading.Thread):
             self._metrics.waiting.set(len(self._waiting))
             return batch
 
-    def _count(self, drafts: Sequence[list[int] | None], evictions: int) -> None:
+    def _count(self, drafts: Sequence[list[int] | None], evictions: int, copied: int) -> None:
         metrics = self._metrics
         metrics.rows.inc(len(drafts))
         metrics.unknown.inc(drafts.count(None))
         metrics.tokens.inc(sum(len(draft) for draft in drafts if draft))
         metrics.batch_rows.observe(len(drafts))
         metrics.evictions.inc(evictions)
+        metrics.copied.inc(copied)
         metrics.texts.set(len(self._texts))
         metrics.cached_tokens.set(self._texts.cached_tokens)

@@ -30,6 +30,21 @@ def test_the_most_frequent_continuation_is_drafted():
     assert draft.tree.is_chain
 
 
+def test_a_text_may_have_less_room_than_the_deepest_draft():
+    proposer = SuffixProposer(1)
+    proposer.start(DraftTask(Sampler.of(0), 100, [None], 5, 8, True, False))
+    assert found(proposer, [1, 2, 1])[0].tokens == [2, 1]
+    assert found(proposer, [1, 2, 1, 2, 1])[0].tokens == [2, 1]
+
+
+def test_a_finder_finds_what_a_row_finds():
+    proposer, text = started(SuffixProposer(1)), np.random.default_rng(3).integers(0, 4, 60)
+    finder, other = proposer.finder(64), proposer.finder(64)
+    for length in range(1, 61, 3):
+        assert [finder(text[:length], 4)] == found(proposer, text[:length], draft_length=4)
+    assert other(text, 4) == finder(text, 4)
+
+
 def test_the_longest_match_wins_over_a_frequent_one():
     proposer = started(SuffixProposer())
     (draft,) = found(proposer, [5, 1, 2, 30, 6, 1, 2, 40, 7, 1, 2, 40, 5, 1, 2], draft_length=1)

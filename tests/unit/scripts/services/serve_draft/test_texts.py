@@ -1,4 +1,7 @@
-"""Drafts behind remembered texts are the model's own greedy chains, whatever was told, taken back or forgotten."""
+"""Drafts behind remembered texts are the model's own greedy chains, whatever was told, taken back or forgotten.
+
+With drafters that copy they are those of a hybrid.
+"""
 
 import random
 
@@ -6,7 +9,19 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from draftsmith.decode import (
+    DraftModelProposer,
+    HybridProposer,
+    PromptLookupProposer,
+    SuffixProposer,
+    SuffixStore,
+    Switch,
+)
+from draftsmith.decode.proposers.base import DraftTask
+from draftsmith.decode.proposers.copied import CopyProposer
+from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.services.draft_protocol import DraftRow
+from draftsmith.scripts.services.serve_draft.copies import Copies
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 
 VOCABULARY = 97
@@ -134,3 +149,106 @@ def test_what_is_forgotten_is_unknown(draft):
     texts.clear()
     assert texts.cached_tokens == len(texts) == 0
     assert texts.draft([1], [DraftRow(1, 3, [6], 2)]) == [None]
+
+
+LOOKUP, SUFFIX = "prompt lookup", "suffix"
+
+
+def drafters_of(name: str) -> list[CopyProposer]:
+    return [PromptLookupProposer()] if name == LOOKUP else [SuffixProposer(1), PromptLookupProposer()]
+
+
+def of_hybrid(drafters, switch, model, tokens: list[int], want: int) -> list[int]:
+    """The reference: a hybrid of the decoder that sees the text for the first time."""
+    hybrid = HybridProposer([*drafters, DraftModelProposer(model, greedy=True)], switch)
+    hybrid.start(DraftTask(Sampler.of(0), VOCABULARY, [None], 200, 8, True, False))
+    (proposal,) = hybrid.propose([torch.tensor(tokens)], [want])
+    return proposal.tokens.tolist()
+
+
+@pytest.mark.parametrize("cache_tokens", [4096, 160], ids=["room for all", "evictions"])
+@pytest.mark.parametrize("name", [LOOKUP, SUFFIX])
+def test_random_calls_are_as_of_a_hybrid(draft, name, cache_tokens):
+    switch = Switch(match=2)
+    texts = DraftTexts(draft, 128, 8, cache_tokens, Copies(drafters_of(name), switch))
+    rounds = 0
+    for _, rows, told, drafts in random_calls(3, 40):
+        keys = [row.id for row in rows]
+        answers = texts.draft(keys, rows)
+        assert texts.cached_tokens <= cache_tokens
+        for place, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+            if answer is None:
+                (answer,) = texts.draft(keys[place : place + 1], [DraftRow(row.id, 0, told[row.id], row.want)])
+            want = min(row.want, max(128 - len(told[row.id]), 0))
+            assert answer == (of_hybrid(drafters_of(name), switch, draft, told[row.id], want) if want else [])
+            drafts[row.id] = answer
+            rounds += bool(want)
+    assert 0 < texts.copied < rounds
+
+
+def test_nothing_is_fed_for_a_copy_and_what_it_brought_is_fed_at_once(draft, monkeypatch):
+    texts, fed = DraftTexts(draft, 128, 8, 4096, Copies([SuffixProposer()], Switch(match=3))), []
+    texts.draft(["a"], [DraftRow(0, 0, [1, 2, 3, 4, 5, 6, 7, 50], 1)])
+    forward = draft.forward
+    monkeypatch.setattr(draft, "forward", lambda *a, **k: fed.append(k["input_ids"].tolist()) or forward(*a, **k))
+    assert texts.draft(["a"], [DraftRow(0, 8, [1, 2, 3], 3)]) == [[4, 5, 6]]
+    assert (fed, texts.copied) == ([], 1)
+    (after,) = texts.draft(["a"], [DraftRow(0, 11, [4, 5, 60], 1)])
+    assert fed == [[[1, 2, 3, 4, 5, 60]]]
+    monkeypatch.undo()
+    assert after == chain(draft, [1, 2, 3, 4, 5, 6, 7, 50, 1, 2, 3, 4, 5, 60], 1)
+
+
+def test_a_text_that_outgrows_its_room_is_still_searched_from_its_beginning(draft):
+    texts, text = DraftTexts(draft, 400, 8, 4096, Copies([SuffixProposer(4)], Switch(match=4))), [1, 2, 3, 4, 5]
+    for token in range(6, 91):
+        texts.draft([0], [DraftRow(0, 0, text, 1)])
+        text += [token] * 4
+    assert len(text) > 256
+    assert texts.draft([0], [DraftRow(0, 0, [*text, 1, 2, 3, 4], 1)]) == [[5]]
+
+
+def test_a_text_that_is_rewritten_is_searched_anew(draft):
+    texts = DraftTexts(draft, 128, 8, 4096, Copies([SuffixProposer(2)], Switch(match=2)))
+    assert texts.draft([0], [DraftRow(0, 0, [1, 2, 3, 9, 1, 2], 1)]) == [[3]]
+    assert texts.draft([0], [DraftRow(0, 2, [4, 9, 1, 2], 1)]) == [[4]]
+    assert texts.draft([0], [DraftRow(0, 2, [4, 9, 1, 2, 4, 9], 1)]) == [[1]]  # said twice, and longer
+    assert texts.draft([0], [DraftRow(0, 5, [], 1)]) == [chain(draft, [1, 2, 4, 9, 1], 1)]  # taken back
+    assert texts.draft([0], [DraftRow(0, 5, [2], 1)]) == [[4]]
+
+
+def test_a_copy_ends_before_a_token_that_no_draft_has(draft):
+    texts = DraftTexts(draft, 128, 8, 4096, Copies([SuffixProposer(2)], Switch(match=2)))
+    other = VOCABULARY + 3
+    assert texts.draft([0], [DraftRow(0, 0, [1, 2, 3, other, 5, 1, 2], 4)]) == [[3]]
+    assert texts.draft([0], [DraftRow(0, 7, [3], 2)]) == [chain(draft, [1, 2, 3, 0, 5, 1, 2, 3], 2)]
+
+
+@pytest.mark.parametrize("how", ["ended", "evicted"])
+def test_what_one_text_wrote_is_copied_for_another(draft, how):
+    store = SuffixStore(VOCABULARY)
+    copies = Copies([SuffixProposer(store=store)], Switch(match=3), [store])
+    texts = DraftTexts(draft, 128, 8, 128, copies)
+    # No text has the other's end: a token that only the target has parts what is learnt.
+    first = [10, 11, 12, 13, 14, VOCABULARY + 1, 20, 21, 22, 23]
+    texts.draft([0], [DraftRow(0, 0, first, 0)])
+    ask = [DraftRow(1, 0, [3, 10, 11, 12], 4)]
+    assert texts.draft([1], ask) == [chain(draft, [3, 10, 11, 12], 4)]
+    if how == "ended":
+        texts.forget([0, 7])
+    else:
+        texts.draft([2], [DraftRow(2, 0, [5] * 115, 0)])
+    texts.learn()
+    assert texts.draft([1], ask) == [[13, 14]]
+    assert texts.draft([3], [DraftRow(3, 0, [20, 21, 22], 4)]) == [[23]]
+    texts.clear()
+    texts.learn()
+    assert len(store) == 11  # nothing more, with the ends of two texts
+
+
+def test_texts_are_not_kept_where_nothing_learns(draft):
+    texts = DraftTexts(draft, 128, 8, 4096, Copies([SuffixProposer()], Switch()))
+    texts.draft([0], [DraftRow(0, 0, [10, 11, 12, 13], 0)])
+    texts.forget([0])
+    texts.learn()
+    assert texts.draft([1], [DraftRow(1, 0, [10, 11, 12], 1)]) == [chain(draft, [10, 11, 12], 1)]

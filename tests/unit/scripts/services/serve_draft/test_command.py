@@ -1,0 +1,90 @@
+"""What the draft service loads: hybrids with their stores, and what it refuses to serve."""
+
+import pytest
+from conftest import tiny_llama
+
+from draftsmith.decode import InputError, SuffixStore
+from draftsmith.scripts.services.draft_protocol import DraftRow
+from draftsmith.scripts.services.serve_draft.command import load_texts
+from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
+from draftsmith.train.kinds.untrained import digest_of
+
+EARLIER = [10, 11, 12, 13, 14]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, tokenizer):
+    path = tmp_path_factory.mktemp("draft")
+    tiny_llama(1, len(tokenizer), layers=1).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def loaded(drafter: str, **fields):
+    return load_texts(ServeDraftConfig(drafter=[drafter], dtype="float32", device="cpu", **fields))
+
+
+def ask(texts, tokens: list[int], want: int = 2) -> tuple[list[int] | None, int]:
+    """A draft behind a text, and how many were copied."""
+    before = texts.copied
+    (draft,) = texts.draft([0], [DraftRow(0, 0, tokens, want)])
+    return draft, texts.copied - before
+
+
+def test_a_hybrid_copies_where_its_switch_says_so(directory):
+    alone, hybrid = loaded(str(directory)), loaded(f"hybrid:prompt_lookup+suffix+{directory}@match=3")
+    assert ask(hybrid, [1, 2, 3, 4, 5, 1, 2, 3]) == ([4, 5], 1)
+    short = [1, 2, 3, 4, 5, 9, 2, 3]
+    assert ask(hybrid, short) == (ask(alone, short)[0], 0)
+
+
+def test_a_store_of_the_drafts_tokenizer_is_copied_from_and_learnt_into(directory, tokenizer, tmp_path):
+    store = SuffixStore(len(tokenizer), tokenizer=digest_of(tokenizer))
+    store.add(EARLIER)
+    store.save(tmp_path / "store")
+    drafter = f"hybrid:suffix:2,{tmp_path / 'store'}+{directory}"
+    for learn in (False, True):
+        texts = loaded(drafter, learn=learn)
+        assert ask(texts, EARLIER[:3]) == ([13, 14], 1)
+        ask(texts, [20, 21, 22, 23])
+        texts.forget([0])
+        texts.learn()
+        assert ask(texts, [20, 21, 22], 1)[1] == learn
+    other = SuffixStore(len(tokenizer), tokenizer="another")
+    other.save(tmp_path / "store")
+    with pytest.raises(InputError, match="store: expected texts of the target's tokenizer"):
+        loaded(drafter)
+
+
+def test_suffix_drafters_without_a_store_learn_together(directory):
+    texts = loaded(f"hybrid:suffix:9+prompt_lookup+suffix:2+{directory}", learn=True, store_bytes=1 << 15)
+    ask(texts, EARLIER)
+    texts.forget([0])
+    texts.learn()
+    assert ask(texts, EARLIER[:3]) == ([13, 14], 1)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "learn", "words"),
+    [
+        ("hybrid:suffix+DIR@graft", False, "drafter: expected drafters that take turns, found a graft: a service"),
+        ("hybrid:suffix+prompt_lookup", False, "drafter: expected a draft model, .* found n-grams"),
+        ("hybrid:suffix+run_ahead:DIR", False, "drafter: expected a draft model, .* found draft that runs ahead"),
+        ("hybrid:early_exit:1+DIR", False, "drafter: expected drafters that copy .* found an early exit"),
+        ("hybrid:DIR+DIR", False, "drafter: expected drafters that copy .* found draft model"),
+        ("hybrid:suffix+DIR@often", False, "drafter: expected match=TOKENS, .* found often"),
+        ("suffix", False, "drafter: expected a draft model, .* found suffix matches"),
+        ("DIR", True, "learn: expected a hybrid with suffix, found"),
+        ("hybrid:prompt_lookup+DIR", True, "learn: expected a hybrid with suffix, found hybrid:prompt_lookup"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(directory, drafter, learn, words):
+    with pytest.raises(InputError, match=words) as error:
+        loaded(drafter.replace("DIR", str(directory)), learn=learn)
+    assert "\n" not in str(error.value)
+
+
+def test_a_store_that_holds_nothing_is_refused():
+    with pytest.raises(InputError, match="store_bytes: expected at least 32768, found 32767"):
+        ServeDraftConfig(drafter=["d"], store_bytes=(1 << 15) - 1)
+    SuffixStore(9, 1 << 15)
