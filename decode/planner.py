@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -87,6 +88,66 @@ def interpolated(values: Mapping[int, float], x: float) -> float:
     above = next((k for k in measured if k >= x), measured[-1])
     below = measured[measured.index(above) - 1]
     return values[below] + (values[above] - values[below]) / (above - below) * (x - below)
+
+
+def turn_seconds(costs: Sequence[RoundCosts], draft_length: int, most: int) -> np.ndarray:
+    """Return the seconds of a round by the drafter that drafts it and the number of drafted tokens, (S, `most` + 1).
+
+    Whoever comes later is asked once the others have looked, which takes them d(0). No drafted tokens: none was asked.
+
+    Args:
+        costs: of each of S drafters that take turns, in their order.
+        draft_length: γ.
+        most: drafted tokens of the largest draft.
+    """
+    seconds, looked = np.zeros((len(costs), most + 1)), 0.0
+    for place, cost in enumerate(costs):
+        for nodes in range(most + 1):
+            drafting = looked + (cost.drafting(draft_length) if nodes else 0.0)
+            # As in `RoundCosts.round_seconds`, a round is no faster than a forward.
+            seconds[place, nodes] = max(drafting + cost.verification(1 + nodes) + cost.overhead, cost.target[1])
+        looked += cost.drafting(0)
+    return seconds
+
+
+def text_seconds(
+    costs: Sequence[RoundCosts], sizes: Sequence[np.ndarray], draft_length: int, rows: int = 1
+) -> list[float]:
+    """Return the seconds of each text's rounds where drafters take turns, its prompt left aside.
+
+    Args:
+        costs: of each of S drafters, in their order, for `rows` rows.
+        sizes: of each text its rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `BatchReplay.sizes`.
+        draft_length: γ.
+        rows: B, such texts that are decoded together.
+    """
+    sizes_NSK = stacked_sizes(sizes, len(costs))
+    prices_SK, all_SK = turn_seconds(costs, draft_length, sizes_NSK.shape[2] - 1), sizes_NSK.sum(0)
+    return [float((prices_SK * beside_others(sizes_SK, all_SK, rows)).sum()) for sizes_SK in sizes_NSK]
+
+
+def stacked_sizes(sizes: Sequence[np.ndarray], drafters: int) -> np.ndarray:
+    """Return several texts' rounds by drafter and number of drafted tokens in one array, (N, S, K + 1)."""
+    most = max(each.shape[1] for each in sizes)
+    return np.stack([np.pad(each, ((0, drafters - len(each)), (0, most - each.shape[1]))) for each in sizes])
+
+
+def beside_others(sizes_SK: np.ndarray, others_SK: np.ndarray, rows: int) -> np.ndarray:
+    """Return a row's rounds by the latest drafter and the largest draft of all rows that are decoded with it.
+
+    These set what a round takes. The other rows' rounds are as if drawn from `others`, each for itself.
+
+    Args:
+        sizes_SK: the row's rounds by drafter and number of drafted tokens.
+        others_SK: the rounds of all.
+        rows: B, the row itself included.
+    """
+    if rows == 1:
+        return sizes_SK
+    # P(no other row is beyond s or k) · the row's own rounds that are not, and its increments.
+    within = others_SK.cumsum(0).cumsum(1) / others_SK.sum()
+    together = sizes_SK.cumsum(0).cumsum(1) * within ** (rows - 1)
+    return np.diff(np.diff(together, axis=0, prepend=0.0), axis=1, prepend=0.0)
 
 
 def acceptance_length(conditional: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ from functools import partial
 from statistics import median, median_high
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
@@ -21,7 +22,14 @@ from transformers import PreTrainedModel
 from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds, now, timed
-from draftsmith.decode.planner import RoundCosts, interpolated, verification_costs
+from draftsmith.decode.planner import (
+    RoundCosts,
+    beside_others,
+    interpolated,
+    stacked_sizes,
+    turn_seconds,
+    verification_costs,
+)
 from draftsmith.decode.progress import each
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposer
 from draftsmith.decode.sampling import Sampler
@@ -110,6 +118,32 @@ class CostTable:
             seconds += first.drafting(draft_length) + first.overhead
             rounds = [rounds[0] - 1]
         return seconds + _drained(rounds, lambda rows: self.at(name, rows).round_seconds(draft_length, nodes))
+
+    def taking_turns_seconds(self, names: Sequence[str], sizes: Sequence[np.ndarray], draft_length: int) -> float:
+        """Return how long rows that are decoded together take where drafters take turns, prompts included.
+
+        Args:
+            names: of S drafters, in their order.
+            sizes: of each row its rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `BatchReplay.sizes`.
+            draft_length: γ.
+        """
+        sizes_BSK = stacked_sizes(sizes, len(names))
+        rows, pooled_SK = len(sizes_BSK), sizes_BSK.sum(0)
+        seconds = interpolated(self.prefill_seconds, rows)
+        for place, name in enumerate(names):
+            # A drafter reads the prompt when it is first asked, if ever: the last one may not be.
+            asked = min(1.0, float(pooled_SK[place:].sum()) / rows)
+            seconds += asked * interpolated({b: c.prefill for b, c in self.drafters[name].items()}, rows)
+
+        def step(left: int) -> float:
+            prices_SK = turn_seconds([self.at(name, left) for name in names], draft_length, pooled_SK.shape[1] - 1)
+            return float((prices_SK * beside_others(pooled_SK, pooled_SK, left)).sum() / pooled_SK.sum())
+
+        if rows == 1:  # the prompt and the first draft go through the target together
+            target = self.at(names[0], rows)
+            forwards = sum(n * target.verification(1 + nodes) for nodes, n in enumerate(pooled_SK.sum(0)))
+            seconds -= float(forwards / pooled_SK.sum())
+        return seconds + _drained(sizes_BSK.sum((1, 2)).tolist(), step)
 
     def plain_seconds(self, tokens: Sequence[float]) -> float:
         """Return how long plain decoding takes for rows of these many tokens, prompts included."""

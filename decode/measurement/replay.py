@@ -7,7 +7,7 @@ integer.
 Shape suffixes: B texts, N tokens of a text, T tokens with the prompt, V vocabulary.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -187,11 +187,11 @@ def replay_drafters(
     max_new_tokens: int | None = None,
     allow_biased: bool = False,
     rounds_of: int | None = None,
-    with_sizes: bool = False,
+    with_sizes: Container[Key] = (),
 ) -> dict[Key, Replay]:
     """Replay several drafters on the same texts, with one forward of the target for all: see `replay_acceptance`.
 
-    With `rounds_of`, a draft length, each text's `rounds` are kept for it; `with_sizes` keeps its `sizes`.
+    With `rounds_of`, a draft length, each text's `rounds` are kept for it; of the drafters `with_sizes` its `sizes`.
     """
     texts = _checked_texts(target, sequences, prompt_lengths, max_new_tokens)
     if not texts or min(draft_lengths, default=0) < 1:
@@ -237,7 +237,7 @@ def _share(
     sampler: Sampler,
     allow_biased: bool,
     rounds_of: int | None,
-    with_sizes: bool,
+    with_sizes: Container[Key],
 ) -> _Share[Key]:
     """Replay the texts at these places, as many at a time as memory allows."""
     share: _Share[Key] = _Share()
@@ -262,7 +262,7 @@ def _share(
                         proposer.replay(task, members, distributions),
                         draft_lengths,
                         rounds_of,
-                        members if with_sizes else (),
+                        members if name in with_sizes else (),
                     )
                     for name, proposer in proposers.items()
                 }

@@ -6,17 +6,28 @@ from typing import Any, Literal
 
 import torch
 
+from draftsmith.decode import Proposer
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, measure_costs
 from draftsmith.decode.validation import read
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.state import Measured
+from draftsmith.scripts.measure.state import Measured, member_name
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.costs/1"
 SAME = ("device", "dtype", "threads")
 """Costs are used again where these are as they were."""
+
+
+def costed(pair: Pair) -> dict[str, Proposer]:
+    """Return all whose costs are measured, by their names in a table: drafters, and those of each that take turns."""
+    members = {
+        member_name(drafter, source): proposer
+        for drafter in pair.drafters
+        for source, proposer in drafter.members.items()
+    }
+    return pair.proposers | members
 
 
 def measured_costs(measured: Measured) -> list[CostTable]:
@@ -31,13 +42,18 @@ def measured_costs(measured: Measured) -> list[CostTable]:
     sizes = {1, *config.batch_size, *(b for b in (2, 4, 8, 16, 32) if b < most)}
     # All lengths, whatever was decoded: replay asks for t(γ + 1) of every γ up to 16.
     blocks = {*BLOCKS, 1 + longest}
-    blocks |= {1 + d.nodes for d in drafters if d.nodes is not None}
+    lengths = {d.name: longest if d.nodes is None else d.draft_lengths[0] for d in drafters}
+    for drafter in drafters:
+        deepest = max(drafter.draft_lengths)
+        lengths |= {member_name(drafter, source): deepest for source in drafter.members}
+        blocks |= {1 + member.nodes(deepest) for member in drafter.members.values()}
+        blocks |= set() if drafter.nodes is None else {1 + drafter.nodes}
     tables = []
     for context in config.context or [mean]:
         tables += measure_costs(
             pair.target,
-            pair.proposers,
-            {d.name: longest if d.nodes is None else d.draft_lengths[0] for d in drafters},
+            costed(pair),
+            lengths,
             torch.cat(measured.sequences(temperature)),
             samplers,
             sorted(sizes),
@@ -109,7 +125,7 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
     if most > largest:
         raise InputError(f"costs: expected those of batch size {most} in {path}, found up to {largest}: measure again")
     for table in tables:
-        if missing := sorted({drafter.name for drafter in pair.drafters} - table.drafters.keys()):
+        if missing := sorted(costed(pair).keys() - table.drafters.keys()):
             raise InputError(f"costs: expected those of {missing[0]} in every table of {path}, found none")
     for temperature in config.temperature:
         if all(table.temperature != temperature for table in tables):

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from statistics import median
 
-from draftsmith.decode.measurement.intervals import Estimate, ratio
+from draftsmith.decode.measurement.costs import CostTable
+from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.measurement.replay import Replay
-from draftsmith.decode.planner import RoundCosts
-from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured
+from draftsmith.decode.planner import RoundCosts, text_seconds
+from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, member_name
 from draftsmith.scripts.report.cost_types import Costs as CostsEntry
 from draftsmith.scripts.report.cost_types import PlannerCheck, Prediction
 from draftsmith.scripts.report.types import Curve, CurveCategory, ProposerEntry, Run, Verifier
@@ -27,22 +28,25 @@ def predicted_speedup(
 ) -> Estimate | None:
     """Return the speed-up that costs and acceptance predict for these batches, prompts and ragged ends included.
 
-    Rounds are the replayed ones, or those that were decoded where replay does not apply.
+    Rounds are the replayed ones, or those that were decoded where replay does not apply. Where drafters take turns,
+    each round has the price of the one whose it is.
     """
     table, replay = measured.costs(temperature), measured.replays.get((temperature, drafter.name, PROBABILISTIC))
     if table is None:
         return None
+    members = [member_name(drafter, source) for source in drafter.members]
     seconds, plain_seconds = [], []
     for group, base in zip(groups, plain, strict=True):
-        if replay is None:
-            rounds = [float(row.counts.num_drafts) for row in group.rows]
+        if replay is not None and members:
+            sizes = [replay.texts[row.prompt].sizes[draft_length] for row in group.rows]
+            seconds.append(table.taking_turns_seconds(members, sizes, draft_length))
         else:
-            rounds = [replay.texts[row.prompt].counts[draft_length].num_drafts for row in group.rows]
-        seconds.append(
-            table.speculative_seconds(
-                drafter.name, rounds, draft_length, _nodes(drafter, replay, draft_length, len(rounds))
-            )
-        )
+            if replay is None:
+                rounds = [float(row.counts.num_drafts) for row in group.rows]
+            else:
+                rounds = [replay.texts[row.prompt].counts[draft_length].num_drafts for row in group.rows]
+            nodes = _nodes(drafter, replay, draft_length, len(rounds))
+            seconds.append(table.speculative_seconds(drafter.name, rounds, draft_length, nodes))
         # Under sampling the texts differ in length too; τ is of the target's own.
         tokens = [float(len(row.tokens)) for row in base.rows]
         plain_seconds.append(table.plain_seconds(tokens))
@@ -67,13 +71,21 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
     """Return what replay says of a drafter at every draft length."""
     drafter = measured.drafter(name)
     # A tree has one draft length; one that is cut was never searched.
-    lengths = list(drafter.draft_lengths) if drafter.nodes is not None else replay.draft_lengths
+    lengths = list(drafter.draft_lengths) if drafter.has_one_length else replay.draft_lengths
     lengths = [k for k in lengths if drafter.proposer.longest is None or k <= drafter.proposer.longest]
     costs: dict[int, dict[int, tuple[RoundCosts, float | None]]] = {}
+    predicted: dict[int, dict[int, Estimate]] = {}
     table = measured.costs(temperature)
     if table is not None:
         for rows in dict.fromkeys(b for t, b in measured.settings if t == temperature):
             costs[rows] = {k: (table.at(name, rows), _nodes(drafter, replay, k, rows)) for k in lengths}
+            if drafter.members:
+                predicted[rows] = _taking_turns(table, drafter, replay, lengths, rows)
+                continue
+            predicted[rows] = {
+                k: replay.mean_acceptance_length[k].scaled(cost.speedup(1.0, k, nodes))
+                for k, (cost, nodes) in costs[rows].items()
+            }
     return Curve(
         proposer=ProposerEntry(**drafter.to_dict()),
         temperature=temperature,
@@ -86,17 +98,28 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
             category: _category(Replay([replay.texts[i] for i in places]), lengths)
             for category, places in measured.categories().items()
         },
-        predicted_speedup={
-            b: {
-                k: replay.mean_acceptance_length[k].scaled(cost.speedup(1.0, k, nodes))
-                for k, (cost, nodes) in by_length.items()
-            }
-            for b, by_length in costs.items()
-        },
+        predicted_speedup=predicted,
         break_even_alpha={
             b: {k: cost.break_even_acceptance(k) if nodes is None else None for k, (cost, nodes) in by_length.items()}
             for b, by_length in costs.items()
         },
+    )
+
+
+def _taking_turns(
+    table: CostTable, drafter: Drafter, replay: Replay, draft_lengths: Sequence[int], rows: int
+) -> dict[int, Estimate]:
+    """Return the speed-up by draft length where drafters take turns, of `rows` such texts at a time, prompts aside."""
+    costs = [table.at(member_name(drafter, source), rows) for source in drafter.members]
+    plain = costs[0].target[1] + costs[0].plain_overhead
+    return ratios(
+        {
+            k: (
+                [plain * tokens for tokens in replay.tokens_and_rounds(k)[0]],
+                text_seconds(costs, [text.sizes[k] for text in replay.texts], k, rows),
+            )
+            for k in draft_lengths
+        }
     )
 
 
@@ -149,7 +172,7 @@ def costs_entry(measured: Measured) -> CostsEntry | None:
 
 
 def _lengths_of(drafter: Drafter) -> list[int]:
-    return list(drafter.draft_lengths) if drafter.nodes is not None else sorted({1, *drafter.draft_lengths})
+    return list(drafter.draft_lengths) if drafter.has_one_length else sorted({1, *drafter.draft_lengths})
 
 
 def planner_check(runs: Sequence[Run]) -> PlannerCheck | None:

@@ -34,7 +34,17 @@ def replay_all(
         if isinstance(drafter.proposer, TreeProposer) and (drafter.name, PROBABILISTIC) not in proposers:
             proposers[drafter.name, None] = drafter.proposer.with_tree(Tree.chain(1))
     texts, most = measured.sequences(temperature), measured.config.max_new_tokens
-    replays = replay_drafters(pair.target, proposers, texts, measured.prompt_lengths, draft_lengths, sampler, most)
+    taking_turns = {drafter.name for drafter in pair.drafters if drafter.members}
+    replays = replay_drafters(
+        pair.target,
+        proposers,
+        texts,
+        measured.prompt_lengths,
+        draft_lengths,
+        sampler,
+        most,
+        with_sizes={key for key in proposers if key[0] in taking_turns},
+    )
     return (
         {(name, verifier): replay for (name, verifier), replay in replays.items() if verifier is not None},
         {name: replay for (name, verifier), replay in replays.items() if verifier is None},
@@ -45,7 +55,8 @@ def replayed_proposers(pair: Pair, sampler: Sampler) -> dict[tuple[str, Verifier
     """Return what replay applies to, by drafter and verifier: under sampling draft models with both."""
     proposers: dict[tuple[str, Verifier], Proposer] = {}
     for drafter in pair.drafters:
-        if isinstance(drafter.proposer, TreeProposer) and drafter.proposer.replay_refusal(sampler.do_sample):
+        may_refuse = isinstance(drafter.proposer, TreeProposer) or drafter.sources
+        if may_refuse and drafter.proposer.replay_refusal(sampler.do_sample):
             continue
         proposers[drafter.name, PROBABILISTIC] = drafter.proposer
         if drafter.greedy is not None and sampler.do_sample:

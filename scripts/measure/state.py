@@ -75,6 +75,11 @@ Observations = Mapping[tuple[float, int, Method], Sequence[Group]]
 """By temperature, batch size and method, in the order of the prompts."""
 
 
+def member_name(drafter: Drafter, source: str) -> str:
+    """Return what tables of costs call one of several that take turns."""
+    return f"{drafter.name}/{source}"
+
+
 @dataclass
 class Measured:
     """One run of `measure`: what is given, and what has been seen so far."""

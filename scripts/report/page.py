@@ -21,6 +21,7 @@ from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.serving_types import Latency
 from draftsmith.scripts.report.types import Comparison, Report, Run
+from draftsmith.scripts.report.words import turns
 from draftsmith.train.files import write_aside
 from draftsmith.train.kinds.quantities import size
 
@@ -59,6 +60,7 @@ def render_page(report: Report) -> str:
         settings=list(dict.fromkeys((run.temperature, run.batch_size) for run in report.runs)),
         plain={(run.temperature, run.batch_size): run.tokens_per_second for run in report.plain_runs()},
         lossless=partial(lossless, report=report),
+        turns=[(run, words) for run in report.runs if (words := turns(run)) is not None],
         title_of=title_of,
         servers=SERVERS,
         sources=SOURCES,

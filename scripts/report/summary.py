@@ -5,6 +5,7 @@ import os
 
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report
+from draftsmith.scripts.report.words import turns
 from draftsmith.train.kinds.quantities import counted
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,12 @@ def markdown(report: Report) -> str:
             format_estimate(run.predicted_speedup, unit="×", spread="none"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    taking_turns = [
+        f"* {run.proposer.name}, γ = {run.draft_length}, T = {run.temperature:g}, B = {run.batch_size}: {words}"
+        for run in report.runs
+        if (words := turns(run)) is not None
+    ]
+    lines += ["", "Who drafted, and wrote:", "", *taking_turns] if taking_turns else []
     lines += ["", f"{_measured(report)} τ: tokens per target forward, bonus included; 95 % intervals over prompts."]
     return "\n".join(lines) + "\n"
 

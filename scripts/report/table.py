@@ -8,6 +8,7 @@ from draftsmith.decode.clock import speed
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
+from draftsmith.scripts.report.words import turns
 from draftsmith.scripts.summary import figures_table
 from draftsmith.train.kinds.quantities import counted
 
@@ -54,6 +55,10 @@ def print_report(report: Report, console: Console | None = None) -> None:
         table.add_section()
     console = console or Console()
     console.print(table)
+    for run in report.runs:
+        if (words := turns(run)) is not None:
+            where = f"γ={run.draft_length}, T={run.temperature:g}{f', B={run.batch_size}' if batched else ''}"
+            console.print(Text.assemble((f"{_drafter(run)}, {where}: ", "dim"), words))
     chosen = report.recommendation
     style = {"GO": "bold green", "NO-GO": "bold red"}.get(report.verdict, "bold")
     console.print(Text.assemble((f"{report.verdict}  ", style), chosen.reason))  # as one text, for it wraps as a whole

@@ -6,7 +6,7 @@ is decoded for it but the texts.
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable, measure_costs
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, ratio
 from draftsmith.decode.measurement.replay import Replay, replay_drafters
+from draftsmith.decode.planner import text_seconds
 from draftsmith.decode.progress import each
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import left_padded, read_tokens
@@ -58,22 +59,21 @@ class Replayed:
     sources: Sequence[str]
     rows: int
 
+    _seconds: dict[Setting, list[float]] = field(default_factory=dict, init=False)
+
     def seconds(self, setting: Setting, place: int) -> float:
         """Return what a text would take with a setting."""
+        if setting not in self._seconds:
+            self._seconds[setting] = self._of_texts(setting)
+        return self._seconds[setting][place]
+
+    def _of_texts(self, setting: Setting) -> list[float]:
         method = setting.switch if setting.drafter is None else setting.drafter
         assert method is not None
-        sizes = self.by_method[method].texts[place].sizes[setting.draft_length]
         names = self.sources if setting.drafter is None else [setting.drafter]
-        costs = {name: self.costs.at(name, self.rows) for name in names}
-        # Whoever comes later was asked once the others had looked.
-        seconds, looked = 0.0, 0.0
-        for name, counts in zip(names, sizes, strict=False):
-            cost = costs[name]
-            for nodes, rounds in enumerate(counts):
-                drafting = cost.drafting(setting.draft_length) if nodes else 0.0
-                seconds += rounds * (looked + drafting + cost.verification(1 + nodes) + cost.overhead)
-            looked += cost.drafting(0)
-        return seconds
+        costs = [self.costs.at(name, self.rows) for name in names]
+        sizes = [text.sizes[setting.draft_length] for text in self.by_method[method].texts]
+        return text_seconds(costs, sizes, setting.draft_length, self.rows)
 
     def plain_seconds(self, place: int) -> float:
         """Return what it takes plainly."""
@@ -179,7 +179,7 @@ def _replayed(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compil
         lengths = sorted({*lengths, *pair.drafter.draft_lengths})
     replays = replay_drafters(
         pair.target, methods, texts, [len(prompt) for prompt in ids], lengths, sampler, config.max_new_tokens,
-        with_sizes=True,
+        with_sizes=methods,
     )  # fmt: skip
     sizes = [len(text) - len(prompt) for text, prompt in zip(texts, ids, strict=True)]
     prompt = max(1, round(sum(map(len, ids)) / len(ids)))

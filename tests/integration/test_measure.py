@@ -41,6 +41,7 @@ from draftsmith.scripts.measure.state import Method
 from draftsmith.scripts.report.schema import generated_schema, report_schema
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Recommendation, Report
+from draftsmith.scripts.report.words import turns
 from draftsmith.train import cli
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
@@ -572,6 +573,49 @@ def test_eagle_heads_are_measured(root, tmp_path, eagle_heads, choices):
     # Keys and values of one layer with 2 heads of 8 numbers, 4 bytes each.
     assert report["memory"]["drafters"]["eagle"]["cache_bytes_per_token"] == 2 * 2 * 8 * 4
     assert "eagle" in printed(report, tmp_path)
+
+
+def test_drafters_that_take_turns_are_measured_each_by_itself(root, tmp_path):
+    members = f"prompt_lookup+{root / 'draft'}"
+    fixed = {"drafter": [f"hybrid:{members}@match=1"], "temperature": "0,1", "batch_size": "1,2", "measure_costs": True}
+    report = checked(root, tmp_path / "out", page=True, **fixed)
+    tables = report["costs"]["tables"]
+    names = {"hybrid", "hybrid/prompt_lookup", "hybrid/draft"}
+    assert all(table["drafters"].keys() == names for table in tables)
+    assert report["costs"]["draft_seconds"].keys() == {"hybrid"}
+    said = [turns(run) for run in TYPED.validate_python(report).runs]
+    for run in report["runs"]:
+        assert run["sources"].keys() == {"prompt_lookup", "draft"}
+        assert all(counts["num_drafts"] > 0 for counts in run["sources"].values())
+        for name in ("num_drafts", "num_draft_tokens", "num_emitted_tokens"):
+            assert sum(counts[name] for counts in run["sources"].values()) == run["counts"][name]
+        assert run["predicted_speedup"]["value"] > 0 and run["replay"]["agrees"] is True
+    page, summary = ((tmp_path / "out" / name).read_text() for name in ("report.html", "summary.md"))
+    text = printed(report, tmp_path)
+    assert all(words in page and words in summary and words in " ".join(text.split()) for words in said)
+    assert max(map(len, text.splitlines())) <= 80
+    predicted = curve_of(report, "hybrid", 0.0)["predicted_speedup"]
+    assert list(predicted) == ["1", "2"]
+    assert all(list(by_length) == [str(k) for k in range(1, 17)] for by_length in predicted.values())
+    # The costs are used again; those of a hybrid alone would not do.
+    costs = tmp_path / "out/costs.json"
+    again = checked(root, tmp_path / "again", **fixed, costs=str(costs))
+    assert again["costs"]["tables"] == tables and curve_of(again, "hybrid", 0.0)["predicted_speedup"] == predicted
+    kept = json.loads(costs.read_text())
+    for table in kept["tables"]:
+        del table["drafters"]["hybrid/draft"]
+    costs.write_text(json.dumps(kept))
+    with pytest.raises(InputError, match="costs: expected those of hybrid/draft in every table of"):
+        checked(root, tmp_path / "third", **fixed, costs=str(costs))
+
+
+def test_where_both_draft_there_are_no_turns_and_nothing_to_replay(root, tmp_path):
+    drafter = f"hybrid:prompt_lookup+{root / 'draft'}@graft"
+    report = checked(root, tmp_path, drafter=[drafter], measure_costs=True, limit=2)
+    (run,) = report["runs"]
+    assert report["failures"] == [] and run["replay"] is None and report["curves"] == []
+    assert run["predicted_speedup"]["value"] > 0
+    assert report["costs"]["tables"][0]["drafters"].keys() == {"hybrid"}
 
 
 def test_rejections_add_up(measured, tokenizer):

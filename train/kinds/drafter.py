@@ -61,12 +61,21 @@ class Drafter:
     @property
     def tree(self) -> "Tree | None":
         """The one shape that it drafts in every round, a chain of several heads included; None for any other."""
-        from draftsmith.decode.proposers.draft_tree import TreeProposer
-        from draftsmith.decode.tree import Tree
+        return _tree_of(self.proposer)
 
-        if not isinstance(self.proposer, TreeProposer) or not isinstance(self.proposer.tree, Tree):
-            return None
-        return self.proposer.tree
+    @property
+    def has_one_length(self) -> bool:
+        """Whether its one γ is the depth of a tree of one shape: its own, or that of one of those that take turns."""
+        return any(_tree_of(proposer) is not None for proposer in (self.proposer, *self.members.values()))
+
+    @property
+    def members(self) -> "dict[str, Proposer]":
+        """Those that take turns, in their order, by their names; none of any other drafter, nor where all draft."""
+        from draftsmith.decode.proposers.hybrid import HybridProposer
+
+        if not isinstance(self.proposer, HybridProposer) or self.proposer.graft:
+            return {}
+        return dict(zip(self.sources, self.proposer.drafters, strict=True))
 
     @property
     def nodes(self) -> int | None:
@@ -90,6 +99,15 @@ class Drafter:
         if self.tree is not None:
             entry["tree_nodes"] = self.nodes
         return entry | self.figures
+
+
+def _tree_of(proposer: "Proposer") -> "Tree | None":
+    from draftsmith.decode.proposers.draft_tree import TreeProposer
+    from draftsmith.decode.tree import Tree
+
+    if not isinstance(proposer, TreeProposer) or not isinstance(proposer.tree, Tree):
+        return None
+    return proposer.tree
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,10 @@ from rich.console import Console
 from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.report.page import lossless, number, render_page, visible, write_page
+from draftsmith.scripts.report.summary import markdown
+from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report, Speed
+from draftsmith.scripts.report.words import turns
 from draftsmith.scripts.summary import figures_table
 from draftsmith.train.kinds.quantities import size
 
@@ -589,3 +592,28 @@ def test_categories_of_few_prompts_are_counted_and_not_drawn():
     report = minimal()
     report["prompts"]["categories"] = {"code": 1, "prose": 4}
     assert "fewer than 5 prompts are too few for an interval: 2 categories" in words_of(report)
+
+
+def test_page_table_and_summary_say_who_drafted_in_the_same_words():
+    report = minimal()
+    counts = {"num_draft_tokens": 0, "num_accepted_tokens": 0}
+    sources = {
+        "suffix": {"num_drafts": 41, "num_emitted_tokens": 126} | counts,
+        "a draft with a long name [/x]": {"num_drafts": 59, "num_emitted_tokens": 74} | counts,
+    }
+    typed = TYPED.validate_python(report | {"runs": [report["runs"][0] | {"sources": sources}] * 2})
+    said = "suffix 41 % of rounds, 63 % of tokens; a draft with a long name [/x] 59 %, 37 %"
+    assert turns(typed.runs[0]) == said
+    assert f"draft, γ = 4, T = 1, batch size 1: {said}" in Page(render_page(typed)).text
+    assert f"* draft, γ = 4, T = 1, B = 1: {said}\n" in markdown(typed)
+    shown = io.StringIO()
+    print_report(typed, Console(width=80, file=shown))
+    assert f"draft, γ=4, T=1: {said}" in " ".join(shown.getvalue().split())
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+    # Of one that drafts alone nothing is said, nor where there was no round.
+    alone = TYPED.validate_python(report)
+    nothing = dict.fromkeys(sources, counts | {"num_drafts": 0, "num_emitted_tokens": 0})
+    empty = TYPED.validate_python(report | {"runs": [report["runs"][0] | {"sources": nothing}]})
+    for other in (alone, empty):
+        assert turns(other.runs[0]) is None
+        assert "take turns" not in Page(render_page(other)).text and "Who drafted" not in markdown(other)

@@ -1,0 +1,140 @@
+"""Predictions where drafters take turns: replayed rounds, each at the price of the drafter whose it is, by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import tiny_llama
+
+from draftsmith.decode import Counts, DraftModelProposer, HybridProposer, PromptLookupProposer, Tree
+from draftsmith.decode.measurement.costs import CostTable, DraftCosts
+from draftsmith.decode.measurement.intervals import ratio
+from draftsmith.decode.measurement.replay import Replay, TextReplay
+from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.scripts.kinds import kind_named
+from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.cost_file import costed
+from draftsmith.scripts.measure.predictions import curve_of, predicted_speedup
+from draftsmith.scripts.measure.replays import replayed_proposers
+from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
+from draftsmith.scripts.settings import Settings
+from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.kinds.drafter import Drafter, Pair
+
+GAMMA = 4
+TABLE = CostTable(
+    context=30,
+    temperature=0.0,
+    target_seconds={1: {1: 1.0, 5: 1.8}, 2: {1: 1.2, 5: 2.8}},
+    plain_overhead_seconds={1: 0.1, 2: 0.2},
+    prefill_seconds={1: 2.0, 2: 3.0},
+    prompt=4,
+    drafters={
+        "hybrid": {1: DraftCosts(7.0, 7.0, 7.0, 7.0), 2: DraftCosts(7.0, 7.0, 7.0, 7.0)},
+        "hybrid/lookup": {1: DraftCosts(0.01, 0.0, 0.1, 0.02), 2: DraftCosts(0.02, 0.0, 0.2, 0.04)},
+        "hybrid/draft": {1: DraftCosts(0.1, 0.05, 0.2, 0.3), 2: DraftCosts(0.2, 0.1, 0.3, 0.4)},
+    },
+)
+# By text, rounds of lookup and of the draft with no, one, ... drafted tokens; one text is copied as a whole.
+SIZES = [
+    np.array([[0.0, 1.0, 2.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 1.0]]),
+    np.array([[0.0, 0.0, 3.0]]),
+    np.array([[0.0, 0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]]),
+]
+TOKENS = [12, 7, 9]
+LOOKUP = {n: 0.01 + 1.0 + 0.2 * n + 0.1 for n in (1, 2, 3)}  # d + t(n + 1) + o
+DRAFT = {0: 0.01 + 1.0 + 0.2, 4: 0.01 + 0.1 + 4 * 0.05 + 1.8 + 0.2}  # the lookup has looked
+SECONDS = [LOOKUP[1] + 2 * LOOKUP[2] + DRAFT[0] + DRAFT[4], 3 * LOOKUP[2], LOOKUP[3] + DRAFT[4]]
+
+
+def hybrid(last, **options) -> Drafter:
+    proposer = HybridProposer([PromptLookupProposer(), last], **options)
+    return Drafter(
+        "hybrid", "hybrid", kind_named("hybrid"), None, proposer, draft_lengths=(2,), sources=("lookup", "draft")
+    )
+
+
+def text(tokens: int, sizes: np.ndarray) -> TextReplay:
+    drafted = sum(n * float(column.sum()) for n, column in enumerate(sizes.T))
+    rounds = replace(Counts(), num_drafts=float(sizes.sum()), num_draft_tokens=drafted, num_emitted_tokens=tokens)
+    return TextReplay({GAMMA: rounds}, 0.0, tokens, (0.0,) * tokens, None, {GAMMA: sizes})
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(0)
+
+
+def measured(target, tokenizer, rows: int = 1, drafter: Drafter | None = None) -> Measured:
+    drafter = drafter or hybrid(DraftModelProposer(target))
+    groups = [
+        Group([Row(i, [0] * TOKENS[i], Counts(num_drafts=2)) for i in range(at, min(at + rows, len(TOKENS)))], 1.0)
+        for at in range(0, len(TOKENS), rows)
+    ]
+    config = MeasureConfig("target", "prompts.jsonl", "out", ["prompt_lookup"])
+    replay = Replay([text(*each) for each in zip(TOKENS, SIZES, strict=True)])
+    return Measured(
+        config, Pair(target, tokenizer, "float32", [drafter]), Settings("float32", 1, False, {}, None),
+        [Prompt(str(i), "", None, None) for i in range(3)], [[1, 2]] * 3, {0.0: [[0] * n for n in TOKENS]},
+        {(0.0, rows, Method()): groups}, {(0.0, "hybrid", PROBABILISTIC): replay}, {}, [TABLE], {}, [],
+    )  # fmt: skip
+
+
+def test_each_round_of_a_run_has_the_price_of_its_drafter(target, tokenizer):
+    own = measured(target, tokenizer)
+    groups = own.observations[0.0, 1, Method()]
+    found = predicted_speedup(own, 0.0, own.drafter("hybrid"), GAMMA, groups, groups)
+    # Prompt and first draft go through the target together, and who is never asked reads no prompt.
+    forwards = [(1.2 + 2 * 1.4 + 1.0 + 1.8) / 5, 1.4, (1.6 + 1.8) / 2]
+    prompts = [2.0 + 0.02 + 0.3, 2.0 + 0.02, 2.0 + 0.02 + 0.3]
+    seconds = [p + s - f for p, s, f in zip(prompts, SECONDS, forwards, strict=True)]
+    plain = [2.0 + (n - 1) * 1.1 for n in TOKENS]
+    assert found.value == pytest.approx(sum(plain) / sum(seconds))
+
+
+def test_a_curve_adds_up_the_prices_of_replayed_rounds(target, tokenizer):
+    own = measured(target, tokenizer)
+    replay = own.replays[0.0, "hybrid", PROBABILISTIC]
+    curve = curve_of(own, 0.0, "hybrid", PROBABILISTIC, replay)
+    wanted = ratio([1.1 * n for n in TOKENS], SECONDS)
+    assert curve.predicted_speedup[1][GAMMA].value == pytest.approx(wanted.value)
+    assert curve.break_even_alpha[1] == {GAMMA: None}
+
+
+def test_rows_that_are_decoded_together_wait_for_the_latest_and_the_largest(target, tokenizer):
+    """Every pair of rounds, one of each row, at the price of the later drafter and of the larger draft."""
+    own = measured(target, tokenizer, rows=2)
+    curve = curve_of(own, 0.0, "hybrid", PROBABILISTIC, own.replays[0.0, "hybrid", PROBABILISTIC])
+    pooled = sum(np.pad(each, ((0, 2 - each.shape[0]), (0, 5 - each.shape[1]))) for each in SIZES)
+    kinds = [(source, n, pooled[source, n]) for source in (0, 1) for n in range(5) if pooled[source, n]]
+
+    def price(source: int, n: int) -> float:
+        looked, start, step, rest = ((0.0, 0.02, 0.0, 0.2), (0.02, 0.2, 0.1, 0.3))[source]
+        return looked + (start + GAMMA * step if n else 0.0) + 1.2 + 0.4 * n + rest
+
+    pairs = [(max(s, t), max(n, m), x * y) for s, n, x in kinds for t, m, y in kinds]
+    seconds = sum(price(source, n) * weight for source, n, weight in pairs) / pooled.sum()
+    assert curve.predicted_speedup[2][GAMMA].value == pytest.approx(sum(TOKENS) * 1.4 / seconds)
+    # A run's rows are those of its batches; the last one is alone in its own, and one row stays when the other ends.
+    groups = own.observations[0.0, 2, Method()]
+    assert predicted_speedup(own, 0.0, own.drafter("hybrid"), GAMMA, groups, groups).value > 0
+
+
+def test_grafts_are_priced_as_a_whole_for_replay_does_not_know_them(target, tokenizer):
+    graft = hybrid(DraftModelProposer(target), graft=True)
+    own = measured(target, tokenizer, drafter=graft)
+    assert graft.members == {} and list(costed(own.pair)) == ["hybrid"]
+    assert replayed_proposers(own.pair, own.sampler(0.0)) == {}
+    own.replays.clear()
+    groups = own.observations[0.0, 1, Method()]
+    found = predicted_speedup(own, 0.0, graft, GAMMA, groups, groups)
+    plain = sum(TABLE.plain_seconds([n]) for n in TOKENS)
+    assert found.value == pytest.approx(plain / (3 * TABLE.speculative_seconds("hybrid", [2.0], GAMMA)))
+
+
+def test_members_have_costs_of_their_own_and_a_tree_one_draft_length(target, tokenizer):
+    chain = hybrid(DraftModelProposer(target))
+    assert list(costed(Pair(target, tokenizer, "float32", [chain]))) == ["hybrid", "hybrid/lookup", "hybrid/draft"]
+    heads = MedusaProposer(MedusaHeads.of_target(target, 2), Tree.from_choices([(0,), (1,), (0, 0)]))
+    assert (chain.has_one_length, hybrid(heads).has_one_length) == (False, True)
+    assert Drafter("draft", "draft", kind_named("draft"), None, DraftModelProposer(target)).members == {}
