@@ -210,16 +210,16 @@ class CachedModel:
             return
         if all(cast(Tensor, layer.keys).device.type in READ_AT_ONCE for layer in self._written):
             moves = [
-                (row, first + to, first + source)
-                for row, (first, path) in enumerate(zip(starts.host, paths, strict=True))
-                for to, source in enumerate(path, 1)
-                if to != source
+                (row, root + place, root + node)
+                for row, (root, path) in enumerate(zip(starts.host, paths, strict=True))
+                for place, node in enumerate(path, 1)
+                if place != node
             ]
             for layer in self._written:
                 layer.move(moves)
             if self._positions is not None:
-                for row, to, _ in moves:
-                    self._positions[row, to] = to
+                for row, slot, _ in moves:
+                    self._positions[row, slot] = slot
             return
         depth = max(map(len, paths))
         if sources is None:

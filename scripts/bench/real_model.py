@@ -44,6 +44,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "eagle": {"command": "eagle", "draft_vocabulary": 8192, "training.learning_rate": 6e-3},
 }  # fmt: skip
 """What docs/real-model.md compares."""
+COPIES = "copies"
+"""What a hybrid of copies alone is called by, where nothing is trained."""
 PASSED = (0, 3)
 """Exit codes of a stage that ended: a NO-GO is a result."""
 
@@ -109,14 +111,14 @@ def bench(config: BenchRealModelConfig) -> dict[str, Any]:
         _run(output, name, argv)
     everything = [*config.copies, *(f"{name}={output / name}" for name in config.trained)]
     hybrids = []
-    for name in [*config.trained] or [None]:
-        last = config.copies[-1] if name is None else str(output / name)
+    for name in [*config.trained] or [COPIES]:
+        last = str(output / name) if name in config.trained else config.copies[-1]
         for temperature in config.temperature:
-            stage = f"switch-{name or 'copies'}-{temperature:g}"
+            stage = f"switch-{name}-{temperature:g}"
             _run(output, stage, _tuning(config, f"hybrid:{config.copies[0]}+{last}", temperature, output / stage))
         # One switch for all temperatures: reports compare drafters, and the first temperature has the most to gain.
-        found = _read(output / f"switch-{name or 'copies'}-{config.temperature[0]:g}" / "switch.json")
-        hybrids.append(f"{name or 'copies'}+{config.copies[0].partition(':')[0]}={found['chosen']['argument']}")
+        found = _read(output / f"switch-{name}-{config.temperature[0]:g}" / "switch.json")
+        hybrids.append(f"{name}+{config.copies[0].partition(':')[0]}={found['chosen']['argument']}")
     _run(output, "report", _measuring(config, [*everything, *hybrids], output / "report"))
     figures = _figures(_read(output / "report" / "report.json"))
     write_aside(output / "tables.md", "\n\n".join(_table(*part) for part in figures.items()) + "\n")

@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,8 @@ DEPTH = 32
 BYTES = 4
 """Of a token."""
 WIDTH = BYTES * DEPTH
+Bytes: TypeAlias = Any
+"""Of `bytes` or a `bytearray`, which compare with each other."""
 AT_ONCE = 8
 """All places are sorted anew where at least one token in so many is new."""
 LARGEST = 2**32 - 2
@@ -64,14 +67,14 @@ class Index:
     def __init__(self, room: int, tokens: bytes | None = None, order: "array[int] | None" = None):
         # One more, where nothing stands: a text's last token has no next.
         self.room, self._slots = room, room + 1 if tokens is None else len(tokens) // BYTES
-        self._bytes: bytes | bytearray = bytearray(BYTES * self._slots) if tokens is None else tokens
+        self._bytes: Bytes = bytearray(BYTES * self._slots) if tokens is None else tokens
         self._all = np.frombuffer(self._bytes, dtype=">u4")  # what is written is seen in it
         self._length = 0 if tokens is None else room
         self.order = array("i") if order is None else order
         """Of each place, where the bytes of what stands before it begin."""
         # A closure: it is called some twenty times a token.
         held = self._bytes
-        self._key = lambda at: held[at : at + WIDTH]
+        self._key: Callable[[int], Any] = lambda at: held[at : at + WIDTH]
 
     def __len__(self) -> int:
         """Return N, the tokens that it holds, the ends of texts counted in."""
@@ -181,16 +184,14 @@ def in_order(tokens: np.ndarray) -> "array[int]":
     return array("i", (BYTES * order[order > 0]).astype(np.int32).tobytes())
 
 
-def _shared(one: bytes, other: bytes | bytearray) -> int:
+def _shared(one: bytes, other: Bytes) -> int:
     """Return how many tokens two lists of bytes begin with together."""
     width = min(len(one), len(other))
     differing = int.from_bytes(one[:width], "big") ^ int.from_bytes(other[:width], "big")
     return (width - (differing.bit_length() + 7) // 8) // BYTES
 
 
-def _edge(
-    order: Sequence[int], before: Callable[[int], bytes | bytearray], bound: bytes, start: int, direction: int
-) -> int:
+def _edge(order: Sequence[int], before: Callable[[int], Any], bound: bytes, start: int, direction: int) -> int:
     """Return where in the order `bound` would be, looked for from `start` on in steps that double: matches are few."""
     step, low, high = 1, start, start
     if direction < 0:

@@ -18,6 +18,8 @@ PER_TOKEN = 2 * BYTES
 """Bytes: the token, and its place."""
 FEWEST = 4096
 """Tokens that a store must have room for."""
+MOST_BYTES = 1 << 32
+"""Of a store: places are 32-bit numbers."""
 FRESH = 1 << 16
 """Tokens of new texts that are put into their places one by one; then all are sorted."""
 
@@ -40,8 +42,10 @@ class SuffixStore:
     def __init__(self, vocab_size: int, most_bytes: int = 1 << 27, tokenizer: str = ""):
         if not 1 <= vocab_size <= LARGEST:
             raise InputError(f"store: expected a vocabulary of 1 to {LARGEST} tokens, found {vocab_size}")
-        if most_bytes < FEWEST * PER_TOKEN:
-            raise InputError(f"store: expected at least {FEWEST * PER_TOKEN} bytes, found {most_bytes}")
+        if not FEWEST * PER_TOKEN <= most_bytes <= MOST_BYTES:
+            raise InputError(
+                f"store: expected at least {FEWEST * PER_TOKEN} bytes and at most {MOST_BYTES}, found {most_bytes}"
+            )
         self.vocab_size, self.most_bytes, self.tokenizer = vocab_size, most_bytes, tokenizer
         self._capacity = most_bytes // PER_TOKEN
         self._begin(b"", array("i"))

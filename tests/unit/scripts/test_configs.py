@@ -16,7 +16,7 @@ from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
-from draftsmith.scripts.tune.config import TuneConfig
+from draftsmith.scripts.tune.config import SwitchConfig, TuneConfig
 from draftsmith.train.__main__ import PretrainConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig
@@ -40,7 +40,7 @@ FOLDERS = {
     "serve-draft": ServeDraftConfig,
     "serve": CoordinatorConfig,
 }
-OF_FILES = {Path("measure/server.yaml"): MeasureServerConfig}
+OF_FILES = {Path("measure/server.yaml"): MeasureServerConfig, Path("tune/switch.yaml"): SwitchConfig}
 FOREIGN = {"accelerate", "deepspeed"}  # read by those libraries, not by ours
 FOREIGN_FILES = {Path("serve/compose.yaml"), Path("serve/ray.yaml")}  # tested in tests/integration/test_services.py
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.y*ml"))

@@ -69,7 +69,7 @@ def test_a_smaller_store_takes_the_latest_texts(tmp_path, small):
 
 
 def test_limits_that_hold_nothing_are_refused():
-    with pytest.raises(InputError, match="store: expected at least 32768 bytes, found 100"):
+    with pytest.raises(InputError, match="store: expected at least 32768 bytes and at most 4294967296, found 100"):
         SuffixStore(100, 100)
     with pytest.raises(InputError, match="store: expected a vocabulary of 1 to"):
         SuffixStore(0)
