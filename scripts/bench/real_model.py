@@ -1,6 +1,7 @@
 """Drafters of a real model, from its text to the tables of docs/real-model.md, in one command that can be stopped.
 
-    python -m draftsmith.scripts.bench.real_model --target SMOLLM2 --prompts spec_bench.jsonl --output runs/real-model
+    python -m draftsmith.scripts.bench.real_model --config configs/bench/smollm2.yaml \
+        --target SMOLLM2 --prompts spec_bench.jsonl
 
 A fifth of each category's prompts is held out. The target answers the others, and drafters learn from that. Then half
 of what was held out finds the switch of a hybrid for each drafter, and the other half measures all of them. Every stage
@@ -23,27 +24,6 @@ from draftsmith.train.data.prompts import Prompt, read_prompts
 from draftsmith.train.files import require_writable, write_aside
 from draftsmith.train.provenance import write_json
 
-LEARNING = {
-    "max_length": 1024,
-    "packing": True,
-    "optimizer": "muon",
-    "training.per_device_train_batch_size": 4,
-    "training.num_train_epochs": 1,
-}
-"""Fields of every training run."""
-TRAINED: dict[str, dict[str, Any]] = {
-    "draft": {
-        "command": "distill", "init.layers": 4, "init.draft_vocabulary": 8192, "training.learning_rate": 3e-3,
-    },
-    "parallel": {
-        "command": "distill", "draft": "draft", "parallel": 4, "parallel_decay": 0.7, "training.learning_rate": 3e-3,
-    },
-    "hydra": {
-        "command": "medusa", "hydra": True, "draft_vocabulary": 8192, "training.learning_rate": 1e-2,
-    },
-    "eagle": {"command": "eagle", "draft_vocabulary": 8192, "training.learning_rate": 6e-3},
-}  # fmt: skip
-"""What docs/real-model.md compares."""
 COPIES = "copies"
 """What a hybrid of copies alone is called by, where nothing is trained."""
 PASSED = (0, 3)
@@ -60,10 +40,10 @@ class BenchRealModelConfig(BenchmarkConfig):
     """Prompts with categories, such as Spec-Bench's."""
     output: str = "runs/real-model"
     """Receives everything: prompts, completions, drafters, reports and tables.md."""
-    trained: dict[str, dict[str, Any]] = field(
-        default_factory=lambda: {name: dict(run) for name, run in TRAINED.items()}
-    )
-    """By name, what is trained: `command`, and fields of that command; `draft` names one that was trained before."""
+    trained: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name, what is trained: `command`, and fields of that command; `draft` may name one that is trained before."""
+    learning: dict[str, Any] = field(default_factory=dict)
+    """Fields of every training run."""
     copies: list[str] = field(default_factory=lambda: ["suffix", "prompt_lookup:2-3"])
     """Drafters without training; the first is the first of every hybrid."""
     draft_length: list[int] = field(default_factory=lambda: [2, 3, 5])
@@ -173,7 +153,7 @@ def _trainings(config: BenchRealModelConfig) -> list[tuple[str, list[str]]]:
             "target": config.target,
             "completions": [str(output / "completions" / side) for side in ("sampled", "greedy")],
             "heldout": [str(output / "completions" / "heldout")],
-            **LEARNING,
+            **config.learning,
             **{key: value for key, value in run.items() if key != "command"},
             "training.output_dir": output / name,
         }

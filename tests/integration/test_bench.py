@@ -342,7 +342,7 @@ def test_a_real_models_tables_are_made_once(pair_dirs, tmp_path, capsys, monkeyp
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     arguments = [
         "--target", str(pair_dirs[0]), "--prompts", str(prompts), "--output", str(tmp_path / "real"),
-        "--trained", "{}", "--held_out", "0.7", "--draft_length", "[2]", "--temperature", "[0]", "--batch_size", "[1]",
+        "--held_out", "0.7", "--draft_length", "[2]", "--temperature", "[0]", "--batch_size", "[1]",
         "--max_new_tokens", "12", "--dtype", "float32", "--compiled", "false", "--threads", "1",
     ]  # fmt: skip
     common.run_benchmark(real_model.BenchRealModelConfig, real_model.bench, real_model.shown, argv=arguments)
@@ -368,7 +368,10 @@ def test_a_real_models_stage_that_failed_is_not_taken_for_ended(tmp_path, monkey
 
 
 def test_a_real_models_trainings_build_on_each_other(tmp_path):
-    config = real_model.BenchRealModelConfig(target="t", prompts="p", output=str(tmp_path))
+    config = parse_config(
+        real_model.BenchRealModelConfig,
+        ["--config", str(ROOT / "configs/bench/smollm2.yaml"), "--output", str(tmp_path)],
+    )
     stages = dict(real_model._trainings(config))
     assert list(stages) == ["train-draft", "train-parallel", "train-hydra", "train-eagle"]
     assert f"--draft={tmp_path / 'draft'}" in stages["train-parallel"]

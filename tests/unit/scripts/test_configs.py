@@ -9,6 +9,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
+from draftsmith.scripts.bench.real_model import BenchRealModelConfig
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.configs import GenerateConfig, ProfileConfig, QuickstartConfig, TreeConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
@@ -36,6 +37,7 @@ FOLDERS = {
     "generate": GenerateConfig,
     "measure": MeasureConfig,
     "tune": TuneConfig,
+    "bench": BenchRealModelConfig,
     "profile": ProfileConfig,
     "serve-draft": ServeDraftConfig,
     "serve": CoordinatorConfig,
