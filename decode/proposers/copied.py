@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from draftsmith.decode.proposers.base import DraftTask, Proposal, Proposer
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_certain
 from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import Tree
 
 
@@ -37,6 +39,13 @@ class Found:
         """Return it as a draft, with tokens like a tensor's."""
         return Proposal(like.new_tensor(self.tokens), None, self.tree)
 
+    def cut(self, depth: int) -> "Found":
+        """Return it without what lies deeper."""
+        if depth >= self.tree.depth:
+            return self
+        tree, nodes = self.tree.pruned(depth)
+        return Found([self.tokens[node] for node in nodes], tree, self.evidence)
+
 
 Finder = Callable[[np.ndarray, int], Found]
 """Of one text that grows: its tokens so far, (T,) int64, and the draft length → what is drafted behind them."""
@@ -44,6 +53,9 @@ Finder = Callable[[np.ndarray, int], Found]
 
 class CopyProposer(Proposer):
     """Copies its drafts, for certain: they are functions of the text, or of it and earlier ones."""
+
+    nested: ClassVar[bool] = False
+    """Whether a shorter draft is what a longer one begins with: then one pass replays all draft lengths."""
 
     @abstractmethod
     def finder(self, max_length: int) -> Finder:
@@ -55,7 +67,15 @@ class CopyProposer(Proposer):
             max_length: tokens of the text at most.
         """
 
-    @abstractmethod
+    def start(self, task: DraftTask) -> int:
+        """Begin with new texts."""
+        self._rows = [self.finder(task.max_length) for _ in task.generators]
+        return self.nodes(task.draft_length)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Drop the other rows' texts."""
+        self._rows = [self._rows[row] for row in rows]
+
     def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:
         """Return what is drafted for each row, and the evidence for it, whatever the draft length.
 
@@ -63,18 +83,18 @@ class CopyProposer(Proposer):
             contexts: as of `propose`.
             draft_lengths: as there.
         """
+        rows = zip(self._rows, host_tokens(contexts), draft_lengths, strict=True)
+        return [finder(text, draft_length) for finder, text, draft_length in rows]
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft for each row, possibly nothing."""
         return [found.proposal(contexts[0]) for found in self.find(contexts, draft_lengths)]
 
-    def founds(self, task: DraftTask, text: WrittenText, draft_length: int) -> list[Found]:
+    def founds(self, text: WrittenText, draft_length: int) -> list[Found]:
         """Return what a round that starts at each token of a text drafts, N of them."""
-        self.start(task)
+        finder, tokens = self.finder(len(text.sequence)), text.sequence.cpu().numpy()
         return [
-            self.find(
-                [text.sequence[: text.prompt_length + start]], [min(draft_length, max(0, text.limit - start - 1))]
-            )[0]
+            finder(tokens[: text.prompt_length + start], min(draft_length, max(0, text.limit - start - 1)))
             for start in range(len(text))
         ]
 
@@ -86,8 +106,15 @@ class CopyProposer(Proposer):
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
         """Replay certain drafts: a round accepts what they share with the text, at any temperature."""
+        wholes: dict[int, list[Found]] = {}
 
         def drafts(text: WrittenText, draft_length: int) -> list[tuple[Sequence[int], Tree]]:
-            return [(found.tokens, found.tree) for found in self.founds(task, text, draft_length)]
+            if not self.nested:
+                found = self.founds(text, draft_length)
+            else:
+                if id(text) not in wholes:
+                    wholes[id(text)] = self.founds(text, task.draft_length)
+                found = [whole.cut(draft_length) for whole in wholes[id(text)]]
+            return [(draft.tokens, draft.tree) for draft in found]
 
         return replay_certain(texts, distributions, drafts)

@@ -204,8 +204,7 @@ class _Replayed:
         if self._of is not texts:
             self.all = [drafter.replay(task, texts, distributions) for drafter in hybrid.drafters]
             self.evidence = [
-                [[found.evidence for found in drafter.founds(task, text, 1)] for drafter in hybrid.first]
-                for text in texts
+                [[found.evidence for found in drafter.founds(text, 1)] for drafter in hybrid.first] for text in texts
             ]
             self._of = texts
         return self

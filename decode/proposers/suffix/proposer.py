@@ -1,19 +1,16 @@
 """Drafts copied from the text and earlier ones, by how often each token followed what stands at the text's end."""
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
-from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Finder, Found
 from draftsmith.decode.proposers.suffix.index import Index
 from draftsmith.decode.proposers.suffix.store import SuffixStore
-from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import ROOT, Tree
 
 MOST = 64
@@ -38,6 +35,8 @@ class SuffixProposer(CopyProposer):
     Raises:
         InputError: an option out of range, or in `start` a store of another vocabulary.
     """
+
+    nested = True
 
     def __init__(
         self,
@@ -65,26 +64,16 @@ class SuffixProposer(CopyProposer):
             raise InputError(
                 f"store: expected at most the target's {task.vocab_size} tokens, found {self.store.vocab_size}"
             )
-        self._rows = [self.finder(task.max_length) for _ in task.generators]
-        return self.nodes(task.draft_length)
+        return super().start(task)
 
     def nodes(self, draft_length: int) -> int:
         """Return the tokens of a draft at most."""
         depth = min(draft_length, self.max_draft)
         return depth if self.most_nodes is None or not depth else self.most_nodes
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Drop the other rows' texts."""
-        self._rows = [self._rows[row] for row in rows]
-
     def finder(self, max_length: int) -> Finder:
         """Return what finds a chain or a tree behind one text, of which it keeps an index."""
         return partial(self._find, Index(max_length))
-
-    def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:
-        """Find a chain or a tree for each row, possibly an empty one."""
-        rows = zip(self._rows, host_tokens(contexts), draft_lengths, strict=True)
-        return [finder(text, draft_length) for finder, text, draft_length in rows]
 
     def _find(self, own: Index, text: np.ndarray, draft_length: int) -> Found:
         own.extend(text[len(own) :])
