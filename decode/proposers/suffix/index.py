@@ -9,7 +9,7 @@ Shape suffixes: N tokens, R occurrences.
 """
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,6 +23,8 @@ BYTES = 4
 WIDTH = BYTES * DEPTH
 Bytes: TypeAlias = Any
 """Of `bytes` or a `bytearray`, which compare with each other."""
+STRIDE, SAMPLED = 256, 4 * BYTES
+"""Of an index that does not change the first so many bytes of every so many places are kept together."""
 AT_ONCE = 8
 """All places are sorted anew where at least one token in so many is new."""
 LARGEST = 2**32 - 2
@@ -75,6 +77,9 @@ class Index:
         # A closure: it is called some twenty times a token.
         held = self._bytes
         self._key: Callable[[int], Any] = lambda at: held[at : at + WIDTH]
+        # Of an index that does not change, every so many places' first bytes together: a search over millions of places
+        # would wait for memory at each step.
+        self._sample = [] if tokens is None else [tokens[at : at + SAMPLED] for at in self.order[::STRIDE]]
 
     def __len__(self) -> int:
         """Return N, the tokens that it holds, the ends of texts counted in."""
@@ -87,7 +92,7 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of tokens and places."""
+        """The bytes of tokens and places; the sample of an index that does not change takes a fiftieth more."""
         return len(self._bytes) + self.order.itemsize * len(self.order)
 
     def extend(self, text: np.ndarray, sort: bool = True) -> None:
@@ -118,18 +123,23 @@ class Index:
     def longest(self, wanted: bytes) -> Match | None:
         """Return the longest match with a `query`; None where not even the last token occurs."""
         tokens, order, key = self._bytes, self.order, self._key
-        at = bisect_left(order, wanted, key=key)
+        low, high, sample = 0, len(order), self._sample
+        if sample:
+            begins = wanted[:SAMPLED]
+            low = STRIDE * max(0, bisect_left(sample, begins) - 1)
+            high = min(high, STRIDE * bisect_right(sample, begins))
+        at = bisect_left(order, wanted, low, high, key=key)
         # What is most alike lies beside where it would be itself.
         sides = [_shared(wanted, tokens[near : near + WIDTH]) for near in order[max(0, at - 1) : at + 1]]
         length = max(sides, default=0)
         if not length:
             return None
-        low = wanted[: BYTES * length]
+        least = wanted[: BYTES * length]
         first, end = at, at
         if at and sides[0] == length:
-            first = _edge(order, key, low, at, -1)
+            first = _edge(order, key, least, at, -1)
         if at < len(order) and sides[-1] == length:
-            end = _edge(order, key, low + b"\xff" * BYTES, at, 1)
+            end = _edge(order, key, least + b"\xff" * BYTES, at, 1)
         return Match(length, first, end)
 
     def following(self, match: Match, most: int, depth: int) -> list[list[int]]:

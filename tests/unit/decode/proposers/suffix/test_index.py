@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from draftsmith.decode.proposers.suffix import index as index_module
 from draftsmith.decode.proposers.suffix.index import BYTES, DEPTH, Index, in_order, query
 
 
@@ -91,3 +92,21 @@ def test_sorting_all_places_is_putting_each_into_its_place(seed):
 def test_nothing_has_no_places():
     assert list(in_order(np.zeros(0, dtype=">u4"))) == []
     assert Index(0, b"").longest(query(np.array([1]))) is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_sample_of_the_places_changes_nothing(seed, monkeypatch):
+    monkeypatch.setattr(index_module, "STRIDE", 4)
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, rng.integers(1, 5), 400)
+    grown = Index(400)
+    grown.extend(text)
+    fixed = Index(400, grown.tokens.tobytes(), in_order(grown.tokens))
+    assert fixed._sample
+    for _ in range(60):
+        start = rng.integers(0, 390)
+        wanted = query(np.concatenate([rng.integers(0, 6, 2), text[start : start + rng.integers(1, 40)]]))
+        match, same = grown.longest(wanted), fixed.longest(wanted)
+        assert (match is None) == (same is None)
+        if match is not None:
+            assert (match.length, match.first, match.end) == (same.length, same.first, same.end)
