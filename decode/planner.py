@@ -93,7 +93,7 @@ def interpolated(values: Mapping[int, float], x: float) -> float:
 def turn_seconds(costs: Sequence[RoundCosts], draft_length: int, most: int) -> np.ndarray:
     """Return the seconds of a round by the drafter that drafts it and the number of drafted tokens, (S, `most` + 1).
 
-    Whoever comes later is asked once the others have looked, which takes them d(0). No drafted tokens: none was asked.
+    Whoever comes later is asked once the others have looked in vain, which takes d(0), as where nothing is drafted.
 
     Args:
         costs: of each of S drafters that take turns, in their order.
@@ -103,7 +103,7 @@ def turn_seconds(costs: Sequence[RoundCosts], draft_length: int, most: int) -> n
     seconds, looked = np.zeros((len(costs), most + 1)), 0.0
     for place, cost in enumerate(costs):
         for nodes in range(most + 1):
-            drafting = looked + (cost.drafting(draft_length) if nodes else 0.0)
+            drafting = looked + cost.drafting(draft_length if nodes else 0)
             # As in `RoundCosts.round_seconds`, a round is no faster than a forward.
             seconds[place, nodes] = max(drafting + cost.verification(1 + nodes) + cost.overhead, cost.target[1])
         looked += cost.drafting(0)

@@ -83,8 +83,18 @@ class CopyProposer(Proposer):
             contexts: as of `propose`.
             draft_lengths: as there.
         """
-        rows = zip(self._rows, host_tokens(contexts), draft_lengths, strict=True)
-        return [finder(text, draft_length) for finder, text, draft_length in rows]
+        rows = enumerate(zip(host_tokens(contexts), draft_lengths, strict=True))
+        return [self.find_row(row, text, draft_length) for row, (text, draft_length) in rows]
+
+    def find_row(self, row: int, text: np.ndarray, draft_length: int) -> Found:
+        """Return `find` of one row; what was written since the row was last asked for is looked at now.
+
+        Args:
+            row: its place among the present ones.
+            text: its tokens on the host, (T,) int64.
+            draft_length: as of `find`.
+        """
+        return self._rows[row](text, draft_length)
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft for each row, possibly nothing."""

@@ -103,6 +103,7 @@ class DraftModelProposer(Proposer):
         if widest > task.vocab_size:
             raise InputError(f"tree: expected at most V = {task.vocab_size} siblings, found {widest}")
         self._model = CachedModel(self.draft_model, rows, task.max_length, block=block, compiled=task.compiled)
+        self._most_together = block + 1  # rows of a batch
         self._in_programs = self._can_draft_in_programs()
         self._cached = [0] * rows  # how many of each row's tokens stand in the cache
         self._fed: list[list[int]] = []  # for each row of the last tree: the slot of each node behind the text, or −1
@@ -222,10 +223,13 @@ class DraftModelProposer(Proposer):
         if not any(self._cached):
             self._model.prefill_texts(contexts)
             lacking = 1
-        if lacking > shortest:  # more than the shortest text has: longer rows are fed the excess first
-            parts = [text[cached:][: lacking - shortest] for text, cached in zip(contexts, self._cached, strict=True)]
-            self._model.feed(padded(parts, lacking - shortest), self._cached, keep=1)
-            lacking = shortest
+        # Rows that lack more than others are fed the excess first: the others would go back behind what they have, or
+        # behind what layers with a window remember.
+        together = shortest if len(contexts) == 1 else min(shortest, self._most_together)
+        if lacking > together:
+            parts = [text[cached:][: lacking - together] for text, cached in zip(contexts, self._cached, strict=True)]
+            self._model.feed(padded(parts, lacking - together), self._cached, keep=1)
+            lacking = together
         self._cached = list(lengths)
         return ends_of(contexts, lacking), self._lengths + -lacking
 

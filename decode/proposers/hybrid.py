@@ -13,6 +13,7 @@ from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Propo
 from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Found
 from draftsmith.decode.replay.batch_replay import BatchReplay, StartRounds, counts_of_rounds
 from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import ROOT, Tree
 
 
@@ -52,8 +53,7 @@ class HybridProposer(Proposer):
         graft: draft both, the copied tokens as a branch of the last drafter's tree, where the switch takes them.
 
     Raises:
-        InputError: fewer than two drafters, one that comes first and is no copy, or two that look at different states
-            of the target.
+        InputError: fewer than two drafters, or one that comes first and is no copy.
     """
 
     def __init__(
@@ -167,11 +167,11 @@ class HybridProposer(Proposer):
 
     def _taken(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[tuple[int, Found] | None]:
         """Return for each row the first copied draft that the switch takes, and whose it is."""
-        each = [drafter.find(contexts, draft_lengths) for drafter in self.first]
-        return [
-            next(((place, found) for place, found in enumerate(of_row) if self.switch(found.evidence)), None)
-            for of_row in zip(*each, strict=True)
-        ]
+        taken: list[tuple[int, Found] | None] = []
+        for row, (text, draft_length) in enumerate(zip(host_tokens(contexts), draft_lengths, strict=True)):
+            each = ((place, drafter.find_row(row, text, draft_length)) for place, drafter in enumerate(self.first))
+            taken.append(next((its for its in each if self.switch(its[1].evidence)), None))
+        return taken
 
     def _sources(self, evidence: Sequence[Sequence[Evidence]]) -> Tensor:
         """Return whose draft is taken at each start, (N,), by the evidence of each copying drafter there."""

@@ -3,9 +3,9 @@
     python -m draftsmith.scripts.bench.real_model --config configs/bench/smollm2.yaml \
         --target SMOLLM2 --prompts spec_bench.jsonl
 
-A fifth of each category's prompts is held out. The target answers the others, and drafters learn from that. Then half
-of what was held out finds the switch of a hybrid for each drafter, and the other half measures all of them. Every stage
-is one of our commands; those that have ended are not run again, and one that was stopped goes on.
+A fifth of each category's prompts, two at least, is held out. The target answers the others, and drafters learn from
+that. Then half of what was held out finds the switch of a hybrid for each drafter, and the other half measures all of
+them. Every stage is one of our commands; those that have ended are not run again, and one that was stopped goes on.
 """
 
 import json
@@ -87,28 +87,39 @@ def bench(config: BenchRealModelConfig) -> dict[str, Any]:
     """Run the stages that have not ended; return the figures of all methods, and write tables.md."""
     output = require_writable(config.output)
     _deal_out(config, output / "prompts")
+    stages: list[list[str]] = []
     for name, argv in [*_texts(config), *_trainings(config)]:
-        _run(output, name, argv)
+        _run(output, name, argv, stages)
     everything = [*config.copies, *(f"{name}={output / name}" for name in config.trained)]
     hybrids = []
     for name in [*config.trained] or [COPIES]:
         last = str(output / name) if name in config.trained else config.copies[-1]
         for temperature in config.temperature:
             stage = f"switch-{name}-{temperature:g}"
-            _run(output, stage, _tuning(config, f"hybrid:{config.copies[0]}+{last}", temperature, output / stage))
+            argv = _tuning(config, f"hybrid:{config.copies[0]}+{last}", temperature, output / stage)
+            _run(output, stage, argv, stages)
         # One switch for all temperatures: reports compare drafters, and the first temperature has the most to gain.
         found = _read(output / f"switch-{name}-{config.temperature[0]:g}" / "switch.json")
         hybrids.append(f"{name}+{config.copies[0].partition(':')[0]}={found['chosen']['argument']}")
-    _run(output, "report", _measuring(config, [*everything, *hybrids], output / "report"))
+    _run(output, "report", _measuring(config, [*everything, *hybrids], output / "report"), stages)
     figures = _figures(_read(output / "report" / "report.json"))
     write_aside(output / "tables.md", "\n\n".join(_table(*part) for part in figures.items()) + "\n")
     return figures
 
 
 def _deal_out(config: BenchRealModelConfig, folder: Path) -> None:
-    """Write prompts to learn from, those that choose, and those that are measured, unless that was done."""
+    """Write prompts to learn from, those that choose, and those that are measured, unless that was done.
+
+    Raises:
+        InputError: they were dealt out otherwise.
+    """
     parts: dict[str, list[dict[str, Any]]] = {"train": [], "choose": [], "measure": []}
-    if all((folder / f"{name}.jsonl").is_file() for name in parts):
+    dealt, how = folder / "dealt.json", [config.prompts, config.held_out, config.measured]
+    if dealt.is_file():
+        if _read(dealt) != how:
+            raise InputError(
+                f"output: expected prompts dealt out by {how} in {folder}, found {_read(dealt)}: take another"
+            )
         return
     prompts, rng = read_prompts(config.prompts), random.Random(0)
     for category in sorted({str(prompt.category) for prompt in prompts}):
@@ -122,6 +133,7 @@ def _deal_out(config: BenchRealModelConfig, folder: Path) -> None:
     for name, records in parts.items():
         rng.shuffle(records)
         write_prompts(folder / f"{name}.jsonl", records)
+    write_json(dealt, how)
 
 
 def _record(prompt: Prompt) -> dict[str, Any]:
@@ -199,14 +211,21 @@ def _flags(fields: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _run(output: Path, name: str, argv: list[str]) -> None:
-    """Run a command of ours, unless this very one has ended before.
+def _run(output: Path, name: str, argv: list[str], stages: list[list[str]]) -> None:
+    """Run a command of ours, unless this very one has ended behind the very same ones.
+
+    Args:
+        output: keeps what has ended.
+        name: the stage.
+        argv: the command.
+        stages: the commands before it, which it joins.
 
     Raises:
         InputError: it failed.
     """
     ended = output / "stages" / f"{name}.json"
-    if ended.is_file() and _read(ended) == argv:
+    stages.append(argv)
+    if ended.is_file() and _read(ended) == stages:
         return
     print(f"{name}: draftsmith {' '.join(argv)}", flush=True)
     code = cli.main(argv)
@@ -215,7 +234,7 @@ def _run(output: Path, name: str, argv: list[str]) -> None:
             f"{name}: expected the stage to end, found exit code {code}; the same command goes on from here"
         )
     ended.parent.mkdir(parents=True, exist_ok=True)
-    write_json(ended, argv)
+    write_json(ended, stages)
 
 
 def _read(path: Path) -> Any:

@@ -148,7 +148,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
 
 def _sources(drafter: Drafter, rows: Sequence[Row]) -> dict[str, Counts] | None:
     """Return the counts of each of several drafters that take turns, by name."""
-    if not drafter.sources:
+    if not drafter.members:
         return None
     each = [row.sources or [row.counts] for row in rows]  # of one alone nothing is kept apart
     return {

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.decode.errors import InputError, Range, at_least, less_than, more_than, require, require_some
 from draftsmith.decode.options import Sampling
-from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts, only_drafter
+from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
 from draftsmith.train.cli import Floats, Ints, fields_of, numbers
 from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
@@ -115,8 +115,9 @@ class SwitchConfig(Sampling, PromptedTarget):
 def tune_config(arguments: Sequence[str]) -> type[Any]:
     """Return the config class of a tuning: of a switch where the drafter is a hybrid, by a flag or in a file."""
     words = [part for argument in arguments for part in argument.split("=", 1)]
-    values = [value for flag, value in pairwise([*words, ""]) if flag == "--drafter"]
+    values: list[Any] = [value for flag, value in pairwise([*words, ""]) if flag == "--drafter"]
     for flag, file in pairwise([*words, ""]):
         if flag == "--config":
-            values += drafter_texts(fields_of(file).get("drafter", []))
+            given = fields_of(file).get("drafter")
+            values += given if isinstance(given, list) else [given]
     return SwitchConfig if any(f"{Hybrid.name}:" in str(value) for value in values) else TuneConfig

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from draftsmith.decode import HybridProposer, Proposer, Switch, autoregressive_generate
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import CostTable, measure_costs
+from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, ratio
 from draftsmith.decode.measurement.replay import Replay, replay_drafters
 from draftsmith.decode.planner import text_seconds
@@ -30,6 +30,7 @@ from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompts import Prompt, read_prompts
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Drafter, Pair
+from draftsmith.train.kinds.hybrid import AT
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
@@ -130,7 +131,10 @@ def _report(
     switches = [switch for switch in replayed.by_method if isinstance(switch, Switch)]
     choosing, reported = _halves(prompts, config.seed)
     settings = [Setting(k, switch) for switch, k in product(switches, lengths)]
-    alone = {name: replayed.best((Setting(k, drafter=name) for k in lengths), choosing) for name in replayed.sources}
+    alone = {}
+    for name in replayed.sources:
+        tried = lengths if name == replayed.sources[-1] else config.draft_length  # the last may draft a tree
+        alone[name] = replayed.best((Setting(k, drafter=name) for k in tried), choosing)
     best = replayed.best(settings, choosing)
     best_alone = replayed.best(alone.values(), choosing)
     of_each = {switch: replayed.best((Setting(k, switch) for k in lengths), choosing) for switch in switches}
@@ -192,6 +196,7 @@ def _replayed(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compil
         [config.batch_size],
         max(2, prompt + round(sum(sizes) / len(sizes) / 2)),
         prompt,
+        sorted({*BLOCKS, *(1 + drafter.nodes(max(lengths)) for drafter in hybrid.drafters)}),
         compiled=compiled,
     )
     return Replayed(sizes, replays, costs, sources, config.batch_size)
@@ -246,7 +251,8 @@ def _entry(setting: Setting, replayed: Replayed, places: Sequence[int]) -> dict[
 
 def _argument(drafter: str, switch: Switch) -> str:
     """Return what `--drafter` says of the hybrid with a switch."""
-    return f"{drafter.partition('@')[0]}@match={switch.match},score={switch.score:g}"
+    members, at, _ = drafter.rpartition(AT)
+    return f"{members if at else drafter}{AT}match={switch.match},score={switch.score!r}"
 
 
 def print_switch(report: dict[str, Any], console: Console | None = None) -> None:

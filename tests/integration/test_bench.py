@@ -363,8 +363,18 @@ def test_a_real_models_tables_are_made_once(pair_dirs, tmp_path, capsys, monkeyp
 def test_a_real_models_stage_that_failed_is_not_taken_for_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(real_model.cli, "main", lambda argv: 1)
     with pytest.raises(InputError, match=r"text: expected the stage to end, found exit code 1"):
-        real_model._run(tmp_path, "text", ["prepare"])
+        real_model._run(tmp_path, "text", ["prepare"], [])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_real_models_stages_run_again_behind_one_that_changed(tmp_path, monkeypatch):
+    ran: list[str] = []
+    monkeypatch.setattr(real_model.cli, "main", lambda argv: ran.append(argv[0]) or 0)
+    for rate in ("1", "1", "2"):
+        stages: list[list[str]] = []
+        real_model._run(tmp_path, "train", ["distill", rate], stages)
+        real_model._run(tmp_path, "report", ["measure"], stages)
+    assert ran == ["distill", "measure"] * 2
 
 
 def test_a_real_models_trainings_build_on_each_other(tmp_path):

@@ -16,6 +16,8 @@ from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.tune import command
 from draftsmith.scripts.tune.command import TuneConfig, tune
+from draftsmith.scripts.tune.config import tune_config
+from draftsmith.scripts.tune.switch import _argument
 from draftsmith.scripts.tune.tradeoff import BoundedDeparture, choose, departure_estimate, level_between
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
@@ -289,7 +291,7 @@ def test_every_switch_is_replayed_and_priced(switched):
 
 def test_the_chosen_switch_is_what_the_drafter_is_called_by(switched, models, tokenizer):
     chosen = switched["chosen"]
-    argument = f"hybrid:suffix:1+{models / 'draft'}@match={chosen['match']},score={chosen['score']:g}"
+    argument = f"hybrid:suffix:1+{models / 'draft'}@match={chosen['match']},score={chosen['score']!r}"
     assert chosen["argument"] == argument
     (spec,) = drafter_specs([argument], [chosen["draft_length"]])
     pair = load_pair(str(models / "target"), tokenizer, [spec], "float32")
@@ -318,3 +320,16 @@ def test_hybrids_that_cannot_be_are_refused_in_one_line(models, capsys, argument
     ])  # fmt: skip
     assert code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["", "5", "{a: b}"])
+def test_a_drafter_that_is_no_text_is_left_to_the_parser(tmp_path, value):
+    path = tmp_path / "tune.yaml"
+    path.write_text(f"drafter: {value}\n")
+    assert tune_config(["--config", str(path)]) is TuneConfig
+
+
+def test_a_switch_is_written_as_it_was_found():
+    drafter = "hybrid:suffix+runs/a@b/draft@match=3"
+    assert _argument(drafter, Switch(4, 1 / 3)) == "hybrid:suffix+runs/a@b/draft@match=4,score=0.3333333333333333"
+    assert _argument("hybrid:suffix+runs/draft", Switch(4)) == "hybrid:suffix+runs/draft@match=4,score=0.0"

@@ -145,7 +145,8 @@ class Index:
     def following(self, match: Match, most: int, depth: int) -> list[list[int]]:
         """Return one more than the tokens behind the places of a match, R lists of `depth`, the latest place first.
 
-        Of more than `most` places as many, evenly spaced. Behind the end of a text stands a 0, and then anything.
+        Of more than `most` places at least half as many, evenly spaced. Behind the end of a text stands a 0, and then
+        anything.
         """
         step = -(-len(match) // most)
         offsets = np.array(self.order[match.first : match.end : step], dtype=np.int64)

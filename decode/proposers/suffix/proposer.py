@@ -1,20 +1,24 @@
 """Drafts copied from the text and earlier ones, by how often each token followed what stands at the text's end."""
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
+from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Finder, Found
 from draftsmith.decode.proposers.suffix.index import Index
 from draftsmith.decode.proposers.suffix.store import SuffixStore
+from draftsmith.decode.replay.batch_replay import BatchReplay
+from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.tree import ROOT, Tree
 
 MOST = 64
-"""Occurrences that are looked at; of more, as many, evenly spaced."""
+"""Occurrences that are looked at, at most; of more at least half as many, evenly spaced in the index's order."""
 
 
 class SuffixProposer(CopyProposer):
@@ -22,8 +26,9 @@ class SuffixProposer(CopyProposer):
 
     SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975): a token's score is the product of frequencies on the path to
     it, each the share of the occurrences so far that go on with the token; of equally frequent tokens the latest wins.
-    The draft's score, the sum over its tokens, says how many of them may be accepted. Of the text's own longest match
-    and the store's the longer one is taken, of equal ones the text's. The draft is deterministic.
+    Of a match that occurs very often a part of the occurrences is counted. The draft's score, the sum over its tokens,
+    says how many of them may be accepted. Of the text's own longest match and the store's the longer one is taken, of
+    equal ones the text's. The draft is deterministic.
 
     Args:
         min_match: the shortest match, in tokens.
@@ -60,11 +65,21 @@ class SuffixProposer(CopyProposer):
 
     def start(self, task: DraftTask) -> int:
         """Begin with new texts."""
+        self._check_store(task)
+        return super().start(task)
+
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
+        """Replay certain drafts."""
+        self._check_store(task)
+        return super().replay(task, texts, distributions)
+
+    def _check_store(self, task: DraftTask) -> None:
         if self.store is not None and self.store.vocab_size > task.vocab_size:
             raise InputError(
                 f"store: expected at most the target's {task.vocab_size} tokens, found {self.store.vocab_size}"
             )
-        return super().start(task)
 
     def nodes(self, draft_length: int) -> int:
         """Return the tokens of a draft at most."""

@@ -94,8 +94,13 @@ class SuffixStore:
             "places": torch.from_numpy(np.array(self._sorted.order, dtype=np.int32)),
         }
         aside = Path(f"{path}.partial")
-        save_file(tensors, aside, {"vocab_size": str(self.vocab_size), "tokenizer": self.tokenizer})
-        os.replace(aside, path)
+        try:
+            save_file(tensors, aside, {"vocab_size": str(self.vocab_size), "tokenizer": self.tokenizer})
+            os.replace(aside, path)
+        except SafetensorError as error:  # the system's errors, in its own class
+            raise OSError(f"{path}: {error}") from error
+        finally:
+            aside.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path, vocab_size: int, most_bytes: int = 1 << 27, tokenizer: str = "") -> "SuffixStore":
@@ -111,6 +116,8 @@ class SuffixStore:
                 tokens, places = file.get_tensor("tokens"), file.get_tensor("places")
         except (OSError, SafetensorError) as error:
             raise InputError(f"store: expected a store in {path}, found {str(error).splitlines()[0]}") from error
+        if {tokens.dtype, places.dtype} != {np.dtype(np.int32)} or tokens.ndim + places.ndim != 2:
+            raise InputError(f"store: expected tokens and places of 32 bits in {path}, found others")
         found = about.get("vocab_size"), about.get("tokenizer")
         if found != (str(vocab_size), tokenizer):
             raise InputError(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from specimens import TREE, medusa, near
+from transformers import MistralConfig, MistralForCausalLM
 
 from draftsmith.decode import (
     DraftModelProposer,
@@ -133,3 +134,29 @@ def test_grafts_are_not_replayed(target):
     hybrid = HybridProposer([PromptLookupProposer(), DraftModelProposer(near(target))], graft=True)
     with pytest.raises(InputError, match="replay: expected drafters that take turns, found copies as a branch"):
         replay_acceptance(target, hybrid, [torch.tensor([1, 2, 3])], [1], [2], 0)
+
+
+def test_rows_of_a_draft_with_a_window_that_copied_more_than_others_go_on(target):
+    """One row is copied for right in every round, the other for wrong; then the model is asked again."""
+    torch.manual_seed(3)
+    config = MistralConfig(
+        vocab_size=13, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=8, max_position_embeddings=512, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    draft = MistralForCausalLM(config).eval().requires_grad_(False)
+    prompts = torch.tensor([[3, 4, 5, 6] * 5, [7, 8, 9, 10] * 5])
+    wanted = autoregressive_generate(target, prompts, max_new_tokens=200, do_sample=False).sequences
+    asked = iter(range(10**6))
+
+    class Told(PromptLookupProposer):
+        """Copies what the target will write, or what it will not; for a while it finds nothing."""
+
+        def find_row(self, row, text, draft_length):
+            following = wanted[row, len(text) : len(text) + draft_length].tolist()
+            tokens = following if row == 0 else [(token + 1) % 13 for token in following]
+            evidence = Evidence(5 if 20 < next(asked) // 2 < 45 else 0, 9.0, len(text))
+            return Found(tokens, Tree.chain(len(tokens)), evidence)
+
+    hybrid = HybridProposer([Told(), DraftModelProposer(draft)])
+    out = speculative_generate(target, hybrid, prompts, draft_length=4, max_new_tokens=200, do_sample=False)
+    assert out.sequences.tolist() == wanted.tolist()

@@ -43,7 +43,7 @@ SIZES = [
 ]
 TOKENS = [12, 7, 9]
 LOOKUP = {n: 0.01 + 1.0 + 0.2 * n + 0.1 for n in (1, 2, 3)}  # d + t(n + 1) + o
-DRAFT = {0: 0.01 + 1.0 + 0.2, 4: 0.01 + 0.1 + 4 * 0.05 + 1.8 + 0.2}  # the lookup has looked
+DRAFT = {0: 0.01 + 0.1 + 1.0 + 0.2, 4: 0.01 + 0.1 + 4 * 0.05 + 1.8 + 0.2}  # the lookup has looked
 SECONDS = [LOOKUP[1] + 2 * LOOKUP[2] + DRAFT[0] + DRAFT[4], 3 * LOOKUP[2], LOOKUP[3] + DRAFT[4]]
 
 
@@ -110,7 +110,7 @@ def test_rows_that_are_decoded_together_wait_for_the_latest_and_the_largest(targ
 
     def price(source: int, n: int) -> float:
         looked, start, step, rest = ((0.0, 0.02, 0.0, 0.2), (0.02, 0.2, 0.1, 0.3))[source]
-        return looked + (start + GAMMA * step if n else 0.0) + 1.2 + 0.4 * n + rest
+        return looked + start + (GAMMA * step if n else 0.0) + 1.2 + 0.4 * n + rest
 
     pairs = [(max(s, t), max(n, m), x * y) for s, n, x in kinds for t, m, y in kinds]
     seconds = sum(price(source, n) * weight for source, n, weight in pairs) / pooled.sum()

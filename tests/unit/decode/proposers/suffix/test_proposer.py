@@ -123,3 +123,9 @@ def test_options_below_one_are_refused(name):
 def test_scores_that_are_no_shares_are_refused(score):
     with pytest.raises(InputError, match="min_score: expected more than 0 and at most 1, found"):
         SuffixProposer(min_score=score)
+
+
+def test_replay_refuses_the_same_store():
+    proposer = SuffixProposer(store=SuffixStore(100))
+    with pytest.raises(InputError, match="store: expected at most the target's 50 tokens, found 100"):
+        proposer.replay(DraftTask(Sampler.of(0), 50, [None], 64, 8, True, False), [], None)

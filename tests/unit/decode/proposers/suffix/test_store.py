@@ -102,3 +102,9 @@ def test_a_store_that_is_cut_is_refused(tmp_path):
             SuffixStore.load(tmp_path / "store", 100)
     with pytest.raises(InputError, match=r"store: expected a store in .*missing, found"):
         SuffixStore.load(tmp_path / "missing", 100)
+
+
+def test_a_place_that_cannot_be_written_to_is_the_systems_error(tmp_path):
+    with pytest.raises(OSError, match="missing"):
+        SuffixStore(100).save(tmp_path / "missing" / "store")
+    assert not list(tmp_path.iterdir())
