@@ -385,6 +385,8 @@ PROPOSERS = {
     "medusa": {"medusa": "heads"},
     "eagle": {"eagle": "eagle"},
     "prompt_lookup": {},
+    "suffix": {},
+    "hybrid": {},
     "lookahead": {},
     "unigram": {},
     "early_exit": {"exit_layers": 1},
@@ -405,6 +407,8 @@ def test_every_proposer_writes_the_targets_text(pair, capsys, proposer):
     options = {name: pair / value if isinstance(value, str) else value for name, value in PROPOSERS[proposer].items()}
     if proposer in ("reencoded", "run_ahead"):  # no older flag names them
         options["drafter"] = f"{proposer}:{pair / 'draft'}"
+    if proposer == "hybrid":
+        options["drafter"] = f"hybrid:suffix:1+{pair / 'draft'}@match=1"
     out, err = ran(capsys, flags(pair, proposer=proposer, compare=compare, **options))
     assert out == text + "\n"
     assert err.splitlines()[0].startswith(f"{NEW} tokens in ")
