@@ -223,7 +223,10 @@ def measure_costs(
         b: verification_costs(target, b, context, of_blocks, repeats, compiled)
         for b in each(sizes, "costs of the target's forwards", "batch sizes")
     }
-    prefill = {b: _prefill_seconds(target, b, prompt, repeats) for b in each(sizes, "costs of prompts", "batch sizes")}
+    prefill = {
+        b: _prefill_seconds(target, b, prompt, repeats, compiled)
+        for b in each(sizes, "costs of prompts", "batch sizes")
+    }
     tables = []
     for temperature, sampler in samplers.items():
         plain: dict[int, float] = {}
@@ -249,9 +252,10 @@ def measure_costs(
     return tables
 
 
-def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: int) -> float:
+def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: int, compiled: bool) -> float:
     tokens = torch.ones(rows, prompt, dtype=torch.long, device=target.device)
-    calls = {"prefill": lambda: CachedModel(target, rows, prompt + 1).prefill(tokens)}
+    # Short prompts go through the program, as in the loops.
+    calls = {"prefill": lambda: CachedModel(target, rows, prompt + 1, compiled=compiled).prefill(tokens)}
     return median_seconds(calls, repeats, target.device)["prefill"]
 
 
