@@ -52,11 +52,6 @@ def written(tokens: np.ndarray) -> bytes:
     return (tokens[::-1].astype(np.uint32) + np.uint32(1)).astype(">u4").tobytes()
 
 
-def query(tokens: np.ndarray) -> bytes:
-    """Return what places are compared with: the last tokens of a text, (N,)."""
-    return written(tokens[-DEPTH:])
-
-
 class Index:
     """Places in the order of what stands before them.
 
@@ -92,7 +87,7 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of tokens and places; the sample of an index that does not change takes a fiftieth more."""
+        """The bytes of tokens and places; the sample of an index that does not change takes some 3 % more."""
         return len(self._bytes) + self.order.itemsize * len(self.order)
 
     def extend(self, text: np.ndarray, sort: bool = True) -> None:
@@ -116,12 +111,12 @@ class Index:
         self._length += 1
 
     def last(self) -> bytes:
-        """Return the `query` of what it holds."""
+        """Return what places are compared with: the last `DEPTH` tokens that it holds, as `written` has them."""
         at = BYTES * (self._slots - self._length)
         return bytes(self._bytes[at : at + WIDTH])
 
     def longest(self, wanted: bytes) -> Match | None:
-        """Return the longest match with a `query`; None where not even the last token occurs."""
+        """Return the longest match with what `last` gives; None where not even the last token occurs."""
         tokens, order, key = self._bytes, self.order, self._key
         low, high, sample = 0, len(order), self._sample
         if sample:

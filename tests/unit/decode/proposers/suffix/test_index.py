@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from draftsmith.decode.proposers.suffix import index as index_module
-from draftsmith.decode.proposers.suffix.index import BYTES, DEPTH, Index, in_order, query
+from draftsmith.decode.proposers.suffix.index import BYTES, DEPTH, Index, in_order, written
+
+
+def query(tokens):
+    """What an index that holds these tokens looks for."""
+    return written(tokens[-DEPTH:])
 
 
 def searched(text, wanted):
