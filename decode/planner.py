@@ -90,18 +90,18 @@ def interpolated(values: Mapping[int, float], x: float) -> float:
     return values[below] + (values[above] - values[below]) / (above - below) * (x - below)
 
 
-def turn_seconds(costs: Sequence[RoundCosts], draft_length: int, most: int) -> np.ndarray:
+def turn_seconds(costs: Sequence[RoundCosts], draft_lengths: Sequence[int], most: int) -> np.ndarray:
     """Return the seconds of a round by the drafter that drafts it and the number of drafted tokens, (S, `most` + 1).
 
     Whoever comes later is asked once the others have looked in vain, which takes d(0), as where nothing is drafted.
 
     Args:
         costs: of each of S drafters that take turns, in their order.
-        draft_length: γ.
+        draft_lengths: γ of each.
         most: drafted tokens of the largest draft.
     """
     seconds, looked = np.zeros((len(costs), most + 1)), 0.0
-    for place, cost in enumerate(costs):
+    for place, (cost, draft_length) in enumerate(zip(costs, draft_lengths, strict=True)):
         for nodes in range(most + 1):
             drafting = looked + cost.drafting(draft_length if nodes else 0)
             # As in `RoundCosts.round_seconds`, a round is no faster than a forward.
@@ -111,18 +111,18 @@ def turn_seconds(costs: Sequence[RoundCosts], draft_length: int, most: int) -> n
 
 
 def text_seconds(
-    costs: Sequence[RoundCosts], sizes: Sequence[np.ndarray], draft_length: int, rows: int = 1
+    costs: Sequence[RoundCosts], sizes: Sequence[np.ndarray], draft_lengths: Sequence[int], rows: int = 1
 ) -> list[float]:
     """Return the seconds of each text's rounds where drafters take turns, its prompt left aside.
 
     Args:
         costs: of each of S drafters, in their order, for `rows` rows.
         sizes: of each text its rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `BatchReplay.sizes`.
-        draft_length: γ.
+        draft_lengths: γ of each drafter.
         rows: B, such texts that are decoded together.
     """
     sizes_NSK = stacked_sizes(sizes, len(costs))
-    prices_SK, all_SK = turn_seconds(costs, draft_length, sizes_NSK.shape[2] - 1), sizes_NSK.sum(0)
+    prices_SK, all_SK = turn_seconds(costs, draft_lengths, sizes_NSK.shape[2] - 1), sizes_NSK.sum(0)
     return [float((prices_SK * beside_others(sizes_SK, all_SK, rows)).sum()) for sizes_SK in sizes_NSK]
 
 

@@ -119,13 +119,15 @@ class CostTable:
             rounds = [rounds[0] - 1]
         return seconds + _drained(rounds, lambda rows: self.at(name, rows).round_seconds(draft_length, nodes))
 
-    def taking_turns_seconds(self, names: Sequence[str], sizes: Sequence[np.ndarray], draft_length: int) -> float:
+    def taking_turns_seconds(
+        self, names: Sequence[str], sizes: Sequence[np.ndarray], draft_lengths: Sequence[int]
+    ) -> float:
         """Return how long rows that are decoded together take where drafters take turns, prompts included.
 
         Args:
             names: of S drafters, in their order.
             sizes: of each row its rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `BatchReplay.sizes`.
-            draft_length: γ.
+            draft_lengths: γ of each drafter.
         """
         sizes_BSK = stacked_sizes(sizes, len(names))
         rows, pooled_SK = len(sizes_BSK), sizes_BSK.sum(0)
@@ -136,7 +138,7 @@ class CostTable:
             seconds += asked * interpolated({b: c.prefill for b, c in self.drafters[name].items()}, rows)
 
         def step(left: int) -> float:
-            prices_SK = turn_seconds([self.at(name, left) for name in names], draft_length, pooled_SK.shape[1] - 1)
+            prices_SK = turn_seconds([self.at(name, left) for name in names], draft_lengths, pooled_SK.shape[1] - 1)
             return float((prices_SK * beside_others(pooled_SK, pooled_SK, left)).sum() / pooled_SK.sum())
 
         if rows == 1:  # the prompt and the first draft go through the target together

@@ -55,7 +55,9 @@ class TextReplay:
     """Of each token, the probability that a round that starts there accepts it; 0 where none drafts."""
     rounds: np.ndarray | None = None
     """Of each token, the probability that a round that starts there accepts its j-th draft, given that it accepted
-    those before, (N, γ); None unless it was asked for, and of trees under sampling and n-grams."""
+    those before, (N, γ); None unless it was asked for, and of trees."""
+    drafted: np.ndarray | None = None
+    """How many tokens such a round drafts, (N,), where that is not γ: of copies, and where drafters take turns."""
     sizes: dict[int, np.ndarray] = field(default_factory=dict)
     """By draft length, see `BatchReplay.sizes`; nothing unless it was asked for."""
 
@@ -300,7 +302,7 @@ def _text_replays(
 ) -> list[TextReplay]:
     """Return one drafter's replay of each text of a batch, with the sizes of rounds for `sized` texts."""
     counts = {k: replayed.counts(k) for k in draft_lengths}
-    rounds = replayed.chains(rounds_of) if rounds_of and replayed.chains else None
+    rounds = _chain_rounds(replayed, rounds_of) if rounds_of else None
     sizes = {k: replayed.sizes(sized, k) for k in draft_lengths} if sized else {}
     return [
         TextReplay(
@@ -308,11 +310,22 @@ def _text_replays(
             float(overlap.double().sum()),
             len(overlap),
             tuple(acceptance.tolist()),
-            None if rounds is None else rounds[i].cpu().numpy(),
+            None if rounds is None else rounds[i][0],
+            None if rounds is None else rounds[i][1],
             {k: of_texts[i] for k, of_texts in sizes.items() if of_texts is not None},
         )
         for i, (acceptance, overlap) in enumerate(zip(replayed.acceptance, replayed.overlaps, strict=True))
     ]
+
+
+def _chain_rounds(replayed: BatchReplay, draft_length: int) -> list[tuple[np.ndarray, np.ndarray | None]] | None:
+    """Return for each text what rounds of chains accept at each start, and how many tokens they draft if not γ."""
+    if replayed.chains is not None:
+        return [(a_NK.cpu().numpy(), None) for a_NK in replayed.chains(draft_length)]
+    rounds = [] if replayed.rounds is None else replayed.rounds(draft_length)
+    if not rounds or any(int(each.widths.max()) > 1 for each in rounds):
+        return None
+    return [(each.acceptance.cpu().numpy(), each.widths.sum(1).numpy()) for each in rounds]
 
 
 def _checked_texts(

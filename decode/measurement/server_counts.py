@@ -112,7 +112,13 @@ Counted = Annotated[ServerCounts, AfterValidator(possible)]
 """A server's counts, read from a file."""
 
 
-def vllm_counts(acceptance_TK: np.ndarray, tokens: int, draft_length: int, room: int | None = None) -> ServerCounts:
+def vllm_counts(
+    acceptance_TK: np.ndarray,
+    tokens: int,
+    draft_length: int,
+    room: int | None = None,
+    drafted_T: np.ndarray | None = None,
+) -> ServerCounts:
     """Return what vLLM counts, or is expected to count, while it writes one text.
 
     Args:
@@ -123,6 +129,8 @@ def vllm_counts(acceptance_TK: np.ndarray, tokens: int, draft_length: int, room:
         draft_length: γ, `num_speculative_tokens`.
         room: tokens that the server's context leaves behind the prompt, beyond which it verifies no draft; as many as
             are needed if None.
+        drafted_T: of each start the tokens that a round drafts there, where some draft fewer than γ
+            (`TextReplay.drafted`); one that drafts nothing is no round.
 
     Raises:
         InputError: fewer starts or positions than the counts need.
@@ -138,6 +146,8 @@ def vllm_counts(acceptance_TK: np.ndarray, tokens: int, draft_length: int, room:
     drafts, drafted, accepted_K = 0.0, 0.0, np.zeros(draft_length)
     for t in range(1, tokens):
         gamma = draft_length if room is None else max(min(draft_length, room - t - 1), 0)
+        if drafted_T is not None:
+            gamma = min(gamma, int(drafted_T[t]))
         a_K = acceptance_TK[t, :gamma].astype(np.float64)
         reach_K = np.cumprod(a_K)  # the first j + 1 are accepted
         drafts += begins[t] * (gamma > 0)

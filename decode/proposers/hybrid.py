@@ -51,13 +51,19 @@ class HybridProposer(Proposer):
         drafters: all but the last are `CopyProposer`s: what a model would draft is not known before it has drafted.
         switch: from evidence to whether the draft that it is of is taken.
         graft: draft both, the copied tokens as a branch of the last drafter's tree, where the switch takes them.
+        last_length: the longest draft of the last drafter, which pays for each token where copies cost nothing; None
+            for γ.
 
     Raises:
-        InputError: fewer than two drafters, or one that comes first and is no copy.
+        InputError: fewer than two drafters, one that comes first and is no copy, or a last draft of no token.
     """
 
     def __init__(
-        self, drafters: Sequence[Proposer], switch: Callable[[Evidence], bool] = Switch(), graft: bool = False
+        self,
+        drafters: Sequence[Proposer],
+        switch: Callable[[Evidence], bool] = Switch(),
+        graft: bool = False,
+        last_length: int | None = None,
     ):
         if len(drafters) < 2:
             raise InputError(f"hybrid: expected two drafters or more, found {len(drafters)}")
@@ -70,7 +76,9 @@ class HybridProposer(Proposer):
                     f"PromptLookupProposer), found {type(drafter).__name__}"
                 )
             self.first.append(drafter)
-        self.switch, self.graft = switch, graft
+        if last_length is not None and last_length < 1:
+            raise InputError(f"hybrid: expected a last draft of at least 1 token, found {last_length}")
+        self.switch, self.graft, self.last_length = switch, graft, last_length
         self.wants_hidden, self.wants_features = self.last.wants_hidden, self.last.wants_features
         self._replayed = _Replayed()
 
@@ -79,9 +87,13 @@ class HybridProposer(Proposer):
         """All of them, in the order in which they are looked at."""
         return [*self.first, self.last]
 
-    def with_switch(self, switch: Callable[[Evidence], bool]) -> Self:
+    def lengths(self, draft_length: int) -> list[int]:
+        """Return how many tokens each drafter is asked for, in their order, where γ are wanted."""
+        return [draft_length] * len(self.first) + [self._of_last(draft_length)]
+
+    def with_switch(self, switch: Callable[[Evidence], bool], last_length: int | None = None) -> Self:
         """Return the same drafters with another switch; what one of them replays serves both."""
-        other = type(self)(self.drafters, switch, self.graft)
+        other = type(self)(self.drafters, switch, self.graft, last_length)
         other._replayed = self._replayed
         return other
 
@@ -96,13 +108,15 @@ class HybridProposer(Proposer):
     def nodes(self, draft_length: int) -> int:
         """Return the tokens of the largest draft."""
         copied = max(drafter.nodes(draft_length) for drafter in self.first)
-        of_last = self.last.nodes(draft_length)
+        of_last = self.last.nodes(self._of_last(draft_length))
         return copied + of_last if self.graft else max(copied, of_last)
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft for each row with the drafter that the switch takes."""
         taken = self._taken(contexts, draft_lengths)
-        asked = [k if self.graft or not found else 0 for found, k in zip(taken, draft_lengths, strict=True)]
+        asked = [
+            self._of_last(k) if self.graft or not found else 0 for found, k in zip(taken, draft_lengths, strict=True)
+        ]
         drafts = self.last.propose(contexts, asked)
         source = len(self.first)
         if not any(taken):
@@ -151,8 +165,9 @@ class HybridProposer(Proposer):
 
         @lru_cache
         def rounds(draft_length: int) -> list[StartRounds]:
-            members = [replay.rounds(draft_length) for replay in replayed.all if replay.rounds is not None]
-            return [_of_sources(of, [each[text] for each in members]) for text, of in enumerate(sources)]
+            each = zip(replayed.all, self.lengths(draft_length), strict=True)
+            members = [replay.rounds(length) for replay, length in each if replay.rounds is not None]
+            return [_of_sources(of, [rounds_of[text] for rounds_of in members]) for text, of in enumerate(sources)]
 
         first_rounds = [replay.rounds(1) for replay in replayed.all if replay.rounds is not None]
         overlaps = []
@@ -164,6 +179,9 @@ class HybridProposer(Proposer):
         return BatchReplay(
             acceptance, overlaps, lambda k: counts_of_rounds(texts, rounds(k)), rounds=rounds, sources=sources
         )
+
+    def _of_last(self, draft_length: int) -> int:
+        return draft_length if self.last_length is None else min(draft_length, self.last_length)
 
     def _taken(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[tuple[int, Found] | None]:
         """Return for each row the first copied draft that the switch takes, and whose it is."""

@@ -4,14 +4,15 @@
         --target SMOLLM2 --prompts spec_bench.jsonl
 
 A fifth of each category's prompts, two at least, is held out. The target answers the others, and drafters learn from
-that. Then half of what was held out finds the switch of a hybrid for each drafter, and the other half measures all of
-them. Every stage is one of our commands; those that have ended are not run again, and one that was stopped goes on.
+that. Then half of what was held out finds the switch of a hybrid for each drafter and all draft lengths, at each
+temperature, and the other half measures all of them; at last several switches of the best hybrid are decoded there.
+Every stage is one of our commands; those that have ended are not run again, and one that was stopped goes on.
 """
 
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from draftsmith.train.provenance import write_json
 
 COPIES = "copies"
 """What a hybrid of copies alone is called by, where nothing is trained."""
+OVER = "over"
+"""What tables call how many times as fast a hybrid is as another drafter."""
 PASSED = (0, 3)
 """Exit codes of a stage that ended: a NO-GO is a result."""
 
@@ -38,6 +41,8 @@ class BenchRealModelConfig(BenchmarkConfig):
     """The model: a directory or hub id."""
     prompts: str
     """Prompts with categories, such as Spec-Bench's."""
+    merged: dict[str, list[str]] = field(default_factory=dict)
+    """Categories that are taken as one, by its name."""
     output: str = "runs/real-model"
     """Receives everything: prompts, completions, drafters, reports and tables.md."""
     trained: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -46,22 +51,32 @@ class BenchRealModelConfig(BenchmarkConfig):
     """Fields of every training run."""
     copies: list[str] = field(default_factory=lambda: ["suffix", "prompt_lookup:2-3"])
     """Drafters without training; the first is the first of every hybrid."""
-    draft_length: list[int] = field(default_factory=lambda: [2, 3, 5])
-    """γ, of those that draft chains."""
+    draft_length: list[int] = field(default_factory=lambda: [1, 2, 3, 5, 8])
+    """γ that are tried."""
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Temperatures that are measured."""
     batch_size: list[int] = field(default_factory=lambda: [1, 4])
     """Texts at a time that are measured."""
+    endpoint: str | None = None
+    """A server of the target that writes the text, as of `prepare`; here if None."""
+    endpoint_model: str | None = None
+    """Its name there."""
+    samples: int = 1
+    """Answers to each prompt at temperature 1 that are learned from, beside one at 0."""
     held_out: float = 0.2
     """The share of each category that nothing learns from."""
     text_tokens: int = 320
     """Tokens of an answer that is learned from, at most."""
+    text_prompt_tokens: int = 1024
+    """Tokens of its prompt, at most."""
     max_new_tokens: int = 128
     """Tokens of a text that is measured."""
     max_prompt_tokens: int = 1024
     """Tokens of a prompt, at most."""
     measured: int = 6
     """Prompts of each category that are measured, and as many that find the switch, at most."""
+    switches: int = 5
+    """Switches of the hybrid with the best prediction that are decoded, the first temperature's, one text at a time."""
     dtype: str = "auto"
     """Of models that are measured."""
     compiled: bool | None = None
@@ -70,7 +85,9 @@ class BenchRealModelConfig(BenchmarkConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, Range("a share between 0 and 1", lambda share: 0 < share < 1), "held_out")
-        require(self, at_least(1), "draft_length", "batch_size", "text_tokens", "max_new_tokens", "measured")
+        require(
+            self, at_least(1), "draft_length", "batch_size", "text_tokens", "max_new_tokens", "measured", "switches"
+        )
         require_some(self, "copies", "drafter")
         for name, run in self.trained.items():
             if run.get("command") not in recipes():
@@ -90,21 +107,59 @@ def bench(config: BenchRealModelConfig) -> dict[str, Any]:
     stages: list[list[str]] = []
     for name, argv in [*_texts(config), *_trainings(config)]:
         _run(output, name, argv, stages)
-    everything = [*config.copies, *(f"{name}={output / name}" for name in config.trained)]
-    hybrids = []
-    for name in [*config.trained] or [COPIES]:
-        last = str(output / name) if name in config.trained else config.copies[-1]
-        for temperature in config.temperature:
+    figures: dict[str, Any] = {}
+    for temperature in config.temperature:
+        found = {}
+        for name in [*config.trained] or [COPIES]:
+            last = str(output / name) if name in config.trained else config.copies[-1]
             stage = f"switch-{name}-{temperature:g}"
             argv = _tuning(config, f"hybrid:{config.copies[0]}+{last}", temperature, output / stage)
             _run(output, stage, argv, stages)
-        # One switch for all temperatures: reports compare drafters, and the first temperature has the most to gain.
-        found = _read(output / f"switch-{name}-{config.temperature[0]:g}" / "switch.json")
-        hybrids.append(f"{name}+{config.copies[0].partition(':')[0]}={found['chosen']['argument']}")
-    _run(output, "report", _measuring(config, [*everything, *hybrids], output / "report"), stages)
-    figures = _figures(_read(output / "report" / "report.json"))
+            found[name] = _read(output / stage / "switch.json")
+        stage = f"report-{temperature:g}"
+        _run(output, stage, _measuring(config, _methods(config, found), temperature, output / stage), stages)
+        figures |= _figures(_read(output / stage / "report.json"))
+        if temperature == config.temperature[0]:
+            best = max(found.values(), key=lambda its: its["chosen"]["predicted_speedup"]["value"])
+            tried = _tried(best, config.switches)
+            argv = _measuring(replace(config, batch_size=[1]), tried, temperature, output / "switches")
+            _run(output, "switches", argv, stages)
+            switches = {
+                "switches, " + setting: rows
+                for setting, rows in _figures(_read(output / "switches" / "report.json")).items()
+            }
+    figures |= switches
     write_aside(output / "tables.md", "\n\n".join(_table(*part) for part in figures.items()) + "\n")
     return figures
+
+
+def _methods(config: BenchRealModelConfig, found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, int]]:
+    """Return all drafters by name, each with γ: what tuning found for it, alone and in a hybrid."""
+    first, any_found = config.copies[0], next(iter(found.values()))
+    of_copies = any_found["alone"][_kind(first)]["draft_length"]
+    methods = {_kind(copies): (copies, of_copies) for copies in config.copies}
+    for name in config.trained:
+        entry = list(found[name]["alone"].values())[-1]
+        methods[name] = str(Path(config.output) / name), entry["draft_length"]
+    for name, its in found.items():
+        methods[f"{name}+{_kind(first)}"] = its["chosen"]["argument"], its["chosen"]["draft_length"]
+    return methods
+
+
+def _tried(found: Mapping[str, Any], count: int) -> dict[str, tuple[str, int]]:
+    """Return the best switch by prediction of each of several shortest matches, the chosen one first, with γ."""
+    by_match: dict[int, Mapping[str, Any]] = {}
+    for entry in found["switches"]:  # the best first
+        by_match.setdefault(entry["match"], entry)
+    return {
+        f"match {entry['match']}": (entry["argument"], entry["draft_length"])
+        for entry in list(by_match.values())[:count]
+    }
+
+
+def _kind(copies: str) -> str:
+    """Return the kind of a drafter without training."""
+    return copies.partition(":")[0]
 
 
 def _deal_out(config: BenchRealModelConfig, folder: Path) -> None:
@@ -114,14 +169,19 @@ def _deal_out(config: BenchRealModelConfig, folder: Path) -> None:
         InputError: they were dealt out otherwise.
     """
     parts: dict[str, list[dict[str, Any]]] = {"train": [], "choose": [], "measure": []}
-    dealt, how = folder / "dealt.json", [config.prompts, config.held_out, config.measured]
+    dealt, how = folder / "dealt.json", [config.prompts, config.merged, config.held_out, config.measured]
     if dealt.is_file():
         if _read(dealt) != how:
             raise InputError(
                 f"output: expected prompts dealt out by {how} in {folder}, found {_read(dealt)}: take another"
             )
         return
-    prompts, rng = read_prompts(config.prompts), random.Random(0)
+    named = {part: name for name, its in config.merged.items() for part in its}
+    prompts = [
+        replace(prompt, category=named.get(str(prompt.category), prompt.category))
+        for prompt in read_prompts(config.prompts)
+    ]
+    rng = random.Random(0)
     for category in sorted({str(prompt.category) for prompt in prompts}):
         mine = [prompt for prompt in prompts if str(prompt.category) == category]
         rng.shuffle(mine)
@@ -144,14 +204,15 @@ def _record(prompt: Prompt) -> dict[str, Any]:
 def _texts(config: BenchRealModelConfig) -> list[tuple[str, list[str]]]:
     """Return the stages that let the target answer; none where nothing learns from it."""
     output, stages = Path(config.output), []
-    for name, part, temperature in (
-        ("sampled", "train", 1.0),
-        ("greedy", "train", 0.0),
-        ("heldout", "choose", 1.0),
+    given = {name: value for name in ("endpoint", "endpoint_model") if (value := getattr(config, name)) is not None}
+    for name, part, temperature, samples in (
+        ("sampled", "train", 1.0, config.samples),
+        ("greedy", "train", 0.0, 1),
+        ("heldout", "choose", 1.0, 1),
     ):
-        fields = {
+        fields = given | {
             "target": config.target, "prompts": output / "prompts" / f"{part}.jsonl", "temperature": temperature,
-            "max_new_tokens": config.text_tokens, "max_prompt_tokens": config.max_prompt_tokens,
+            "samples": samples, "max_new_tokens": config.text_tokens, "max_prompt_tokens": config.text_prompt_tokens,
             "output": output / "completions" / name,
         }  # fmt: skip
         stages.append((f"text-{name}", ["prepare", *_flags(fields)]))
@@ -180,14 +241,16 @@ def _tuning(config: BenchRealModelConfig, hybrid: str, temperature: float, outpu
     return ["tune", *_flags(fields | {"draft_length": _joined(config.draft_length)})]
 
 
-def _measuring(config: BenchRealModelConfig, drafters: Sequence[str], output: Path) -> list[str]:
+def _measuring(
+    config: BenchRealModelConfig, methods: Mapping[str, tuple[str, int]], temperature: float, output: Path
+) -> list[str]:
     fields = _decoding(config, "measure") | {
-        "draft_length": _joined(config.draft_length),
-        "temperature": _joined(config.temperature),
+        "draft_length_of": {name: [length] for name, (_, length) in methods.items()},
+        "temperature": temperature,
         "batch_size": _joined(config.batch_size),
         "output": output,
     }
-    return ["measure", *_flags(fields), *(f"--drafter={drafter}" for drafter in drafters)]
+    return ["measure", *_flags(fields), *(f"--drafter={name}={drafter}" for name, (drafter, _) in methods.items())]
 
 
 def _decoding(config: BenchRealModelConfig, part: str) -> dict[str, Any]:
@@ -242,14 +305,11 @@ def _read(path: Path) -> Any:
 
 
 def _figures(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the tables hold, by setting and method: the γ that is fastest of each."""
+    """Return what the tables hold, by setting and method."""
     tables: dict[str, Any] = {}
-    for run in sorted(report["runs"], key=lambda run: (run["temperature"], run["batch_size"])):
+    for run in sorted(report["runs"], key=lambda run: run["batch_size"]):
         setting = f"T = {run['temperature']:g}, B = {run['batch_size']}"
-        rows = tables.setdefault(setting, {})
-        name, cells = run["proposer"]["name"], _cells(run)
-        if name not in rows or cells["speed-up"]["value"] > rows[name]["speed-up"]["value"]:
-            rows[name] = cells
+        tables.setdefault(setting, {})[run["proposer"]["name"]] = _cells(run)
     return tables
 
 
@@ -259,16 +319,20 @@ def _cells(run: Mapping[str, Any]) -> dict[str, Any]:
         "τ": run["mean_acceptance_length"],
         "speed-up": run["speedup"],
         "predicted": run["predicted_speedup"],
+        OVER: run["speedup_over"],
     }
     return cells | {category: its["speedup"] for category, its in sorted(run["by_category"].items())}
 
 
 def _table(setting: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a table in markdown."""
-    columns = list(next(iter(rows.values())))
+    columns = [column for column in next(iter(rows.values())) if column != OVER]
     lines = [f"**{setting}**", "", " | ".join(["| drafter", *columns]) + " |", "|---" * (1 + len(columns)) + "|"]
     for name, cells in rows.items():
         lines.append(" | ".join([f"| {name}", *(_words(cells.get(column)) for column in columns)]) + " |")
+    for name, cells in rows.items():
+        if others := cells[OVER]:
+            lines += ["", f"{name} {OVER} {', '.join(f'{other} {_words(gain)}' for other, gain in others.items())}"]
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, same_length, speed, speedup
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import rejections_of
-from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
+from draftsmith.scripts.measure.state import PLAIN, PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge
 from draftsmith.scripts.report.cost_types import DrafterMemory, Memory
 from draftsmith.scripts.report.types import (
@@ -143,6 +143,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         by_category=_by_category(measured, groups, plain),
         repeated_ngram_share=_repeated(groups),
         sources=_sources(drafter, rows),
+        speedup_over=_speedup_over(measured, temperature, batch_size, drafter, groups),
     )
 
 
@@ -154,6 +155,21 @@ def _sources(drafter: Drafter, rows: Sequence[Row]) -> dict[str, Counts] | None:
     return {
         name: Counts.total(its[place] for its in each if place < len(its)) for place, name in enumerate(drafter.sources)
     }
+
+
+def _speedup_over(
+    measured: Measured, temperature: float, batch_size: int, drafter: Drafter, groups: Sequence[Group]
+) -> dict[str, Estimate] | None:
+    """Return how much faster than each other drafter one is that takes turns, paired over batches."""
+    if not drafter.members:
+        return None
+    over: dict[str, Estimate] = {}
+    for (t, b, method), others in measured.observations.items():
+        if (t, b) == (temperature, batch_size) and method.drafter not in (PLAIN, drafter.name):
+            found, least = speedup(groups, others), over.get(method.drafter)
+            if least is None or (found.value or 0.0) < (least.value or 0.0):
+                over[method.drafter] = found
+    return over
 
 
 def _gain(

@@ -92,7 +92,11 @@ def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
     if config.baseline_draft is not None:
         place = sum(spec.kind == DraftModel.name for spec in specs)
         specs.insert(place, DrafterSpec(BASELINE, config.baseline_draft, STOCK, config.draft_length))
-    return specs
+    of = config.draft_length_of
+    if unknown := of.keys() - {spec.name for spec in specs}:
+        names = ", ".join(str(spec.name) for spec in specs)
+        raise InputError(f"draft_length_of: expected drafters out of {names}, found {min(unknown)}")
+    return [replace(spec, draft_lengths=of.get(str(spec.name), spec.draft_lengths)) for spec in specs]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from draftsmith.decode.errors import InputError, Range, at_least, between, finite, more_than, require, require_some
@@ -34,6 +34,8 @@ class MeasureConfig(Filters, PromptedTarget):
     """A stock draft to beat: measured beside the others, and compared prompt by prompt."""
     draft_length: Ints = field(default_factory=lambda: [4])
     """γ, drafted tokens per round; several with commas. A drafter with a tree drafts the tree. Replay adds 1 to 16."""
+    draft_length_of: dict[str, Ints] = field(default_factory=dict)
+    """γ of single drafters, by their names, in place of `draft_length`."""
     temperature: Floats = field(default_factory=lambda: [0.0])
     """Sampling temperatures, several with commas; 0 is greedy."""
     batch_size: Ints = field(default_factory=lambda: [1])
@@ -75,6 +77,12 @@ class MeasureConfig(Filters, PromptedTarget):
             setattr(self, name, numbers(getattr(self, name), kind, name))
         for name in ("draft_length", "temperature", "batch_size"):
             require_some(self, name, "number")
+        of = {name: numbers(value, int, f"draft_length_of: {name}") for name, value in self.draft_length_of.items()}
+        self.draft_length_of = of
+        for name, lengths in of.items():
+            if not lengths:
+                raise InputError(f"draft_length_of: {name}: expected at least one number, found none")
+            DRAFT_LENGTH.check(f"draft_length_of: {name}", lengths)
         require(self, at_least(1), "repeats", "batch_size", "context")
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, more_than(0), "min_speedup")
@@ -86,6 +94,11 @@ class MeasureConfig(Filters, PromptedTarget):
         require(self, TEST_TOKENS, "lossless_tokens")
         if self.min_gain is not None and self.baseline_draft is None:
             raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
+
+    @property
+    def draft_lengths(self) -> list[int]:
+        """γ of any drafter."""
+        return sorted({*self.draft_length, *chain.from_iterable(self.draft_length_of.values())})
 
     def options(self, temperature: float) -> dict[str, Any]:
         """Return how texts are written at a temperature, as `generate` takes it."""

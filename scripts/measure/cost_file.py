@@ -37,7 +37,7 @@ def measured_costs(measured: Measured) -> list[CostTable]:
     prompt = max(1, round(sum(measured.prompt_lengths) / len(texts)))
     mean = max(2, round(prompt + sum(map(len, texts)) / len(texts) / 2))
     samplers = {t: measured.sampler(t) for t in config.temperature}
-    longest, drafters, most = max(config.draft_length), pair.drafters, max(config.batch_size)
+    longest, drafters, most = max(config.draft_lengths), pair.drafters, max(config.batch_size)
     # 2 and 4 with a greater batch, for rows that end leave smaller ones.
     sizes = {1, *config.batch_size, *(b for b in (2, 4, 8, 16, 32) if b < most)}
     # All lengths, whatever was decoded: replay asks for t(γ + 1) of every γ up to 16.

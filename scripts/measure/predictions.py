@@ -39,7 +39,7 @@ def predicted_speedup(
     for group, base in zip(groups, plain, strict=True):
         if replay is not None and members:
             sizes = [replay.texts[row.prompt].sizes[draft_length] for row in group.rows]
-            seconds.append(table.taking_turns_seconds(members, sizes, draft_length))
+            seconds.append(table.taking_turns_seconds(members, sizes, drafter.lengths(draft_length)))
         else:
             if replay is None:
                 rounds = [float(row.counts.num_drafts) for row in group.rows]
@@ -116,7 +116,7 @@ def _taking_turns(
         {
             k: (
                 [plain * tokens for tokens in replay.tokens_and_rounds(k)[0]],
-                text_seconds(costs, [text.sizes[k] for text in replay.texts], k, rows),
+                text_seconds(costs, [text.sizes[k] for text in replay.texts], drafter.lengths(k), rows),
             )
             for k in draft_lengths
         }

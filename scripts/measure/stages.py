@@ -111,7 +111,7 @@ def _replay(measured: Measured, temperature: float, unfinished: Unfinished) -> N
     if temperature not in measured.texts:
         return
     with unfinished.attempt(f"replay at T = {temperature:g}"):
-        longest = max(REPLAYED_LENGTHS, *measured.config.draft_length)
+        longest = max(REPLAYED_LENGTHS, *measured.config.draft_lengths)
         by_drafter, first = replay_all(measured, temperature, range(1, longest + 1))
         measured.replays |= {(temperature, *key): replay for key, replay in by_drafter.items()}
         measured.first_heads |= {(temperature, name): replay for name, replay in first.items()}

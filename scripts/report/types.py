@@ -200,6 +200,8 @@ class Run(Entry):
     repeated_ngram_share: Share | None
     sources: Mapping[str, Counts] | None = None
     """Where drafters take turns, the counts of each one's rounds, by name."""
+    speedup_over: Mapping[str, Estimate] | None = None
+    """And over each other drafter in this setting, at the draft length with which that one is fastest."""
 
     @property
     def setting(self) -> tuple[str, int, int, float]:

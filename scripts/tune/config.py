@@ -87,7 +87,7 @@ class SwitchConfig(Sampling, PromptedTarget):
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """The hybrid, `hybrid:FIRST+LAST`; what it says of its own switch is left aside."""
     draft_length: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
-    """γ, several with commas; what drafts a tree of its own has one."""
+    """γ, several with commas: of copies, and up to that, of the last drafter; what drafts a tree of its own has one."""
     match_levels: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8, 12, 16, 24])
     """The shortest matches, in tokens, that are tried."""
     score_levels: Floats = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0])

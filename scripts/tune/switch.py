@@ -42,11 +42,21 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Setting:
-    """A switch and a draft length; or one of the drafters alone."""
+    """A switch, and draft lengths of copies and of the last drafter; or one of the drafters alone."""
 
     draft_length: int
     switch: Switch | None = None
+    last_length: int | None = None
     drafter: str | None = None
+
+    @property
+    def method(self) -> "Method":
+        """What was replayed for it."""
+        return (self.switch, self.last_length) if self.drafter is None else self.drafter
+
+
+Method = tuple[Switch | None, int | None] | str
+"""A switch and the longest draft of the last drafter, or one of the drafters."""
 
 
 @dataclass
@@ -55,7 +65,7 @@ class Replayed:
 
     lengths: list[int]
     """Tokens of each text."""
-    by_method: Mapping[Switch | str, Replay]
+    by_method: Mapping[Method, Replay]
     costs: CostTable
     sources: Sequence[str]
     rows: int
@@ -69,12 +79,12 @@ class Replayed:
         return self._seconds[setting][place]
 
     def _of_texts(self, setting: Setting) -> list[float]:
-        method = setting.switch if setting.drafter is None else setting.drafter
-        assert method is not None
         names = self.sources if setting.drafter is None else [setting.drafter]
-        costs = [self.costs.at(name, self.rows) for name in names]
-        sizes = [text.sizes[setting.draft_length] for text in self.by_method[method].texts]
-        return text_seconds(costs, sizes, setting.draft_length, self.rows)
+        costs, lengths = [self.costs.at(name, self.rows) for name in names], [setting.draft_length] * len(names)
+        if setting.last_length is not None:
+            lengths[-1] = setting.last_length
+        sizes = [text.sizes[setting.draft_length] for text in self.by_method[setting.method].texts]
+        return text_seconds(costs, sizes, lengths, self.rows)
 
     def plain_seconds(self, place: int) -> float:
         """Return what it takes plainly."""
@@ -128,18 +138,20 @@ def _report(
 ) -> dict[str, Any]:
     drafter, replayed = pair.drafter, _replayed(config, pair, ids, compiled)
     lengths = list(drafter.draft_lengths) if _has_tree(drafter) else config.draft_length
-    switches = [switch for switch in replayed.by_method if isinstance(switch, Switch)]
     choosing, reported = _halves(prompts, config.seed)
-    settings = [Setting(k, switch) for switch, k in product(switches, lengths)]
+    of_each = {
+        switch: [
+            Setting(k, switch, last) for k in lengths for last in _last_lengths(drafter, config) if (last or 0) <= k
+        ]
+        for switch in _switches(config)
+    }
     alone = {}
     for name in replayed.sources:
         tried = lengths if name == replayed.sources[-1] else config.draft_length  # the last may draft a tree
         alone[name] = replayed.best((Setting(k, drafter=name) for k in tried), choosing)
-    best = replayed.best(settings, choosing)
-    best_alone = replayed.best(alone.values(), choosing)
-    of_each = {switch: replayed.best((Setting(k, switch) for k in lengths), choosing) for switch in switches}
+    best_of_each = [replayed.best(settings, choosing) for settings in of_each.values()]
+    best, best_alone = replayed.best(best_of_each, choosing), replayed.best(alone.values(), choosing)
     categories = {prompt.category for prompt in prompts} - {None}
-    assert best.switch is not None
     return {
         "schema": SCHEMA,
         "environment": environment(pair.target.device, pair.dtype) | {"compiled": compiled},
@@ -151,15 +163,12 @@ def _report(
         "batch_size": config.batch_size,
         "costs": asdict(replayed.costs),
         "switches": [
-            _entry(setting, replayed, choosing)
-            for setting in sorted(
-                of_each.values(), key=lambda setting: sum(replayed.seconds(setting, i) for i in choosing)
-            )
+            _entry(setting, replayed, choosing, config.drafter[0])
+            for setting in sorted(best_of_each, key=lambda setting: sum(replayed.seconds(setting, i) for i in choosing))
         ],
         "alone": {name: _entry(setting, replayed, reported) for name, setting in alone.items()},
-        "chosen": _entry(best, replayed, reported)
+        "chosen": _entry(best, replayed, reported, config.drafter[0])
         | {
-            "argument": _argument(config.drafter[0], best.switch),
             "gain_over_best_alone": replayed.gain(best, best_alone, reported),
             "by_category": {
                 category: replayed.speedup(best, [i for i in reported if prompts[i].category == category])
@@ -175,8 +184,10 @@ def _replayed(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compil
     if not isinstance(hybrid, HybridProposer):
         raise InputError(f"drafter: expected a hybrid, found {config.drafter[0]}")
     texts = _written(config, pair, ids, compiled)
-    switches = [Switch(match, score) for match, score in product(config.match_levels, config.score_levels)]
-    methods: dict[Switch | str, Proposer] = {switch: hybrid.with_switch(switch) for switch in switches}
+    methods: dict[Method, Proposer] = {
+        (switch, last): hybrid.with_switch(switch, last)
+        for switch, last in product(_switches(config), _last_lengths(pair.drafter, config))
+    }
     methods |= dict(zip(sources, hybrid.drafters, strict=True))
     sampler, lengths = config.sampler(), list(config.draft_length)
     if _has_tree(pair.drafter):
@@ -218,6 +229,15 @@ def _written(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compile
     return texts
 
 
+def _switches(config: SwitchConfig) -> list[Switch]:
+    return [Switch(match, score) for match, score in product(config.match_levels, config.score_levels)]
+
+
+def _last_lengths(drafter: Drafter, config: SwitchConfig) -> Sequence[int | None]:
+    """Return the longest drafts of the last drafter that are tried: one tree is not cut."""
+    return [None] if _has_tree(drafter) else config.draft_length
+
+
 def _has_tree(drafter: Drafter) -> bool:
     return getattr(cast(HybridProposer, drafter.proposer).last, "tree", None) is not None
 
@@ -234,12 +254,14 @@ def _halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[int], list[int]]
     return choosing, reported
 
 
-def _entry(setting: Setting, replayed: Replayed, places: Sequence[int]) -> dict[str, Any]:
-    method = setting.switch if setting.drafter is None else setting.drafter
-    assert method is not None
-    counts = [replayed.by_method[method].texts[i].counts[setting.draft_length] for i in places]
-    entry: dict[str, Any] = {} if setting.switch is None else asdict(setting.switch)
-    sizes = [replayed.by_method[method].texts[i].sizes[setting.draft_length] for i in places]
+def _entry(setting: Setting, replayed: Replayed, places: Sequence[int], drafter: str = "") -> dict[str, Any]:
+    texts = [replayed.by_method[setting.method].texts[i] for i in places]
+    counts = [text.counts[setting.draft_length] for text in texts]
+    entry: dict[str, Any] = {}
+    if setting.switch is not None:
+        argument = _argument(drafter, setting.switch, setting.last_length)
+        entry = asdict(setting.switch) | {"last": setting.last_length, "argument": argument}
+    sizes = [text.sizes[setting.draft_length] for text in texts]
     by_source = [sum(float(each[s].sum()) for each in sizes if s < len(each)) for s in range(max(map(len, sizes)))]
     return entry | {
         "draft_length": setting.draft_length,
@@ -249,10 +271,17 @@ def _entry(setting: Setting, replayed: Replayed, places: Sequence[int]) -> dict[
     }
 
 
-def _argument(drafter: str, switch: Switch) -> str:
-    """Return what `--drafter` says of the hybrid with a switch."""
+def _argument(drafter: str, switch: Switch, last_length: int | None) -> str:
+    """Return what `--drafter` says of the hybrid with a switch and a longest draft of the last drafter."""
     members, at, _ = drafter.rpartition(AT)
-    return f"{members if at else drafter}{AT}match={switch.match},score={switch.score!r}"
+    last = "" if last_length is None else f",last={last_length}"
+    return f"{members if at else drafter}{AT}match={switch.match},score={switch.score!r}{last}"
+
+
+def _named(entry: dict[str, Any]) -> str:
+    """Return what a table calls a switch."""
+    last = "" if entry["last"] is None else f", last {entry['last']}"
+    return f"match {entry['match']}, score {entry['score']:g}{last}"
 
 
 def print_switch(report: dict[str, Any], console: Console | None = None) -> None:
@@ -276,12 +305,12 @@ def print_switch(report: dict[str, Any], console: Console | None = None) -> None
         )
 
     for entry in report["switches"][:SHOWN]:
-        add(f"match {entry['match']}, score {entry['score']:g}", entry)
+        add(_named(entry), entry)
     table.add_section()
     for name, entry in report["alone"].items():
         add(f"{name} alone", entry)
     chosen = report["chosen"]
-    add(f"match {chosen['match']}, score {chosen['score']:g}", chosen, "bold")
+    add(_named(chosen), chosen, "bold")
     console.print(table)
     gain = format_estimate(chosen["gain_over_best_alone"], unit="×", spread="interval")
     console.print(

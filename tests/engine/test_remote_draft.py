@@ -4,12 +4,13 @@ import asyncio
 import json
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from draft_service import totals
-from engine import DRAFT, TARGET
+from engine import DRAFT, TARGET, end
 
-from draftsmith.decode import DraftModelProposer, speculative_generate
+from draftsmith.decode import DraftModelProposer, HybridProposer, SuffixProposer, Switch, speculative_generate
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.server_counts import pooled, vllm_counts
 from draftsmith.decode.sampling import Sampler
@@ -113,6 +114,37 @@ def test_texts_are_plain_decoding_s_and_counts_are_those_computed(pair, longer, 
     assert counted.num_draft_tokens == expected.num_draft_tokens
     assert counted.num_accepted_tokens == expected.num_accepted_tokens > counted.num_drafts / 4
     assert counted.num_accepted_tokens_per_pos == expected.num_accepted_tokens_per_pos
+
+
+def test_drafters_that_take_turns_draft_for_it(pair, longer, prompts):
+    """A hybrid in the service: vLLM's texts are those of plain decoding, its counts those of a local measurement."""
+    prompts, longer = prompts[:32], longer[:32]
+    end(pair.draft)
+    pair.restart(f"hybrid:suffix:1+{DRAFT}@match=2,score=0.5,last=3")
+
+    async def ask():
+        await until_drafting(pair.server.url)
+        before = await settled(pair.server.url)
+        texts = await write(pair.server.url, prompts)
+        return texts, await settled(pair.server.url) - before
+
+    try:
+        texts, counted = asyncio.run(ask())
+    finally:
+        end(pair.draft)
+        pair.restart()
+    assert texts == [text[:TOKENS] for text in longer]
+
+    target, draft = load_model(TARGET, dtype="float32"), load_model(DRAFT, dtype="float32")
+    hybrid = HybridProposer([SuffixProposer(1), DraftModelProposer(draft)], Switch(2, 0.5), last_length=3)
+    sequences = [torch.tensor([*prompt, *text]) for prompt, text in zip(prompts, longer, strict=True)]
+    lengths = [len(prompt) for prompt in prompts]
+    replay = replay_drafters(target, {"": hybrid}, sequences, lengths, [GAMMA], Sampler.of(0.0), rounds_of=GAMMA)[""]
+    drafted = np.concatenate([text.drafted[:TOKENS] for text in replay.texts])
+    assert {3, 4} <= set(drafted)  # by the draft, and copied
+    expected = pooled([vllm_counts(text.rounds, TOKENS, GAMMA, drafted_T=text.drafted) for text in replay.texts])
+    assert counted.same_as(expected)
+    assert counted.num_accepted_tokens > counted.num_drafts / 4
 
 
 def test_sampled_texts_follow_the_target_s_law(pair, tmp_path):

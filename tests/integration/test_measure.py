@@ -366,7 +366,11 @@ def test_every_round_is_written_down_for_servers_to_be_compared_with(measured, r
     greedy = [text for text in texts if text.temperature == 0]
     chains = [text.acceptance("medusa", "probabilistic", 2) for text in greedy]
     assert {chain.shape for chain in chains} == {(NEW + max(LENGTHS), 2)} and 0 < np.mean(chains) < 1
-    assert all(text.acceptance("prompt_lookup", "probabilistic", 2) is None for text in texts)
+    # What copies found is verified: as many tokens as there are, which may be fewer than γ.
+    copied = [(text.acceptance("prompt_lookup", "probabilistic", 2), text.lengths("prompt_lookup")) for text in greedy]
+    assert all((chain.sum(1) <= lengths.clip(max=2)).all() for chain, lengths in copied)
+    assert 0 in (lengths := np.concatenate([lengths for _, lengths in copied])) and max(LENGTHS) in lengths
+    assert all(text.lengths("draft") is None for text in texts)
     assert all("greedy" in text.accepted["draft"] for text in texts if text.temperature == 1)
 
 
@@ -577,7 +581,8 @@ def test_eagle_heads_are_measured(root, tmp_path, eagle_heads, choices):
 
 def test_drafters_that_take_turns_are_measured_each_by_itself(root, tmp_path):
     members = f"prompt_lookup+{root / 'draft'}"
-    fixed = {"drafter": [f"hybrid:{members}@match=1"], "temperature": "0,1", "batch_size": "1,2", "measure_costs": True}
+    drafters = [f"hybrid:{members}@match=1"]
+    fixed = {"drafter": drafters, "temperature": "0,1", "batch_size": "1,2", "measure_costs": True}
     report = checked(root, tmp_path / "out", page=True, **fixed)
     tables = report["costs"]["tables"]
     names = {"hybrid", "hybrid/prompt_lookup", "hybrid/draft"}
@@ -607,6 +612,23 @@ def test_drafters_that_take_turns_are_measured_each_by_itself(root, tmp_path):
     costs.write_text(json.dumps(kept))
     with pytest.raises(InputError, match="costs: expected those of hybrid/draft in every table of"):
         checked(root, tmp_path / "third", **fixed, costs=str(costs))
+
+
+def test_a_drafter_can_have_a_draft_length_of_its_own(root, tmp_path):
+    hybrid = f"turns=hybrid:suffix:1+{root / 'draft'}@match=1,last=2"
+    report = checked(
+        root, tmp_path, drafter=["suffix:1", f"draft={root / 'draft'}", hybrid], draft_length=1,
+        draft_length_of={"suffix": [2, 3], "turns": [3]},
+    )  # fmt: skip
+    decoded = [(run["proposer"]["name"], run["draft_length"]) for run in report["runs"]]
+    assert decoded == [("suffix", 2), ("suffix", 3), ("draft", 1), ("turns", 3)]
+    of_turns = report["runs"][-1]
+    assert len(of_turns["sources"]["draft"]["num_draft_tokens_per_pos"]) == 2  # `last`
+    assert of_turns["speedup_over"].keys() == {"suffix", "draft"}
+    for name, over in of_turns["speedup_over"].items():
+        fastest = max(run["speedup"]["value"] for run in report["runs"] if run["proposer"]["name"] == name)
+        assert over["value"] == pytest.approx(of_turns["speedup"]["value"] / fastest, rel=1e-6)
+    assert all(run["speedup_over"] is None for run in report["runs"][:-1])
 
 
 def test_where_both_draft_there_are_no_turns_and_nothing_to_replay(root, tmp_path):
@@ -879,6 +901,9 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
         (["--draft_length", "4,0"], "draft_length: expected at least 1 and at most 256, found 0"),
         (["--draft_length", "many"], "draft_length: expected numbers separated by commas, found 'many'"),
         (["--draft_length", "1.5"], "draft_length"),
+        (["--draft_length_of", '{"none": 2}'], "draft_length_of: expected drafters out of draft, found none"),
+        (["--draft_length_of", '{"draft": 0}'], "draft_length_of: draft: expected at least 1 and at most 256, found 0"),
+        (["--draft_length_of", '{"draft": []}'], "draft_length_of: draft: expected at least one number, found none"),
         (["--temperature", "0,hot"], "temperature: expected numbers separated by commas, found '0,hot'"),
         (["--temperature=-1"], "temperature: expected a finite number, at least 0, found -1.0"),
         (["--batch-size", "0"], "batch_size: expected at least 1, found 0"),

@@ -291,11 +291,13 @@ def test_every_switch_is_replayed_and_priced(switched):
 
 def test_the_chosen_switch_is_what_the_drafter_is_called_by(switched, models, tokenizer):
     chosen = switched["chosen"]
-    argument = f"hybrid:suffix:1+{models / 'draft'}@match={chosen['match']},score={chosen['score']!r}"
+    switch = f"match={chosen['match']},score={chosen['score']!r},last={chosen['last']}"
+    argument = f"hybrid:suffix:1+{models / 'draft'}@{switch}"
     assert chosen["argument"] == argument
     (spec,) = drafter_specs([argument], [chosen["draft_length"]])
     pair = load_pair(str(models / "target"), tokenizer, [spec], "float32")
     assert pair.drafter.proposer.switch == Switch(chosen["match"], chosen["score"])
+    assert pair.drafter.proposer.last_length == chosen["last"] <= chosen["draft_length"]
     assert pair.drafter.figures == {"switch_match": chosen["match"], "switch_score": chosen["score"]}
 
 
@@ -305,8 +307,9 @@ def test_the_chosen_switch_is_what_the_drafter_is_called_by(switched, models, to
         ("hybrid:suffix", "drafter: expected hybrid:FIRST+LAST, drafters with + between them, found hybrid:suffix"),
         (
             "hybrid:suffix+unigram@match=x",
-            "drafter: expected match=TOKENS, score=TOKENS or graft behind @, found match=x",
+            "drafter: expected match=TOKENS, score=TOKENS, last=TOKENS or graft behind @, found match=x",
         ),
+        ("hybrid:suffix+unigram@last=0", "drafter: expected last=TOKENS of at least 1 behind @, found 0"),
         ("hybrid:suffix+hybrid:a+b", "drafter: expected no hybrid inside of one"),
         ("hybrid:unigram+suffix", "hybrid: expected all drafters but the last to copy what they draft"),
         ("hybrid:suffix:0+unigram", "drafter: expected suffix:MIN or suffix:MIN,FILE"),
@@ -331,5 +334,6 @@ def test_a_drafter_that_is_no_text_is_left_to_the_parser(tmp_path, value):
 
 def test_a_switch_is_written_as_it_was_found():
     drafter = "hybrid:suffix+runs/a@b/draft@match=3"
-    assert _argument(drafter, Switch(4, 1 / 3)) == "hybrid:suffix+runs/a@b/draft@match=4,score=0.3333333333333333"
-    assert _argument("hybrid:suffix+runs/draft", Switch(4)) == "hybrid:suffix+runs/draft@match=4,score=0.0"
+    written = "hybrid:suffix+runs/a@b/draft@match=4,score=0.3333333333333333,last=2"
+    assert _argument(drafter, Switch(4, 1 / 3), 2) == written
+    assert _argument("hybrid:suffix+runs/draft", Switch(4), None) == "hybrid:suffix+runs/draft@match=4,score=0.0"

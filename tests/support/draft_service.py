@@ -34,8 +34,8 @@ class DraftedFor:
     def service(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def restart(self) -> None:
-        self.draft = start_draft_service(DRAFT, self.port, self.log)
+    def restart(self, draft: Path | str = DRAFT) -> None:
+        self.draft = start_draft_service(draft, self.port, self.log)
         wait_for(f"{self.service}/health", self.draft, self.log)
 
 

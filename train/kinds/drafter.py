@@ -77,6 +77,10 @@ class Drafter:
             return {}
         return dict(zip(self.sources, self.proposer.drafters, strict=True))
 
+    def lengths(self, draft_length: int) -> list[int]:
+        """Return γ of each of those that take turns, where γ is wanted of all; one alone has that."""
+        return self.proposer.lengths(draft_length) if self.members else [draft_length]
+
     @property
     def nodes(self) -> int | None:
         """Tokens that the target verifies in a round beside the last one, where they are not γ: those of a tree."""

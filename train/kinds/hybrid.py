@@ -19,8 +19,8 @@ Parse = Callable[[str], tuple[str | None, DrafterKind, str | None]]
 class Hybrid(DrafterKind):
     """Copies where the switch takes what was found, a model elsewhere; its argument has them all.
 
-    "hybrid:suffix+runs/draft@match=4,score=0.5": drafters in the order in which they are looked at, each as `--drafter`
-    has it, and behind @ the switch, and perhaps "graft" where both draft.
+    "hybrid:suffix+runs/draft@match=4,score=0.5,last=2": drafters in the order in which they are looked at, each as
+    `--drafter` has it; behind @ the switch, the longest draft of the last one, and perhaps "graft" where both draft.
 
     Args:
         parse: reads one of them; given once all kinds are known.
@@ -48,8 +48,8 @@ class Hybrid(DrafterKind):
             found.append((kind, replace(spec, kind=kind.name, path=path, name=None, tree=None)))
         return found
 
-    def turns(self, spec: DrafterSpec) -> "tuple[Switch, bool]":
-        """Return the switch, and whether both draft where it takes a copy.
+    def turns(self, spec: DrafterSpec) -> "tuple[Switch, bool, int | None]":
+        """Return the switch, whether both draft where it takes a copy, and the longest draft of the last drafter.
 
         Raises:
             InputError: an argument that does not say so, or a level out of range.
@@ -57,7 +57,7 @@ class Hybrid(DrafterKind):
         from draftsmith.decode import Switch
 
         fields: dict[str, Any] = {}
-        graft = False
+        graft, last = False, None
         for part in filter(None, self._parts(spec)[1].split(",")):
             name, _, value = part.partition("=")
             try:
@@ -65,15 +65,19 @@ class Hybrid(DrafterKind):
                     graft = True
                 elif name == "match":
                     fields[name] = int(value)
+                elif name == "last":
+                    last = int(value)
                 elif name == "score":
                     fields[name] = float(value)
                 else:
                     raise ValueError
             except ValueError:
                 raise InputError(
-                    f"drafter: expected match=TOKENS, score=TOKENS or {GRAFT} behind {AT}, found {part}"
+                    f"drafter: expected match=TOKENS, score=TOKENS, last=TOKENS or {GRAFT} behind {AT}, found {part}"
                 ) from None
-        return Switch(**fields), graft
+        if last is not None and last < 1:
+            raise InputError(f"drafter: expected last=TOKENS of at least 1 behind {AT}, found {last}")
+        return Switch(**fields), graft, last
 
     def check(self, spec: DrafterSpec, loading: Loading) -> None:
         """Check each of them."""
@@ -85,11 +89,11 @@ class Hybrid(DrafterKind):
         """Load each of them."""
         from draftsmith.decode import HybridProposer
 
-        switch, graft = self.turns(spec)
+        switch, graft, last_length = self.turns(spec)
         *copies, last = [kind.load(its, loading) for kind, its in self.members(spec)]
 
         def hybrid(proposer: Any) -> "HybridProposer":
-            return HybridProposer([*(drafter.proposer for drafter in copies), proposer], switch, graft)
+            return HybridProposer([*(drafter.proposer for drafter in copies), proposer], switch, graft, last_length)
 
         return self.drafter(
             spec,

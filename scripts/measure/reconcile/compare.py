@@ -215,7 +215,8 @@ def _drawn(pairing: Pairing, text: ExpectedText, generator: np.random.Generator)
     asked = pairing.asked
     a_TK = text.acceptance(asked.drafter, asked.verifier, asked.draft_length)
     assert a_TK is not None
-    return pairing.counts(text, (generator.random(a_TK.shape) < a_TK).astype(np.float64))
+    drawn_TK = (generator.random(a_TK.shape) < a_TK).astype(np.float64)
+    return pairing.counts(text, drawn_TK, text.lengths(asked.drafter))
 
 
 def _positions(

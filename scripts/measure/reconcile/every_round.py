@@ -24,7 +24,7 @@ DIGITS = 4
 
 def deepest(measured: Measured) -> int:
     """Return the greatest draft length that any drafter is measured with."""
-    lengths = measured.config.draft_length
+    lengths = measured.config.draft_lengths
     return max(k for drafter in measured.pair.drafters for k in (*lengths, *drafter.draft_lengths))
 
 
@@ -66,14 +66,17 @@ def expected_texts(measured: Measured, temperature: float) -> list[ExpectedText]
     expected = []
     for place, (prompt, ids, text, whole) in enumerate(zip(prompts, encoded, texts, longer, strict=True)):
         accepted: dict[str, dict[Verifier, list[Any]]] = {}
+        drafted: dict[str, list[int]] = {}
         for (name, verifier), replay in replays.items():
             rounds = replay.texts[place].rounds
             if rounds is not None:
                 certain = rounds.astype(int) if not sampler.do_sample else rounds.round(DIGITS)
                 by_token = by_tokens[name]
                 accepted.setdefault(name, {})[verifier] = (certain[:, 0] if by_token else certain).tolist()
+                if (lengths_T := replay.texts[place].drafted) is not None:
+                    drafted[name] = lengths_T.tolist()
         of_text = None if margins is None else margins[place][: len(text)]
-        expected.append(ExpectedText(prompt.id, temperature, ids, whole, len(text), of_text, accepted))
+        expected.append(ExpectedText(prompt.id, temperature, ids, whole, len(text), of_text, accepted, drafted))
     return expected
 
 

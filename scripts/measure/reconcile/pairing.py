@@ -73,13 +73,15 @@ class Pairing:
             a_TK = text.acceptance(drafter, verifier, self.asked.draft_length)
             if a_TK is None:
                 return None
-            counts.append(self.counts(text, a_TK))
+            counts.append(self.counts(text, a_TK, text.lengths(drafter)))
         return counts
 
-    def counts(self, text: ExpectedText, acceptance_TK: np.ndarray) -> ServerCounts:
-        """Return what a server counts of a text, given the acceptance of its rounds."""
+    def counts(
+        self, text: ExpectedText, acceptance_TK: np.ndarray, drafted_T: np.ndarray | None = None
+    ) -> ServerCounts:
+        """Return what a server counts of a text, given the acceptance of its rounds, and their lengths if not γ."""
         room = None if self.asked.room is None else self.asked.room - len(text.prompt_ids)
-        return vllm_counts(acceptance_TK, text.length, self.asked.draft_length, room)
+        return vllm_counts(acceptance_TK, text.length, self.asked.draft_length, room, drafted_T)
 
     @cached_property
     def prompt_departures(self) -> dict[int, int]:

@@ -6,7 +6,7 @@ server must count is computed without the models: `draftsmith measure --server �
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -78,6 +78,9 @@ class ExpectedText:
     accepted: Mapping[str, Mapping[Verifier, list[Share] | list[list[Share]]]]
     """By drafter and verifier: of each token the probability that a round accepts it, where that depends on the text
     alone; else, as for heads, a row for each token a round may start at, of its γ drafts."""
+    drafted: Mapping[str, list[Count]] = field(default_factory=dict)
+    """By drafter, where some rounds draft fewer than γ tokens, as copies do: how many, for each token a round may start
+    at."""
 
     def acceptance(self, drafter: str, verifier: Verifier, draft_length: int) -> np.ndarray | None:
         """Return what a round that starts at each token accepts, (T, γ); None where it is not known."""
@@ -89,6 +92,10 @@ class ExpectedText:
             padded = np.pad(array, (0, draft_length - 1))
             return np.lib.stride_tricks.sliding_window_view(padded, draft_length)
         return array[:, :draft_length] if array.shape[1] >= draft_length else None
+
+    def lengths(self, drafter: str) -> np.ndarray | None:
+        """Return how many tokens a round that starts at each token drafts, (T,); None where it is always γ."""
+        return np.asarray(self.drafted[drafter]) if drafter in self.drafted else None
 
 
 def write_rounds(path: Path, settings: RoundsSettings, texts: Sequence[ExpectedText]) -> None:
@@ -143,3 +150,6 @@ def _check(text: ExpectedText, settings: RoundsSettings, where: str) -> None:
                 raise InputError(
                     f"{where}: accepted.{drafter}: expected {starts} probabilities or rows of them, found {len(values)}"
                 )
+        lengths = text.drafted.get(drafter)
+        if lengths is not None and len(lengths) < starts:
+            raise InputError(f"{where}: drafted.{drafter}: expected {starts} numbers, found {len(lengths)}")

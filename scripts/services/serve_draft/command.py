@@ -99,7 +99,7 @@ def _copies_of(served: _Served, config: ServeDraftConfig, model: PreTrainedModel
                     drafter.store = new
                 if drafter.store not in stores:
                     stores.append(drafter.store)
-    return Copies(hybrid.first, hybrid.switch, stores)
+    return Copies(hybrid.first, hybrid.switch, stores, hybrid.last_length)
 
 
 def load_texts(config: ServeDraftConfig) -> DraftTexts:

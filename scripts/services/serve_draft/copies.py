@@ -15,6 +15,7 @@ class Copies:
         drafters: in the order in which they are looked at; of chains.
         switch: from evidence to whether the draft that it is of is taken.
         stores: where texts that have ended go, for drafts of others; none if empty.
+        last_length: the longest draft of the model, where nothing is copied; as long as asked for if None.
     """
 
     def __init__(
@@ -22,8 +23,10 @@ class Copies:
         drafters: Sequence[CopyProposer],
         switch: Callable[[Evidence], bool],
         stores: Sequence[SuffixStore] = (),
+        last_length: int | None = None,
     ):
         self._drafters, self._switch, self._stores = drafters, switch, stores
+        self.last_length = last_length
 
     @property
     def learns(self) -> bool:

@@ -136,6 +136,7 @@ class DraftTexts:
         """
         drafts: list[list[int] | None] = []
         wanted: dict[Hashable, int] = {}
+        longest = None if self._copies is None else self._copies.last_length
         for key, row in zip(keys, rows, strict=True):
             text = self._texts.get(key, CachedText())
             if row.start > len(text.tokens):
@@ -150,7 +151,7 @@ class DraftTexts:
                     drafts[-1] = copied
                     self.copied += 1
                 else:
-                    wanted[key] = room
+                    wanted[key] = room if longest is None else min(room, longest)
         wanted = self._make_room(wanted)
         if not wanted:
             return [draft if key in self._texts else None for key, draft in zip(keys, drafts, strict=True)]

@@ -41,6 +41,15 @@ def test_certain_counts_are_those_of_the_loop(draft_length, tokens):
         assert len(steps) == 1 + counts.num_drafts and sum(steps) == tokens
 
 
+def test_rounds_that_draft_less_are_counted_as_they_are():
+    agrees = by_start([1] * 12, 4).copy()
+    drafted = np.array([4, 0, 2, 0, 0, 9, 0, 0, 0, 0, 0, 0])
+    agrees[2, 2:] = 0.0
+    # The prompt's token; nothing drafted at 1; two of two at 2; four of four at 5; the text ends at 10.
+    counts = vllm_counts(agrees, 8, 4, drafted_T=drafted)
+    assert counts == ServerCounts(2, 2 + 4, 2 + 4, (2, 2, 1, 1))
+
+
 def test_expected_counts_are_the_mean_over_draws():
     """Over 20,000 draws the mean of each count lies within 5 standard errors: false alarms below 1e-5."""
     generator, tokens, gamma = np.random.default_rng(0), 12, 3

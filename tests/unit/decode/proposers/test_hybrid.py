@@ -85,6 +85,25 @@ def test_replay_counts_what_the_decoder_counts(target, level, draft_length, last
         assert text.counts[draft_length].num_accepted_tokens == counts.num_accepted_tokens
 
 
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("last_length", [1, 2, 9])
+def test_the_last_drafter_can_draft_less_than_copies(target, level, last_length):
+    drafters = [SuffixProposer(1), DraftModelProposer(near(target))]
+    hybrid = HybridProposer(drafters, Switch(level), last_length=last_length)
+    drafted = [set(), set()]
+    out = speculative_generate(
+        target, hybrid, PROMPTS, draft_length=4, max_new_tokens=40, do_sample=False,
+        observer=lambda round: drafted[round.source].add(round.counts.num_draft_tokens),
+    )  # fmt: skip
+    assert max(drafted[0]) == 4
+    assert max(drafted[1]) == min(4, last_length)
+    replay = replay_acceptance(target, hybrid, list(out.sequences), [5, 5], [4], 0, max_new_tokens=40)
+    for text, counts in zip(replay.texts, out.row_counts, strict=True):
+        assert text.counts[4].num_drafts == counts.num_drafts
+        assert text.counts[4].num_draft_tokens == counts.num_draft_tokens
+        assert text.counts[4].num_accepted_tokens == counts.num_accepted_tokens
+
+
 def test_under_sampling_replay_expects_what_the_decoder_counts(target):
     hybrid = HybridProposer([SuffixProposer(1), DraftModelProposer(near(target))], Switch(match=2))
     prompts, options = PROMPTS[:1].repeat(400, 1), {"max_new_tokens": 16, "do_sample": True, "top_k": 0}
@@ -126,6 +145,8 @@ def test_hybrids_that_cannot_be_are_refused(target):
         HybridProposer([draft])
     with pytest.raises(InputError, match=r"hybrid: expected all drafters but the last to copy .* DraftModelProposer"):
         HybridProposer([draft, PromptLookupProposer()])
+    with pytest.raises(InputError, match="hybrid: expected a last draft of at least 1 token, found 0"):
+        HybridProposer([PromptLookupProposer(), draft], last_length=0)
     with pytest.raises(InputError, match="switch: expected a score of at least 0, found -1"):
         Switch(score=-1)
 

@@ -57,7 +57,7 @@ def hybrid(last, **options) -> Drafter:
 def text(tokens: int, sizes: np.ndarray) -> TextReplay:
     drafted = sum(n * float(column.sum()) for n, column in enumerate(sizes.T))
     rounds = replace(Counts(), num_drafts=float(sizes.sum()), num_draft_tokens=drafted, num_emitted_tokens=tokens)
-    return TextReplay({GAMMA: rounds}, 0.0, tokens, (0.0,) * tokens, None, {GAMMA: sizes})
+    return TextReplay({GAMMA: rounds}, 0.0, tokens, (0.0,) * tokens, sizes={GAMMA: sizes})
 
 
 @pytest.fixture(scope="module")

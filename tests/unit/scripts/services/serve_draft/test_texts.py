@@ -186,6 +186,13 @@ def test_random_calls_are_as_of_a_hybrid(draft, name, cache_tokens):
     assert 0 < texts.copied < rounds
 
 
+def test_the_model_drafts_no_more_than_its_own_length(draft):
+    texts = DraftTexts(draft, 128, 8, 4096, Copies([SuffixProposer()], Switch(match=3), last_length=2))
+    tokens = [1, 2, 3, 4, 5, 6, 7, 50]
+    assert texts.draft(["a"], [DraftRow(0, 0, tokens, 4)]) == [chain(draft, tokens, 2)]
+    assert texts.draft(["a"], [DraftRow(0, 8, [1, 2, 3], 4)]) == [[4, 5, 6, 7]]
+
+
 def test_nothing_is_fed_for_a_copy_and_what_it_brought_is_fed_at_once(draft, monkeypatch):
     texts, fed = DraftTexts(draft, 128, 8, 4096, Copies([SuffixProposer()], Switch(match=3))), []
     texts.draft(["a"], [DraftRow(0, 0, [1, 2, 3, 4, 5, 6, 7, 50], 1)])
