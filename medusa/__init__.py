@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from draftsmith.decode.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from draftsmith.medusa.block.model import BlockDrafter as BlockDrafter
+    from draftsmith.medusa.block.proposer import BlockProposer as BlockProposer
     from draftsmith.medusa.eagle.heads import EagleHeads as EagleHeads
     from draftsmith.medusa.eagle.proposer import EagleProposer as EagleProposer
     from draftsmith.medusa.heads.formats.importing import import_heads as import_heads
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from draftsmith.medusa.heads.proposer import MedusaProposer as MedusaProposer
 
 _MODULES = {
+    "BlockDrafter": "draftsmith.medusa.block.model",
+    "BlockProposer": "draftsmith.medusa.block.proposer",
     "EagleHeads": "draftsmith.medusa.eagle.heads",
     "EagleProposer": "draftsmith.medusa.eagle.proposer",
     "MedusaConfig": "draftsmith.medusa.heads.model",

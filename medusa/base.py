@@ -4,12 +4,14 @@ Shape suffixes: V the target's vocabulary, D the tokens that heads may draft.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import load_heads, reading, require_config
 from draftsmith.train.losses.output_head import head_of
@@ -17,6 +19,37 @@ from draftsmith.train.losses.output_head import head_of
 
 class LMHead(nn.Linear):
     """A linear map to logits, under a name by which sharded training wraps it."""
+
+
+class Norm(LlamaRMSNorm):
+    """Llama's norm, whose output has the dtype that what follows computes in.
+
+    Under autocast the library's has its weight's, float32, of which the backward would keep a copy beside one for each
+    map that follows.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the hidden states, normed, (…, H)."""
+        return super().forward(hidden_states).to(computing_dtype(self.weight))
+
+
+SPREAD = 0.5
+"""The most that logits of a random beginning stray by: a standard deviation of σ costs σ²/2 more than none."""
+
+
+@torch.no_grad()
+def begin_nearly_uniform(norm: nn.Module, rows: Tensor) -> None:
+    """Let the logits of random layers begin near each other: what is drafted is nearly uniform.
+
+    The head's rows are the target's, made for states that mean something. Of states that mean nothing their logits
+    would be as far apart, and the first loss far above that of a uniform distribution.
+
+    Args:
+        norm: before the head, which is scaled.
+        rows: of the head, (D, H).
+    """
+    spread = rows.float().square().sum(-1).mean().sqrt()
+    cast(Tensor, norm.weight).div_((spread / SPREAD).clamp(min=1.0))
 
 
 class NamedConfig(PretrainedConfig):

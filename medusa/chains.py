@@ -5,7 +5,7 @@ Shape suffixes: B rows, T positions, N chosen positions, K guesses or features o
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,18 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel
 
 PER_GUESS = ("count", "overlap", "right")
+
+
+class LossPlaces(Protocol):
+    """The guesses of a batch, of which a loss is taken."""
+
+    labels: Tensor
+    """(N,)."""
+    weights: list[Tensor]
+    """Of each head, how much each guess counts, (N,) float32."""
+
+    def teacher(self, hidden: Tensor) -> Tensor:
+        """Return what the teacher's head sees, (N, H), of hidden states, (B, T, H)."""
 
 
 class ChainPlaces:

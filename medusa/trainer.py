@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
-from draftsmith.medusa.chains import ChainPlaces, chain_metrics
+from draftsmith.medusa.chains import ChainPlaces, LossPlaces, chain_metrics
 from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.first_loss import Learner
@@ -107,7 +107,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
 
     def chain_loss(
         self,
-        at: ChainPlaces,
+        at: LossPlaces,
         states: Sequence[Tensor],
         head_of: Callable[[int], OutputHead],
         teacher: tuple[Tensor, OutputHead] | None,

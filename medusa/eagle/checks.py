@@ -10,8 +10,9 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, at_most
 from draftsmith.medusa.checks import shape, trained_on, unfit
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
-from draftsmith.medusa.eagle.heads import TREE, EagleHeads, rope_of
+from draftsmith.medusa.eagle.heads import TREE, EagleHeads
 from draftsmith.medusa.eagle.initial import beginning, new_heads
+from draftsmith.medusa.seen import rope_of
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import SEARCH, Part, Side, load_part

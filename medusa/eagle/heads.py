@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
-    LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
 
 from draftsmith.decode.cache.features import check_layers, decoder_layers, default_layers
-from draftsmith.decode.cache.kernels import computing_dtype, fused_attention
+from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
-from draftsmith.medusa.base import DraftingHeads, LMHead, NamedConfig, check_ids
+from draftsmith.medusa.base import DraftingHeads, LMHead, NamedConfig, Norm, check_ids
+from draftsmith.medusa.seen import KeysValues, rope_of
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 TREE = "eagle_tree"
@@ -82,43 +82,6 @@ class EagleConfig(NamedConfig, LlamaConfig):
         if not isinstance(depths, list) or not depths or not all(type(depth) is int for depth in depths):
             raise InputError(f"eagle_aux_hidden_state_layer_ids: expected a list of depths, found {depths!r}")
         return self
-
-
-def rope_of(config: PretrainedConfig) -> dict[str, Any]:
-    """Return how the last layer of a model of text turns its queries and keys, as `rope_parameters` of all of a head.
-
-    Raises:
-        InputError: the config does not say.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_theta" not in rope:  # a family whose kinds of layers turn by different angles, or not at all
-        kind = (getattr(config, "layer_types", None) or [None])[-1]
-        rope = rope.get(kind) or next((each for each in rope.values() if isinstance(each, dict)), {})
-    if "rope_theta" not in rope:
-        raise InputError(
-            f"target: expected rotary positions, whose rope_theta rope_parameters have, found none in its config "
-            f"({config.model_type})"
-        )
-    return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
-
-
-class KeysValues(NamedTuple):
-    """What places that came before are attended by: keys and values, (B, key-value heads, S, head width)."""
-
-    keys: Tensor
-    values: Tensor
-
-
-class Norm(LlamaRMSNorm):
-    """Llama's norm, whose output has the dtype that what follows computes in.
-
-    Under autocast the library's has its weight's, float32, of which the backward would keep a copy beside one for each
-    map that follows.
-    """
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the hidden states, normed, (…, H)."""
-        return super().forward(hidden_states).to(computing_dtype(self.weight))
 
 
 class EagleAttention(nn.Module):

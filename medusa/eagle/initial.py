@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
+from draftsmith.medusa.base import begin_nearly_uniform
 from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import TargetStates, seen_by, states_of_steps
+from draftsmith.medusa.eagle.unrolled import states_of_steps
+from draftsmith.medusa.seen import TargetStates, seen_by
 from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_of_scales
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.output_head import last_hidden
@@ -31,8 +33,6 @@ MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for n
 BESIDE_EMBEDDINGS = MAPS[:3]
 """These see an embedding besides, which comes first."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
-SPREAD = 0.5
-"""The most that logits of a random beginning stray by: a standard deviation of σ costs σ²/2 more than none."""
 
 
 @phase("making the heads")
@@ -55,7 +55,7 @@ def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: T
     if beginning(config, heads, target)[0] == "last_layer":
         begin_as_last_layer(heads, target)
     else:
-        begin_at_random(heads)
+        begin_nearly_uniform(heads.norm, heads.lm_head.weight)
     return heads
 
 
@@ -98,17 +98,6 @@ def other_layer(heads: EagleHeads, target: PreTrainedModel) -> str | None:
     if text.hidden_act != heads.config.hidden_act:
         return f"the target's hidden_act is {text.hidden_act}, and Llama's {heads.config.hidden_act}"
     return None
-
-
-@torch.no_grad()
-def begin_at_random(heads: EagleHeads) -> None:
-    """Leave random weights as they are, and let logits begin near each other: what is drafted is nearly uniform.
-
-    The head's rows are the target's, made for states that mean something. Of states that mean nothing their logits
-    would be as far apart, and the first loss far above that of a uniform distribution.
-    """
-    spread = heads.lm_head.weight.float().square().sum(-1).mean().sqrt()
-    heads.norm.weight.div_((spread / SPREAD).clamp(min=1.0))
 
 
 @torch.no_grad()

@@ -20,8 +20,9 @@ from draftsmith.decode.errors import at_most
 from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import new_heads
-from draftsmith.medusa.eagle.unrolled import TargetStates, seen_by, states_of_steps, work_of_steps
+from draftsmith.medusa.eagle.unrolled import states_of_steps, work_of_steps
 from draftsmith.medusa.memory import HeadsPlan, trace_losses
+from draftsmith.medusa.seen import TargetStates, seen_by
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.memory.activations import (

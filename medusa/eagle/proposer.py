@@ -30,8 +30,9 @@ from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads, KeysValues
+from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
 from draftsmith.medusa.eagle.replay import eagle_acceptance, eagle_ranks
+from draftsmith.medusa.seen import KeysValues
 
 
 class EagleModel(PreTrainedModel):

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.medusa.chains import ChainPlaces
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import TargetStates, seen_by, states_of_steps, work_of_steps
+from draftsmith.medusa.eagle.unrolled import states_of_steps, work_of_steps
+from draftsmith.medusa.seen import TargetStates, seen_by
 from draftsmith.medusa.trainer import FeaturesOf, HeadsTrainer
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work

@@ -14,16 +14,12 @@ steps look at the keys of step 0 by the same causal mask, and the key of step j 
 Shape suffixes: B rows, T places, S = T − k rounds of a step, N chosen places, K steps, F features, H hidden.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collected
 from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, flash_takes, fused_attention, repeated
-from draftsmith.medusa.eagle.heads import Attend, EagleHeads, KeysValues, Step, attention
+from draftsmith.medusa.eagle.heads import Attend, EagleHeads, Step, attention
+from draftsmith.medusa.seen import KeysValues, TargetStates
 from draftsmith.train.job.flops import Work
 
 SPARE = 8
@@ -149,36 +145,6 @@ def round_attention(of_features: FeatureKeys, drafted: list[KeysValues]) -> Atte
         return seen + weight * of_round.flatten(1, 2)
 
     return attend
-
-
-class TargetStates(NamedTuple):
-    """What a forward of the target leaves of a batch, or a cache has of it, without gradients."""
-
-    hidden: Tensor
-    """What its head sees, (B, T, H)."""
-    embeddings: Tensor
-    """Of the tokens, (B, T, H)."""
-    features: Tensor
-    """What the heads fuse, (B, T, F)."""
-
-
-def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[], Tensor]) -> TargetStates:
-    """Run a target once on a batch.
-
-    Args:
-        target: without gradients.
-        depths: after how many layers features are taken, ascending.
-        forward: runs it, and returns its last hidden states, (B, T, H).
-    """
-    embeddings: list[Tensor] = []
-    # A sharded target's embeddings are whole inside of its forward alone.
-    hook = target.get_input_embeddings().register_forward_hook(lambda _m, _i, output: embeddings.append(output))
-    try:
-        with collected(target, depths) as features:
-            hidden = forward()
-    finally:
-        hook.remove()
-    return TargetStates(hidden, embeddings[0].to(hidden.device), features[0].to(hidden.device))
 
 
 def states_of_steps(

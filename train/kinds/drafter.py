@@ -79,7 +79,9 @@ class Drafter:
 
     def lengths(self, draft_length: int) -> list[int]:
         """Return γ of each of those that take turns, where γ is wanted of all; one alone has that."""
-        return self.proposer.lengths(draft_length) if self.members else [draft_length]
+        from draftsmith.decode.proposers.hybrid import HybridProposer
+
+        return self.proposer.lengths(draft_length) if isinstance(self.proposer, HybridProposer) else [draft_length]
 
     @property
     def nodes(self) -> int | None:

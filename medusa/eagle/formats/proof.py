@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from draftsmith.medusa.eagle.formats import readers
-from draftsmith.medusa.eagle.heads import EagleHeads, KeysValues, Step
+from draftsmith.medusa.eagle.heads import EagleHeads, Step
 from draftsmith.medusa.proof import TOLERANCE, read_apart, relative_error
+from draftsmith.medusa.seen import KeysValues
 
 STEPS = 3
 """Of the layer on its own states that the proof compares."""

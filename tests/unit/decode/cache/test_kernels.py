@@ -11,7 +11,8 @@ from draftsmith.decode.cache.kernels import ALIGNED, AsOnCuda, additive_mask, cu
 from draftsmith.distill.parallel.model import parallel_hidden
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
-from draftsmith.medusa.eagle.unrolled import TargetStates, states_of_steps
+from draftsmith.medusa.eagle.unrolled import states_of_steps
+from draftsmith.medusa.seen import TargetStates
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 VOCAB = 23

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.cache.features import collected, default_layers
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.eagle.heads import EagleHeads, KeysValues
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.seen import KeysValues
 
 VOCAB = 31
 

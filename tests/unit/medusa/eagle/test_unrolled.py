@@ -5,8 +5,9 @@ import torch
 from conftest import tiny_llama
 
 from draftsmith.decode.cache.features import collected
-from draftsmith.medusa.eagle.heads import EagleHeads, KeysValues
+from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import unrolled
+from draftsmith.medusa.seen import KeysValues
 
 VOCAB, STEPS = 31, 4
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}

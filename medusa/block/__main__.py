@@ -1,0 +1,102 @@
+"""`accelerate launch -m draftsmith.medusa.block --config configs/block/tiny.yaml`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.base import begin_nearly_uniform
+from draftsmith.medusa.block.card import card
+from draftsmith.medusa.block.config import BlockTrainingConfig
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.medusa.block.trainer import BlockTrainer
+from draftsmith.medusa.run import HeadsRun
+from draftsmith.train.data.first_look import say_once
+from draftsmith.train.job.ranks import leave, run_rank
+from draftsmith.train.launch import launch
+from draftsmith.train.losses.output_head import head_of
+
+RANK = 256
+"""Of a Markov head, unless told (DSpark)."""
+
+
+class BlockRun(HeadsRun[BlockTrainingConfig]):
+    """A run that trains a block drafter."""
+
+    heads_class = BlockDrafter
+
+    def new_heads(self) -> BlockDrafter:
+        """Return a drafter that begins at random; its Markov head adds nothing at first."""
+        config, target = self.config, self.target
+        torch.manual_seed(config.training.seed)  # the same weights on all processes
+        rows, width = head_of(target).weight.shape
+        mask = mask_token(self.tokenizer, rows) if config.mask_token is None else config.mask_token
+        drafter = BlockDrafter.of_target(
+            target,
+            mask,
+            config.layers,
+            self.token_map,
+            config.layer_ids or None,
+            block_size=config.block_size,
+            anchor_guesses=config.anchor_guesses,
+            markov_rank=min(RANK, width) if config.markov_rank is None else config.markov_rank,
+            base_model_name_or_path=config.target,
+        ).float()
+        if drafter.markov_head is not None:
+            torch.nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+        begin_nearly_uniform(drafter.norm, drafter.head_for(target).weight)
+        return drafter
+
+    def first_look(self) -> None:
+        """Say how it begins."""
+        shape = self.heads.config
+        say_once(
+            f"init: {shape.num_hidden_layers} layers at random, on the outputs of the target's layers "
+            f"{', '.join(map(str, shape.target_layer_ids))}; token {shape.mask_token_id} stands for a mask"
+        )
+
+    def make_trainer(self, model: Any) -> BlockTrainer:
+        """Return the trainer."""
+        return BlockTrainer(model, self.target, self.tokenizer, self.config, self.data, self.heldout)
+
+    def finish(self, trainer: Any, output: Path) -> None:
+        """Write the card."""
+        card(trainer).save(output / "README.md")
+
+
+def mask_token(tokenizer: Any, rows: int) -> int:
+    """Return a token that texts do not hold: a row of the embedding behind the tokenizer's, or one for padding.
+
+    Args:
+        tokenizer: the target's.
+        rows: of the target's embedding.
+
+    Raises:
+        InputError: there is none.
+    """
+    if len(tokenizer) < rows:
+        return len(tokenizer)
+    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id):
+        if token is not None and token not in ends:
+            return int(token)
+    others = sorted(set(tokenizer.all_special_ids) - ends)
+    if not others:
+        raise InputError("mask_token: expected one, for the tokenizer has none that texts do not hold, found none")
+    return int(others[-1])
+
+
+def train_block(config: BlockTrainingConfig) -> BlockTrainer:
+    """Train as the config says; the drafter is in `config.training.output_dir` when this returns."""
+    return BlockRun(config).train()  # type: ignore[return-value]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the config and train."""
+    launch(BlockTrainingConfig, train_block, argv, prog="draftsmith.medusa.block")
+
+
+if __name__ == "__main__":
+    leave(run_rank(main))

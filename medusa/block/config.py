@@ -1,0 +1,53 @@
+"""Settings of a training run of a block drafter."""
+
+from dataclasses import dataclass, field
+
+from draftsmith.decode.errors import InputError, at_least, at_most, require
+from draftsmith.medusa.config import HeadsConfig
+from draftsmith.train.memory.setting import TrainingMachines
+
+MADE = ("layer_ids", "mask_token", "markov_rank")
+"""Fields that say what a new drafter is like, where they are given."""
+
+
+@dataclass
+class BlockTrainingConfig(HeadsConfig):
+    """Train a block drafter on a target, on completions that the target wrote (`draftsmith prepare`)."""
+
+    layers: int = 1
+    """Decoder layers of a new drafter."""
+    block_size: int = 7
+    """Slots of a block, each of which guesses a token; with `anchor_guesses: false` one guesses nothing."""
+    anchor_guesses: bool = True
+    """Whether the anchor's slot guesses the token behind it, as DSpark's does; DFlash's guesses nothing."""
+    markov_rank: int | None = None
+    """The rank of the Markov head, which tells each guess the token before it (DSpark); 0 for none (DFlash); 256 if not
+    given, or the target's width where that is less."""
+    layer_ids: list[int] = field(default_factory=list)
+    """The target's layers whose outputs it sees, ascending, counted from 0; if not given as many as `layers`, but two
+    at least, evenly from the second to the last but three."""
+    mask_token: int | None = None
+    """The token whose embedding stands for a mask; if not given one that the tokenizer never gives: a row behind its
+    tokens, or its token for padding or unknown text."""
+    anchors: int | None = None
+    """Blocks of a row that a step learns from, drawn anew each step; an eighth of the row's tokens if not given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, at_least(1) & at_most(256), "layers", "block_size", "anchors")
+        require(self, at_least(0), "markov_rank", "layer_ids", "mask_token")
+        if not self.anchor_guesses and self.block_size < 2:
+            raise InputError(
+                f"block_size: expected at least 2 where the anchor guesses nothing, found {self.block_size}"
+            )
+        if self.heads is not None:
+            given = [name for name in MADE if getattr(self, name) not in (None, [])]
+            if given:
+                raise InputError(f"{given[0]}: expected none beside heads, which have theirs, found one")
+
+
+@dataclass
+class BlockPlanConfig(TrainingMachines, BlockTrainingConfig):
+    """Say whether a training run of a block drafter fits its GPUs and how long it takes."""
+
+    plan_class = "draftsmith.medusa.block.memory:BlockPlan"

@@ -1,0 +1,369 @@
+"""Block drafters: DFlash and DSpark.
+
+A few decoder layers draft a whole block in one forward. They see the target's features of the text, fused into one
+state a token, and a block of slots: the embedding of the text's last token, the anchor, and of B − 1 masks. Inside the
+block attention goes both ways. Every layer's keys and values of the text are maps of the fused states, which no layer
+changes: so they are computed once, when the target has seen a token.
+
+DFlash (Chen et al. 2026) reads the guesses off the slots behind the anchor. DSpark (DeepSpec, 2026) reads one off
+each slot, and its Markov head adds to a slot's logits what follows the token before: W2 · W1[x]. So a guess knows the
+one before it, though all slots were computed at once.
+
+Embedding and output head are the target's own, frozen, and no part of the drafter; where it drafts few tokens alone,
+their rows of the head.
+
+Shape suffixes: B rows, T tokens of the text, N anchors, S slots, K guesses, F features, H hidden, R the Markov head's
+rank, V the target's vocabulary, D the drafter's.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3Config
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding, rotate_half
+
+from draftsmith.decode.cache.features import check_layers, decoder_layers
+from draftsmith.decode.cache.kernels import computing_dtype
+from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
+from draftsmith.medusa.base import DraftingHeads, NamedConfig, Norm, check_ids
+from draftsmith.medusa.seen import KeysValues, rope_of
+from draftsmith.train.losses.output_head import OutputHead, head_of
+
+
+class BlockConfig(NamedConfig, Qwen3Config):
+    """The shape of a block drafter, in the names of DeepSpec (`Qwen3DSparkModel`)."""
+
+    architecture = "Qwen3DSparkModel"
+
+    draft_vocab_size: int = None  # type: ignore[assignment]
+    """D, tokens that it can draft; V if None is given."""
+    block_size: int = 8
+    """S, slots of a block."""
+    target_layer_ids: list[int] = None  # type: ignore[assignment]
+    """The target's layers whose outputs it sees, ascending, counted from 0."""
+    num_target_layers: int = None  # type: ignore[assignment]
+    """How many layers the target has."""
+    mask_token_id: int = None  # type: ignore[assignment]
+    """The token whose embedding stands in the slots behind the anchor."""
+    markov_rank: int = 0
+    """R, the rank of the Markov head; 0 for none."""
+    enable_confidence_head: bool = False
+    """Whether it says how likely each guess is accepted."""
+    anchor_guesses: bool = True
+    """Whether the anchor's slot guesses the token behind it, as DSpark's does; DFlash's guesses nothing."""
+    base_model_name_or_path: str | None = None
+    """The target that it was trained on."""
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        super().__post_init__(**{"architectures": [self.architecture], **kwargs})
+
+    @property
+    def guesses(self) -> int:
+        """K, tokens that a block drafts."""
+        return self.block_size - (not self.anchor_guesses)
+
+    def check(self) -> "BlockConfig":
+        """Return the config, or raise an InputError that names the first field that cannot be."""
+        sizes = ("hidden_size", "vocab_size", "draft_vocab_size", "intermediate_size", "num_hidden_layers")
+        for allowed in (at_least(1), SIZE):
+            require(self, allowed, *sizes, "num_attention_heads", "num_key_value_heads", "head_dim")
+        require(self, at_most(2**12), "num_attention_heads", "head_dim", "num_hidden_layers")
+        require(self, at_least(1 if self.anchor_guesses else 2) & at_most(256), "block_size")
+        require(self, at_least(1) & at_most(2**40), "max_position_embeddings")
+        require(self, at_least(0) & at_most(2**14), "markov_rank")
+        require(self, finite(more_than(0)), "rms_norm_eps")
+        queries, keys = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if queries % keys:
+            raise InputError(f"num_key_value_heads: expected a divisor of {queries} heads, found {keys}")
+        if self.draft_vocab_size > self.vocab_size:
+            raise InputError(
+                f"draft_vocab_size: expected at most the vocabulary's {self.vocab_size} tokens, found "
+                f"{self.draft_vocab_size}"
+            )
+        if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
+            raise InputError(
+                f"mask_token_id: expected a token below {self.vocab_size}, a row of the target's embedding, found "
+                f"{self.mask_token_id!r}"
+            )
+        layers = self.target_layer_ids
+        if not isinstance(layers, list) or not layers or not all(type(layer) is int for layer in layers):
+            raise InputError(f"target_layer_ids: expected a list of layers, found {layers!r}")
+        return self
+
+
+def default_target_layers(layers: int, count: int) -> list[int]:
+    """Return the target's layers that a drafter of some layers sees, counted from 0: those of DFlash and DSpark.
+
+    From the second to the last but three, evenly, as many as the drafter has layers; one in the middle for one layer.
+    Shallow targets, which have not as many there, give the ones that they have.
+    """
+    if count == 1 or layers < 5:
+        return [layers // 2]
+    return sorted({round(1 + i * (layers - 4) / (count - 1)) for i in range(count)})
+
+
+Attend = Callable[[Tensor, KeysValues], Tensor]
+"""From queries of slots, and keys and values of the same, to what they attend to, (B, heads, Q, width)."""
+
+
+class BlockAttention(nn.Module):
+    """Qwen3's attention: queries and keys are normed a head."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        width = self.head_dim = config.head_dim or config.hidden_size // heads
+        size, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(size, heads * width, bias=bias)
+        self.k_proj = nn.Linear(size, key_heads * width, bias=bias)
+        self.v_proj = nn.Linear(size, key_heads * width, bias=bias)
+        self.o_proj = nn.Linear(heads * width, size, bias=bias)
+        self.q_norm, self.k_norm = (Norm(width, config.rms_norm_eps) for _ in range(2))
+
+    def queries(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Return queries of these places, (B, heads, T, width)."""
+        return rotated(self.q_norm(self._by_head(self.q_proj(states))).transpose(1, 2), rotation)
+
+    def keys_values(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
+        """Return keys and values of these places, (B, key-value heads, T, width) each."""
+        keys = rotated(self.k_norm(self._by_head(self.k_proj(states))).transpose(1, 2), rotation)
+        return KeysValues(keys, self._by_head(self.v_proj(states)).transpose(1, 2))
+
+    def _by_head(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))
+
+
+def rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Return queries or keys, (B, heads, T, width), turned to their places; cosines and sines are (B, T, width)."""
+    cosines, sines = (part[:, None].to(heads.dtype) for part in rotation)
+    return heads * cosines + rotate_half(heads) * sines
+
+
+class BlockLayer(GradientCheckpointingLayer):
+    """A decoder layer of the Qwen3 kind over a block's slots; the caller says what they attend to."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.self_attn, self.mlp = BlockAttention(config), Qwen3MLP(config)
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Return the layer's output for slots, (B, Q, H)."""
+        normed = self.input_layernorm(states)
+        queries, own = self.self_attn.queries(normed, rotation), self.self_attn.keys_values(normed, rotation)
+        states = states + self.self_attn.o_proj(attend(queries, own).transpose(1, 2).flatten(2))
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class MarkovHead(nn.Module):
+    """What a token adds to the logits of the one behind it, of rank R (DSpark)."""
+
+    def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """How likely a guess is accepted (DSpark)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class Guesses(NamedTuple):
+    """What an output head needs of some guesses."""
+
+    states: Tensor
+    """(…, H), or (…, H + R) with a Markov head."""
+    head: OutputHead
+    """Over the D tokens, of as wide states."""
+
+
+class BlockDrafter(DraftingHeads):
+    """The layers of DFlash and DSpark, whose embedding and output head are the target's.
+
+    `d2t`, (D,) int64, is each drafted id's distance to the target's id, where D < V.
+    """
+
+    config_class = BlockConfig
+    title, field, width, tokens = "a block drafter", "block", "hidden_size", "d2t"
+    main_input_name = "states"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["BlockLayer"]  # noqa: RUF012
+
+    def __init__(self, config: BlockConfig):
+        super().__init__(config.check())
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(size * len(config.target_layer_ids), size, bias=False)
+        self.hidden_norm, self.norm = Norm(size, eps), Norm(size, eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.markov_head: MarkovHead | None = None
+        if config.markov_rank:
+            self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.draft_vocab_size)
+        self.confidence_head = ConfidenceHead(size + config.markov_rank) if config.enable_confidence_head else None
+        self.d2t: Tensor | None
+        cut = config.draft_vocab_size < config.vocab_size
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if cut else None)
+        self.post_init()
+
+    @classmethod
+    def of_target(
+        cls,
+        target: PreTrainedModel,
+        mask_token: int,
+        layers: int = 1,
+        token_map: Tensor | None = None,
+        layer_ids: list[int] | None = None,
+        **shape: Any,
+    ) -> "BlockDrafter":
+        """Return an untrained drafter for a target, of its sizes, with random layers.
+
+        Args:
+            target: a causal LM.
+            mask_token: the token whose embedding stands for a mask.
+            layers: n.
+            token_map: ids of the target's that it may draft, ascending, (D,) int64; all if None.
+            layer_ids: the target's layers that it sees, counted from 0; `default_target_layers` of two if None.
+            **shape: further fields of `BlockConfig`, such as `block_size` or `markov_rank`.
+
+        Raises:
+            InputError: layers that the target does not have, a token map with an id twice or beyond the vocabulary, a
+                mask token beyond it, or a target without rotary positions.
+        """
+        head, text = head_of(target), target.config.get_text_config()
+        vocab_size, hidden_size = head.weight.shape
+        count = len(decoder_layers(target))
+        seen = default_target_layers(count, max(2, layers)) if layer_ids is None else layer_ids
+        check_layers([layer + 1 for layer in seen], count, "target_layer_ids")
+        if token_map is not None:
+            check_ids(token_map, vocab_size, "token_map")
+            token_map = None if len(token_map) == vocab_size else token_map.sort().values
+        heads, inner = text.num_attention_heads, getattr(text, "intermediate_size", None) or 4 * hidden_size
+        fields = {
+            "hidden_size": hidden_size,
+            "vocab_size": vocab_size,
+            "draft_vocab_size": vocab_size if token_map is None else len(token_map),
+            "target_layer_ids": list(seen),
+            "num_target_layers": count,
+            "mask_token_id": mask_token,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(text, "head_dim", None) or hidden_size // heads,
+            "intermediate_size": inner[-1] if isinstance(inner, list | tuple) else inner,
+            "max_position_embeddings": text.max_position_embeddings,
+            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+            "rope_parameters": rope_of(text),
+        }
+        made = cls(BlockConfig(**{**fields, **shape}))
+        if token_map is not None:
+            assert made.d2t is not None
+            made.d2t.copy_(token_map - torch.arange(len(token_map), device=token_map.device))
+        return made
+
+    @property
+    def cached_numbers(self) -> int:
+        """How many numbers the cache of the layers holds for a token."""
+        attention: Any = self.layers[0].self_attn
+        return len(self.layers) * (attention.k_proj.out_features + attention.v_proj.out_features)
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """After how many of the target's layers its features are taken, ascending."""
+        return [layer + 1 for layer in self.config.target_layer_ids]
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """The target's ids that it may draft, ascending, (D,) int64; None where it may draft all."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def check_fits(self, target: PreTrainedModel) -> None:
+        """Raise an InputError where a target has another width, vocabulary or number of layers than it needs."""
+        super().check_fits(target)
+        count = len(decoder_layers(target))
+        check_layers(self.layer_ids, count, "target_layer_ids")
+
+    def head_for(self, target: PreTrainedModel) -> OutputHead:
+        """Return the target's output head, of the tokens that it may draft alone."""
+        head, ids = head_of(target), self.token_map
+        return head if ids is None else head.of(ids.to(head.weight.device))
+
+    def fuse(self, features_BTF: Tensor) -> Tensor:
+        """Return one state a token, (B, T, H), of the target's features."""
+        return self.hidden_norm(self.fc(features_BTF))
+
+    def block(self, anchors: Tensor, embed: nn.Module) -> Tensor:
+        """Return what stands in the slots of blocks, (…, S, H).
+
+        Args:
+            anchors: the tokens in the first slots, (…) int64.
+            embed: the target's embedding.
+        """
+        slots = anchors[..., None].repeat_interleave(self.config.block_size, dim=-1)
+        slots[..., 1:] = self.config.mask_token_id
+        return embed(slots).to(self.fc.weight.device, computing_dtype(self.fc.weight))  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        states: Tensor,
+        positions: Tensor,
+        attend: Callable[[int], Attend],
+    ) -> Tensor:
+        """Run the layers over blocks.
+
+        Args:
+            states: of the slots, (B, Q, H): `block`.
+            positions: of the slots in the text, (B, Q) int64.
+            attend: for each layer what its slots attend to.
+
+        Returns:
+            What the output head sees of each slot, (B, Q, H).
+        """
+        rotation = self.rotary_emb(states, positions)
+        for place, layer in enumerate(self.layers):
+            states = layer(states, rotation, attend(place))
+        return self.norm(states)
+
+    def context(self, states: Tensor, positions: Tensor) -> list[KeysValues]:
+        """Return every layer's keys and values of the text.
+
+        Args:
+            states: fused, (B, T, H).
+            positions: of the tokens, (B or 1, T) int64.
+        """
+        rotation, layers = self.rotary_emb(states, positions), list[Any](self.layers)
+        return [layer.self_attn.keys_values(states, rotation) for layer in layers]
+
+    def guessing(self, hidden: Tensor) -> Tensor:
+        """Return the slots that guess, (…, K, H), of all slots, (…, S, H)."""
+        return hidden if self.config.anchor_guesses else hidden[..., 1:, :]
+
+    def guesses(self, hidden: Tensor, before: Tensor, head: OutputHead) -> Guesses:
+        """Return what makes the logits of guesses: one linear map, that of the Markov head included.
+
+        Args:
+            hidden: of the slots that guess, (…, H).
+            before: the tokens before those that are guessed, (…) int64.
+            head: `head_for` the target.
+        """
+        if self.markov_head is None:
+            return Guesses(hidden, head)
+        states = torch.cat([hidden, self.markov_head.markov_w1(before).to(hidden.dtype)], dim=-1)
+        weight = torch.cat([head.weight.to(hidden.dtype), self.markov_head.markov_w2.weight.to(hidden.dtype)], dim=1)
+        return Guesses(states, OutputHead(weight, head.bias, head.scale, head.softcap))
+
+    def logits(self, hidden: Tensor, before: Tensor, head: OutputHead) -> Tensor:
+        """Return the logits of guesses over the D tokens, (…, D): see `guesses`."""
+        projected = head.project(hidden)
+        if self.markov_head is not None:
+            projected = projected + self.markov_head.markov_w2(self.markov_head.markov_w1(before))
+        return head.finish(projected)

@@ -1,0 +1,270 @@
+"""A block drafter at work: one forward a round, and a walk along its guesses.
+
+Slot i of the cache holds the keys and values of token i, maps of the target's features of it. Of a text of T tokens the
+target has not seen the last, the anchor: its block lies in the slots from T − 1 on, and what the target sees of them is
+written over it.
+
+Shape suffixes: B rows, L places, K guesses, S slots, H hidden, V vocabulary, D tokens that are drafted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache import Places
+from draftsmith.decode.cache.attention import in_groups
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
+from draftsmith.decode.proposers.draft_model import DraftModelProposer
+from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
+from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
+from draftsmith.decode.replay.texts import Distributions, WrittenText
+from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.tree import Level, Tree
+from draftsmith.medusa.block.model import Attend, BlockConfig, BlockDrafter
+from draftsmith.medusa.block.replay import block_acceptance, block_ranks
+from draftsmith.medusa.seen import KeysValues
+
+
+class BlockModel(PreTrainedModel):
+    """The drafter in the form of a causal LM, for `CachedModel`: it is fed states of a text, or a block."""
+
+    config_class = BlockConfig
+
+    def __init__(self, drafter: BlockDrafter):
+        super().__init__(drafter.config)
+        self.drafter = drafter
+        self.embed: nn.Module | None = None  # the target's
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_key_values: Any,
+        states: Tensor | None = None,
+        attention_mask: Tensor | Mapping[str, Tensor] | None = None,
+        use_cache: bool = True,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool = False,
+    ) -> SimpleNamespace:
+        """Keep the keys and values of a text's places, or run a block.
+
+        Args:
+            input_ids: of a block the anchors first, (B, S) int64; else anything, (B, L).
+            position_ids: (B or 1, L or S) int64.
+            past_key_values: the cache.
+            states: of the places, fused, (B, L, H); None: a block.
+            attention_mask: additive, (B or 1, 1, S, …), of each kind of layer; None where all is seen.
+            use_cache: always.
+            logits_to_keep: not looked at.
+            output_hidden_states: never.
+
+        Returns:
+            In place of logits what the output head sees of each guess, (B, K, H); of a text's places nothing of use.
+        """
+        if states is not None:
+            for layer, kept in enumerate(self.drafter.context(states, position_ids)):
+                past_key_values.update(kept.keys, kept.values, layer)
+            return SimpleNamespace(logits=states[:, -1:])
+
+        def attend(layer: int) -> Attend:
+            mask = attention_mask
+            if isinstance(mask, Mapping):
+                mask = mask[self.config.layer_types[layer]]
+
+            def attended(queries: Tensor, own: KeysValues) -> Tensor:
+                seen = KeysValues(*past_key_values.update(own.keys, own.values, layer))
+                return in_groups(queries, *seen, mask)
+
+            return attended
+
+        assert self.embed is not None
+        block = self.drafter.block(input_ids[:, 0], self.embed)
+        positions = position_ids.expand(len(block), -1)
+        return SimpleNamespace(logits=self.drafter.guessing(self.drafter(block, positions, attend)))
+
+
+class BlockProposer(TreeProposer, DraftModelProposer):
+    """Drafts chains or trees with a block drafter (DFlash, DSpark): see `draftsmith.medusa.block.model`.
+
+    Each guess is drawn from its slot's distribution, which the Markov head changes by the token drafted before it: so
+    nodes of one depth of a tree differ by their parents alone. The first round of a text has no features to draft from:
+    it drafts nothing, and emits the token that the prompt's forward gives.
+
+    Args:
+        drafter: of this target.
+        tree: None drafts chains; a `Tree` has one shape for every round, whose siblings are the most likely tokens at
+            T=0 and drawn without replacement under sampling.
+        greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
+
+    Raises:
+        InputError: a tree deeper than a block.
+    """
+
+    at_once = True
+    _without = 1
+
+    def __init__(self, drafter: BlockDrafter, tree: Tree | None = None, greedy: bool = False):
+        self.drafter, self.tree, self.greedy, self.stop = drafter.eval(), tree, greedy, None
+        self.longest = drafter.config.guesses
+        if tree is not None and tree.depth > self.longest:
+            raise InputError(f"tree: expected at most the block's depth {self.longest}, found {tree.depth}")
+        self._block = BlockModel(drafter).eval()
+        self.draft_model: PreTrainedModel = self._block
+        self.wants_features = drafter.layer_ids
+
+    def with_tree(self, tree: Tree) -> Self:
+        """Return the same drafter with another tree."""
+        return type(self)(self.drafter, tree)
+
+    def ranks(
+        self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
+    ) -> TextRanks:
+        """Return the ranks of a text's tokens among the drafter's logits."""
+        text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
+        return block_ranks(target, self.drafter, text, Sampler.of(0), [MOST_RANKS] * self.depth)
+
+    def start(self, task: DraftTask) -> int:
+        """Begin with an empty cache and no features.
+
+        Raises:
+            InputError: a drafter that does not fit the target, or a tree with more siblings than it knows tokens.
+        """
+        if task.target is None:
+            raise InputError("block: expected the target that the drafter was trained on, found none")
+        self.drafter.check_fits(task.target)
+        self._block.embed = task.target.get_input_embeddings()
+        self._head = self.drafter.head_for(task.target).to(self.drafter.device)
+        self._depth = min(task.draft_length, self.drafter.config.guesses)
+        self._width = max(self.drafter.config.block_size, task.draft_length + 1)  # places fed at once at most
+        if self.tree is not None:
+            vocabulary, widest = self.drafter.config.draft_vocab_size, max(map(len, self._shape(self._depth).children))
+            if widest > vocabulary:
+                raise InputError(
+                    f"tree: expected at most {vocabulary} siblings, as many as it has tokens, found {widest}"
+                )
+        self._begin(replace(task, compiled=False), self._width)
+        self._states: list[Tensor] = []  # of each row, (L, H): fused, and not fed yet
+        return self.nodes(task.draft_length)
+
+    def nodes(self, draft_length: int) -> int:
+        """Return the nodes of the tree that are no deeper, or the length of a chain."""
+        return super().nodes(min(draft_length, self.drafter.config.guesses))
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft for each row; nothing in a text's first round."""
+        if not self._states:
+            return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0)) for _ in contexts]
+        return super().propose(contexts, draft_lengths)
+
+    @torch.inference_mode()
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Fuse the features of what stands; the next draft feeds it, over the block."""
+        drafter = self.drafter
+        places = [outcome.features for outcome in outcomes if outcome.features is not None]
+        assert len(places) == len(outcomes), "the target's features"
+        fused_BLH = drafter.fuse(pad_sequence(places, batch_first=True).to(drafter.device, drafter.dtype))
+        states = []
+        for row, outcome in enumerate(outcomes):
+            parts = [self._states[row]] if self._states else []
+            if outcome.prompt_features is not None:
+                parts.append(drafter.fuse(outcome.prompt_features.to(drafter.device, drafter.dtype)))
+            states.append(torch.cat([*parts, fused_BLH[row, : len(places[row])]]))
+        self._states = states
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows alone."""
+        super().select(rows)
+        self._states = [self._states[row] for row in rows]
+
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Refuse trees under sampling, whose siblings' draws are not known."""
+        return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
+
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
+        """Replay chains, and at T=0 trees of one shape; of longer drafts than a block its whole one."""
+        target, sampler, depth = task.target, task.sampler, min(task.draft_length, self.drafter.config.guesses)
+        assert target is not None
+        self.drafter.check_fits(target)
+        tree = Tree.chain(depth) if self.tree is None else self._shape(depth)
+        if distributions is not None:
+            each = [
+                block_acceptance(target, self.drafter, text, sampler, p_NV, tree.depth, self.greedy)
+                for text, p_NV in zip(texts, distributions, strict=True)
+            ]
+            overlaps = [common_NK[:, 0][drafted_NK[:, 0]] for _, common_NK, drafted_NK in each]
+            return replay_by_start(texts, [a_NK for a_NK, _, _ in each], overlaps, first=1)
+        # Behind the tree the most likely tokens, for servers that draft chains.
+        widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
+        ranks = [block_ranks(target, self.drafter, text, sampler, widths, chains) for text in texts]
+        return replay_by_start_ranks(ranks, tree, [r.agreement for r in ranks])
+
+    def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
+        """Return None: a guess depends on where its block begins."""
+        return None
+
+    def _shape(self, depth: int) -> Tree:
+        assert isinstance(self.tree, Tree)
+        return self.tree.pruned(depth)[0]
+
+    def _can_draft_in_programs(self) -> bool:
+        return False
+
+    def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        lengths = [min(k, self._depth) for k in draft_lengths]
+        self._feed_states()
+        anchors = torch.stack([text[-1] for text in texts])
+        slots = self.drafter.config.block_size
+        given_BKH = self._model.feed(
+            anchors[:, None].expand(-1, slots),
+            self._lengths,
+            visible=torch.ones(slots, slots, dtype=torch.bool, device=anchors.device),
+        )
+
+        def logits_after(level: Level, tokens: Tensor) -> Tensor:
+            before = anchors[:, None] if not level.depth else tokens.index_select(1, level.fed)
+            hidden = given_BKH[:, level.depth, None].expand(-1, before.shape[1], -1)
+            return self._aligned(self.drafter.widened(self.drafter.logits(hidden, before, self._head)))
+
+        tree, drawn = Tree.chain(max(lengths)), self._draws
+        if self.tree is not None:
+            tree, drawn = self._shape(max(lengths)), drawn and self._task.draw_siblings
+        return draft_static_tree(
+            tree, self._samplers, texts, lengths, self._generators, drawn, self._wants_confidence, logits_after
+        )
+
+    def _feed_states(self) -> None:
+        """Keep the keys and values of all places that have features now.
+
+        Rows that have fewer are padded: what lies behind their own is written over. At most so many go in at once as
+        there is room for behind the longest text, but for the prompts.
+        """
+        lacking = [len(states) for states in self._states]
+        begins = [end - count for end, count in zip(self._lengths.host, lacking, strict=True)]
+        most = max(lacking)
+        if self._model.is_empty:
+            self._model.prefill(*_places(self._states, most))
+        else:
+            for first in range(0, most, self._width):
+                own = [min(first, count) for count in lacking]  # a row that has no more goes on behind its text
+                parts = [states[at : at + self._width] for states, at in zip(self._states, own, strict=True)]
+                tokens, _, further = _places(parts, min(self._width, most - first))
+                starts = [begin + at for begin, at in zip(begins, own, strict=True)]
+                self._model.feed(tokens, Places(starts, tokens.device), 1, further=further)
+        self._states = [states[:0] for states in self._states]
+
+
+def _places(rows: Sequence[Tensor], width: int) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Return what a cache is fed of rows of states, padded to a width: tokens, which count for nothing, and states."""
+    states = torch.stack([nn.functional.pad(states, (0, 0, 0, width - len(states))) for states in rows])
+    return torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), 1, {"states": states}

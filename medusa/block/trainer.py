@@ -1,0 +1,186 @@
+"""Training of block drafters on a frozen target: blocks behind anchors that are drawn anew each step.
+
+One forward of the target gives the features, and the last hidden states that its distributions are made of. The blocks
+behind some anchors of each row follow, and a loss over all of their guesses, a chunk at a time: guesses × vocabulary is
+never held. The sum over the drawn anchors stands for that over all: it is scaled by how many there are.
+
+Which anchors are drawn depends on the step, and on the tokens that stand there: so two processes draw what one would,
+and a run that is resumed what it would have.
+
+Shape suffixes: B rows, T positions, N anchors, K guesses, M = B · N · K, H hidden.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.cache.kernels import computing_dtype
+from draftsmith.medusa.block.blocks import Anchors, anchors_at_once, block_states
+from draftsmith.medusa.block.config import BlockTrainingConfig
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.medusa.chains import ChainPlaces
+from draftsmith.medusa.seen import TargetStates, seen_by
+from draftsmith.medusa.trainer import FeaturesOf, HeadsTrainer
+from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.job.flops import Work
+from draftsmith.train.losses.distributions import LiveDistributions
+from draftsmith.train.losses.inside_forward import open_forward
+from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.losses.positions import LossPositions
+
+SHARE = 8
+"""One out of so many tokens of a row is an anchor, unless told."""
+PRIMES = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
+"""Odd multipliers whose products, cut to 31 bits, look random (those of xxHash)."""
+
+
+class BlockPlaces:
+    """The guesses of the blocks behind drawn anchors, as a loss takes them.
+
+    Args:
+        inputs: a batch; its `positions` say at which anchors each guess has a label.
+        count: K.
+        most: anchors of a row.
+        step: of the training run.
+    """
+
+    def __init__(self, inputs: dict[str, Any], count: int, most: int, step: int):
+        ids_BT: Tensor = inputs["input_ids"]
+        rows, length = ids_BT.shape
+        windows: Sequence[Tensor] = inputs["positions"][1 : 1 + count]
+        learned_KX = torch.zeros(count, rows * length, device=ids_BT.device)
+        for guess, starts in enumerate(windows):
+            learned_KX[guess, starts + 1] = 1.0
+        first_BT = learned_KX[0].view(rows, length)
+        order_BT = drawn_order(ids_BT, step).masked_fill(first_BT == 0, -1)
+        self.places = order_BT.topk(min(most, length), dim=1).indices
+        """Of the anchors, (B, N); rows that have fewer have others, whose guesses count nothing."""
+        flat_BN = self.places + torch.arange(rows, device=ids_BT.device)[:, None] * length
+        weights_KBN = learned_KX[:, flat_BN]
+        scale_B = first_BT.sum(1) / weights_KBN[0].sum(1).clamp(min=1.0)
+        self.weights_BNK = (weights_KBN * scale_B[:, None]).permute(1, 2, 0)
+        """How much each guess counts, (B, N, K): as many as are drawn stand for all of a row's."""
+        behind_K = torch.arange(count, device=ids_BT.device)
+        self._before_M = (flat_BN[..., None] + behind_K).clamp(max=rows * length - 2).flatten()
+        self._ids = ids_BT.flatten()
+        self.labels = self._ids[self._before_M + 1]
+        """Of the guesses, (M,)."""
+        self.before = self._ids[self._before_M]
+        """The tokens before them, (M,)."""
+        self.weights = [self.weights_BNK.flatten()]
+
+    def teacher(self, hidden: Tensor) -> Tensor:
+        """Return what the teacher's head sees, (M, H)."""
+        return hidden.flatten(0, 1).index_select(0, self._before_M)
+
+
+def drawn_order(ids_BT: Tensor, step: int) -> Tensor:
+    """Return for each place a number below 2³¹ that looks random, of its tokens, its place and the step alone."""
+    place_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    before_BT = torch.nn.functional.pad(ids_BT[:, :-1], (1, 0))
+    mixed = ids_BT * PRIMES[0] + before_BT * PRIMES[1] + place_T * PRIMES[2] + step * PRIMES[3]
+    for shift in (15, 13, 16):
+        mixed = mixed & 0x7FFFFFFF
+        mixed = (mixed ^ (mixed >> shift)) * PRIMES[shift % 3]
+    return mixed & 0x7FFFFFFF
+
+
+class BlockTrainer(HeadsTrainer):
+    """Minimises Σ_k decay^k · objective of guess k, against the target's distribution or text, on completions.
+
+    Evaluation replays held-out completions with whole blocks, and reports `mean_acceptance_length`, `alpha` (of the
+    first guess), `loss`, and for each guess k ≥ 1 `accuracy_k`, the share of its tokens that it puts first, and
+    `alpha_k`, its Σ_v min(p, q).
+    """
+
+    def __init__(
+        self,
+        heads: BlockDrafter,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: BlockTrainingConfig,
+        train_dataset: TrainingData,
+        eval_dataset: TrainingData | None = None,
+        **kwargs: Any,
+    ):
+        heads.check_fits(target)
+        open_forward(heads)  # losses run inside of it: `train/losses/inside_forward.py`
+        super().__init__(
+            heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=heads.config.guesses, **kwargs
+        )
+        self.embed: Any = target.get_input_embeddings()
+
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+        """Return Σ_k decay^k · the objective summed over guess k's tokens."""
+        seen, length = self._seen(inputs), inputs["input_ids"].shape[1]
+        at = BlockPlaces(inputs, self.count, self.config.anchors or max(1, length // SHARE), self.state.global_step)
+        decays_K = self.config.decay ** torch.arange(self.count, device=at.labels.device)
+        at.weights = [(at.weights_BNK * decays_K).flatten()]
+
+        def loss() -> Tensor:
+            hidden_BNKH = self._hidden(seen, inputs, at.places)
+            guesses = self.heads.guesses(hidden_BNKH.flatten(0, 2), at.before, self.frozen_head)
+            head = self.loss_head(guesses.head)
+            return self.chain_loss(at, [guesses.states], lambda _: head, (seen.hidden, self.teacher_head))
+
+        return model(inside=loss)  # type: ignore[no-any-return]
+
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
+        """Return each sample's tokens, rounds and loss, and three sums a guess, (B, 3 + 3K)."""
+        seen = self._seen(inputs)
+        rows, length = inputs["input_ids"].shape
+
+        def sums() -> Tensor:
+            at = ChainPlaces(inputs, self.count)
+            p = LiveDistributions(at.teacher(seen.hidden), self.target_head)
+            everywhere = torch.arange(length, device=at.flat.device).expand(rows, -1)
+            parts = everywhere.split(anchors_at_once(rows * length, self.heads.config.block_size), dim=1)
+            hidden_XKH = torch.cat([self._hidden(seen, inputs, part) for part in parts], dim=1).flatten(0, 1)
+
+            def features(k: int, features_of: FeaturesOf) -> Tensor:
+                hidden = hidden_XKH[(at.flat - k).clamp(min=0), k]
+                guesses = self.heads.guesses(hidden, at.ids_N[at.flat], self.frozen_head)
+                return features_of(guesses.states, self.loss_head(guesses.head))
+
+            return self.chain_sums(at, chosen_BT, p, features)
+
+        return model(inside=sums)  # type: ignore[no-any-return]
+
+    @cached_property
+    def frozen_head(self) -> OutputHead:
+        """The target's head of the tokens that are drafted, on the device where the loss is taken."""
+        return self.heads.head_for(self.target).to(self.args.device)  # type: ignore[no-any-return]
+
+    def _seen(self, inputs: dict[str, Any]) -> TargetStates:
+        """Run the target once on a batch."""
+        return seen_by(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))
+
+    def _hidden(self, seen: TargetStates, inputs: dict[str, Any], places_BN: Tensor) -> Tensor:
+        """Return what the output head sees of the guesses behind some anchors, (B, N, K, H)."""
+        ids_BT, positions_BT, texts_BT = inputs["input_ids"], inputs.get("position_ids"), None
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        else:
+            texts_BT = (positions_BT == 0).cumsum(1)
+        features_BTF = seen.features.to(computing_dtype(self.heads.fc.weight))
+        context = self.heads.context(self.heads.fuse(features_BTF), positions_BT)
+        anchors = Anchors.at(places_BN, ids_BT, positions_BT, texts_BT)
+        return block_states(self.heads, self.embed, context, anchors, texts_BT)
+
+    def trained_work(self) -> Work | None:
+        """Return None: how many places the layers see depends on how many anchors are drawn."""
+        return None
+
+    @property
+    def ends(self) -> list[nn.Module]:
+        """The Markov head, whose maps are a vocabulary's."""
+        return [part for part in (self.heads.markov_head,) if part is not None]
+
+    @property
+    def cause_of_bad_new_heads(self) -> str:
+        """They begin at random, and guess next to nothing."""
+        return "the layers do not learn from these features; try a lower training.learning_rate"
