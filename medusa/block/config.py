@@ -37,9 +37,7 @@ class BlockTrainingConfig(HeadsConfig):
         require(self, at_least(1) & at_most(256), "layers", "block_size", "anchors")
         require(self, at_least(0), "markov_rank", "layer_ids", "mask_token")
         if not self.anchor_guesses and self.block_size < 2:
-            raise InputError(
-                f"block_size: expected at least 2 where the anchor guesses nothing, found {self.block_size}"
-            )
+            raise InputError(f"block_size: expected at least 2 without anchor_guesses, found {self.block_size}")
         if self.heads is not None:
             given = [name for name in MADE if getattr(self, name) not in (None, [])]
             if given:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Training
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.train import launch
@@ -81,6 +82,10 @@ def heads_configured(pipeline: Path, output: Path, **options) -> MedusaTrainingC
 
 def eagle_configured(pipeline: Path, output: Path, **options) -> EagleTrainingConfig:
     return _configured(EagleTrainingConfig, pipeline, output, **{"num_steps": 3} | options)
+
+
+def block_configured(pipeline: Path, output: Path, **options) -> BlockTrainingConfig:
+    return _configured(BlockTrainingConfig, pipeline, output, **{"block_size": 3, "markov_rank": 4} | options)
 
 
 def _configured(kind, pipeline: Path, output: Path, **options):

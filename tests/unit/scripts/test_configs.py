@@ -7,6 +7,7 @@ from pages import ROOT
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
+from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.scripts.bench.real_model import BenchRealModelConfig
@@ -28,6 +29,7 @@ FOLDERS = {
     "train": PretrainConfig,
     "distill": DistillConfig,
     "medusa": MedusaTrainingConfig,
+    "block": BlockTrainingConfig,
     "eagle": EagleTrainingConfig,
     "tree": TreeConfig,
     "prepare": PrepareConfig,

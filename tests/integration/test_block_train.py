@@ -1,0 +1,207 @@
+"""Training of block drafters: the loss is its formula, anchors are drawn alike everywhere, and drafters learn."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pipelines import block_configured, history, measured_on_what_it_learns
+from torch import Tensor
+
+from draftsmith.decode.cache.features import collected
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.block import __main__ as command
+from draftsmith.medusa.block.blocks import Anchors, block_states
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.medusa.block.trainer import BlockPlaces, BlockTrainer
+from draftsmith.train import launch
+from draftsmith.train.data.examples import training_examples
+from draftsmith.train.data.packing import pack
+from draftsmith.train.losses.positions import IGNORED
+
+T = 0.8
+"""The temperature of the runs whose numbers are computed by hand."""
+ALL = 256
+"""More anchors than a row has tokens."""
+
+
+@pytest.fixture
+def untrained(monkeypatch):
+    """Builds a trainer by the command and trains nothing."""
+    monkeypatch.setattr(launch, "run_training", lambda *_: None)
+    return command.train_block
+
+
+def some_samples(pipeline: Path) -> list[dict]:
+    """Completions of 3 and of 12 tokens, behind prompts of different lengths."""
+    return list(training_examples([str(pipeline / "short"), str(pipeline / "long")]))[6:14]
+
+
+def batch_of(trainer: BlockTrainer, samples: list[dict]) -> dict:
+    ((batch,), _) = trainer.get_batch_samples(iter([trainer.data_collator(samples)]), 1, torch.device("cpu"))
+    return batch
+
+
+def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor]]:
+    """The target's logits of one text, (T, V), and the drafter's by guess, (T − 1 − k, D) each, of all anchors."""
+    ids, drafter, target = torch.tensor([sample["input_ids"]]), trainer.heads, trainer.target
+    with torch.no_grad(), collected(target, drafter.layer_ids) as features:
+        p_logits = target(ids).logits[0].double()
+    positions = torch.arange(ids.shape[1])[None]
+    context = drafter.context(drafter.fuse(features[0]), positions)
+    hidden = block_states(drafter, target.get_input_embeddings(), context, Anchors.at(positions, ids, positions))[0]
+    head, length = drafter.head_for(target), ids.shape[1]
+    count = min(trainer.count, length - 1)
+    return p_logits, [
+        drafter.logits(hidden[: length - 1 - k, k], ids[0, k : length - 1], head).double() for k in range(count)
+    ]
+
+
+def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
+    """Σ_k decay^k Σ_a objective(p(· | x_{≤ a+k}), guess k of the block behind a), whole vocabulary, float64."""
+    config, drafter = trainer.config, trainer.heads
+    kept = torch.arange(len(trainer.processing_class)) if drafter.token_map is None else drafter.token_map
+    total = torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        ids = torch.tensor(sample["input_ids"])
+        labels = sample["input_ids"] if config.prompt_loss else sample["labels"]
+        columns = {t for t, label in enumerate(labels) if label != IGNORED and t > 0}
+        p_logits, guesses = guesses_of(trainer, sample)
+        for k, q_logits in enumerate(guesses):
+            anchors = [a for a in range(len(q_logits)) if columns >= set(range(a, a + k + 2))]
+            q = q_logits[anchors][:, : len(kept)]
+            if config.divergence == "cross_entropy":
+                hit = kept == ids[[a + k + 1 for a in anchors]][:, None]
+                value = -(q.log_softmax(-1) * hit).sum(-1)
+            else:
+                log_p = (p_logits[[a + k for a in anchors]][:, kept] / T).log_softmax(-1)
+                value = (log_p.exp() * (log_p - (q / T).log_softmax(-1))).sum(-1)
+            total = total + config.decay**k * value.sum()
+    return total
+
+
+def assert_same(trainer: BlockTrainer, found: Tensor, expected: Tensor) -> None:
+    """The same value and the same gradients, of float32 against laws in float64."""
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    parameters = list(trainer.heads.parameters())
+    one = torch.autograd.grad(expected, parameters)
+    found.backward()
+    largest = max(float(gradient.abs().max()) for gradient in one)
+    for parameter, gradient in zip(parameters, one, strict=True):
+        assert (parameter.grad - gradient).abs().max() < 1e-5 * largest
+
+
+CASES = {
+    "DSpark": {},
+    "DFlash": {"anchor_guesses": False, "markov_rank": 0, "layers": 2},
+    "hard": {"divergence": "cross_entropy", "decay": 0.5},
+    "cut vocabulary": {"draft_vocabulary": 20},
+    "prompts too": {"prompt_loss": True},
+    "blocks longer than texts": {"block_size": 9},
+    "layers computed twice": {"training": {"activation_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
+    trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL, **CASES[case]))
+    if trainer.heads.markov_head is not None:  # which begins with nothing
+        torch.nn.init.normal_(trainer.heads.markov_head.markov_w2.weight)
+    if trainer.args.activation_checkpointing:  # as `train` does
+        trainer.heads.activation_checkpointing_enable()
+        trainer.heads.train()
+    samples = some_samples(pipeline)
+    loss = trainer.compute_loss(trainer.heads, batch_of(trainer, samples), num_items_in_batch=torch.tensor(100))
+    assert_same(trainer, loss, eager(trainer, samples) / 100)
+
+
+def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained):
+    trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL))
+    dataset = training_examples([str(pipeline / "short"), str(pipeline / "long")])
+    rows = list(pack(dataset, 64))
+    assert 2 < len(rows) < len(dataset) / 2
+    packed = trainer.compute_loss(trainer.heads, batch_of(trainer, rows), num_items_in_batch=torch.tensor(100))
+    assert_same(trainer, packed, eager(trainer, list(dataset)) / 100)
+
+
+def test_anchors_are_drawn_alike_in_any_batch_and_anew_each_step(pipeline, tmp_path, untrained):
+    trainer = untrained(block_configured(pipeline, tmp_path))
+    samples = some_samples(pipeline)[4:]
+    together = BlockPlaces(batch_of(trainer, samples), 3, 2, step=5)
+    for row, sample in enumerate(samples):
+        alone = BlockPlaces(batch_of(trainer, [sample]), 3, 2, step=5)
+        assert alone.places[0].tolist() == together.places[row].tolist()
+        assert alone.weights_BNK[0].tolist() == together.weights_BNK[row].tolist()
+    drawn = {tuple(BlockPlaces(batch_of(trainer, samples), 3, 2, step).places[0].tolist()) for step in range(20)}
+    assert len(drawn) > 10
+
+
+def test_a_few_anchors_stand_for_all(pipeline, tmp_path, untrained):
+    """Over steps the mean of what few anchors count is what all do; 400 steps leave some 2 % of a guess's sum."""
+    trainer = untrained(block_configured(pipeline, tmp_path))
+    batch = batch_of(trainer, some_samples(pipeline)[4:])
+    every = BlockPlaces(batch, 3, ALL, step=0).weights_BNK.sum((0, 1))
+    assert every[0] > every[1] > every[2] > 0
+    few = torch.stack([BlockPlaces(batch, 3, 3, step).weights_BNK.sum((0, 1)) for step in range(400)]).mean(0)
+    torch.testing.assert_close(few, every, rtol=0.06, atol=0)
+
+
+def test_evaluation_counts_what_the_guesses_are(pipeline, tmp_path, untrained):
+    trainer = untrained(block_configured(pipeline, tmp_path))
+    samples = some_samples(pipeline)
+    batch = batch_of(trainer, samples)
+    with torch.no_grad():
+        sums = trainer.replay_sums(trainer.heads, batch, batch["labels"][:, 1:] != IGNORED)
+    for row, sample in enumerate(samples):
+        ids, labels = sample["input_ids"], sample["labels"]
+        columns = {t for t, label in enumerate(labels) if label != IGNORED and t > 0}
+        p_logits, guesses = guesses_of(trainer, sample)
+        assert sums[row, 0] == len(columns)
+        for k, q_logits in enumerate(guesses):
+            anchors = [a for a in range(len(q_logits)) if columns >= set(range(a, a + k + 2))]
+            p, q = p_logits[[a + k for a in anchors]].softmax(-1), q_logits[anchors].softmax(-1)
+            right = sum(int(q[i].argmax()) == ids[a + k + 1] for i, a in enumerate(anchors))
+            expected = [len(anchors), float(torch.minimum(p, q).sum()), right]
+            assert sums[row, 3 + 3 * k : 6 + 3 * k].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_a_drafter_learns_is_saved_and_goes_on(pipeline, tmp_path):
+    with measured_on_what_it_learns():
+        options = {"heldout": [str(pipeline / "long")]}
+        training = {"max_steps": 60, "eval_strategy": "steps", "eval_steps": 60, "eval_on_start": True}
+        trainer = command.train_block(
+            block_configured(
+                pipeline, tmp_path / "one", markov_rank=8, training=training | {"learning_rate": 1e-2}, **options
+            )
+        )
+        taus = history(trainer, "eval_mean_acceptance_length")
+        assert taus[-1] > taus[0] + 0.1
+        card = (tmp_path / "one" / "README.md").read_text()
+        assert "# A block drafter" in card and "DSpark" in card and "Guess 1, top-1" in card
+        saved = BlockDrafter.from_pretrained(tmp_path / "one")
+        assert saved.config.architectures == ["Qwen3DSparkModel"]
+        again = command.train_block(
+            block_configured(
+                pipeline,
+                tmp_path / "two",
+                heads=str(tmp_path / "one"),
+                markov_rank=None,
+                training={"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True},
+                **options,
+            )
+        )
+        assert history(again, "eval_mean_acceptance_length")[0] == pytest.approx(taus[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": 0}, "layers: expected at least 1"),
+        ({"block_size": 1, "anchor_guesses": False}, "block_size: expected at least 2 without anchor_guesses, found 1"),
+        ({"mask_token": 10_000}, "mask_token_id: expected a token below"),
+        ({"layer_ids": [7]}, "target_layer_ids: expected ascending depths"),
+        ({"heads": "somewhere", "markov_rank": 4}, "markov_rank: expected none beside heads, which have theirs"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(pipeline, tmp_path, untrained, options, message):
+    with pytest.raises(InputError, match=message):
+        untrained(block_configured(pipeline, tmp_path, **options))
