@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.kind import DraftModel, ReencodedDraft, RunAheadDraft
 from draftsmith.distill.parallel.kind import ParallelDraft
+from draftsmith.medusa.block.kind import Block
 from draftsmith.medusa.eagle.kind import Eagle
 from draftsmith.medusa.heads.kind import Medusa
 from draftsmith.train.cli import Alias
@@ -20,7 +21,7 @@ from draftsmith.train.kinds.kind import DrafterKind, Recipe
 from draftsmith.train.kinds.untrained import EarlyExit, LookAhead, PromptLookup, Suffix, Unigram
 
 KINDS: list[DrafterKind] = [
-    ParallelDraft(), Medusa(), Eagle(), DraftModel(), ReencodedDraft(), RunAheadDraft(),
+    ParallelDraft(), Medusa(), Eagle(), Block(), DraftModel(), ReencodedDraft(), RunAheadDraft(),
     PromptLookup(), Suffix(), LookAhead(), Unigram(), EarlyExit(), Hybrid(lambda text: parsed(text)),
 ]  # fmt: skip
 """All kinds. The first that recognises a directory has it: draft models, which are any model, come last."""

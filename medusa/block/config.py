@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, at_least, at_most, require
 from draftsmith.medusa.config import HeadsConfig
-from draftsmith.train.memory.setting import TrainingMachines
 
 MADE = ("layer_ids", "mask_token", "markov_rank")
 """Fields that say what a new drafter is like, where they are given."""
@@ -42,10 +41,3 @@ class BlockTrainingConfig(HeadsConfig):
             given = [name for name in MADE if getattr(self, name) not in (None, [])]
             if given:
                 raise InputError(f"{given[0]}: expected none beside heads, which have theirs, found one")
-
-
-@dataclass
-class BlockPlanConfig(TrainingMachines, BlockTrainingConfig):
-    """Say whether a training run of a block drafter fits its GPUs and how long it takes."""
-
-    plan_class = "draftsmith.medusa.block.memory:BlockPlan"

@@ -32,7 +32,7 @@ from draftsmith.decode import (
     early_exit,
 )
 from draftsmith.decode.proposers.renumbered import renumbered
-from draftsmith.medusa import EagleHeads, MedusaHeads, MedusaProposer
+from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.scripts import kinds
 from draftsmith.train.runs import save_model
@@ -102,6 +102,11 @@ def eagle(target: PreTrainedModel, names: Tensor | None = None, **options: Any) 
     return shaken(EagleHeads.of_target(target, token_map=names, **options), target)
 
 
+def block(target: PreTrainedModel, **shape: Any) -> BlockDrafter:
+    shape = {"block_size": LENGTH, "markov_rank": 2, **shape}
+    return shaken(BlockDrafter.of_target(target, target.config.vocab_size - 2, **shape), target)
+
+
 def parallel(target: PreTrainedModel, names: int | None = None) -> PreTrainedModel:
     return as_parallel(near(target, names), target.config.vocab_size - 2, LENGTH)
 
@@ -158,6 +163,17 @@ SPECIMENS: dict[str, Specimen] = {
             "dynamic tree": lambda target: EagleProposer(eagle(target), DynamicTree(2, 5)),
         },
         save_heads(eagle),
+    ),
+    "block": Specimen(
+        {
+            "chain": lambda target: BlockProposer(block(target)),
+            "two layers, anchor guesses nothing": lambda target: BlockProposer(
+                block(target, block_size=LENGTH + 1, anchor_guesses=False, markov_rank=0, layers=2)
+            ),
+            "greedy chain": lambda target: BlockProposer(block(target), greedy=True),
+            "tree": lambda target: BlockProposer(block(target, token_map=named_tokens(target)), TREE),
+        },
+        save_heads(block),
     ),
     "prompt_lookup": Specimen({"chain": lambda target: PromptLookupProposer()}, confident=False),
     "suffix": Specimen(

@@ -1,0 +1,83 @@
+"""Block drafters as a kind of drafter."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.kind import HeadsKind
+from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
+from draftsmith.train.kinds.kind import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from draftsmith.decode.proposers.base import Proposer
+
+
+class Block(HeadsKind):
+    """A few layers on features of the target that draft a block in one forward: DFlash, DSpark."""
+
+    name, title = "block", "block drafter"
+    recipe = Recipe(
+        "block",
+        "trains a block drafter on the target's features",
+        "draftsmith.medusa.block",
+        "draftsmith.medusa.block.config:BlockTrainingConfig",
+    )
+    tree_key = "block_tree"
+    cost_remedy = "train one with fewer layers, or a smaller --draft_vocabulary"
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """Say so of DSpark's and DFlash's drafters."""
+        names = config.get("architectures")
+        return isinstance(names, list) and any("DSpark" in str(name) or "DFlash" in str(name) for name in names)
+
+    def heads_class(self) -> Any:
+        """Return the class of the drafter."""
+        from draftsmith.medusa.block.model import BlockDrafter
+
+        return BlockDrafter
+
+    def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
+        """Load the drafter and its tree."""
+        from draftsmith.decode.draft_models.searched_tree import searched_tree
+        from draftsmith.decode.tree import Tree
+        from draftsmith.medusa.block.proposer import BlockProposer
+
+        heads, lengths = self.heads(spec, loading), spec.draft_lengths
+        shape = searched_tree(heads.config, self.tree_key) if spec.tree is None else spec.tree
+        tree = shape if isinstance(shape, Tree) else None
+        if tree is not None and spec.tree is None:
+            lengths = [tree.depth]
+        most = heads.config.guesses
+        if max(lengths) > most:
+            raise InputError(
+                f"draft_length: expected at most the {most} tokens that {spec.path} was trained to propose, found "
+                f"{max(lengths)}"
+            )
+        greedy = BlockProposer(heads, greedy=True) if tree is None else None
+        return self.drafter(spec, BlockProposer(heads, tree), greedy=greedy, model=heads, draft_lengths=lengths)
+
+    def chain(self, drafter: Drafter, draft_length: int) -> "tuple[Proposer, int]":
+        """Return chains no longer than a block."""
+        from draftsmith.medusa.block.proposer import BlockProposer
+
+        heads: Any = drafter.model
+        return BlockProposer(heads), min(draft_length, heads.config.guesses)
+
+    def cached_numbers(self, drafter: Drafter) -> int | None:
+        """Return the keys and values of the layers."""
+        heads: Any = drafter.model
+        return heads.cached_numbers  # type: ignore[no-any-return]
+
+    def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
+        """Return a block's forward."""
+        import torch
+
+        from draftsmith.decode.cache.kernels import fused_attention
+
+        heads: Any = model
+        size = heads.config.block_size
+        states = torch.zeros(1, size, heads.config.hidden_size, dtype=model.dtype)
+        places = torch.arange(size)[None]
+        return lambda: heads(states, places, lambda _: lambda queries, own: fused_attention(queries, *own, None))
