@@ -7,10 +7,11 @@ written over it.
 Shape suffixes: B rows, L places, K guesses, S slots, H hidden, V vocabulary, D tokens that are drafted.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +20,21 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import Places
 from draftsmith.decode.cache.attention import in_groups
+from draftsmith.decode.cache.forward import Axes, BlockForward
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
+from draftsmith.decode.proposers.draft_forward import DraftForward, draft_of, draws_of
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.texts import Distributions, WrittenText
-from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.block.model import Attend, BlockConfig, BlockDrafter
 from draftsmith.medusa.block.replay import block_acceptance, block_ranks
 from draftsmith.medusa.seen import KeysValues
+from draftsmith.train.losses.output_head import OutputHead, head_of
 
 
 class BlockModel(PreTrainedModel):
@@ -41,7 +45,43 @@ class BlockModel(PreTrainedModel):
     def __init__(self, drafter: BlockDrafter):
         super().__init__(drafter.config)
         self.drafter = drafter
-        self.embed: nn.Module | None = None  # the target's
+        self.embed: nn.Module | None = None  # the target's, as are the rows of its head
+        self.rows: Tensor | None
+        self.bias: Tensor | None
+        for name in ("rows", "bias"):
+            self.register_buffer(name, None, persistent=False)
+        self._head = OutputHead(torch.empty(0))
+        self._of: tuple[Any, ...] = ()
+
+    def draft_for(self, target: PreTrainedModel) -> None:
+        """See the embeddings and the head of this target.
+
+        Raises:
+            InputError: a drafter of another width, vocabulary or depth.
+        """
+        self.drafter.check_fits(target)
+        weight = head_of(target).weight
+        version = 0 if weight.is_inference() else weight._version
+        if self._of == (of := (id(weight), weight.data_ptr(), version, self.drafter.device)):
+            return  # programs are of these very rows
+        self.embed, self._head = target.get_input_embeddings(), self.drafter.head_for(target).to(self.drafter.device)
+        self.rows, self.bias, self._of = self._head.weight.detach(), self._head.bias, of
+
+    @property
+    def head(self) -> OutputHead:
+        """The target's head of the tokens that are drafted, its tensors those of this module."""
+        assert self.rows is not None
+        return replace(self._head, weight=self.rows, bias=self.bias)
+
+    def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Return the logits of guesses over all tokens, (B, P, V).
+
+        Args:
+            hidden: what the head sees of one guess, (B, H).
+            before: the tokens before it, (B, P) int64.
+        """
+        hidden = hidden[:, None].expand(-1, before.shape[1], -1)
+        return self.drafter.widened(self.drafter.logits(hidden, before, self.head))
 
     def forward(
         self,
@@ -89,6 +129,84 @@ class BlockModel(PreTrainedModel):
         block = self.drafter.block(input_ids[:, 0], self.embed)
         positions = position_ids.expand(len(block), -1)
         return SimpleNamespace(logits=self.drafter.guessing(self.drafter(block, positions, attend)))
+
+
+class BlockDraftForward(DraftForward):
+    """Feeds the states of a text that the cache lacks, and drafts a block behind them.
+
+    Args:
+        places: the forward of a `BlockModel` over states.
+        shape: the tree.
+        vocab_size: V.
+        drawn: see `DraftForward`.
+    """
+
+    sources = tuple(inspect.getfile(each) for each in (BlockModel, BlockDrafter))
+
+    def __init__(self, places: BlockForward, shape: Tree, vocab_size: int, drawn: bool):
+        model: Any = places.model
+        head = model.head
+        super().__init__(model, shape, vocab_size, drawn, (places.key, head.scale, head.softcap))
+        block = BlockForward(model, (), (), [True] * model.config.num_hidden_layers)
+        self._forwards = [places, block]  # in a list: their model is not another one
+        self._slots = model.config.block_size
+
+    def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the axes of each input that vary."""
+        *_, extras, cached = inputs
+        first: tuple[Axes, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, {0: "b"}, {0: "b"}
+        return *first, self.axes_of_draws(), *self._forwards[0].axes_behind(extras, cached)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        starts: Tensor,
+        slots_N: Tensor,
+        last: Tensor,
+        anchors: Tensor,
+        lacking: Tensor,
+        draws: list[Tensor],
+        extras: list[Tensor],
+        cached: list[Tensor],
+    ) -> list[Tensor]:
+        """Feed, and draft.
+
+        Args:
+            tokens: (B, L) int64, which count for nothing.
+            starts: the slots of the first states, (B,) int64.
+            slots_N: see `BlockForward`.
+            last: see there.
+            anchors: the texts' last tokens, (B,) int64.
+            lacking: how many states each row has, (B,) int64.
+            draws: see `DraftForward.choose`.
+            extras: the states, (B, L, H).
+            cached: see `BlockForward`.
+
+        Returns:
+            See `DraftForward.choose`.
+        """
+        places, block = self._forwards
+        (rows, count), model = tokens.shape, cast(BlockModel, self.model)
+        order_L, order_S = (torch.arange(size, device=tokens.device) for size in (count, self._slots))
+        causal = (order_L[:, None] >= order_L).expand(rows, count, count)
+        places(tokens, starts, slots_N, last, causal, order_L.expand(rows, count), order_L[:1], extras, cached)
+        hidden_BKH = block(
+            anchors[:, None].expand(rows, self._slots),
+            starts + lacking,
+            slots_N,
+            last,
+            torch.ones(rows, self._slots, self._slots, dtype=torch.bool, device=tokens.device),
+            order_S.expand(rows, self._slots),
+            order_S,
+            [],
+            cached,
+        )[0]
+
+        def logits_after(level: Level, drafted: Tensor) -> Tensor:
+            before = anchors[:, None] if not level.depth else drafted.index_select(1, level.fed)
+            return align_vocabulary(model.logits(hidden_BKH[:, level.depth], before), self.vocab_size)
+
+        return self.choose(anchors[:, None], logits_after, draws)
 
 
 class BlockProposer(TreeProposer, DraftModelProposer):
@@ -139,9 +257,7 @@ class BlockProposer(TreeProposer, DraftModelProposer):
         """
         if task.target is None:
             raise InputError("block: expected the target that the drafter was trained on, found none")
-        self.drafter.check_fits(task.target)
-        self._block.embed = task.target.get_input_embeddings()
-        self._head = self.drafter.head_for(task.target).to(self.drafter.device)
+        self._block.draft_for(task.target)
         self._depth = min(task.draft_length, self.drafter.config.guesses)
         self._width = max(self.drafter.config.block_size, task.draft_length + 1)  # places fed at once at most
         if self.tree is not None:
@@ -150,7 +266,7 @@ class BlockProposer(TreeProposer, DraftModelProposer):
                 raise InputError(
                     f"tree: expected at most {vocabulary} siblings, as many as it has tokens, found {widest}"
                 )
-        self._begin(replace(task, compiled=False), self._width)
+        self._begin(task, self._width)
         self._states: list[Tensor] = []  # of each row, (L, H): fused, and not fed yet
         return self.nodes(task.draft_length)
 
@@ -218,12 +334,17 @@ class BlockProposer(TreeProposer, DraftModelProposer):
         return self.tree.pruned(depth)[0]
 
     def _can_draft_in_programs(self) -> bool:
-        return False
+        """Whether a program drafts: as of draft models, but for steps, which a block has not."""
+        task, sampler = self._task, self._samplers[0]
+        alike = sampler.temperature is not None and all(other is sampler for other in self._samplers)
+        return task.compiled and not self._wants_confidence and alike
 
     def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         lengths = [min(k, self._depth) for k in draft_lengths]
-        self._feed_states()
         anchors = torch.stack([text[-1] for text in texts])
+        if self._in_programs and not self._model.is_empty and max(map(len, self._states)) <= self._width:
+            return self._draft_in_program(anchors, lengths)
+        self._feed_states()
         slots = self.drafter.config.block_size
         given_BKH = self._model.feed(
             anchors[:, None].expand(-1, slots),
@@ -233,8 +354,7 @@ class BlockProposer(TreeProposer, DraftModelProposer):
 
         def logits_after(level: Level, tokens: Tensor) -> Tensor:
             before = anchors[:, None] if not level.depth else tokens.index_select(1, level.fed)
-            hidden = given_BKH[:, level.depth, None].expand(-1, before.shape[1], -1)
-            return self._aligned(self.drafter.widened(self.drafter.logits(hidden, before, self._head)))
+            return self._aligned(self._block.logits(given_BKH[:, level.depth], before))
 
         tree, drawn = Tree.chain(max(lengths)), self._draws
         if self.tree is not None:
@@ -242,6 +362,28 @@ class BlockProposer(TreeProposer, DraftModelProposer):
         return draft_static_tree(
             tree, self._samplers, texts, lengths, self._generators, drawn, self._wants_confidence, logits_after
         )
+
+    def _draft_in_program(self, anchors: Tensor, draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Feed what has features now, and draft, in one call."""
+        depth, vocab_size, drawn = self._depth, self._task.vocab_size, self._draws
+        if not self._task.fixed_length:
+            depth = max(draft_lengths)
+        shape = Tree.chain(depth) if self.tree is None else self._shape(depth)
+        lacking = [len(states) for states in self._states]
+        tokens, _, further = _places(self._states, max(lacking))
+        starts = [end - count for end, count in zip(self._lengths.host, lacking, strict=True)]
+        self._states = [states[:0] for states in self._states]
+        draws = draws_of(shape, vocab_size, self._temperature, self._generators, draft_lengths, anchors.device)
+        outputs = self._model.compute(
+            (shape.parents, drawn),
+            lambda forward: BlockDraftForward(forward, shape, vocab_size, drawn),
+            tokens,
+            Places(starts, anchors.device),
+            max(lacking) + self.drafter.config.block_size,
+            [anchors, torch.tensor(lacking, device=anchors.device), draws],
+            further,
+        )
+        return draft_of(outputs).drafts(shape, draft_lengths)
 
     def _feed_states(self) -> None:
         """Keep the keys and values of all places that have features now.
