@@ -80,4 +80,8 @@ class Block(HeadsKind):
         size = heads.config.block_size
         states = torch.zeros(1, size, heads.config.hidden_size, dtype=model.dtype)
         places = torch.arange(size)[None]
-        return lambda: heads(states, places, lambda _: lambda queries, own: fused_attention(queries, *own, None))
+
+        def attend(_: int) -> Any:
+            return lambda queries, own: fused_attention(queries, own.keys, own.values, None)
+
+        return lambda: heads(states, places, attend)
