@@ -123,7 +123,8 @@ class BlockForward(Forward):
         if cached_BS is not None:
             cached_BS.scatter_(1, block.slots, positions)
         model: Any = self.model
-        masks = Masks(model, self._types, self.window, slots_N)
+        # Not the model's dtype: weights that are lent to it may lie in another.
+        masks = Masks(model, self._types, self.window, slots_N, cached[0].dtype)
         layers: list[Any] = []
         for written in self._written:
             layers.append(layer := Layer(block, rows, 0, False))

@@ -21,10 +21,19 @@ class Masks:
         types: the kinds of its layers, where its config names any.
         window: positions that a token of a sliding layer attends to; 0 where there are none.
         slots_S: 0 … S − 1 on the device.
+        dtype: of the scores; the model's if None.
     """
 
-    def __init__(self, model: PreTrainedModel, types: Sequence[str], window: int, slots_S: Tensor):
-        self._dtype, self._device, self._minimum = model.dtype, model.device, torch.finfo(model.dtype).min
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        types: Sequence[str],
+        window: int,
+        slots_S: Tensor,
+        dtype: torch.dtype | None = None,
+    ):
+        self._dtype, self._device = model.dtype if dtype is None else dtype, model.device
+        self._minimum = torch.finfo(self._dtype).min
         self._types, self._window, self._slots_S = types, window, slots_S
         self._causal: dict[int, Tensor] = {}
 

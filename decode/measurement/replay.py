@@ -259,15 +259,13 @@ def _share(
             for batch in _batches(texts, places, vocab_size):
                 members = [texts[place] for place in batch]
                 distributions = _distributions(target, members, sampler, share, allow_biased)
-                replays = {
-                    name: _text_replays(
-                        proposer.replay(task, members, distributions),
-                        draft_lengths,
-                        rounds_of,
-                        members if name in with_sizes else (),
-                    )
-                    for name, proposer in proposers.items()
-                }
+                replays, known = {}, dict[tuple[int, bool], list[TextReplay]]()  # several may be one and the same
+                batches = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
+                for name, replayed in batches.items():
+                    if (which := (id(replayed), name in with_sizes)) not in known:
+                        sized = members if name in with_sizes else ()
+                        known[which] = _text_replays(replayed, draft_lengths, rounds_of, sized)
+                    replays[name] = known[which]
                 for i, place in enumerate(batch):
                     share.replays[place] = {name: of_texts[i] for name, of_texts in replays.items()}
                 progress.advance(len(batch))

@@ -162,6 +162,9 @@ class HybridProposer(Proposer):
                 f"replay: expected rounds of one shape from each start, found {type(self.last).__name__}'s: decode them"
             )
         sources = [self._sources(of_text) for of_text in replayed.evidence]
+        choice = torch.cat(sources).numpy().tobytes(), self.last_length
+        if choice in replayed.chosen:  # many switches choose alike
+            return replayed.chosen[choice]
 
         @lru_cache
         def rounds(draft_length: int) -> list[StartRounds]:
@@ -176,9 +179,10 @@ class HybridProposer(Proposer):
             by_start = torch.stack([_by_start(replay.overlaps[text], rounds[text]) for replay, rounds in each])
             overlaps.append(by_start.gather(0, of[None])[0])
         acceptance = [each.acceptance[:, 0] for each in rounds(1)]
-        return BatchReplay(
+        replayed.chosen[choice] = BatchReplay(
             acceptance, overlaps, lambda k: counts_of_rounds(texts, rounds(k)), rounds=rounds, sources=sources
         )
+        return replayed.chosen[choice]
 
     def _of_last(self, draft_length: int) -> int:
         return draft_length if self.last_length is None else min(draft_length, self.last_length)
@@ -210,6 +214,8 @@ class _Replayed:
         """In the order of the drafters."""
         self.evidence: list[list[list[Evidence]]] = []
         """Of each text, by copying drafter and start."""
+        self.chosen: dict[tuple[bytes, int | None], BatchReplay] = {}
+        """Of hybrids, by whose draft they take at each start, and the longest draft of the last drafter."""
 
     def of(
         self,
@@ -224,7 +230,7 @@ class _Replayed:
             self.evidence = [
                 [[found.evidence for found in drafter.founds(text, 1)] for drafter in hybrid.first] for text in texts
             ]
-            self._of = texts
+            self._of, self.chosen = texts, {}
         return self
 
 

@@ -310,7 +310,7 @@ class BlockDrafter(DraftingHeads):
         """
         slots = anchors[..., None].repeat_interleave(self.config.block_size, dim=-1)
         slots[..., 1:] = self.config.mask_token_id
-        return embed(slots).to(self.fc.weight.device, computing_dtype(self.fc.weight))  # type: ignore[no-any-return]
+        return embed(slots).to(self.norm.weight.device, computing_dtype(self.norm.weight))  # type: ignore[no-any-return]
 
     def forward(
         self,

@@ -127,7 +127,7 @@ class BlockModel(PreTrainedModel):
 
         assert self.embed is not None
         block = self.drafter.block(input_ids[:, 0], self.embed)
-        positions = position_ids.expand(len(block), -1)
+        positions = position_ids.expand(block.shape[0], -1)
         return SimpleNamespace(logits=self.drafter.guessing(self.drafter(block, positions, attend)))
 
 
@@ -342,7 +342,9 @@ class BlockProposer(TreeProposer, DraftModelProposer):
     def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         lengths = [min(k, self._depth) for k in draft_lengths]
         anchors = torch.stack([text[-1] for text in texts])
-        if self._in_programs and not self._model.is_empty and max(map(len, self._states)) <= self._width:
+        if self._in_programs:
+            if self._model.is_empty or max(map(len, self._states)) > self._width:
+                self._feed_states(but=1)
             return self._draft_in_program(anchors, lengths)
         self._feed_states()
         slots = self.drafter.config.block_size
@@ -385,25 +387,26 @@ class BlockProposer(TreeProposer, DraftModelProposer):
         )
         return draft_of(outputs).drafts(shape, draft_lengths)
 
-    def _feed_states(self) -> None:
-        """Keep the keys and values of all places that have features now.
+    def _feed_states(self, but: int = 0) -> None:
+        """Keep the keys and values of all places that have features now, but for the last ones of each row.
 
         Rows that have fewer are padded: what lies behind their own is written over. At most so many go in at once as
         there is room for behind the longest text, but for the prompts.
         """
-        lacking = [len(states) for states in self._states]
-        begins = [end - count for end, count in zip(self._lengths.host, lacking, strict=True)]
+        begins = [end - len(states) for end, states in zip(self._lengths.host, self._states, strict=True)]
+        fed = [states[: len(states) - but] for states in self._states]
+        lacking = [len(states) for states in fed]
         most = max(lacking)
-        if self._model.is_empty:
-            self._model.prefill(*_places(self._states, most))
+        if self._model.is_empty and most:
+            self._model.prefill(*_places(fed, most))
         else:
             for first in range(0, most, self._width):
                 own = [min(first, count) for count in lacking]  # a row that has no more goes on behind its text
-                parts = [states[at : at + self._width] for states, at in zip(self._states, own, strict=True)]
+                parts = [states[at : at + self._width] for states, at in zip(fed, own, strict=True)]
                 tokens, _, further = _places(parts, min(self._width, most - first))
                 starts = [begin + at for begin, at in zip(begins, own, strict=True)]
                 self._model.feed(tokens, Places(starts, tokens.device), 1, further=further)
-        self._states = [states[:0] for states in self._states]
+        self._states = [states[len(states) - but :] for states in self._states]
 
 
 def _places(rows: Sequence[Tensor], width: int) -> tuple[Tensor, int, dict[str, Tensor]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from gemma import tiny_gemma
-from specimens import TREE, eagle, medusa, near, rotated
+from specimens import TREE, block, eagle, medusa, near, rotated
 from trained_heads import own_texts, train_heads
 
 from draftsmith.decode import (
@@ -32,7 +32,7 @@ from draftsmith.decode.measurement.exactness import first_mismatch
 from draftsmith.decode.planner import RoundCosts
 from draftsmith.decode.proposers import draft_model
 from draftsmith.decode.proposers.draft_model import stop_below_confidence
-from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa import BlockProposer, MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.proposer import EagleProposer
 
 NEW = 14
@@ -50,6 +50,13 @@ def target():
 @lru_cache
 def draft():
     return perturbed(target(), 0.05)
+
+
+def rounded(model):
+    """Give a float32 model weights as bfloat16 has them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model
 
 
 @lru_cache
@@ -171,6 +178,25 @@ def test_traced_programs_write_the_eager_tokens(traced):
         1,
         1,
     ]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_traced_programs_draft_with_weights_that_were_saved_in_half_precision(traced, kind):
+    """Their copies lie in bfloat16, which holds all that they hold; everything else stays in float32."""
+    made = {
+        "eagle": lambda: EagleProposer(rounded(eagle(target()))),
+        "block": lambda: BlockProposer(rounded(block(target()))),
+    }
+    prompts = torch.tensor([[3, 4, 5, 3, 4]])
+    eager, compiled = (
+        speculative_generate(
+            target(), made[kind](), prompts, draft_length=3, max_new_tokens=NEW, compiled=how, **GREEDY
+        )
+        for how in (False, True)
+    )
+    assert compiled.sequences.tolist() == eager.sequences.tolist()
+    assert compiled.counts == eager.counts
+    assert traced
 
 
 @pytest.mark.parametrize("options", TEMPERATURES.values(), ids=TEMPERATURES)
