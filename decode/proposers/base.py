@@ -190,6 +190,8 @@ class DraftTask:
     """The target, for drafters that use its weights."""
     fixed_length: bool = False
     """Whether each draft is as deep as `draft_length`, as far as there is room."""
+    round_length: int = 0
+    """γ of others that take turns with this drafter, where theirs is greater: its cache may lack as much."""
     row_samplers: Sequence[Sampler] = ()
     """Each row's warping, where they differ: where a processor counts from the prompt's end or looks at the row."""
 

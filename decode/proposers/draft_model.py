@@ -80,7 +80,7 @@ class DraftModelProposer(Proposer):
         block = self.nodes(task.draft_length)
         if isinstance(self.tree, DynamicTree):
             block = self.tree.width + (task.draft_length - 1) * self.tree.width**2  # all that are looked at
-        self._begin(task, block)
+        self._begin(task, max(block, task.round_length))
         return self.nodes(task.draft_length)
 
     def _begin(self, task: DraftTask, block: int) -> None:

@@ -100,10 +100,11 @@ class HybridProposer(Proposer):
     def start(self, task: DraftTask) -> int:
         """Begin with all drafters. Return the greatest number of tokens of a draft."""
         self._vocab_size = task.vocab_size
-        if self.graft:
-            largest = [max(drafter.start(task) for drafter in self.first), self.last.start(task)]
-            return sum(largest)
-        return max(drafter.start(task) for drafter in self.drafters)
+        copied = max(drafter.start(task) for drafter in self.first)
+        # Programs draft as deep as their task says: the last drafter's is its own length.
+        own = replace(task, draft_length=self._of_last(task.draft_length), round_length=task.draft_length)
+        of_last = self.last.start(own)
+        return copied + of_last if self.graft else max(copied, of_last)
 
     def nodes(self, draft_length: int) -> int:
         """Return the tokens of the largest draft."""

@@ -259,7 +259,9 @@ class BlockProposer(TreeProposer, DraftModelProposer):
             raise InputError("block: expected the target that the drafter was trained on, found none")
         self._block.draft_for(task.target)
         self._depth = min(task.draft_length, self.drafter.config.guesses)
-        self._width = max(self.drafter.config.block_size, task.draft_length + 1)  # places fed at once at most
+        self._width = max(
+            self.drafter.config.block_size, task.draft_length + 1, task.round_length + 1
+        )  # places fed at once at most
         if self.tree is not None:
             vocabulary, widest = self.drafter.config.draft_vocab_size, max(map(len, self._shape(self._depth).children))
             if widest > vocabulary:

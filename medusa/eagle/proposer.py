@@ -136,7 +136,7 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         if task.target is None:
             raise InputError("eagle: expected the target that the heads were trained on, found none")
         self._layer.draft_for(task.target)
-        self._block = task.draft_length + 1  # places that a round gives features to at most
+        self._block = max(task.draft_length, task.round_length) + 1  # places that a round gives features to at most
         largest = super().start(task)
         vocabulary, widest = self.heads.config.draft_vocab_size, self._widest(task.draft_length)
         if widest > vocabulary:

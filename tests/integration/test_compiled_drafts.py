@@ -19,8 +19,11 @@ from draftsmith.decode import (
     BlindProposer,
     Cascade,
     DraftModelProposer,
+    HybridProposer,
     InputError,
     Plan,
+    SuffixProposer,
+    Switch,
     Threshold,
     Tree,
     Typical,
@@ -178,6 +181,28 @@ def test_traced_programs_write_the_eager_tokens(traced):
         1,
         1,
     ]
+
+
+@pytest.mark.parametrize("kind", ["draft", "eagle", "block"])
+def test_a_shorter_last_draft_is_a_shorter_program(untraced, kind):
+    """Beside copies of up to 4 tokens, which its cache then lacks together."""
+    made = {
+        "draft": lambda: DraftModelProposer(draft()),
+        "eagle": lambda: EagleProposer(eagle_heads()),
+        "block": lambda: BlockProposer(block(target())),
+    }
+    hybrid = HybridProposer([SuffixProposer(1), made[kind]()], Switch(1), last_length=2)
+    prompts = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])
+    fed = set()
+    plain = autoregressive_generate(target(), prompts, max_new_tokens=48, **GREEDY)
+    out = speculative_generate(
+        target(), hybrid, prompts, draft_length=4, max_new_tokens=48, compiled=True,
+        observer=lambda round: fed.add((round.source, round.counts.num_draft_tokens)), **GREEDY,
+    )  # fmt: skip
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert {0, 1} == {source for source, _ in fed} and (0, 4) in fed and (1, 2) in fed
+    drafted = {key[1] for _, key in untraced if "DraftForward" in key[0]}
+    assert drafted <= {(-1, 0), (-1,)} and (-1, 0) in drafted
 
 
 @pytest.mark.parametrize("kind", ["eagle", "block"])
