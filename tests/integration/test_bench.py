@@ -69,7 +69,7 @@ def test_every_command_line_of_the_documentation_parses():
         (
             "real_model",
             ["--target", "t", "--prompts", "p", "--trained", '{"a": {"command": "none"}}'],
-            "trained: expected a command out of distill, medusa, eagle in a, found none",
+            "trained: expected a command out of distill, medusa, eagle, block in a, found none",
         ),
     ],
 )

@@ -29,7 +29,7 @@ from unit.decode.proposers.test_retokenized import permuted
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.speculative import Round
-from draftsmith.medusa import MedusaHeads
+from draftsmith.medusa import BlockDrafter, MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli as commands
 from draftsmith.scripts import generate as module
@@ -68,6 +68,7 @@ def pair(tmp_path_factory, tokenizer):
     save_model(as_parallel(draft, 0, 4), tokenizer, root / "parallel")
     MedusaHeads.of_target(target, 2).save_pretrained(root / "heads")
     EagleHeads.of_target(target).save_pretrained(root / "eagle")
+    BlockDrafter.of_target(target, 1).save_pretrained(root / "block")
     return root
 
 
@@ -384,6 +385,7 @@ PROPOSERS = {
     "parallel_draft": {"parallel_draft": "parallel"},
     "medusa": {"medusa": "heads"},
     "eagle": {"eagle": "eagle"},
+    "block": {},
     "prompt_lookup": {},
     "suffix": {},
     "hybrid": {},
@@ -407,6 +409,8 @@ def test_every_proposer_writes_the_targets_text(pair, capsys, proposer):
     options = {name: pair / value if isinstance(value, str) else value for name, value in PROPOSERS[proposer].items()}
     if proposer in ("reencoded", "run_ahead"):  # no older flag names them
         options["drafter"] = f"{proposer}:{pair / 'draft'}"
+    if proposer == "block":
+        options["drafter"] = f"block:{pair / 'block'}"
     if proposer == "hybrid":
         options["drafter"] = f"hybrid:suffix:1+{pair / 'draft'}@match=1"
     out, err = ran(capsys, flags(pair, proposer=proposer, compare=compare, **options))
@@ -536,7 +540,7 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
     [
         (
             {"proposer": "oracle"},
-            "drafter: expected a directory, a hub id or one of parallel_draft, medusa, eagle, draft,",
+            "drafter: expected a directory, a hub id or one of parallel_draft, medusa, eagle, block, draft,",
         ),
         ({"proposer": "medusa"}, "drafter: expected medusa:DIR, found medusa without a directory"),
         ({"proposer": "medusa", "medusa": "nowhere"}, "Medusa heads: expected a model directory"),
