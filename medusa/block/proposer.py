@@ -62,7 +62,9 @@ class BlockModel(PreTrainedModel):
         self.drafter.check_fits(target)
         weight = head_of(target).weight
         version = 0 if weight.is_inference() else weight._version
-        if self._of == (of := (id(weight), weight.data_ptr(), version, self.drafter.device)):
+        of = weight, (weight.data_ptr(), version, self.drafter.device)
+        # The weight itself is kept: another target's may come to lie where one that is gone lay.
+        if self._of and self._of[0] is weight and self._of[1] == of[1]:
             return  # programs are of these very rows
         self.embed, self._head = target.get_input_embeddings(), self.drafter.head_for(target).to(self.drafter.device)
         self.rows, self.bias, self._of = self._head.weight.detach(), self._head.bias, of

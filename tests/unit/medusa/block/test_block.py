@@ -204,6 +204,16 @@ def test_what_does_not_fit_is_refused(target):
         speculative_generate(other, BlockProposer(drafter), PROMPTS, draft_length=1, max_new_tokens=4)
 
 
+def test_another_targets_head_is_looked_up_anew(target):
+    proposer = BlockProposer(block(target, markov_rank=2))
+    other = tiny_llama(6, 13, layers=3)
+    for model in (target, other, target):
+        plain = autoregressive_generate(model, PROMPTS, max_new_tokens=8, do_sample=False).sequences
+        out = speculative_generate(model, proposer, PROMPTS, draft_length=3, max_new_tokens=8, do_sample=False)
+        assert out.sequences.tolist() == plain.tolist()
+        assert torch.equal(proposer.draft_model.rows, model.get_output_embeddings().weight)
+
+
 def test_layers_are_those_of_the_papers():
     assert default_target_layers(36, 5) == [1, 9, 17, 25, 33]  # Qwen3-8B
     assert default_target_layers(30, 2) == [1, 27]
