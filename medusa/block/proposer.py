@@ -11,28 +11,26 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import Places
 from draftsmith.decode.cache.attention import in_groups
 from draftsmith.decode.cache.forward import Axes, BlockForward
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
+from draftsmith.decode.proposers.base import DraftTask, Proposal
 from draftsmith.decode.proposers.draft_forward import DraftForward, draft_of, draws_of
-from draftsmith.decode.proposers.draft_model import DraftModelProposer
-from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
-from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
-from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
+from draftsmith.decode.proposers.draft_tree import draft_static_tree
+from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.block.model import Attend, BlockConfig, BlockDrafter
-from draftsmith.medusa.block.replay import block_acceptance, block_ranks
+from draftsmith.medusa.block.replay import logits_of_blocks
+from draftsmith.medusa.on_features import FeatureProposer, stacked
 from draftsmith.medusa.seen import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
@@ -211,12 +209,11 @@ class BlockDraftForward(DraftForward):
         return self.choose(anchors[:, None], logits_after, draws)
 
 
-class BlockProposer(TreeProposer, DraftModelProposer):
+class BlockProposer(FeatureProposer):
     """Drafts chains or trees with a block drafter (DFlash, DSpark): see `draftsmith.medusa.block.model`.
 
     Each guess is drawn from its slot's distribution, which the Markov head changes by the token drafted before it: so
-    nodes of one depth of a tree differ by their parents alone. The first round of a text has no features to draft from:
-    it drafts nothing, and emits the token that the prompt's forward gives.
+    nodes of one depth of a tree differ by their parents alone.
 
     Args:
         drafter: of this target.
@@ -229,105 +226,30 @@ class BlockProposer(TreeProposer, DraftModelProposer):
     """
 
     at_once = True
-    _without = 1
 
     def __init__(self, drafter: BlockDrafter, tree: Tree | None = None, greedy: bool = False):
-        self.drafter, self.tree, self.greedy, self.stop = drafter.eval(), tree, greedy, None
+        self._block = BlockModel(drafter)
+        super().__init__(drafter, self._block, tree, greedy)
         self.longest = drafter.config.guesses
         if tree is not None and tree.depth > self.longest:
             raise InputError(f"tree: expected at most the block's depth {self.longest}, found {tree.depth}")
-        self._block = BlockModel(drafter).eval()
-        self.draft_model: PreTrainedModel = self._block
-        self.wants_features = drafter.layer_ids
-
-    def with_tree(self, tree: Tree) -> Self:
-        """Return the same drafter with another tree."""
-        return type(self)(self.drafter, tree)
-
-    def ranks(
-        self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
-    ) -> TextRanks:
-        """Return the ranks of a text's tokens among the drafter's logits."""
-        text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
-        return block_ranks(target, self.drafter, text, Sampler.of(0), [MOST_RANKS] * self.depth)
 
     def start(self, task: DraftTask) -> int:
-        """Begin with an empty cache and no features.
-
-        Raises:
-            InputError: a drafter that does not fit the target, or a tree with more siblings than it knows tokens.
-        """
-        if task.target is None:
-            raise InputError("block: expected the target that the drafter was trained on, found none")
-        self._block.draft_for(task.target)
-        self._depth = min(task.draft_length, self.drafter.config.guesses)
-        self._width = max(
-            self.drafter.config.block_size, task.draft_length + 1, task.round_length + 1
-        )  # places fed at once at most
-        if self.tree is not None:
-            vocabulary, widest = self.drafter.config.draft_vocab_size, max(map(len, self._shape(self._depth).children))
-            if widest > vocabulary:
-                raise InputError(
-                    f"tree: expected at most {vocabulary} siblings, as many as it has tokens, found {widest}"
-                )
+        """Begin with an empty cache and no features."""
+        self.fit(task)
+        config = self.heads.config
+        self._depth = min(task.draft_length, config.guesses)
+        self._width = max(config.block_size, task.draft_length + 1, task.round_length + 1)  # places fed at once at most
         self._begin(task, self._width)
-        self._states: list[Tensor] = []  # of each row, (L, H): fused, and not fed yet
         return self.nodes(task.draft_length)
 
     def nodes(self, draft_length: int) -> int:
         """Return the nodes of the tree that are no deeper, or the length of a chain."""
-        return super().nodes(min(draft_length, self.drafter.config.guesses))
+        return super().nodes(min(draft_length, self.heads.config.guesses))
 
-    @torch.inference_mode()
-    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft for each row; nothing in a text's first round."""
-        if not self._states:
-            return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0)) for _ in contexts]
-        return super().propose(contexts, draft_lengths)
-
-    @torch.inference_mode()
-    def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Fuse the features of what stands; the next draft feeds it, over the block."""
-        drafter = self.drafter
-        places = [outcome.features for outcome in outcomes if outcome.features is not None]
-        assert len(places) == len(outcomes), "the target's features"
-        fused_BLH = drafter.fuse(pad_sequence(places, batch_first=True).to(drafter.device, drafter.dtype))
-        states = []
-        for row, outcome in enumerate(outcomes):
-            parts = [self._states[row]] if self._states else []
-            if outcome.prompt_features is not None:
-                parts.append(drafter.fuse(outcome.prompt_features.to(drafter.device, drafter.dtype)))
-            states.append(torch.cat([*parts, fused_BLH[row, : len(places[row])]]))
-        self._states = states
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows alone."""
-        super().select(rows)
-        self._states = [self._states[row] for row in rows]
-
-    def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse trees under sampling, whose siblings' draws are not known."""
-        return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
-
-    def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
-    ) -> BatchReplay:
-        """Replay chains, and at T=0 trees of one shape; of longer drafts than a block its whole one."""
-        target, sampler, depth = task.target, task.sampler, min(task.draft_length, self.drafter.config.guesses)
-        assert target is not None
-        self.drafter.check_fits(target)
-        tree = Tree.chain(depth) if self.tree is None else self._shape(depth)
-        if distributions is not None:
-            each = [
-                block_acceptance(target, self.drafter, text, sampler, p_NV, tree.depth, self.greedy)
-                for text, p_NV in zip(texts, distributions, strict=True)
-            ]
-            overlaps = [common_NK[:, 0][drafted_NK[:, 0]] for _, common_NK, drafted_NK in each]
-            return replay_by_start(texts, [a_NK for a_NK, _, _ in each], overlaps, first=1)
-        # Behind the tree the most likely tokens, for servers that draft chains.
-        widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
-        ranks = [block_ranks(target, self.drafter, text, sampler, widths, chains) for text in texts]
-        return replay_by_start_ranks(ranks, tree, [r.agreement for r in ranks])
+    def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
+        """Return the logits of the blocks of all rounds: see `draftsmith.medusa.block.replay`."""
+        return logits_of_blocks(target, self.heads, text)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return None: a guess depends on where its block begins."""
@@ -351,7 +273,7 @@ class BlockProposer(TreeProposer, DraftModelProposer):
                 self._feed_states(but=1)
             return self._draft_in_program(anchors, lengths)
         self._feed_states()
-        slots = self.drafter.config.block_size
+        slots = self.heads.config.block_size
         given_BKH = self._model.feed(
             anchors[:, None].expand(-1, slots),
             self._lengths,
@@ -385,7 +307,7 @@ class BlockProposer(TreeProposer, DraftModelProposer):
             lambda forward: BlockDraftForward(forward, shape, vocab_size, drawn),
             tokens,
             Places(starts, anchors.device),
-            max(lacking) + self.drafter.config.block_size,
+            max(lacking) + self.heads.config.block_size,
             [anchors, torch.tensor(lacking, device=anchors.device), draws],
             further,
         )
@@ -415,5 +337,5 @@ class BlockProposer(TreeProposer, DraftModelProposer):
 
 def _places(rows: Sequence[Tensor], width: int) -> tuple[Tensor, int, dict[str, Tensor]]:
     """Return what a cache is fed of rows of states, padded to a width: tokens, which count for nothing, and states."""
-    states = torch.stack([nn.functional.pad(states, (0, 0, 0, width - len(states))) for states in rows])
+    states = stacked(rows, width)
     return torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), 1, {"states": states}

@@ -6,73 +6,25 @@ P + s − 1, and its guess j is of x_{s+j}: see `medusa.block.blocks`.
 Shape suffixes: N tokens of the text, T tokens with the prompt, C anchors of a chunk, K guesses, H hidden.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collected
-from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, ranks_by_start
+from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
-from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.block.blocks import Anchors, anchors_at_once, block_states
 from draftsmith.medusa.block.model import BlockDrafter
 
 
-@torch.inference_mode()
-def block_ranks(
-    target: PreTrainedModel,
-    drafter: BlockDrafter,
-    text: WrittenText,
-    sampler: Sampler,
-    most: Sequence[int],
-    by_argmax: bool = False,
-) -> TextRanks:
-    """Return the ranks of a text's tokens among the drafter's logits, which give every fixed tree's counts at T=0.
-
-    Args:
-        target: the model that wrote it, at T=0.
-        drafter: of this target.
-        text: what it wrote.
-        sampler: the processors of T=0.
-        most: ranks to look at, for each of K guesses: see `ranks_by_start`.
-        by_argmax: as chains are drafted.
-    """
-    return ranks_by_start(text, sampler, most, _logits(target, drafter, text), by_argmax)
-
-
-@torch.inference_mode()
-def block_acceptance(
-    target: PreTrainedModel,
-    drafter: BlockDrafter,
-    text: WrittenText,
-    sampler: Sampler,
-    p_NV: Tensor,
-    depth: int,
-    greedy: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the acceptance probabilities of a chain on a text that was written by sampling.
+def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: WrittenText) -> LogitsAt:
+    """Return the drafter's logits by guess and start, from one forward of the target and the blocks of all rounds.
 
     Args:
         target: the model that wrote it.
         drafter: of this target.
         text: what it wrote.
-        sampler: its warping.
-        p_NV: the target's distributions.
-        depth: K.
-        greedy: the draft is each distribution's argmax, for certain.
-
-    Returns:
-        a_{s,j} (N, K), Σ_v min(p, q_j) (N, K), and where something is drafted (N, K): see `acceptance_by_start`.
     """
-    logits_at = _logits(target, drafter, text)
-    return acceptance_by_start(text, sampler, depth, logits_at, lambda first, end: p_NV[first:end], greedy)
-
-
-def _logits(target: PreTrainedModel, drafter: BlockDrafter, text: WrittenText) -> LogitsAt:
-    """Return the drafter's logits by guess and start, from one forward of the target and the blocks of all rounds."""
     if len(text) < 2:  # nothing is drafted
         return lambda guess, first, end: torch.empty(0)
     ids_1T = text.sequence[None].to(target.device)

@@ -10,28 +10,25 @@ Shape suffixes: B rows, L places, F nodes fed together, N nodes fed so far, H hi
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import Places, padded
 from draftsmith.decode.cache.attention import in_groups
 from draftsmith.decode.cache.features import collected
 from draftsmith.decode.cache.kernels import fused_attention
-from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
-from draftsmith.decode.proposers.draft_model import DraftModelProposer
-from draftsmith.decode.proposers.draft_tree import DynamicTree, TreeProposer
-from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
-from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
+from draftsmith.decode.proposers.base import DraftTask, Proposal
+from draftsmith.decode.proposers.draft_tree import DynamicTree
+from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
-from draftsmith.medusa.eagle.replay import eagle_acceptance, eagle_ranks
+from draftsmith.medusa.eagle.replay import logits_of_steps
+from draftsmith.medusa.on_features import FeatureProposer, stacked
 from draftsmith.medusa.seen import KeysValues
 
 
@@ -95,11 +92,8 @@ class EagleModel(PreTrainedModel):
         return SimpleNamespace(logits=torch.cat([step.states, step.hidden], dim=-1)[:, kept])
 
 
-class EagleProposer(TreeProposer, DraftModelProposer):
+class EagleProposer(FeatureProposer):
     """Drafts chains or trees with EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840, section 3).
-
-    The first round of a text has no features to draft from: it drafts nothing, and emits the token that the prompt's
-    forward gives.
 
     Args:
         heads: of this target.
@@ -108,95 +102,18 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
     """
 
-    _without = 1
-
     def __init__(self, heads: EagleHeads, tree: Tree | DynamicTree | None = None, greedy: bool = False):
-        self.heads, self.tree, self.greedy, self.stop = heads.eval(), tree, greedy, None
-        self._layer = EagleModel(heads).eval()
-        self.draft_model: PreTrainedModel = self._layer
-        self.wants_features = heads.layer_ids
-
-    def with_tree(self, tree: Tree) -> Self:
-        """Return the same heads with another tree."""
-        return type(self)(self.heads, tree)
-
-    def ranks(
-        self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
-    ) -> TextRanks:
-        """Return the ranks of a text's tokens among the heads' logits."""
-        text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
-        return eagle_ranks(target, self.heads, text, Sampler.of(0), [MOST_RANKS] * self.depth)
+        super().__init__(heads, EagleModel(heads), tree, greedy)
 
     def start(self, task: DraftTask) -> int:
-        """Begin with an empty cache and no features.
-
-        Raises:
-            InputError: heads that do not fit the target, or a tree with more siblings than they know tokens.
-        """
-        if task.target is None:
-            raise InputError("eagle: expected the target that the heads were trained on, found none")
-        self._layer.draft_for(task.target)
+        """Begin with an empty cache and no features."""
+        self.fit(task)
         self._block = max(task.draft_length, task.round_length) + 1  # places that a round gives features to at most
-        largest = super().start(task)
-        vocabulary, widest = self.heads.config.draft_vocab_size, self._widest(task.draft_length)
-        if widest > vocabulary:
-            raise InputError(
-                f"tree: expected at most {vocabulary} siblings, as many as the heads have tokens, found {widest}"
-            )
-        self._states: list[Tensor] = []  # of each row, (L, H): fused, and not fed yet
-        return largest
+        return super().start(task)
 
-    @torch.inference_mode()
-    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft for each row; nothing in a text's first round."""
-        if not self._states:
-            return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0)) for _ in contexts]
-        return super().propose(contexts, draft_lengths)
-
-    @torch.inference_mode()
-    def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Fuse the features of what stands; the next draft feeds it, over what was drafted."""
-        heads = self.heads
-        places = [outcome.features for outcome in outcomes if outcome.features is not None]
-        assert len(places) == len(outcomes), "the target's features"
-        fused_BLH = heads.fuse(pad_sequence(places, batch_first=True).to(heads.device, heads.dtype))
-        states = []
-        for row, outcome in enumerate(outcomes):
-            parts = [self._states[row]] if self._states else []
-            if outcome.prompt_features is not None:
-                parts.append(heads.fuse(outcome.prompt_features.to(heads.device, heads.dtype)))
-            parts.append(fused_BLH[row, : len(places[row])])
-            states.append(torch.cat([part for part in parts if len(part)]) if len(parts) > 1 else parts[0])
-        self._states = states
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows alone."""
-        super().select(rows)
-        self._states = [self._states[row] for row in rows]
-
-    def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse drafts that grow, and under sampling trees, whose siblings' draws are not known."""
-        return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
-
-    def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
-    ) -> BatchReplay:
-        """Replay chains, and at T=0 trees of one shape: see `draftsmith.medusa.eagle.replay`."""
-        target, heads, depth, sampler = task.target, self.heads, task.draft_length, task.sampler
-        assert target is not None
-        heads.check_fits(target)
-        tree = self.tree.pruned(depth)[0] if isinstance(self.tree, Tree) else Tree.chain(depth)
-        if distributions is not None:
-            each = [
-                eagle_acceptance(target, heads, text, sampler, p_NV, tree.depth, self.greedy)
-                for text, p_NV in zip(texts, distributions, strict=True)
-            ]
-            overlaps = [common_NK[:, 0][drafted_NK[:, 0]] for _, common_NK, drafted_NK in each]
-            return replay_by_start(texts, [a_NK for a_NK, _, _ in each], overlaps, first=1)
-        # Behind the tree the most likely tokens, for servers that draft chains.
-        widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
-        ranks = [eagle_ranks(target, heads, text, sampler, widths, chains) for text in texts]
-        return replay_by_start_ranks(ranks, tree, [r.agreement for r in ranks])
+    def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
+        """Return the logits of K unrolled steps: see `draftsmith.medusa.eagle.replay`."""
+        return logits_of_steps(target, self.heads, text, depth)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first step's distribution of each token: what is drafted in a round that begins with that token.
@@ -224,12 +141,6 @@ class EagleProposer(TreeProposer, DraftModelProposer):
 
         return distributions
 
-    def _widest(self, draft_length: int) -> int:
-        """Return the most siblings of a draft."""
-        if isinstance(self.tree, DynamicTree):
-            return self.tree.width
-        return 1 if self.tree is None else max(map(len, self.tree.pruned(draft_length)[0].children))
-
     def _begin(self, task: DraftTask, block: int) -> None:
         super()._begin(task, max(block, self._block))
 
@@ -249,7 +160,7 @@ class EagleProposer(TreeProposer, DraftModelProposer):
             tokens = [c[len(c) - count + at :][:width] for c, count, at in zip(contexts, lacking, own, strict=True)]
             states = [s[at : at + width] for s, at in zip(self._states, own, strict=True)]
             starts = [end - count + at for end, count, at in zip(self._lengths.host, lacking, own, strict=True)]
-            given = self._model.feed(padded(tokens, width), starts, further={"states": _stacked(states, width)})
+            given = self._model.feed(padded(tokens, width), starts, further={"states": stacked(states, width)})
             ends = [count - 1 - first for count in lacking]
             if len(set(ends)) == 1 and 0 <= ends[0] < width:
                 last_BH = given[:, ends[0]]
@@ -281,7 +192,7 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         lacking, device = [len(states_LH) for states_LH in self._states], texts[0].device
         width = max(lacking)
         tokens = padded([text[len(text) - count :] for text, count in zip(texts, lacking, strict=True)], width)
-        states = _stacked(self._states, width)
+        states = stacked(self._states, width)
         starts = Places([end - count for end, count in zip(self._lengths.host, lacking, strict=True)], device)
         self._states = [states_LH[:0] for states_LH in self._states]
         return tokens, starts, torch.tensor(lacking, device=device) - 1, {"states": states}
@@ -295,7 +206,7 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         longest = max(map(len, self._states)) - 1
         if longest:
             tokens = padded([context[1:-1] for context in contexts], longest)
-            states = _stacked([states_LH[:-1] for states_LH in self._states], longest)
+            states = stacked([states_LH[:-1] for states_LH in self._states], longest)
             self._model.prefill(tokens, further={"states": states})
         self._states = [states_LH[-1:] for states_LH in self._states]
 
@@ -321,8 +232,3 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         """Return the logits, (B, F, V), and the states of what the layer gave, (B, F, 2H)."""
         states_BFH, hidden_BFH = given.chunk(2, dim=-1)
         return self._aligned(self.heads.widened(self.heads.lm_head(hidden_BFH))), states_BFH
-
-
-def _stacked(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Return rows of at most `width` states together, (B, width, H), with zeros behind them."""
-    return torch.stack([nn.functional.pad(states, (0, 0, 0, width - len(states))) for states in rows])

@@ -8,7 +8,6 @@ the unrolled steps (`medusa.eagle.unrolled`) are what the decoder computes, for 
 Shape suffixes: N tokens of the text, T tokens with the prompt, K steps, V vocabulary.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,66 +15,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collected
-from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, ranks_by_start
+from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
-from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import unrolled
 
 
-@torch.inference_mode()
-def eagle_ranks(
-    target: PreTrainedModel,
-    heads: EagleHeads,
-    text: WrittenText,
-    sampler: Sampler,
-    most: Sequence[int],
-    by_argmax: bool = False,
-) -> TextRanks:
-    """Return the ranks of a text's tokens among the heads' logits, which give every fixed tree's counts at T=0.
-
-    Args:
-        target: the model that wrote it, at T=0.
-        heads: of this target.
-        text: what it wrote.
-        sampler: the processors of T=0.
-        most: ranks to look at, for each of K steps: see `ranks_by_start`.
-        by_argmax: as chains are drafted.
-    """
-    return ranks_by_start(text, sampler, most, _logits(target, heads, text, len(most)), by_argmax)
-
-
-@torch.inference_mode()
-def eagle_acceptance(
-    target: PreTrainedModel,
-    heads: EagleHeads,
-    text: WrittenText,
-    sampler: Sampler,
-    p_NV: Tensor,
-    depth: int,
-    greedy: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the acceptance probabilities of a chain on a text that was written by sampling.
+def logits_of_steps(target: PreTrainedModel, heads: EagleHeads, text: WrittenText, depth: int) -> LogitsAt:
+    """Return the heads' logits by step and start, from one forward of the target and K steps over the text.
 
     Args:
         target: the model that wrote it.
         heads: of this target.
         text: what it wrote.
-        sampler: its warping.
-        p_NV: the target's distributions.
         depth: K.
-        greedy: the draft is each distribution's argmax, for certain.
-
-    Returns:
-        a_{s,j} (N, K), Σ_v min(p, q_j) (N, K), and where something is drafted (N, K): see `acceptance_by_start`.
     """
-    logits_at = _logits(target, heads, text, depth)
-    return acceptance_by_start(text, sampler, depth, logits_at, lambda first, end: p_NV[first:end], greedy)
-
-
-def _logits(target: PreTrainedModel, heads: EagleHeads, text: WrittenText, depth: int) -> LogitsAt:
-    """Return the heads' logits by step and start, from one forward of the target and K steps over the text."""
     if len(text) < 2:  # nothing is drafted
         return lambda step, first, end: torch.empty(0)
     ids_1T = text.sequence[None].to(target.device)

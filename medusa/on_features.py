@@ -1,0 +1,170 @@
+"""The base of proposers that draft from the target's features: EAGLE-3 heads and block drafters.
+
+The target's features of what stands are fused as soon as they are known, and fed to the drafter's cache when it drafts
+next: over what it drafted there before. Of a text of T tokens the target has not seen the last, so T − 1 places have
+features.
+
+Shape suffixes: B rows, L places, H hidden.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
+from draftsmith.decode.proposers.draft_model import DraftModelProposer
+from draftsmith.decode.proposers.draft_tree import DynamicTree, TreeProposer
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
+from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
+from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, ranks_by_start
+from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.tree import Tree
+
+
+class FeatureProposer(TreeProposer, DraftModelProposer):
+    """Drafts chains or trees with heads that see the target's features.
+
+    The first round of a text has no features to draft from: it drafts nothing, and emits the token that the prompt's
+    forward gives.
+
+    Args:
+        heads: of this target.
+        model: the heads in the form of a causal LM, for `CachedModel`; its `draft_for` takes a target.
+        tree: see `DraftModelProposer`.
+        greedy: see `DraftModelProposer`.
+    """
+
+    _without = 1
+
+    def __init__(self, heads: Any, model: Any, tree: Tree | DynamicTree | None = None, greedy: bool = False):
+        self.heads, self.tree, self.greedy, self.stop = heads.eval(), tree, greedy, None
+        self.draft_model: PreTrainedModel = model.eval()
+        self.wants_features = heads.layer_ids
+
+    def with_tree(self, tree: Tree) -> Self:
+        """Return the same heads with another tree."""
+        return type(self)(self.heads, tree)  # type: ignore[call-arg]
+
+    @abstractmethod
+    def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
+        """Return the heads' logits by guess and start of a round, from one forward of the target.
+
+        Args:
+            target: the model that wrote the text.
+            text: what it wrote.
+            depth: K, how many tokens a round drafts.
+        """
+
+    def ranks(
+        self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
+    ) -> TextRanks:
+        """Return the ranks of a text's tokens among the heads' logits."""
+        text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
+        return self._ranks(target, text, Sampler.of(0), [MOST_RANKS] * self.depth)
+
+    def fit(self, task: DraftTask) -> None:
+        """Draft for a target from here on, with an empty cache and no features.
+
+        Raises:
+            InputError: heads that do not fit the target, or a tree with more siblings than they know tokens.
+        """
+        if task.target is None:
+            raise InputError(f"{self.heads.field}: expected the target that the heads were trained on, found none")
+        model: Any = self.draft_model
+        model.draft_for(task.target)
+        vocabulary, widest = self.heads.config.draft_vocab_size, self._widest(task.draft_length)
+        if widest > vocabulary:
+            raise InputError(
+                f"tree: expected at most {vocabulary} siblings, as many as the heads have tokens, found {widest}"
+            )
+        self._states: list[Tensor] = []  # of each row, (L, H): fused, and not fed yet
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft for each row; nothing in a text's first round."""
+        if not self._states:
+            return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0)) for _ in contexts]
+        return super().propose(contexts, draft_lengths)
+
+    @torch.inference_mode()
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Fuse the features of what stands; the next draft feeds it, over what was drafted."""
+        heads = self.heads
+        places = [outcome.features for outcome in outcomes if outcome.features is not None]
+        assert len(places) == len(outcomes), "the target's features"
+        fused_BLH = heads.fuse(pad_sequence(places, batch_first=True).to(heads.device, heads.dtype))
+        states = []
+        for row, outcome in enumerate(outcomes):
+            parts = [self._states[row]] if self._states else []
+            if outcome.prompt_features is not None:
+                parts.append(heads.fuse(outcome.prompt_features.to(heads.device, heads.dtype)))
+            parts.append(fused_BLH[row, : len(places[row])])
+            states.append(torch.cat([part for part in parts if len(part)]) if len(parts) > 1 else parts[0])
+        self._states = states
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows alone."""
+        super().select(rows)
+        self._states = [self._states[row] for row in rows]
+
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Refuse drafts that grow, and under sampling trees, whose siblings' draws are not known."""
+        return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
+
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
+        """Replay chains, and at T=0 trees of one shape; of drafts longer than the heads know their longest."""
+        target, depth, sampler = task.target, min(task.draft_length, self.longest or task.draft_length), task.sampler
+        assert target is not None
+        self.heads.check_fits(target)
+        tree = self.tree.pruned(depth)[0] if isinstance(self.tree, Tree) else Tree.chain(depth)
+        if distributions is not None:
+            each = [
+                self._acceptance(target, text, sampler, p_NV, tree.depth)
+                for text, p_NV in zip(texts, distributions, strict=True)
+            ]
+            overlaps = [common_NK[:, 0][drafted_NK[:, 0]] for _, common_NK, drafted_NK in each]
+            return replay_by_start(texts, [a_NK for a_NK, _, _ in each], overlaps, first=1)
+        # Behind the tree the most likely tokens, for servers that draft chains.
+        widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
+        ranks = [self._ranks(target, text, sampler, widths, chains) for text in texts]
+        return replay_by_start_ranks(ranks, tree, [r.agreement for r in ranks])
+
+    @torch.inference_mode()
+    def _ranks(
+        self,
+        target: PreTrainedModel,
+        text: WrittenText,
+        sampler: Sampler,
+        most: Sequence[int],
+        by_argmax: bool = False,
+    ) -> TextRanks:
+        return ranks_by_start(text, sampler, most, self.logits_at(target, text, len(most)), by_argmax)
+
+    @torch.inference_mode()
+    def _acceptance(
+        self, target: PreTrainedModel, text: WrittenText, sampler: Sampler, p_NV: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a, Σ_v min(p, q) and where something is drafted: see `acceptance_by_start`."""
+        logits_at = self.logits_at(target, text, depth)
+        return acceptance_by_start(text, sampler, depth, logits_at, lambda first, end: p_NV[first:end], self.greedy)
+
+    def _widest(self, draft_length: int) -> int:
+        """Return the most siblings of a draft."""
+        if isinstance(self.tree, DynamicTree):
+            return self.tree.width
+        depth = min(draft_length, self.longest or draft_length)
+        return 1 if self.tree is None else max(map(len, self.tree.pruned(depth)[0].children))
+
+
+def stacked(rows: Sequence[Tensor], width: int) -> Tensor:
+    """Return rows of at most `width` states together, (B, width, H), with zeros behind them."""
+    return torch.stack([nn.functional.pad(states, (0, 0, 0, width - len(states))) for states in rows])
