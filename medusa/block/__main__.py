@@ -42,12 +42,23 @@ class BlockRun(HeadsRun[BlockTrainingConfig]):
             block_size=config.block_size,
             anchor_guesses=config.anchor_guesses,
             markov_rank=min(RANK, width) if config.markov_rank is None else config.markov_rank,
+            enable_confidence_head=config.confidence > 0,
             base_model_name_or_path=config.target,
         ).float()
         if drafter.markov_head is not None:
             torch.nn.init.zeros_(drafter.markov_head.markov_w2.weight)
         begin_nearly_uniform(drafter.norm, drafter.head_for(target).weight)
         return drafter
+
+    def check_heads(self) -> None:
+        """Require a confidence head where its loss is wanted, and let it be where it is not."""
+        head = self.heads.confidence_head
+        if self.config.confidence and head is None:
+            raise InputError(
+                f"confidence: expected 0 with heads that have no confidence head, found {self.config.confidence}"
+            )
+        if head is not None and not self.config.confidence:
+            head.requires_grad_(False)
 
     def first_look(self) -> None:
         """Say how it begins."""

@@ -28,13 +28,20 @@ class BlockTrainingConfig(HeadsConfig):
     mask_token: int | None = None
     """The token whose embedding stands for a mask; if not given one that the tokenizer never gives: a row behind its
     tokens, or its token for padding or unknown text."""
+    dpace: float | None = None
+    """In place of `decay`, weigh each guess by how likely a round comes to it and beyond (D-PACE): how far to smooth
+    these probabilities, 0.5 in the speculators library; 0 not at all. None if not given."""
+    confidence: float = 0.0
+    """The weight of the confidence head's loss, beside 1 of the guesses'; DSpark's is 1. With 0 a new drafter has no
+    such head."""
     anchors: int | None = None
     """Blocks of a row that a step learns from, drawn anew each step; an eighth of the row's tokens if not given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, at_least(1) & at_most(256), "layers", "block_size", "anchors")
-        require(self, at_least(0), "markov_rank", "layer_ids", "mask_token")
+        require(self, at_least(0), "markov_rank", "layer_ids", "mask_token", "confidence")
+        require(self, at_least(0) & at_most(1), "dpace")
         if not self.anchor_guesses and self.block_size < 2:
             raise InputError(f"block_size: expected at least 2 without anchor_guesses, found {self.block_size}")
         if self.heads is not None:

@@ -17,6 +17,7 @@ rank, V the target's vocabulary, D the drafter's.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,8 @@ class BlockConfig(NamedConfig, Qwen3Config):
     """R, the rank of the Markov head; 0 for none."""
     enable_confidence_head: bool = False
     """Whether it says how likely each guess is accepted."""
+    confidence_head_with_markov: bool = True
+    """Whether the confidence head sees what the Markov head knows of the token before, where there is a Markov head."""
     anchor_guesses: bool = True
     """Whether the anchor's slot guesses the token behind it, as DSpark's does; DFlash's guesses nothing."""
     base_model_name_or_path: str | None = None
@@ -209,7 +212,9 @@ class BlockDrafter(DraftingHeads):
         self.markov_head: MarkovHead | None = None
         if config.markov_rank:
             self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.draft_vocab_size)
-        self.confidence_head = ConfidenceHead(size + config.markov_rank) if config.enable_confidence_head else None
+        self.confidence_head: ConfidenceHead | None = None
+        if config.enable_confidence_head:
+            self.confidence_head = ConfidenceHead(size + config.markov_rank * config.confidence_head_with_markov)
         self.d2t: Tensor | None
         cut = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if cut else None)
@@ -348,7 +353,7 @@ class BlockDrafter(DraftingHeads):
         return hidden if self.config.anchor_guesses else hidden[..., 1:, :]
 
     def guesses(self, hidden: Tensor, before: Tensor, head: OutputHead) -> Guesses:
-        """Return what makes the logits of guesses: one linear map, that of the Markov head included.
+        """Return what makes the logits of guesses: the target's head and, beside it, the Markov head's second map.
 
         Args:
             hidden: of the slots that guess, (…, H).
@@ -358,8 +363,21 @@ class BlockDrafter(DraftingHeads):
         if self.markov_head is None:
             return Guesses(hidden, head)
         states = torch.cat([hidden, self.markov_head.markov_w1(before).to(hidden.dtype)], dim=-1)
-        weight = torch.cat([head.weight.to(hidden.dtype), self.markov_head.markov_w2.weight.to(hidden.dtype)], dim=1)
-        return Guesses(states, OutputHead(weight, head.bias, head.scale, head.softcap))
+        return Guesses(states, replace(head, beside=self.markov_head.markov_w2.weight))
+
+    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Return the logit of how likely each guess is accepted where those before it were, (…) (DSpark).
+
+        It knows the tokens before the guess, and not the guess: a draft may be cut by it and stay lossless.
+
+        Args:
+            hidden: of the slots that guess, (…, H).
+            before: the tokens before those that are guessed, (…) int64.
+        """
+        assert self.confidence_head is not None
+        if self.markov_head is not None and self.config.confidence_head_with_markov:
+            hidden = torch.cat([hidden, self.markov_head.markov_w1(before).to(hidden.dtype)], dim=-1)
+        return self.confidence_head.proj(hidden)[..., 0]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, before: Tensor, head: OutputHead) -> Tensor:
         """Return the logits of guesses over the D tokens, (…, D): see `guesses`."""

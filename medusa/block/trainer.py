@@ -11,11 +11,13 @@ Shape suffixes: B rows, T positions, N anchors, K guesses, M = B · N · K, H hi
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache.kernels import computing_dtype
@@ -27,10 +29,12 @@ from draftsmith.medusa.seen import TargetStates, seen_by
 from draftsmith.medusa.trainer import FeaturesOf, HeadsTrainer
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
+from draftsmith.train.losses.chunked import chunked_features
 from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.replay_metrics import replay_features
 
 SHARE = 8
 """One out of so many tokens of a row is an anchor, unless told."""
@@ -89,8 +93,35 @@ def drawn_order(ids_BT: Tensor, step: int) -> Tensor:
     return mixed & 0x7FFFFFFF
 
 
+class Known(NamedTuple):
+    """What is known of guesses once they are made."""
+
+    q_M: Tensor
+    """The probability of the text's token."""
+    alpha_M: Tensor
+    """Σ_v min(p, q): how likely the guess is accepted."""
+
+
+def reach(q_BNK: Tensor, inside_BNK: Tensor, smoothing: float) -> Tensor:
+    """Return D-PACE's weights of guesses, (B, N, K): how likely a round comes to each of them, and to those behind.
+
+    Guess k weighs Σ_{j ≥ k} Π_{i ≤ j} s_i with s = (1 − α) q + α: but for the smoothing the gradient of the expected
+    length of a block.
+
+    Args:
+        q_BNK: the probability of the text's token.
+        inside_BNK: whether there is one.
+        smoothing: α.
+    """
+    reached_BNK = (((1 - smoothing) * q_BNK + smoothing) * inside_BNK).cumprod(-1)
+    return reached_BNK.flip(-1).cumsum(-1).flip(-1)
+
+
 class BlockTrainer(HeadsTrainer):
     """Minimises Σ_k decay^k · objective of guess k, against the target's distribution or text, on completions.
+
+    D-PACE's weights take the place of decay^k where they are asked for, and the confidence head's cross entropy with
+    Σ_v min(p, q) is added.
 
     Evaluation replays held-out completions with whole blocks, and reports `mean_acceptance_length`, `alpha` (of the
     first guess), `loss`, and for each guess k ≥ 1 `accuracy_k`, the share of its tokens that it puts first, and
@@ -122,10 +153,21 @@ class BlockTrainer(HeadsTrainer):
         at.weights = [(at.weights_BNK * decays_K).flatten()]
 
         def loss() -> Tensor:
-            hidden_BNKH = self._hidden(seen, inputs, at.places)
-            guesses = self.heads.guesses(hidden_BNKH.flatten(0, 2), at.before, self.frozen_head)
-            head = self.loss_head(guesses.head)
-            return self.chain_loss(at, [guesses.states], lambda _: head, (seen.hidden, self.teacher_head))
+            hidden_MH = self._hidden(seen, inputs, at.places).flatten(0, 2)
+            guesses = self.heads.guesses(hidden_MH, at.before, self.frozen_head)
+            head, decayed_M = self.loss_head(guesses.head), at.weights[0]
+            known = self._known(at, seen, guesses.states, head) if self._looks_ahead else None
+            if self.config.dpace is not None:
+                assert known is not None
+                reached_BNK = reach(known.q_M.view_as(at.weights_BNK), at.weights_BNK > 0, self.config.dpace)
+                at.weights = [(at.weights_BNK * reached_BNK).flatten()]
+            loss = self.chain_loss(at, [guesses.states], lambda _: head, (seen.hidden, self.teacher_head))
+            if self.config.confidence:
+                assert known is not None
+                logits_M = self.heads.confidence(hidden_MH, at.before).float()
+                errors_M = binary_cross_entropy_with_logits(logits_M, known.alpha_M, reduction="none")
+                loss = loss + self.config.confidence * (decayed_M * errors_M).sum()
+            return loss
 
         return model(inside=loss)  # type: ignore[no-any-return]
 
@@ -150,10 +192,29 @@ class BlockTrainer(HeadsTrainer):
 
         return model(inside=sums)  # type: ignore[no-any-return]
 
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether the loss weighs guesses by what is known once all are made."""
+        return self.config.dpace is not None or self.config.confidence > 0
+
+    def _known(self, at: "BlockPlaces", seen: TargetStates, states_ME: Tensor, head: OutputHead) -> "Known":
+        """Return what is known of the guesses once they are made, a chunk at a time, without gradients."""
+        sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
+        p = LiveDistributions(at.teacher(seen.hidden), self.target_head)
+
+        def features(p_logits: Tensor, q_logits_ND: Tensor, tokens_N: Tensor) -> Tensor:
+            wide_NV = self.heads.widened(q_logits_ND)[..., : self.vocab_size]
+            alpha_N = replay_features(p_logits, wide_NV, tokens_N, self.sampler)[:, 1]
+            return torch.stack([wide_NV.float().softmax(-1).gather(1, tokens_N[:, None])[:, 0], alpha_N], dim=1)
+
+        return Known(*chunked_features(features, at.labels, states_ME, head, p, sizes).unbind(1))
+
     @cached_property
     def frozen_head(self) -> OutputHead:
-        """The target's head of the tokens that are drafted, on the device where the loss is taken."""
-        return self.heads.head_for(self.target).to(self.args.device)  # type: ignore[no-any-return]
+        """The target's head of the tokens that are drafted, where the loss is taken, and in its precision."""
+        head = self.heads.head_for(self.target).to(self.args.device)
+        dtype = computing_dtype(self.heads.fc.weight)
+        return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
 
     def _seen(self, inputs: dict[str, Any]) -> TargetStates:
         """Run the target once on a batch."""

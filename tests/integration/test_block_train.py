@@ -6,6 +6,7 @@ import pytest
 import torch
 from pipelines import block_configured, history, measured_on_what_it_learns
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from draftsmith.decode.cache.features import collected
 from draftsmith.decode.errors import InputError
@@ -41,8 +42,8 @@ def batch_of(trainer: BlockTrainer, samples: list[dict]) -> dict:
     return batch
 
 
-def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor]]:
-    """The target's logits of one text, (T, V), and the drafter's by guess, (T − 1 − k, D) each, of all anchors."""
+def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The target's logits of one text, (T, V), the drafter's by guess, (T − 1 − k, D) each, and their states."""
     ids, drafter, target = torch.tensor([sample["input_ids"]]), trainer.heads, trainer.target
     with torch.no_grad(), collected(target, drafter.layer_ids) as features:
         p_logits = target(ids).logits[0].double()
@@ -51,13 +52,15 @@ def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor
     hidden = block_states(drafter, target.get_input_embeddings(), context, Anchors.at(positions, ids, positions))[0]
     head, length = drafter.head_for(target), ids.shape[1]
     count = min(trainer.count, length - 1)
-    return p_logits, [
-        drafter.logits(hidden[: length - 1 - k, k], ids[0, k : length - 1], head).double() for k in range(count)
-    ]
+    return (
+        p_logits,
+        [drafter.logits(hidden[: length - 1 - k, k], ids[0, k : length - 1], head).double() for k in range(count)],
+        hidden,
+    )
 
 
 def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
-    """Σ_k decay^k Σ_a objective(p(· | x_{≤ a+k}), guess k of the block behind a), whole vocabulary, float64."""
+    """Σ over anchors a and guesses k of weight · objective(p(· | x_{≤ a+k}), guess k), whole vocabulary, float64."""
     config, drafter = trainer.config, trainer.heads
     kept = torch.arange(len(trainer.processing_class)) if drafter.token_map is None else drafter.token_map
     total = torch.zeros((), dtype=torch.float64)
@@ -65,17 +68,31 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
         ids = torch.tensor(sample["input_ids"])
         labels = sample["input_ids"] if config.prompt_loss else sample["labels"]
         columns = {t for t, label in enumerate(labels) if label != IGNORED and t > 0}
-        p_logits, guesses = guesses_of(trainer, sample)
-        for k, q_logits in enumerate(guesses):
-            anchors = [a for a in range(len(q_logits)) if columns >= set(range(a, a + k + 2))]
-            q = q_logits[anchors][:, : len(kept)]
-            if config.divergence == "cross_entropy":
-                hit = kept == ids[[a + k + 1 for a in anchors]][:, None]
-                value = -(q.log_softmax(-1) * hit).sum(-1)
-            else:
-                log_p = (p_logits[[a + k for a in anchors]][:, kept] / T).log_softmax(-1)
-                value = (log_p.exp() * (log_p - (q / T).log_softmax(-1))).sum(-1)
-            total = total + config.decay**k * value.sum()
+        p_logits, guesses, hidden = guesses_of(trainer, sample)
+        for a in range(len(ids) - 1):
+            count = next((k for k in range(len(guesses)) if not {a, a + k + 1} <= columns), len(guesses))
+            alpha, reached, known = config.dpace, 1.0, []
+            for k in range(count):
+                q, hit = guesses[k][a][: len(kept)], kept == ids[a + k + 1]
+                p = (p_logits[a + k][: len(trainer.processing_class)] / T).softmax(-1)
+                log_p = (p_logits[a + k][kept] / T).log_softmax(-1)
+                value = {
+                    "cross_entropy": -(q.log_softmax(-1) * hit).sum(),
+                    "forward_kl": (log_p.exp() * (log_p - (q / T).log_softmax(-1))).sum(),
+                    "tvd": 1.0 - torch.minimum(p[kept], (q / T).softmax(-1)).sum(),
+                }
+                if alpha is not None:
+                    reached *= (1 - alpha) * (q.softmax(-1) * hit).sum().item() + alpha
+                weighed = sum(weight * value[name] for name, weight in config.terms.items())
+                known.append((weighed, reached, value["tvd"]))
+            for k, (value, _, tvd) in enumerate(known):
+                dpace = float(sum(reached for _, reached, _ in known[k:]))
+                total = total + (config.decay**k if alpha is None else dpace) * value
+                if config.confidence:
+                    before = ids[a + k]
+                    logit = drafter.confidence(hidden[a, k], before).double()
+                    error = binary_cross_entropy_with_logits(logit, (1.0 - tvd).detach())
+                    total = total + config.confidence * config.decay**k * error
     return total
 
 
@@ -96,6 +113,11 @@ CASES = {
     "hard": {"divergence": "cross_entropy", "decay": 0.5},
     "cut vocabulary": {"draft_vocabulary": 20},
     "prompts too": {"prompt_loss": True},
+    "D-PACE": {"divergence": "cross_entropy", "dpace": 0.5},
+    "D-PACE, cut vocabulary": {"divergence": "cross_entropy", "dpace": 0.0, "draft_vocabulary": 20},
+    "DSpark's mixture": {"divergence": {"cross_entropy": 0.1, "tvd": 1.8}, "confidence": 1.0},
+    "its confidence, cut vocabulary": {"divergence": {"tvd": 1.0}, "confidence": 0.5, "draft_vocabulary": 20},
+    "confidence without a Markov head": {"confidence": 1.0, "markov_rank": 0},
     "blocks longer than texts": {"block_size": 9},
     "layers computed twice": {"training": {"activation_checkpointing": True}},
 }
@@ -154,7 +176,7 @@ def test_evaluation_counts_what_the_guesses_are(pipeline, tmp_path, untrained):
     for row, sample in enumerate(samples):
         ids, labels = sample["input_ids"], sample["labels"]
         columns = {t for t, label in enumerate(labels) if label != IGNORED and t > 0}
-        p_logits, guesses = guesses_of(trainer, sample)
+        p_logits, guesses, _ = guesses_of(trainer, sample)
         assert sums[row, 0] == len(columns)
         for k, q_logits in enumerate(guesses):
             anchors = [a for a in range(len(q_logits)) if columns >= set(range(a, a + k + 2))]

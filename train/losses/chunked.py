@@ -228,9 +228,20 @@ class _Learner(NamedTuple):
     head: OutputHead
     weights_NK: Tensor | None
     seen: int
-    """What the head sees, (N, H)."""
+    """What the head sees, (N, H), or (N, H + R)."""
     weight: int
     bias: int | None
+    beside: int | None
+
+    def maps(self, tensors: Sequence[Tensor], *rows: Tensor | None) -> list[tuple[Any, ...]]:
+        """Return the place of each linear map that is added, and of rows (C, H + R) the columns that it sees."""
+        if self.beside is None:
+            return [(self.weight, *rows)]
+        at = [tensors[self.weight].shape[1]]
+        parts = [(None, None) if row is None else row.tensor_split(at, dim=1) for row in rows]
+        return [
+            (place, *part) for place, part in zip((self.weight, self.beside), zip(*parts, strict=True), strict=True)
+        ]
 
 
 def _chunked(
@@ -249,8 +260,11 @@ def _chunked(
             tensors.append(tensor)
         return len(tensors) - 1 if found is None else found
 
+    def optional(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else place(tensor)
+
     placed = [
-        _Learner(head, weights_NK, place(seen), place(head.weight), None if head.bias is None else place(head.bias))
+        _Learner(head, weights_NK, place(seen), place(head.weight), optional(head.bias), optional(head.beside))
         for seen, head, weights_NK in learners
     ]
     sizes = sizes or ChunkSizes.of(labels_N.device)
@@ -289,9 +303,15 @@ class _ChunkedSum(torch.autograd.Function):
             p_of = None if teacher is None else teacher.chunk(at)
             for learner in learners:
                 with torch.autocast(device, enabled=False):
-                    h_CH, w_VH = operands[learner.seen][at], operands[learner.weight]
+                    of_states = gradients[learner.seen]
+                    maps = learner.maps(
+                        tensors, operands[learner.seen][at], None if of_states is None else of_states[at]
+                    )
                     b_V = None if learner.bias is None else operands[learner.bias]
-                    g_CV = torch.nn.functional.linear(h_CH, w_VH, b_V)  # the logits, until the loss has been through
+                    # The logits, until the loss has been through.
+                    g_CV = torch.nn.functional.linear(maps[0][1], operands[learner.weight], b_V)
+                    for place, h_CR, _ in maps[1:]:
+                        g_CV.addmm_(h_CR, operands[place].T)
                     for part in sizes.parts(len(g_CV), vocab_size):
                         with torch.set_grad_enabled(learns):
                             raw_PV = g_CV[part].requires_grad_(learns)
@@ -307,9 +327,11 @@ class _ChunkedSum(torch.autograd.Function):
                             if learns:
                                 g_CV[part] = torch.autograd.grad(loss, raw_PV)[0]
                         del raw_PV, logits_PV, p, values_PK, loss
-                    if (of_states := gradients[learner.seen]) is not None:
-                        of_states[at] += g_CV @ w_VH
-                    if (of_weight := gradients[learner.weight]) is not None:
+                    for place, h_CH, of_chunk in maps:
+                        if of_chunk is not None:
+                            of_chunk += g_CV @ operands[place]
+                        if (of_weight := gradients[place]) is None:
+                            continue
                         if of_weight.dtype == dtype:
                             torch.addmm(of_weight, g_CV.T, h_CH, out=of_weight)
                         else:

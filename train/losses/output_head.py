@@ -30,14 +30,22 @@ class OutputHead:
     """Multiplies the logits (Cohere's `logit_scale`; Granite divides by `logits_scaling`)."""
     softcap: float | None = None
     """Logits become c·tanh(logits / c) (Gemma 2, section 2)."""
+    beside: Tensor | None = None
+    """(V, R): a second map, of R numbers that stand behind the H hidden ones; its output is added. Kept apart, so that
+    one of the two may be frozen."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits, (…, V), of hidden states (…, H)."""
+        """Return logits, (…, V), of hidden states (…, H), or (…, H + R)."""
         return self.finish(self.project(hidden))
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Apply the linear map alone."""
-        return torch.nn.functional.linear(hidden, self.weight, self.bias)
+        """Apply the linear maps alone."""
+        if self.beside is None:
+            return torch.nn.functional.linear(hidden, self.weight, self.bias)
+        hidden, more = hidden.split([self.weight.shape[1], self.beside.shape[1]], dim=-1)
+        return torch.nn.functional.linear(hidden, self.weight, self.bias) + torch.nn.functional.linear(
+            more, self.beside
+        )
 
     def finish(self, logits: Tensor) -> Tensor:
         """Apply what follows the linear map."""
@@ -64,7 +72,9 @@ class OutputHead:
         return self._changed(Tensor.detach)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "OutputHead":
-        return replace(self, weight=change(self.weight), bias=None if self.bias is None else change(self.bias))
+        further = {"bias": self.bias, "beside": self.beside}
+        changed = {name: change(tensor) for name, tensor in further.items() if tensor is not None}
+        return replace(self, weight=change(self.weight), **changed)
 
 
 def head_of(model: PreTrainedModel) -> OutputHead:

@@ -226,3 +226,25 @@ def test_heads_that_share_p_sum_up_to_what_each_has_alone(autocast):
         .eq(0)
         .all()
     )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_two_maps_side_by_side_are_one_whose_halves_learn_apart(frozen):
+    """A frozen one gets no gradient, and none is computed for it."""
+    t = tensors()
+    features, sizes = Objective({"forward_kl": 1.0}).features, ChunkSizes(9 * V, 4 * V)
+    teacher = LiveDistributions(t["p_hidden"], OutputHead(t["p_weight"]))
+    seen = torch.cat([t["q_hidden"], t["p_hidden"][:, :5]], 1).requires_grad_(True)
+    first, second = t["q_weight"].requires_grad_(not frozen), t["p_weight"][:, :5].clone().requires_grad_(True)
+    whole = torch.cat([first, second], 1)
+    weights, apart = torch.ones(N, 1), OutputHead(first, t["q_bias"], softcap=4.0, beside=second)
+    torch.testing.assert_close(apart(seen), OutputHead(whole, t["q_bias"], softcap=4.0)(seen))
+    torch.testing.assert_close(apart.cut(50)(seen), apart(seen)[:, :50])
+    leaves = [seen, second] if frozen else [seen, first, second]
+    losses = [
+        chunked_sum(features, weights, t["labels"], seen, head, teacher, sizes)[0]
+        for head in (apart, OutputHead(whole, t["q_bias"], softcap=4.0))
+    ]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-12)
+    for one, two in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
+        torch.testing.assert_close(one, two)
