@@ -3,10 +3,12 @@
 Shape suffixes: B rows, T positions, S places with keys, F features, H hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.cache.features import collected
@@ -66,3 +68,16 @@ def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[]
     finally:
         hook.remove()
     return TargetStates(hidden, embeddings[0].to(hidden.device), features[0].to(hidden.device))
+
+
+@contextmanager
+def whole(*modules: nn.Module) -> Iterator[None]:
+    """Gather the weights of modules that are sharded over processes, while the block runs."""
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()

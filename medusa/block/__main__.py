@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.base import begin_nearly_uniform
 from draftsmith.medusa.block.card import card
 from draftsmith.medusa.block.config import BlockTrainingConfig
+from draftsmith.medusa.block.initial import beginning, new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.trainer import BlockTrainer
 from draftsmith.medusa.run import HeadsRun
@@ -28,27 +26,12 @@ class BlockRun(HeadsRun[BlockTrainingConfig]):
     heads_class = BlockDrafter
 
     def new_heads(self) -> BlockDrafter:
-        """Return a drafter that begins at random; its Markov head adds nothing at first."""
+        """Return a drafter that begins as the target's last layers, or at random."""
         config, target = self.config, self.target
-        torch.manual_seed(config.training.seed)  # the same weights on all processes
         rows, width = head_of(target).weight.shape
         mask = mask_token(self.tokenizer, rows) if config.mask_token is None else config.mask_token
-        drafter = BlockDrafter.of_target(
-            target,
-            mask,
-            config.layers,
-            self.token_map,
-            config.layer_ids or None,
-            block_size=config.block_size,
-            anchor_guesses=config.anchor_guesses,
-            markov_rank=min(RANK, width) if config.markov_rank is None else config.markov_rank,
-            enable_confidence_head=config.confidence > 0,
-            base_model_name_or_path=config.target,
-        ).float()
-        if drafter.markov_head is not None:
-            torch.nn.init.zeros_(drafter.markov_head.markov_w2.weight)
-        begin_nearly_uniform(drafter.norm, drafter.head_for(target).weight)
-        return drafter
+        rank = min(RANK, width) if config.markov_rank is None else config.markov_rank
+        return new_drafter(config, target, mask, self.token_map, rank)
 
     def check_heads(self) -> None:
         """Require a confidence head where its loss is wanted, and let it be where it is not."""
@@ -62,9 +45,9 @@ class BlockRun(HeadsRun[BlockTrainingConfig]):
 
     def first_look(self) -> None:
         """Say how it begins."""
-        shape = self.heads.config
+        shape, clause = self.heads.config, beginning(self.config, self.heads, self.target)[1]
         say_once(
-            f"init: {shape.num_hidden_layers} layers at random, on the outputs of the target's layers "
+            f"init: {shape.num_hidden_layers} layers {clause}, on the outputs of the target's layers "
             f"{', '.join(map(str, shape.target_layer_ids))}; token {shape.mask_token_id} stands for a mask"
         )
 

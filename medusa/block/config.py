@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from draftsmith.decode.errors import InputError, at_least, at_most, require
+from draftsmith.decode.errors import InputError, at_least, at_most, one_of, require
 from draftsmith.medusa.config import HeadsConfig
 
+INITS = ("auto", "last_layers", "random")
 MADE = ("layer_ids", "mask_token", "markov_rank")
 """Fields that say what a new drafter is like, where they are given."""
 
@@ -19,6 +20,9 @@ class BlockTrainingConfig(HeadsConfig):
     """Slots of a block, each of which guesses a token; with `anchor_guesses: false` one guesses nothing."""
     anchor_guesses: bool = True
     """Whether the anchor's slot guesses the token behind it, as DSpark's does; DFlash's guesses nothing."""
+    init: str = "auto"
+    """How the layers begin: as the target's "last_layers", which see its deepest features at first; at "random"; or
+    "auto", as the last layers where ours can have their weights (Llama, Mistral, Qwen 3), and at random otherwise."""
     markov_rank: int | None = None
     """The rank of the Markov head, which tells each guess the token before it (DSpark); 0 for none (DFlash); 256 if not
     given, or the target's width where that is less."""
@@ -39,6 +43,7 @@ class BlockTrainingConfig(HeadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self, one_of(INITS), "init")
         require(self, at_least(1) & at_most(256), "layers", "block_size", "anchors")
         require(self, at_least(0), "markov_rank", "layer_ids", "mask_token", "confidence")
         require(self, at_least(0) & at_most(1), "dpace")

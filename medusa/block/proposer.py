@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import Places
 from draftsmith.decode.cache.attention import in_groups
 from draftsmith.decode.cache.forward import Axes, BlockForward
-from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import DraftTask, Proposal
+from draftsmith.decode.errors import InputError, at_least, at_most
+from draftsmith.decode.proposers.base import Drafts, DraftTask, Proposal
 from draftsmith.decode.proposers.draft_forward import DraftForward, draft_of, draws_of
 from draftsmith.decode.proposers.draft_tree import draft_static_tree
 from draftsmith.decode.replay.starts import LogitsAt
@@ -83,6 +83,18 @@ class BlockModel(PreTrainedModel):
         hidden = hidden[:, None].expand(-1, before.shape[1], -1)
         return self.drafter.widened(self.drafter.logits(hidden, before, self.head))
 
+    def reached(self, hidden_BKH: Tensor, anchors: Tensor, tokens_BK: Tensor) -> Tensor:
+        """Return how likely all of a chain's tokens up to each are accepted, by its confidence head, (B, K).
+
+        Args:
+            hidden_BKH: what the head sees of the guesses, as many at least.
+            anchors: the texts' last tokens, (B,) int64.
+            tokens_BK: the chain.
+        """
+        before_BK = torch.cat([anchors[:, None], tokens_BK[:, :-1]], dim=1)
+        logits_BK = self.drafter.confidence(hidden_BKH[:, : tokens_BK.shape[1]], before_BK)
+        return logits_BK.float().sigmoid().cumprod(1)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -139,14 +151,16 @@ class BlockDraftForward(DraftForward):
         shape: the tree.
         vocab_size: V.
         drawn: see `DraftForward`.
+        confident: give how likely all of a chain's tokens up to each are accepted, (B, K), besides.
     """
 
     sources = tuple(inspect.getfile(each) for each in (BlockModel, BlockDrafter))
 
-    def __init__(self, places: BlockForward, shape: Tree, vocab_size: int, drawn: bool):
+    def __init__(self, places: BlockForward, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
         model: Any = places.model
         head = model.head
-        super().__init__(model, shape, vocab_size, drawn, (places.key, head.scale, head.softcap))
+        super().__init__(model, shape, vocab_size, drawn, (places.key, head.scale, head.softcap, confident))
+        self._confident = confident
         block = BlockForward(model, (), (), [True] * model.config.num_hidden_layers)
         self._forwards = [places, block]  # in a list: their model is not another one
         self._slots = model.config.block_size
@@ -206,7 +220,10 @@ class BlockDraftForward(DraftForward):
             before = anchors[:, None] if not level.depth else drafted.index_select(1, level.fed)
             return align_vocabulary(model.logits(hidden_BKH[:, level.depth], before), self.vocab_size)
 
-        return self.choose(anchors[:, None], logits_after, draws)
+        chosen = self.choose(anchors[:, None], logits_after, draws)
+        if not self._confident:
+            return chosen
+        return [*chosen, model.reached(hidden_BKH, anchors, chosen[0][:, 1:])]
 
 
 class BlockProposer(FeatureProposer):
@@ -220,17 +237,24 @@ class BlockProposer(FeatureProposer):
         tree: None drafts chains; a `Tree` has one shape for every round, whose siblings are the most likely tokens at
             T=0 and drawn without replacement under sampling.
         greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
+        confidence: propose a chain's tokens while the confidence head gives at least this probability that all are
+            accepted; 0 proposes all. Whether a token is proposed depends on those before it alone, so the law stays.
 
     Raises:
-        InputError: a tree deeper than a block.
+        InputError: a tree deeper than a block, or a confidence with a tree or a drafter that does not know its own.
     """
 
     at_once = True
 
-    def __init__(self, drafter: BlockDrafter, tree: Tree | None = None, greedy: bool = False):
+    def __init__(self, drafter: BlockDrafter, tree: Tree | None = None, greedy: bool = False, confidence: float = 0.0):
         self._block = BlockModel(drafter)
         super().__init__(drafter, self._block, tree, greedy)
-        self.longest = drafter.config.guesses
+        self.longest, self.confidence = drafter.config.guesses, confidence
+        (at_least(0) & at_most(1)).check("confidence", confidence)
+        if confidence and tree is not None:
+            raise InputError("confidence: expected a chain, whose length it decides, found a tree")
+        if confidence and drafter.confidence_head is None:
+            raise InputError(f"confidence: expected 0 of a drafter without a confidence head, found {confidence:g}")
         if tree is not None and tree.depth > self.longest:
             raise InputError(f"tree: expected at most the block's depth {self.longest}, found {tree.depth}")
 
@@ -247,6 +271,12 @@ class BlockProposer(FeatureProposer):
         """Return the nodes of the tree that are no deeper, or the length of a chain."""
         return super().nodes(min(draft_length, self.heads.config.guesses))
 
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Refuse drafts that a confidence cuts, besides."""
+        if self.confidence:
+            return "replay: expected drafts of one shape, found some that a confidence cuts: decode them"
+        return super().replay_refusal(do_sample)
+
     def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
         """Return the logits of the blocks of all rounds: see `draftsmith.medusa.block.replay`."""
         return logits_of_blocks(target, self.heads, text)
@@ -254,6 +284,12 @@ class BlockProposer(FeatureProposer):
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return None: a guess depends on where its block begins."""
         return None
+
+    def _begin(self, task: DraftTask, block: int) -> None:
+        """As of draft models, but all in programs or nothing: what is fed is states or a block, in one program."""
+        super()._begin(task, block)
+        if task.compiled and not self._in_programs:
+            super()._begin(replace(task, compiled=False), block)
 
     def _shape(self, depth: int) -> Tree:
         assert isinstance(self.tree, Tree)
@@ -287,9 +323,20 @@ class BlockProposer(FeatureProposer):
         tree, drawn = Tree.chain(max(lengths)), self._draws
         if self.tree is not None:
             tree, drawn = self._shape(max(lengths)), drawn and self._task.draw_siblings
-        return draft_static_tree(
+        drafts = draft_static_tree(
             tree, self._samplers, texts, lengths, self._generators, drawn, self._wants_confidence, logits_after
         )
+        if not self.confidence:
+            return drafts
+        assert isinstance(drafts, Drafts)
+        reached_BK = self._block.reached(given_BKH, anchors, drafts.tokens)
+        return [draft.pruned(k) for draft, k in zip(drafts, self._cut(reached_BK, lengths), strict=True)]
+
+    def _cut(self, reached_BK: Tensor, draft_lengths: Sequence[int]) -> list[int]:
+        """Return how many tokens of each row are proposed, of as many at most."""
+        # The probabilities fall from token to token; what is no number is proposed, and q is found to be none.
+        sure_B = (~(reached_BK < self.confidence)).sum(1)
+        return [min(k, sure) for k, sure in zip(draft_lengths, sure_B.tolist(), strict=True)]
 
     def _draft_in_program(self, anchors: Tensor, draft_lengths: Sequence[int]) -> list[Proposal]:
         """Feed what has features now, and draft, in one call."""
@@ -302,15 +349,19 @@ class BlockProposer(FeatureProposer):
         starts = [end - count for end, count in zip(self._lengths.host, lacking, strict=True)]
         self._states = [states[:0] for states in self._states]
         draws = draws_of(shape, vocab_size, self._temperature, self._generators, draft_lengths, anchors.device)
+        confident = self.confidence > 0
         outputs = self._model.compute(
-            (shape.parents, drawn),
-            lambda forward: BlockDraftForward(forward, shape, vocab_size, drawn),
+            (shape.parents, drawn, confident),
+            lambda forward: BlockDraftForward(forward, shape, vocab_size, drawn, confident),
             tokens,
             Places(starts, anchors.device),
             max(lacking) + self.heads.config.block_size,
             [anchors, torch.tensor(lacking, device=anchors.device), draws],
             further,
         )
+        if confident:
+            *outputs, reached_BK = outputs
+            draft_lengths = self._cut(reached_BK, draft_lengths)
         return draft_of(outputs).drafts(shape, draft_lengths)
 
     def _feed_states(self, but: int = 0) -> None:

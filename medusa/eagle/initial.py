@@ -3,14 +3,12 @@
 Shape suffix: H hidden.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers
@@ -20,7 +18,7 @@ from draftsmith.medusa.base import begin_nearly_uniform
 from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import states_of_steps
-from draftsmith.medusa.seen import TargetStates, seen_by
+from draftsmith.medusa.seen import TargetStates, seen_by, whole
 from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_of_scales
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.output_head import last_hidden
@@ -182,16 +180,3 @@ def seen_before(target: PreTrainedModel, index: FeatureIndex, text: Text) -> Tar
     states = index.states_of(text.sample)
     hidden, features = (states[name][:, text.start : text.start + len(text.ids_T)] for name in ("hidden", "features"))
     return TargetStates(hidden, target.get_input_embeddings()(text.ids_T[None].to(target.device)), features)
-
-
-@contextmanager
-def whole(*modules: nn.Module) -> Iterator[None]:
-    """Gather the weights of modules that are sharded over processes, while the block runs."""
-    sharded = [module for module in modules if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in sharded:
-            module.reshard()

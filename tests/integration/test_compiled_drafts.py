@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from gemma import tiny_gemma
-from specimens import TREE, block, eagle, medusa, near, rotated
+from specimens import CONFIDENCE, TREE, block, eagle, medusa, near, rotated
 from trained_heads import own_texts, train_heads
 
 from draftsmith.decode import (
@@ -80,6 +80,11 @@ def heads(hydra):
     return train_heads(target(), MedusaHeads.of_target(target(), 3, hydra=hydra), texts)
 
 
+@lru_cache
+def blocks():
+    return block(target(), enable_confidence_head=True)
+
+
 SHAPES = {
     "chain": lambda: DraftModelProposer(draft()),
     "greedy chain": lambda: DraftModelProposer(draft(), greedy=True),
@@ -90,6 +95,9 @@ SHAPES = {
     "medusa tree": lambda: MedusaProposer(heads(False), TREE),
     "hydra chain": lambda: MedusaProposer(heads(True), Tree.chain(3)),
     "hydra tree": lambda: MedusaProposer(heads(True), TREE),
+    "block chain": lambda: BlockProposer(blocks()),
+    "block chain, cut": lambda: BlockProposer(blocks(), confidence=CONFIDENCE),
+    "block tree": lambda: BlockProposer(blocks(), TREE),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
@@ -163,7 +171,8 @@ def test_programs_write_the_eager_tokens(untraced, shape, options):
     alone = both(drafter, options, rows=1)
     assert alone.counts.num_emitted_tokens == NEW
     made = kinds(untraced)
-    assert {"BlockForward", "HeadsForward" if "medusa" in shape or "hydra" in shape else "ModelDraftForward"} <= made
+    of_shape = {"medusa": "HeadsForward", "hydra": "HeadsForward", "block": "BlockDraftForward"}
+    assert {"BlockForward", of_shape.get(shape.split()[0], "ModelDraftForward")} <= made
     assert ("Judgement" in made) == (options is not GREEDY and "tree" not in shape)
 
 

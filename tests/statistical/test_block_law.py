@@ -5,11 +5,13 @@ The shapes themselves are among those of `test_enumeration`.
 
 from dataclasses import replace
 
-from specimens import block
+import pytest
+import torch
+from specimens import CONFIDENCE, block
 from statistical.test_enumeration import PROMPTS, ROUNDING, difference, doubly_normed, laws, llama  # noqa: F401
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.decode import Tree
+from draftsmith.decode import InputError, Tree
 from draftsmith.medusa import BlockProposer
 
 
@@ -37,3 +39,50 @@ def test_a_chain_is_a_tree_of_one_branch(llama, monkeypatch):  # noqa: F811
         llama, BlockProposer(block(llama), Tree.chain(2)), "T=0.7 top-k top-p", PROMPTS[:1], width=1
     )
     assert difference(law, wanted) < ROUNDING
+
+
+class Lengths(BlockProposer):
+    """Remembers how long its drafts are."""
+
+    def propose(self, contexts, draft_lengths):
+        drafts = super().propose(contexts, draft_lengths)
+        self.seen = getattr(self, "seen", set()) | {len(draft.tokens) for draft in drafts}
+        return drafts
+
+
+def cut_law(llama, proposer):  # noqa: F811
+    (law,), (wanted,), _ = laws(llama, proposer, "T=0.7 top-k top-p", PROMPTS[:1], width=1)
+    return difference(law, wanted)
+
+
+def test_drafts_that_confidence_cuts_are_of_several_lengths(llama, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(LlamaRMSNorm, "forward", doubly_normed)
+    proposer = Lengths(block(llama, enable_confidence_head=True), confidence=CONFIDENCE)
+    assert cut_law(llama, proposer) < ROUNDING
+    assert len(proposer.seen - {0}) > 1
+
+
+def test_a_cut_that_looks_at_the_guess_itself_is_caught(llama, monkeypatch):  # noqa: F811
+    """Its confidence sees each token in place of the one before it."""
+    monkeypatch.setattr(LlamaRMSNorm, "forward", doubly_normed)
+    proposer = BlockProposer(block(llama, enable_confidence_head=True), confidence=0.3)
+    with torch.no_grad():
+        proposer.heads.confidence_head.proj.weight[:, -2:] *= 1000  # sure or not, by the token that it sees
+
+    def reached(hidden_BKH, anchors, tokens_BK):
+        logits_BK = proposer.heads.confidence(hidden_BKH[:, : tokens_BK.shape[1]], tokens_BK)
+        return logits_BK.float().sigmoid().cumprod(1)
+
+    assert cut_law(llama, proposer) < ROUNDING
+    monkeypatch.setattr(proposer.draft_model, "reached", reached)
+    assert cut_law(llama, proposer) > 1e-4
+
+
+def test_a_confidence_that_nothing_gives_is_refused(llama):  # noqa: F811
+    with pytest.raises(InputError, match=r"^confidence: expected 0 of a drafter without a confidence head, found 0.5$"):
+        BlockProposer(block(llama), confidence=0.5)
+    sure = block(llama, enable_confidence_head=True)
+    with pytest.raises(InputError, match=r"^confidence: expected a chain, whose length it decides, found a tree$"):
+        BlockProposer(sure, Tree.chain(2), confidence=0.5)
+    with pytest.raises(InputError, match=r"^confidence: expected at least 0 and at most 1, found 1.5$"):
+        BlockProposer(sure, confidence=1.5)

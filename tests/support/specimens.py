@@ -86,7 +86,8 @@ def shaken(heads: Any, target: PreTrainedModel) -> Any:
     """Return heads in a target's dtype that no longer say what the target's own head says."""
     torch.manual_seed(4)
     for parameter in heads.parameters():
-        parameter.data += 0.2 * parameter.data.std().nan_to_num(0.1).clamp(min=0.1) * torch.randn_like(parameter)
+        spread = parameter.data.std(correction=min(1, parameter.numel() - 1)).clamp(min=0.1)
+        parameter.data += 0.2 * spread * torch.randn_like(parameter)
     return heads.to(target.dtype).eval().requires_grad_(False)
 
 
@@ -100,6 +101,10 @@ def medusa(target: PreTrainedModel, **options: Any) -> MedusaHeads:
 
 def eagle(target: PreTrainedModel, names: Tensor | None = None, **options: Any) -> EagleHeads:
     return shaken(EagleHeads.of_target(target, token_map=names, **options), target)
+
+
+CONFIDENCE = 0.15
+"""At which random confidence heads cut drafts of `LENGTH` to several lengths."""
 
 
 def block(target: PreTrainedModel, **shape: Any) -> BlockDrafter:
@@ -173,6 +178,9 @@ SPECIMENS: dict[str, Specimen] = {
             ),
             "greedy chain": lambda target: BlockProposer(block(target), greedy=True),
             "tree": lambda target: BlockProposer(block(target, token_map=named_tokens(target)), TREE),
+            "cut by confidence": lambda target: BlockProposer(
+                block(target, enable_confidence_head=True), confidence=CONFIDENCE
+            ),
         },
         save_heads(block),
     ),

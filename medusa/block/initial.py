@@ -1,0 +1,133 @@
+"""The first weights of a block drafter: random ones, or the target's last layers, on its deepest features.
+
+Shape suffix: H hidden.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
+from draftsmith.medusa.base import begin_nearly_uniform
+from draftsmith.medusa.block.config import BlockTrainingConfig
+from draftsmith.medusa.block.model import BlockDrafter, BlockLayer
+from draftsmith.medusa.seen import whole
+
+LIKE_OURS = ("llama", "mistral", "qwen3")
+"""Families whose decoder layers compute what ours do, but for norms of queries and keys that some have not."""
+MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+NORMS = ("input_layernorm", "post_attention_layernorm")
+OF_HEADS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+@phase("making the drafter")
+def new_drafter(
+    config: BlockTrainingConfig, target: PreTrainedModel, mask_token: int, token_map: Tensor | None, rank: int
+) -> BlockDrafter:
+    """Return a drafter in float32 as the fields of a training run say; its seed alone decides what is random.
+
+    Args:
+        config: of the run.
+        target: that it will draft for.
+        mask_token: the token whose embedding stands for a mask.
+        token_map: as in `BlockDrafter.of_target`.
+        rank: of the Markov head; 0 for none.
+
+    Raises:
+        InputError: as `BlockDrafter.of_target`, or layers that it is to begin as and cannot.
+    """
+    torch.manual_seed(config.training.seed)  # the same weights on all processes
+    drafter = BlockDrafter.of_target(
+        target,
+        mask_token,
+        config.layers,
+        token_map,
+        config.layer_ids or None,
+        block_size=config.block_size,
+        anchor_guesses=config.anchor_guesses,
+        markov_rank=rank,
+        enable_confidence_head=config.confidence > 0,
+        base_model_name_or_path=config.target,
+    ).float()
+    if drafter.markov_head is not None:  # which adds nothing at first
+        nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+    if beginning(config, drafter, target)[0] == "last_layers":
+        begin_as_last_layers(drafter, target)
+    begin_nearly_uniform(drafter.norm, drafter.head_for(target).weight)
+    return drafter
+
+
+def beginning(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreTrainedModel) -> tuple[str, str]:
+    """Return how a drafter begins, "last_layers" or "random", and a clause that says so, and why.
+
+    Raises:
+        InputError: it is to begin as layers that it cannot be.
+    """
+    reason = None if config.init == "random" else other_layers(drafter, target)
+    if config.init == "last_layers" and reason is not None:
+        raise InputError(f"init: expected auto or random for a target like this, found last_layers, and {reason}")
+    if config.init == "random" or reason is not None:
+        return "random", "begun at random" + (f", for {reason}" if reason else "")
+    layers = len(drafter.layers)
+    return "last_layers", "begun as the target's last layer" + (f"s, {layers} of them" if layers > 1 else "")
+
+
+def other_layers(drafter: BlockDrafter, target: PreTrainedModel) -> str | None:
+    """Return what keeps the drafter's layers from having the weights of the target's last; None if nothing does.
+
+    Shapes alone are looked at, so that tensors without data will do.
+    """
+    text, layers = target.config.get_text_config(), list(decoder_layers(target))
+    if text.model_type not in LIKE_OURS:
+        return f"the layers of {text.model_type} are not known to compute what ours do"
+    if text.hidden_act != drafter.config.hidden_act:
+        return f"the target's hidden_act is {text.hidden_act}, and ours {drafter.config.hidden_act}"
+    if len(layers) < len(drafter.layers):
+        return f"the target has {len(layers)} layers"
+    expected = {f"{name}.weight" for name in (*MAPS, *NORMS)}
+    for theirs, ours in zip(layers[-len(drafter.layers) :], drafter.layers, strict=True):
+        weights, our_weights = dict(theirs.named_parameters()), dict(ours.named_parameters())
+        if further := sorted(weights.keys() - expected - {f"{name}.weight" for name in OF_HEADS}):
+            return f"the target's last layers have {further[0]}, which ours have not"
+        for name in sorted(expected):
+            weight = weights.get(name)
+            if weight is None or not weight.is_floating_point() or weight.shape != our_weights[name].shape:
+                return f"the target's last layers have another {name.removesuffix('.weight')}"
+    return None
+
+
+@torch.no_grad()
+def begin_as_last_layers(drafter: BlockDrafter, target: PreTrainedModel) -> None:
+    """Make the drafter's layers the target's last ones, whose keys and values see the deepest features alone.
+
+    Args:
+        drafter: whose layers can be these: see `other_layers`.
+        target: with its weights.
+    """
+    last = list(decoder_layers(target))[-len(drafter.layers) :]
+    size = drafter.config.hidden_size
+    with whole(*last, target.get_decoder()):
+        for ours, theirs in zip(cast(Any, drafter.layers), last, strict=True):
+            for name in (*MAPS, *NORMS):
+                ours.get_submodule(name).weight.copy_(theirs.get_submodule(name).weight)
+            begin_norms_of_heads(ours, theirs)
+        drafter.hidden_norm.weight.copy_(cast(Any, last[-1]).input_layernorm.weight)
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -size:].copy_(torch.eye(size))
+
+
+def begin_norms_of_heads(ours: BlockLayer, theirs: nn.Module) -> None:
+    """Copy the norms of queries and keys, or where theirs has none scale them as its queries and keys are."""
+    of_states = cast(Any, theirs).input_layernorm.weight
+    for name in OF_HEADS:
+        norm = cast(Any, ours.get_submodule(name))
+        try:
+            norm.weight.copy_(cast(Any, theirs.get_submodule(name)).weight)
+        except AttributeError:
+            # A normed state's entries have the mean square 1, before the norm's weight.
+            weight = cast(Any, theirs.get_submodule(name.replace("norm", "proj"))).weight
+            norm.weight.fill_((weight * of_states).float().pow(2).sum(1).mean().sqrt())
