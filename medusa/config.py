@@ -1,6 +1,6 @@
 """Settings of a training run of drafting heads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from draftsmith.decode.errors import DECAY, InputError, at_least, more_than, require
@@ -38,3 +38,19 @@ class HeadsConfig(ObjectiveConfig):
     def defaults(self) -> Defaults:
         """Heads that were trained before are changed less."""
         return Defaults(rate=4e-3 if self.heads is None else 1e-3)
+
+
+@dataclass
+class FeaturesConfig(HeadsConfig):
+    """Train heads on features of a target, on completions that the target wrote (`draftsmith prepare`)."""
+
+    teacher_cache: list[str] = field(default_factory=list)
+    """Caches of features (`draftsmith cache --features true`) that together cover `completions` and `heldout`. With
+    them the target is not loaded: of `target` a config and a tokenizer are enough."""
+
+    def __post_init__(self) -> None:
+        from draftsmith.train.teacher.cache_config import refuse_beside_cache
+
+        super().__post_init__()
+        if self.teacher_cache:
+            refuse_beside_cache(self)

@@ -4,19 +4,30 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.decode.errors import at_most
+from draftsmith.medusa.seen import TargetStates, seen_by
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_objectives
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.distributions import LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import OutputHead, head_of
-from draftsmith.train.memory.activations import hold_gradients, tensors_of, through_chunks, trace_loss
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
+from draftsmith.train.memory.activations import (
+    Activations,
+    Forward,
+    hold_gradients,
+    tensors_of,
+    through_chunks,
+    trace_loss,
+)
+from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.setting import MemorySetting, Precision
 from draftsmith.train.memory.training import TrainingPlan
 
@@ -66,6 +77,132 @@ class HeadsPlan(TrainingPlan):
         few = 4 * max(1, self.sizes.chunk // self.vocabulary(heads))
         traced = partial(self._losses, heads, target, setting.precision)
         return through_chunks(traced, positions, few, 2 * few, whole=2 * few)
+
+
+class FeaturePlan(HeadsPlan):
+    """Heads on features of a frozen target, which are computed in each step: a forward of each, and the losses.
+
+    Of a batch there are the target's last hidden states, its embeddings and its features until the loss is taken. Of
+    the heads' forward there is what their backward needs, or with activation checkpointing little more than what goes
+    into it. The losses are taken in chunks.
+    """
+
+    part: ClassVar[str]
+    """What the heads compute."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self._forwards = lru_cache(self.forward)
+        self.drafter(self.setting)  # what the recipe refuses is refused at once
+
+    @abstractmethod
+    def forward(self, dtype: str) -> Forward:
+        """Return the heads' forward over what a target of this dtype left of a batch."""
+
+    @abstractmethod
+    def places(self, rows: int) -> int:
+        """Return how many places of a batch have a loss, for each guess that has one of its own."""
+
+    def evaluated(self, setting: MemorySetting) -> float:
+        """Return the bytes of the heads' forward in an evaluation."""
+        forward = self._forwards(setting.target_dtype)
+        return self.forward_bytes(self.drafter(setting), self.batch, setting.precision, forward)(setting.rows)
+
+    def moments(self, setting: MemorySetting) -> list[Moment]:
+        """Return the times at which memory may be at its most."""
+        steps, rows, part = self.steps(setting), setting.rows, self.part
+        losses = self.loss_bytes(setting, self.places(rows))
+        copies, p = max(0.0, steps.in_loss.constant), self._teacher_bytes(setting, rows)
+        activations = f"{part}: activations"
+        moments = [
+            Moment("the target's forward", self.target_forward(setting)),
+            Moment(f"the {part}' forward", {f"{activations}, and what the target left": steps.forward(rows)}),
+            Moment(
+                "the losses",
+                {
+                    f"{part}: copies of weights for autocast": copies,
+                    f"{activations}, and what the target left": steps.in_loss(rows) - copies,
+                    "p's hidden states": p,
+                    "losses: logits of a chunk, gradients of head and states": losses[0],
+                },
+            ),
+            Moment(
+                "the losses' backward",
+                {activations: steps.after_loss(rows), "losses: gradients of head and states": losses[1]},
+            ),
+            Moment(f"the {part}' backward", {f"{activations}, one layer's backward": steps.backward(rows)}),
+            self.optimizer_step(setting),
+        ]
+        if rows := self.eval_rows:
+            evaluation = replace(setting, rows=rows)
+            before = sum(self.target_forward(evaluation).values())
+            # Its losses hold no more than those of training, which have gradients besides.
+            losses_alone = self.loss_bytes(setting, self.places(rows))[0] + self._teacher_bytes(setting, rows)
+            most = max(before, self.evaluated(evaluation) + losses_alone)
+            moments.append(Moment("evaluation", {f"target, {part} and losses": most}))
+        return moments
+
+    def _teacher_bytes(self, setting: MemorySetting, rows: int) -> float:
+        weight = head_of(self.target(setting.target_dtype)).weight
+        return float(self.config.objective.needs_target * self.places(rows) * weight[0].nbytes)
+
+    def target_forward(self, setting: MemorySetting) -> dict[str, float]:
+        """Return what the target's forward takes with its features; nothing here where the target is elsewhere."""
+        if setting.target in (None, "elsewhere"):
+            return {}
+        forward = self.forward_bytes(self.target(setting.target_dtype), self.batch, "float32", self._look)
+        return {"target: activations, features": forward(setting.rows)}
+
+    def _look(self, target: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[TargetStates, None]:
+        depths = self.drafter(self.setting).layer_ids
+        return seen_by(target, depths, lambda: last_hidden(target, **inputs)), None
+
+    def steps(self, setting: MemorySetting) -> Activations:
+        """Return the bytes of the heads' forward; what the target left of a batch is there until the loss is taken."""
+        forward = self._forwards(setting.target_dtype)
+        return self.step_bytes(self.drafter(setting), self.batch, setting.precision, setting.checkpointing, forward)
+
+    def made(self, config: Any, heads_class: Any, new: Callable[[PreTrainedModel, Tensor | None], Any]) -> Any:
+        """Return the heads that a run begins with, without data: given ones, or new ones on tokens of a number.
+
+        Args:
+            config: of the run.
+            heads_class: of given heads.
+            new: makes them for a target and the tokens that they draft among, all if None.
+        """
+        target = self.empty_target(self.setting.target_dtype)
+        count, vocab_size = config.draft_vocabulary, target.config.get_text_config().vocab_size
+        if config.heads is not None:
+            heads = heads_class.without_weights(config.heads)
+        else:
+            at_most(vocab_size).check("draft_vocabulary", count or vocab_size)
+            if config.target_quantization:
+                quantise(decoder_layers(target)[-1])
+            heads = new(target, None if count is None else torch.arange(count, device="cpu"))
+        heads.check_fits(target)
+        return heads.float().requires_grad_(True)
+
+
+def quantise(layer: nn.Module) -> None:
+    """Give a layer's linear maps codes for weights, as loading in 8 or 4 bits does: no heads can begin as these."""
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.to(torch.uint8), requires_grad=False)
+
+
+def left_of(target: PreTrainedModel, depths: int, rows: int, length: int) -> TargetStates:
+    """Return zeros of the shapes of what a target leaves of a batch.
+
+    Args:
+        target: whose dtype they have.
+        depths: how many of its layers' outputs are seen.
+        rows: of the batch.
+        length: of a row.
+    """
+    weight = head_of(target).weight
+    wide = weight.shape[1]
+    shapes = (rows, length, wide), (rows, length, wide), (rows, length, depths * wide)
+    return TargetStates(*(torch.zeros(shape, dtype=weight.dtype) for shape in shapes))
 
 
 def trace_losses(

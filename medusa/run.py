@@ -7,10 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.medusa.base import DraftingHeads
-from draftsmith.medusa.config import HeadsConfig
+from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
 from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.launch import TrainingRun
-from draftsmith.train.models import whole_weights
+from draftsmith.train.models import check_head, whole_weights
+from draftsmith.train.teacher.feature_reader import FeatureCollator, FeatureIndex, find_features
 
 Config = TypeVar("Config", bound=HeadsConfig)
 
@@ -54,3 +55,47 @@ class HeadsRun(TrainingRun[Config]):
         """The tokens that new heads may draft; None for all."""
         count = self.config.draft_vocabulary
         return None if count is None else frequent_tokens(self.data, count, self.tokens)
+
+
+FeatureConfig = TypeVar("FeatureConfig", bound=FeaturesConfig)
+
+
+class FeatureRun(HeadsRun[FeatureConfig]):
+    """A run that trains heads on features of a target, or on a cache of them."""
+
+    features: FeatureIndex | None = None
+    """Of a teacher cache."""
+
+    def read_small_files(self) -> None:
+        """Look what a cache holds, and load the heads that are given."""
+        if self.config.teacher_cache:
+            self.features = find_features(self.config.teacher_cache, self.config, self.tokens)
+        super().read_small_files()
+
+    def load_target(self) -> PreTrainedModel | None:
+        """Load the target, or its ends alone where a cache has its features."""
+        if self.features is None:
+            return super().load_target()
+        target = self.features.load_target(self.config)
+        check_head(target.config, self.tokenizer, "target")
+        return target
+
+    def check_heads(self) -> None:
+        """Require that a cache has the features that the heads see."""
+        if self.features is not None:
+            self.features = self.features.of_layers(self.heads.layer_ids)
+
+    def packed_models(self, model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+        """Return the target, unless a cache stands for its forwards."""
+        return super().packed_models(model) if self.features is None else {}
+
+    @abstractmethod
+    def new_trainer(self, model: PreTrainedModel) -> Any:
+        """Return the trainer of these heads."""
+
+    def make_trainer(self, model: PreTrainedModel) -> Any:
+        """Return the trainer; its batches have what a cache has of them."""
+        trainer = self.new_trainer(model)
+        if self.features is not None:
+            trainer.data_collator = FeatureCollator(trainer.data_collator, self.features)
+        return trainer

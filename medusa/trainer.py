@@ -15,15 +15,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.medusa.chains import ChainPlaces, LossPlaces, chain_metrics
-from draftsmith.medusa.config import HeadsConfig
+from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
+from draftsmith.medusa.seen import TargetStates, seen_by
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.first_loss import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.distributions import LiveDistributions, WholeDistributions
 from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.replay_metrics import replay_features
+from draftsmith.train.teacher.feature_reader import cached_states
 from draftsmith.train.trainer import RecipeTrainer
 
 FeaturesOf = Callable[[Tensor, OutputHead], Tensor]
@@ -109,7 +111,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
         self,
         at: LossPlaces,
         states: Sequence[Tensor],
-        head_of: Callable[[int], OutputHead],
+        head_for: Callable[[int], OutputHead],
         teacher: tuple[Tensor, OutputHead] | None,
     ) -> Tensor:
         """Return Σ_i decay^i · the objective summed over guess i's tokens; called inside of the heads' forwards.
@@ -117,7 +119,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
         Args:
             at: the places.
             states: what the language-model head of each guess sees, (N, H).
-            head_of: the head of each guess, over the tokens that the heads know.
+            head_for: the head of each guess, over the tokens that the heads know.
             teacher: what the teacher's head sees, (B, T, H), and that head, as `teacher_rows` returns it; None where
                 labels are hard.
         """
@@ -134,7 +136,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
             return chunked_objectives(self.objective, labels, weighed, p, sizes)
 
         with self.clock.phase("loss"):
-            return self.loss_beside_uniform(losses, *((seen, head_of(i)) for i, seen in enumerate(states)))
+            return self.loss_beside_uniform(losses, *((seen, head_for(i)) for i, seen in enumerate(states)))
 
     def chain_sums(
         self,
@@ -194,3 +196,50 @@ class HeadsTrainer(RecipeTrainer, ABC):
     def loss_head(self, head: OutputHead) -> OutputHead:
         """Return a trained head over the tokenizer's tokens; a cut vocabulary has no others."""
         return head if self._cut is not None else head.cut(self.vocab_size)
+
+
+class FeatureTrainer(HeadsTrainer):
+    """Trains heads on what one forward of the target leaves of a batch, or on what a cache has of it.
+
+    These are the features of some depths, the embeddings, and the last hidden states that its distributions are made
+    of. With a cache the target's embeddings and head are enough.
+
+    Args:
+        heads: in training.
+        target: frozen; with a teacher cache its layers may be without weights.
+        tokenizer: the target's, and so the others as in `RecipeTrainer`.
+        count: K.
+
+    Raises:
+        InputError: heads for another target.
+    """
+
+    def __init__(
+        self,
+        heads: Any,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: FeaturesConfig,
+        train_dataset: TrainingData,
+        eval_dataset: TrainingData | None = None,
+        *,
+        count: int,
+        **kwargs: Any,
+    ):
+        heads.check_fits(target)
+        live = not config.teacher_cache
+        super().__init__(
+            heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, live=live, **kwargs
+        )
+        self.embed: Any = target.get_input_embeddings()
+        if not live:  # these two are all that stays of it
+            self.embed.to(self.args.device)
+            self.target_head = head_of(target).cut(self.vocab_size).to(self.args.device)
+
+    def seen(self, inputs: dict[str, Any]) -> TargetStates:
+        """Run the target once on a batch, or look up what a cache has of it."""
+        if "teacher" in inputs:
+            states = cached_states(inputs["teacher"])
+            hidden = states["hidden"].to(self.target_head.weight.dtype)
+            return TargetStates(hidden, self.embed(inputs["input_ids"]), states["features"])
+        return seen_by(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import median, median_high
+from statistics import fmean, median, median_high
 from typing import Annotated, Any
 
 import numpy as np
@@ -248,7 +248,9 @@ def measure_costs(
             plain[rows] = token - forward[1]
             for name, (start, step, first) in drafts.items():
                 costs, (seconds, nodes) = RoundCosts(forward, step, draft_start=start), rounds[name]
-                rest = seconds - costs.round_seconds(draft_lengths[name], nodes)
+                # Block by block: a forward of many tokens takes more than the mean block, so that the rest would be
+                # too large where drafts are of different lengths.
+                rest = seconds - fmean(costs.round_seconds(draft_lengths[name], each) for each in nodes)
                 drafters[name][rows] = DraftCosts(start, step, rest, first)
         tables.append(CostTable(context, temperature, forwards, plain, prompt, prefill, drafters))
     return tables
@@ -296,8 +298,8 @@ def loop_seconds(
     sampler: Sampler,
     repeats: int = 5,
     compiled: bool = False,
-) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Return what a token of plain decoding takes, and a round of each drafter and its nodes, as they take turns.
+) -> tuple[float, dict[str, tuple[float, list[int]]]]:
+    """Return what a token of plain decoding takes, and a round of each drafter and all rounds' nodes, in turns.
 
     See `measure_costs` for the arguments. The target must not end texts.
     """
@@ -308,7 +310,7 @@ def loop_seconds(
         return timed(lambda: autoregressive_generate(target, prompts, **options), target.device)[0]
 
     tokens: list[float] = []
-    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in proposers}
+    rounds: dict[str, list[tuple[float, list[int]]]] = {name: [] for name in proposers}
     for repeat in range(repeats + 1):
         seconds = (plain(WRITTEN + 2) - plain(2)) / WRITTEN
         latest = {
@@ -325,8 +327,8 @@ def loop_seconds(
 
 def _round_seconds(
     target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, sampler: Sampler, compiled: bool
-) -> tuple[float, float]:
-    """Return what a round takes, and the tokens that it verifies beside the last one.
+) -> tuple[float, list[int]]:
+    """Return what a round takes, and the tokens that each verifies beside the last one.
 
     Of all rounds but the first, which holds the prompt, as long as every row has room to draft.
     """
@@ -343,7 +345,7 @@ def _round_seconds(
     speculative_generate(target, proposer, prompts, draft_length=draft_length, observer=observe, **options)
     # A round ends with its last row, and is as wide as its widest.
     widest = [max(nodes[at : at + rows]) for at in range(rows, len(nodes), rows)]
-    return (ends[-1] - ends[rows - 1]) / len(widest), sum(widest) / len(widest)
+    return (ends[-1] - ends[rows - 1]) / len(widest), widest
 
 
 def _drafts(

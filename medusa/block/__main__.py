@@ -7,20 +7,17 @@ from typing import Any
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.card import card
 from draftsmith.medusa.block.config import BlockTrainingConfig
-from draftsmith.medusa.block.initial import beginning, new_drafter
+from draftsmith.medusa.block.initial import RANK, beginning, mask_token, new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.trainer import BlockTrainer
-from draftsmith.medusa.run import HeadsRun
+from draftsmith.medusa.run import FeatureRun
 from draftsmith.train.data.first_look import say_once
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 from draftsmith.train.losses.output_head import head_of
 
-RANK = 256
-"""Of a Markov head, unless told (DSpark)."""
 
-
-class BlockRun(HeadsRun[BlockTrainingConfig]):
+class BlockRun(FeatureRun[BlockTrainingConfig]):
     """A run that trains a block drafter."""
 
     heads_class = BlockDrafter
@@ -34,7 +31,8 @@ class BlockRun(HeadsRun[BlockTrainingConfig]):
         return new_drafter(config, target, mask, self.token_map, rank)
 
     def check_heads(self) -> None:
-        """Require a confidence head where its loss is wanted, and let it be where it is not."""
+        """Require a cache's features, and a confidence head where its loss is wanted; let it be where it is not."""
+        super().check_heads()
         head = self.heads.confidence_head
         if self.config.confidence and head is None:
             raise InputError(
@@ -51,35 +49,13 @@ class BlockRun(HeadsRun[BlockTrainingConfig]):
             f"{', '.join(map(str, shape.target_layer_ids))}; token {shape.mask_token_id} stands for a mask"
         )
 
-    def make_trainer(self, model: Any) -> BlockTrainer:
+    def new_trainer(self, model: Any) -> BlockTrainer:
         """Return the trainer."""
         return BlockTrainer(model, self.target, self.tokenizer, self.config, self.data, self.heldout)
 
     def finish(self, trainer: Any, output: Path) -> None:
         """Write the card."""
         card(trainer).save(output / "README.md")
-
-
-def mask_token(tokenizer: Any, rows: int) -> int:
-    """Return a token that texts do not hold: a row of the embedding behind the tokenizer's, or one for padding.
-
-    Args:
-        tokenizer: the target's.
-        rows: of the target's embedding.
-
-    Raises:
-        InputError: there is none.
-    """
-    if len(tokenizer) < rows:
-        return len(tokenizer)
-    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}
-    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id):
-        if token is not None and token not in ends:
-            return int(token)
-    others = sorted(set(tokenizer.all_special_ids) - ends)
-    if not others:
-        raise InputError("mask_token: expected one, for the tokenizer has none that texts do not hold, found none")
-    return int(others[-1])
 
 
 def train_block(config: BlockTrainingConfig) -> BlockTrainer:

@@ -8,16 +8,19 @@ what the decoder makes, and training does the same.
 Shape suffixes: B rows, T places, N anchors, S slots, K guesses, Q = N · S, F features, H hidden.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, fused_attention
 from draftsmith.medusa.block.model import Attend, BlockDrafter
-from draftsmith.medusa.seen import KeysValues
+from draftsmith.medusa.seen import KeysValues, TargetStates
+from draftsmith.train.job.flops import Work
 
+SHARE = 4
+"""One out of so many places of a row that can be anchors is one in a step, unless told."""
 SCORES = 2**25
 """Entries of a mask that are held at a time, where anchors are computed in parts."""
 
@@ -57,11 +60,19 @@ def block_states(
         anchors: of the blocks.
         texts_BT: a number for each text of packed rows; None: each row is one.
     """
-    slots, places = drafter.config.block_size, context[0].keys.shape[2]
+    attend, positions_BQ = attend_to(drafter, context, anchors, texts_BT)
     states_BQH = drafter.block(anchors.tokens, embed).flatten(1, 2)
-    behind_S = torch.arange(slots, device=states_BQH.device)
-    positions_BQ = (anchors.positions[..., None] + behind_S).flatten(1)
-    mask = additive_mask(visible(anchors, places, slots, texts_BT), computing_dtype(states_BQH))
+    hidden_BQH = drafter(states_BQH, positions_BQ, attend)
+    return drafter.guessing(hidden_BQH.unflatten(1, (-1, drafter.config.block_size)))
+
+
+def attend_to(
+    drafter: BlockDrafter, context: Sequence[KeysValues], anchors: Anchors, texts_BT: Tensor | None = None
+) -> tuple[Callable[[int], Attend], Tensor]:
+    """Return what slots of blocks attend to in each layer, and their positions, (B, N·S): see `block_states`."""
+    slots, places = drafter.config.block_size, context[0].keys.shape[2]
+    behind_S = torch.arange(slots, device=anchors.places.device)
+    mask = additive_mask(visible(anchors, places, slots, texts_BT), computing_dtype(context[0].keys))
 
     def attend(layer: int) -> Attend:
         def attended(queries: Tensor, own: KeysValues) -> Tensor:
@@ -70,8 +81,7 @@ def block_states(
 
         return attended
 
-    hidden_BQH = drafter(states_BQH, positions_BQ, attend)
-    return drafter.guessing(hidden_BQH.unflatten(1, (-1, slots)))
+    return attend, (anchors.positions[..., None] + behind_S).flatten(1)
 
 
 def visible(anchors: Anchors, places: int, slots: int, texts_BT: Tensor | None = None) -> Tensor:
@@ -93,3 +103,58 @@ def anchors_at_once(places: int, slots: int) -> int:
     """Return how many anchors' blocks are computed together: those whose mask is of bounded size."""
     slots_at_once = (-places + (places**2 + 4 * SCORES) ** 0.5) / 2
     return max(1, int(slots_at_once) // slots)
+
+
+def anchors_of(most: int | None, length: int) -> int:
+    """Return how many anchors of a row of some tokens a step of training computes, of so many at most if not None."""
+    return max(1, length // SHARE) if most is None else min(most, length)
+
+
+def states_of_blocks(
+    drafter: BlockDrafter,
+    embed: nn.Module,
+    seen: TargetStates,
+    ids_BT: Tensor,
+    position_ids: Tensor | None,
+    places_BN: Tensor,
+) -> Tensor:
+    """Return what the output head sees of every guess of the blocks behind some anchors, (B, N, K, H).
+
+    Args:
+        drafter: with gradients or without.
+        embed: the target's embedding.
+        seen: what the target left of the batch, (B, T, …).
+        ids_BT: the batch.
+        position_ids: of packed rows, (B, T); None where each row is one text.
+        places_BN: of the anchors.
+    """
+    positions_BT, texts_BT = position_ids, None
+    if positions_BT is None:
+        positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+    else:
+        texts_BT = (positions_BT == 0).cumsum(1)
+    fused_BTH = drafter.fuse(seen.features.to(computing_dtype(drafter.fc.weight)))
+    anchors = Anchors.at(places_BN, ids_BT, positions_BT, texts_BT)
+    return block_states(drafter, embed, drafter.context(fused_BTH, positions_BT), anchors, texts_BT)
+
+
+def work_of_blocks(drafter: BlockDrafter, share: float) -> Work:
+    """Return the arithmetic of a token of the text, where a share of all tokens are anchors.
+
+    Args:
+        drafter: whose layers are computed.
+        share: of the tokens.
+    """
+    layers: Any = list(drafter.layers)
+    of_context = Work.of_maps(
+        drafter.fc, *(map_ for each in layers for map_ in (each.self_attn.k_proj, each.self_attn.v_proj))
+    )
+    attended = sum(2 * each.self_attn.q_proj.out_features for each in layers)
+    slots, guesses = share * drafter.config.block_size, share * drafter.config.guesses
+    decoder = of_context.head + slots * Work.of_maps(*layers).head
+    logits = (
+        guesses * drafter.config.draft_vocab_size * drafter.config.hidden_size
+    )  # the target's head, which is frozen
+    if drafter.markov_head is not None:
+        logits += guesses * drafter.markov_head.markov_w2.weight.numel()
+    return Work(round(decoder), round(logits), round(slots * attended), decoder / (decoder + logits))

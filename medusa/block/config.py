@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, at_least, at_most, one_of, require
-from draftsmith.medusa.config import HeadsConfig
+from draftsmith.medusa.config import FeaturesConfig
+from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "last_layers", "random")
 MADE = ("layer_ids", "mask_token", "markov_rank")
@@ -11,7 +12,7 @@ MADE = ("layer_ids", "mask_token", "markov_rank")
 
 
 @dataclass
-class BlockTrainingConfig(HeadsConfig):
+class BlockTrainingConfig(FeaturesConfig):
     """Train a block drafter on a target, on completions that the target wrote (`draftsmith prepare`)."""
 
     layers: int = 1
@@ -39,12 +40,14 @@ class BlockTrainingConfig(HeadsConfig):
     """The weight of the confidence head's loss, beside 1 of the guesses'; DSpark's is 1. With 0 a new drafter has no
     such head."""
     anchors: int | None = None
-    """Blocks of a row that a step learns from, drawn anew each step; an eighth of the row's tokens if not given."""
+    """Blocks of a row that a step learns from at most, drawn anew each step; if not given as many as a quarter of the
+    tokens that a block can begin at."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, one_of(INITS), "init")
-        require(self, at_least(1) & at_most(256), "layers", "block_size", "anchors")
+        require(self, at_least(1) & at_most(256), "layers", "block_size")
+        require(self, at_least(1), "anchors")
         require(self, at_least(0), "markov_rank", "layer_ids", "mask_token", "confidence")
         require(self, at_least(0) & at_most(1), "dpace")
         if not self.anchor_guesses and self.block_size < 2:
@@ -53,3 +56,10 @@ class BlockTrainingConfig(HeadsConfig):
             given = [name for name in MADE if getattr(self, name) not in (None, [])]
             if given:
                 raise InputError(f"{given[0]}: expected none beside heads, which have theirs, found one")
+
+
+@dataclass
+class BlockPlanConfig(TrainingMachines, BlockTrainingConfig):
+    """Say whether a training run of a block drafter fits its GPUs and how long it takes."""
+
+    plan_class = "draftsmith.medusa.block.memory:BlockPlan"

@@ -19,6 +19,8 @@ from draftsmith.medusa.seen import whole
 
 LIKE_OURS = ("llama", "mistral", "qwen3")
 """Families whose decoder layers compute what ours do, but for norms of queries and keys that some have not."""
+RANK = 256
+"""Of a Markov head, unless told (DSpark)."""
 MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 NORMS = ("input_layernorm", "post_attention_layernorm")
 OF_HEADS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -61,6 +63,28 @@ def new_drafter(
     return drafter
 
 
+def mask_token(tokenizer: Any, rows: int) -> int:
+    """Return a token that texts do not hold: a row of the embedding behind the tokenizer's, or one for padding.
+
+    Args:
+        tokenizer: the target's.
+        rows: of the target's embedding.
+
+    Raises:
+        InputError: there is none.
+    """
+    if len(tokenizer) < rows:
+        return len(tokenizer)
+    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id):
+        if token is not None and token not in ends:
+            return int(token)
+    others = sorted(set(tokenizer.all_special_ids) - ends)
+    if not others:
+        raise InputError("mask_token: expected one, for the tokenizer has none that texts do not hold, found none")
+    return int(others[-1])
+
+
 def beginning(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreTrainedModel) -> tuple[str, str]:
     """Return how a drafter begins, "last_layers" or "random", and a clause that says so, and why.
 
@@ -88,8 +112,11 @@ def other_layers(drafter: BlockDrafter, target: PreTrainedModel) -> str | None:
         return f"the target's hidden_act is {text.hidden_act}, and ours {drafter.config.hidden_act}"
     if len(layers) < len(drafter.layers):
         return f"the target has {len(layers)} layers"
+    last = layers[-len(drafter.layers) :]
+    if not drafter.norm.weight.is_meta and any(weight.is_meta for layer in last for weight in layer.parameters()):
+        return "of the target's layers a cache has the last one alone"
     expected = {f"{name}.weight" for name in (*MAPS, *NORMS)}
-    for theirs, ours in zip(layers[-len(drafter.layers) :], drafter.layers, strict=True):
+    for theirs, ours in zip(last, drafter.layers, strict=True):
         weights, our_weights = dict(theirs.named_parameters()), dict(ours.named_parameters())
         if further := sorted(weights.keys() - expected - {f"{name}.weight" for name in OF_HEADS}):
             return f"the target's last layers have {further[0]}, which ours have not"

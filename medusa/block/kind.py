@@ -1,6 +1,7 @@
 """Block drafters as a kind of drafter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from draftsmith.decode.proposers.base import Proposer
+    from draftsmith.train.kinds.export import ExportOptions, Served
+    from draftsmith.train.kinds.findings import Finding
+    from draftsmith.train.kinds.parts import Part, Side
 
 
 class Block(HeadsKind):
@@ -23,14 +27,18 @@ class Block(HeadsKind):
         "trains a block drafter on the target's features",
         "draftsmith.medusa.block",
         "draftsmith.medusa.block.config:BlockTrainingConfig",
+        "draftsmith.medusa.block.config:BlockPlanConfig",
     )
     tree_key = "block_tree"
     cost_remedy = "train one with fewer layers, or a smaller --draft_vocabulary"
+    formats = ("own", "vllm", "sglang", "speculators")
+    launched, verifiable = ("vllm", "sglang", "speculators"), ("vllm", "speculators")
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Say so of DSpark's and DFlash's drafters."""
+        """Say so of DSpark's and DFlash's drafters, z-lab's, SpecForge's, DeepSpec's, speculators' and ours."""
         names = config.get("architectures")
-        return isinstance(names, list) and any("DSpark" in str(name) or "DFlash" in str(name) for name in names)
+        named = isinstance(names, list) and any("DSpark" in str(name) or "DFlash" in str(name) for name in names)
+        return named or config.get("speculators_model_type") in ("dflash", "dspark")
 
     def heads_class(self) -> Any:
         """Return the class of the drafter."""
@@ -85,3 +93,47 @@ class Block(HeadsKind):
             return lambda queries, own: fused_attention(queries, own.keys, own.values, None)
 
         return lambda: heads(states, places, attend)
+
+    def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
+        """Load the drafter without its weights, whichever tool wrote it."""
+        from draftsmith.medusa.block.checks import inspect
+
+        return inspect(spec)
+
+    def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
+        """Compare shapes, layers and positions, the tree with the drafter, and its files with what servers do."""
+        from draftsmith.medusa.block.checks import compare
+
+        return compare(target, part)
+
+    def begins(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
+        """Return which drafter a run begins with, its mask, and whether its learning rate is usual."""
+        from draftsmith.medusa.block.checks import check_run
+
+        return check_run(target, config)
+
+    def export(self, config: "ExportOptions", path: str) -> list[str]:
+        """Write the drafter for a server."""
+        from draftsmith.medusa.block.formats import export
+
+        return export.export(config, path)
+
+    def served(
+        self, config: "ExportOptions", path: str
+    ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
+        """Return vLLM's method for such drafters."""
+        from draftsmith.medusa.block.formats import export
+
+        return export.served(config, path)
+
+    def recognises_foreign(self, directory: Path) -> bool:
+        """Say so of drafters of all these tools."""
+        from draftsmith.medusa.checkpoint_files import read_config
+
+        return self.recognises(read_config(directory, "a block drafter"))
+
+    def import_from(self, config: "ExportOptions", source: str) -> list[str]:
+        """Read the drafter of another tool."""
+        from draftsmith.medusa.block.formats import export
+
+        return export.import_from(config, source)

@@ -21,12 +21,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache.kernels import computing_dtype
-from draftsmith.medusa.block.blocks import Anchors, anchors_at_once, block_states
+from draftsmith.medusa.block.blocks import SHARE, anchors_at_once, anchors_of, states_of_blocks, work_of_blocks
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.chains import ChainPlaces
-from draftsmith.medusa.seen import TargetStates, seen_by
-from draftsmith.medusa.trainer import FeaturesOf, HeadsTrainer
+from draftsmith.medusa.seen import TargetStates
+from draftsmith.medusa.trainer import FeaturesOf, FeatureTrainer
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_features
@@ -36,8 +36,6 @@ from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.replay_metrics import replay_features
 
-SHARE = 8
-"""One out of so many tokens of a row is an anchor, unless told."""
 PRIMES = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
 """Odd multipliers whose products, cut to 31 bits, look random (those of xxHash)."""
 
@@ -48,11 +46,11 @@ class BlockPlaces:
     Args:
         inputs: a batch; its `positions` say at which anchors each guess has a label.
         count: K.
-        most: anchors of a row.
+        most: anchors of a row; None: one out of `SHARE` of those that it has.
         step: of the training run.
     """
 
-    def __init__(self, inputs: dict[str, Any], count: int, most: int, step: int):
+    def __init__(self, inputs: dict[str, Any], count: int, most: int | None, step: int):
         ids_BT: Tensor = inputs["input_ids"]
         rows, length = ids_BT.shape
         windows: Sequence[Tensor] = inputs["positions"][1 : 1 + count]
@@ -61,10 +59,14 @@ class BlockPlaces:
             learned_KX[guess, starts + 1] = 1.0
         first_BT = learned_KX[0].view(rows, length)
         order_BT = drawn_order(ids_BT, step).masked_fill(first_BT == 0, -1)
-        self.places = order_BT.topk(min(most, length), dim=1).indices
+        # A row's own number, whichever rows are beside it: as many as processes and resumed runs draw of it.
+        self.places = order_BT.topk(anchors_of(most, length), dim=1).indices
         """Of the anchors, (B, N); rows that have fewer have others, whose guesses count nothing."""
         flat_BN = self.places + torch.arange(rows, device=ids_BT.device)[:, None] * length
         weights_KBN = learned_KX[:, flat_BN]
+        if most is None:
+            own_B1 = (first_BT.sum(1, keepdim=True) // SHARE).clamp(min=1.0)
+            weights_KBN = weights_KBN * (torch.arange(flat_BN.shape[1], device=ids_BT.device) < own_B1)
         scale_B = first_BT.sum(1) / weights_KBN[0].sum(1).clamp(min=1.0)
         self.weights_BNK = (weights_KBN * scale_B[:, None]).permute(1, 2, 0)
         """How much each guess counts, (B, N, K): as many as are drawn stand for all of a row's."""
@@ -117,7 +119,7 @@ def reach(q_BNK: Tensor, inside_BNK: Tensor, smoothing: float) -> Tensor:
     return reached_BNK.flip(-1).cumsum(-1).flip(-1)
 
 
-class BlockTrainer(HeadsTrainer):
+class BlockTrainer(FeatureTrainer):
     """Minimises Σ_k decay^k · objective of guess k, against the target's distribution or text, on completions.
 
     D-PACE's weights take the place of decay^k where they are asked for, and the confidence head's cross entropy with
@@ -138,17 +140,13 @@ class BlockTrainer(HeadsTrainer):
         eval_dataset: TrainingData | None = None,
         **kwargs: Any,
     ):
-        heads.check_fits(target)
         open_forward(heads)  # losses run inside of it: `train/losses/inside_forward.py`
-        super().__init__(
-            heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=heads.config.guesses, **kwargs
-        )
-        self.embed: Any = target.get_input_embeddings()
+        count = heads.config.guesses
+        super().__init__(heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_k decay^k · the objective summed over guess k's tokens."""
-        seen, length = self._seen(inputs), inputs["input_ids"].shape[1]
-        at = BlockPlaces(inputs, self.count, self.config.anchors or max(1, length // SHARE), self.state.global_step)
+        seen, at = self.seen(inputs), BlockPlaces(inputs, self.count, self.config.anchors, self.state.global_step)
         decays_K = self.config.decay ** torch.arange(self.count, device=at.labels.device)
         at.weights = [(at.weights_BNK * decays_K).flatten()]
 
@@ -173,7 +171,7 @@ class BlockTrainer(HeadsTrainer):
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums a guess, (B, 3 + 3K)."""
-        seen = self._seen(inputs)
+        seen = self.seen(inputs)
         rows, length = inputs["input_ids"].shape
 
         def sums() -> Tensor:
@@ -212,29 +210,19 @@ class BlockTrainer(HeadsTrainer):
     @cached_property
     def frozen_head(self) -> OutputHead:
         """The target's head of the tokens that are drafted, where the loss is taken, and in its precision."""
-        head = self.heads.head_for(self.target).to(self.args.device)
+        ids = self.heads.token_map
+        head = self.target_head if ids is None else self.target_head.of(ids.to(self.args.device))
         dtype = computing_dtype(self.heads.fc.weight)
         return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
 
-    def _seen(self, inputs: dict[str, Any]) -> TargetStates:
-        """Run the target once on a batch."""
-        return seen_by(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))
-
     def _hidden(self, seen: TargetStates, inputs: dict[str, Any], places_BN: Tensor) -> Tensor:
         """Return what the output head sees of the guesses behind some anchors, (B, N, K, H)."""
-        ids_BT, positions_BT, texts_BT = inputs["input_ids"], inputs.get("position_ids"), None
-        if positions_BT is None:
-            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-        else:
-            texts_BT = (positions_BT == 0).cumsum(1)
-        features_BTF = seen.features.to(computing_dtype(self.heads.fc.weight))
-        context = self.heads.context(self.heads.fuse(features_BTF), positions_BT)
-        anchors = Anchors.at(places_BN, ids_BT, positions_BT, texts_BT)
-        return block_states(self.heads, self.embed, context, anchors, texts_BT)
+        given = inputs["input_ids"], inputs.get("position_ids")
+        return states_of_blocks(self.heads, self.embed, seen, *given, places_BN)
 
     def trained_work(self) -> Work | None:
-        """Return None: how many places the layers see depends on how many anchors are drawn."""
-        return None
+        """Return the arithmetic of the blocks; None where how many a token has depends on how long rows are."""
+        return None if self.config.anchors else work_of_blocks(self.heads, 1 / SHARE)
 
     @property
     def ends(self) -> list[nn.Module]:

@@ -1,15 +1,19 @@
 """Checks of `draftsmith doctor` for EAGLE-3 heads: their files, their target, a run that trains them."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from draftsmith.decode.cache.features import decoder_layers, default_layers
 from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, at_most
-from draftsmith.medusa.checks import shape, trained_on, unfit
+from draftsmith.medusa.checkpoint_files import CONFIG, read_config, read_safetensors, shards
+from draftsmith.medusa.checks import check_map, learning_rate, rotation, shape, trained_on, unfit
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
+from draftsmith.medusa.eagle.formats.importing import DEPTHS, EMBEDDINGS, TRAINING_ALONE, our_name, read_eagle_config
 from draftsmith.medusa.eagle.heads import TREE, EagleHeads
 from draftsmith.medusa.eagle.initial import beginning, new_heads
 from draftsmith.medusa.seen import rope_of
@@ -18,40 +22,98 @@ from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import SEARCH, Part, Side, load_part
 from draftsmith.train.kinds.quantities import count
 
-WIDE, RATES = 1024, (1e-5, 1e-3)
-"""From this hidden size on, learning rates of AdamW that are usual; the embedded target's heads learn at 1e-2."""
+WHAT = "EAGLE-3 heads"
+UNSAID = [1, 2, 3]
+"""Depths of heads whose config names none, until their target is known."""
 
 
 def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
     """Load heads without their weights, and say what they are; None where they do not load."""
-    remedy = "give what draftsmith.medusa.eagle wrote; draftsmith export --import-from DIR reads other formats"
+    remedy = "give heads of ours, the EAGLE authors', SpecForge's or speculators', whole"
 
     def described(model: EagleHeads) -> str:
         return f"EAGLE-3 heads, features after layers {', '.join(map(str, model.layer_ids))}"
 
-    return load_part(spec, _empty, described, remedy, lambda model: model.cached_numbers)
+    def ours(name: str) -> str | None:
+        return None if name == EMBEDDINGS or TRAINING_ALONE.search(name) else our_name(name)
+
+    optional = () if _foreign(Path(str(spec.path))) is None else ("t2d",)
+    return load_part(spec, _empty, described, remedy, lambda model: model.cached_numbers, ours, optional)
+
+
+def _foreign(directory: Path) -> dict[str, Any] | None:
+    """Return the config of another tool's heads; None where it is as we write it, or there is none."""
+    if not (directory / CONFIG).is_file():
+        return None
+    raw = read_config(directory, WHAT)
+    return raw if "speculators_model_type" in raw or raw.get(DEPTHS) is None else None
 
 
 def _empty(path: str) -> EagleHeads:
     """Return the heads with no data but for the tokens that they know."""
-    model = EagleHeads.without_weights(path)
+    directory = Path(path)
+    if _foreign(directory) is None:
+        model = EagleHeads.without_weights(path)
+    else:
+        with torch.device("meta"):
+            model = EagleHeads(read_eagle_config(directory, unsaid=UNSAID))
     if model.d2t is None:
         return model
-    known: dict[str, torch.Tensor] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt") as weights:
-                known |= {name: weights.get_tensor(name) for name in {"d2t", "t2d"} & set(weights.keys())}
-        except (SafetensorError, OSError):
-            return model  # its checkpoint's finding says so
-    if all(name in known and known[name].shape == getattr(model, name).shape for name in ("d2t", "t2d")):
-        model.d2t, model.t2d = known["d2t"], known["t2d"]
-        model.check_tokens()
+    try:
+        known = read_safetensors(shards(directory), {"d2t", "t2d"}.__contains__)
+    except InputError:
+        return model  # its checkpoint's finding says so
+    if "d2t" in known and known["d2t"].shape == model.d2t.shape:
+        model.d2t = known["d2t"].long()
+        vocab_size, ids = model.config.vocab_size, model.d2t + torch.arange(len(model.d2t))
+        named = known.get("t2d", torch.zeros(0))
+        if len(named) != vocab_size:  # servers do without it
+            named = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids.clamp(0, vocab_size - 1), True)
+        model.t2d = named.bool()
+        check_map(model)
     return model
 
 
-def compare(target: Side, heads: Part) -> Finding:
-    """Check whether EAGLE-3 heads fit the target, their tree them, and how long a text they read."""
+def compare(target: Side, heads: Part) -> Iterator[Finding]:
+    """Check whether EAGLE-3 heads fit the target, their tree them, and what files of other tools leave unsaid."""
+    raw = _foreign(Path(heads.path))
+    if raw is None:
+        yield _compared(target, heads)
+        return
+    layers = len(decoder_layers(target.model))
+    said = layers_seen(raw, Path(heads.path), layers)
+    heads.model.config.eagle_aux_hidden_state_layer_ids = said[0]
+    yield _compared(target, heads)
+    yield said[1]
+    yield rotation("eagle rotation", raw)
+
+
+def layers_seen(raw: Mapping[str, Any], directory: Path, layers: int) -> tuple[list[int], Finding]:
+    """Return after how many layers the trainer meant features to be taken, and whether servers take the same.
+
+    In `eagle_config` SpecForge and SGLang count layers by their outputs, from 0, and vLLM 0.32 after how many.
+
+    Args:
+        raw: config.json of another tool.
+        directory: where it is.
+        layers: how many the target has.
+    """
+    name, default = "eagle layers", default_layers(layers)
+    meant, taken = (
+        read_eagle_config(directory, format, unsaid=default).eagle_aux_hidden_state_layer_ids
+        for format in ("sglang", "vllm")
+    )
+    text = f"features after layers {', '.join(map(str, meant))}"
+    if raw.get(DEPTHS) is None and (raw.get("eagle_config") or {}).get(DEPTHS) is None:
+        text += f" of {layers}, the authors' default, for the config names none"
+        return meant, Finding("ok", name, f"{text}; vLLM and SGLang take the same")
+    if meant != taken:
+        text += f", as SGLang takes them; vLLM takes those after layers {', '.join(map(str, taken))}"
+        return meant, Finding("warning", name, text, f"put {DEPTHS} {meant} at the top for vLLM")
+    return meant, Finding("ok", name, text)
+
+
+def _compared(target: Side, heads: Part) -> Finding:
     name, config = "eagle heads", heads.model.config
     remedy = "take heads of this target, or train them: draftsmith eagle --target TARGET"
     try:
@@ -103,14 +165,3 @@ def check_run(target: Side, config: EagleTrainingConfig) -> tuple[str, list[Find
         findings.append(learning_rate(config.training.learning_rate, heads.config.hidden_size))
     text = f"heads of {count(heads.num_parameters())} parameters, features after layers "
     return text + f"{', '.join(map(str, heads.layer_ids))}, {config.num_steps} steps{begun}", findings
-
-
-def learning_rate(rate: float, width: int) -> Finding:
-    """Compare the rate with those that work for heads of this width."""
-    name, text = "learning rate", f"{rate:g} for heads {width} wide"
-    if width < WIDE:
-        return Finding("ok", name, f"{text}: narrow ones take up to 1e-2")
-    least, most = RATES
-    if least <= rate <= most:
-        return Finding("ok", name, text)
-    return Finding("warning", name, text, f"heads this wide are trained at {least:g} to {most:g}, most at 5e-5 to 1e-4")

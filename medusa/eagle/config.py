@@ -3,16 +3,15 @@
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import HEADS, InputError, at_least, one_of, require
-from draftsmith.medusa.config import HeadsConfig
+from draftsmith.medusa.config import FeaturesConfig
 from draftsmith.train.memory.setting import TrainingMachines
-from draftsmith.train.teacher.cache_config import refuse_beside_cache
 
 INITS = ("auto", "last_layer", "random")
 SHAPE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass
-class EagleTrainingConfig(HeadsConfig):
+class EagleTrainingConfig(FeaturesConfig):
     """Train EAGLE-3 heads on a target, on completions that the target wrote (`draftsmith prepare`)."""
 
     layer_ids: list[int] = field(default_factory=list)
@@ -29,9 +28,6 @@ class EagleTrainingConfig(HeadsConfig):
     """Norm each depth's features before they are fused."""
     norm_output: bool = False
     """Hand the state behind the last norm to the next step, in place of the one before it."""
-    teacher_cache: list[str] = field(default_factory=list)
-    """Caches of features (`draftsmith cache --features true`) that together cover `completions` and `heldout`. With
-    them the target is not loaded: of `target` a config and a tokenizer are enough."""
     num_steps: int = 4
     """K, the steps of a round in training: the training-time test (EAGLE-3, section 3.2). Heads may draft further."""
 
@@ -40,8 +36,6 @@ class EagleTrainingConfig(HeadsConfig):
         require(self, one_of(INITS), "init")
         require(self, at_least(1), "num_steps", "layer_ids")
         require(self, HEADS, "num_steps")
-        if self.teacher_cache:
-            refuse_beside_cache(self)
         if self.heads is not None:
             given = [name for name in ("layer_ids", *SHAPE) if getattr(self, name)]
             if given:

@@ -88,10 +88,10 @@ class Eagle(HeadsKind):
         return inspect(spec)
 
     def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
-        """Compare shapes, layers and positions, and the tree with the heads."""
+        """Compare shapes, layers and positions, the tree with the heads, and their files with what servers do."""
         from draftsmith.medusa.eagle.checks import compare
 
-        yield compare(target, part)
+        return compare(target, part)
 
     def begins(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
         """Return which heads a run begins with, and whether its learning rate is usual."""

@@ -15,18 +15,16 @@ from draftsmith.medusa.chains import ChainPlaces
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import states_of_steps, work_of_steps
-from draftsmith.medusa.seen import TargetStates, seen_by
-from draftsmith.medusa.trainer import FeaturesOf, HeadsTrainer
+from draftsmith.medusa.seen import TargetStates
+from draftsmith.medusa.trainer import FeaturesOf, FeatureTrainer
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.inside_forward import open_forward
-from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.losses.positions import LossPositions
-from draftsmith.train.teacher.feature_reader import cached_states
 
 
-class EagleTrainer(HeadsTrainer):
+class EagleTrainer(FeatureTrainer):
     """Minimises Σ_k decay^k · objective of step k, against the target's distribution or text, on completions.
 
     Evaluation replays held-out completions with a chain of K tokens, and reports `mean_acceptance_length`, `alpha`
@@ -44,21 +42,14 @@ class EagleTrainer(HeadsTrainer):
         eval_dataset: TrainingData | None = None,
         **kwargs: Any,
     ):
-        heads.check_fits(target)
         # Losses run inside of these: `train/losses/inside_forward.py`.
         open_forward(heads, heads.lm_head)
-        live, count = not config.teacher_cache, config.num_steps
-        super().__init__(
-            heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, live=live, **kwargs
-        )
-        self.embed: Any = target.get_input_embeddings()
-        if not live:  # these two are all that stays of it
-            self.embed.to(self.args.device)
-            self.target_head = head_of(target).cut(self.vocab_size).to(self.args.device)
+        count = config.num_steps
+        super().__init__(heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_k decay^k · the objective summed over step k's tokens."""
-        seen = self._seen(inputs)
+        seen = self.seen(inputs)
 
         def loss() -> Tensor:
             at = ChainPlaces(inputs, self.count)
@@ -74,7 +65,7 @@ class EagleTrainer(HeadsTrainer):
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums a step, (B, 3 + 3K)."""
-        seen = self._seen(inputs)
+        seen = self.seen(inputs)
 
         def sums() -> Tensor:
             at = ChainPlaces(inputs, self.count)
@@ -91,14 +82,6 @@ class EagleTrainer(HeadsTrainer):
             return self.heads.lm_head(*self._states(seen, inputs, at), inside=of_states)  # type: ignore[no-any-return]
 
         return model(inside=sums)  # type: ignore[no-any-return]
-
-    def _seen(self, inputs: dict[str, Any]) -> TargetStates:
-        """Run the target once on a batch, or look up what a cache has of it."""
-        if "teacher" in inputs:
-            states = cached_states(inputs["teacher"])
-            hidden = states["hidden"].to(self.target_head.weight.dtype)
-            return TargetStates(hidden, self.embed(inputs["input_ids"]), states["features"])
-        return seen_by(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))
 
     def _states(self, seen: TargetStates, inputs: dict[str, Any], at: ChainPlaces) -> list[Tensor]:
         """Return what the head sees of each step at the places where it learns, (N, H)."""

@@ -201,7 +201,8 @@ def _replayed(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compil
     (costs,) = measure_costs(
         pair.target,
         dict(zip(sources, hybrid.drafters, strict=True)),
-        dict.fromkeys(sources, max(lengths)),
+        # Not the longest: the rest of a round grows with it, and what is chosen is mostly short.
+        dict.fromkeys(sources, sorted(lengths)[len(lengths) // 2]),
         torch.cat(texts),
         {config.temperature: sampler},
         [config.batch_size],

@@ -26,7 +26,10 @@ from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import RoundCosts
 from draftsmith.distill.parallel.kind import ParallelDraft
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.medusa.eagle.checks import learning_rate
+from draftsmith.medusa.block.formats.writing import export_block
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.medusa.checks import learning_rate
+from draftsmith.medusa.eagle.formats.writing import export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import checks as pair_checks
@@ -576,6 +579,134 @@ def test_how_heads_begin_is_told_before_they_are_trained(tmp_path, capsys):
 
 def test_learning_rates_of_wide_heads_are_compared_with_usual_ones():
     assert [learning_rate(rate, 4096).state for rate in (1e-6, 1e-4, 1e-2)] == ["warning", "ok", "warning"]
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "expected"),
+    [
+        # the EAGLE authors' and AngelSlim's name no depths
+        ({"eagle_config": None}, "eagle layers",
+         "✓ features after layers 2, 4, 5 of 8, the authors' default, for the config names none; vLLM and SGLang take"),
+        # SpecForge's, for SGLang: behind one layer more
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, "eagle layers",
+         "! features after layers 2, 4, 5, as SGLang takes them; vLLM takes those after layers 1, 3, 4 → put eagle_"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, "eagle heads",
+         "✗ eagle_aux_hidden_state_layer_ids: expected ascending depths between 1 and the target's 8 layers"),
+        ({"eagle_config": None, "rope_theta": 5e5}, "eagle rotation", "✗ rope_theta is 500000, which transformers 4 "),
+    ],
+)  # fmt: skip
+def test_what_eagle_heads_of_other_tools_leave_to_chance_is_told(change, name, expected, tmp_path, tokenizer, capsys):
+    target = tiny_llama(0, len(tokenizer), layers=8)
+    save_model(target, tokenizer, tmp_path / "target")
+    export_eagle(EagleHeads.of_target(target, torch.arange(40)), tmp_path / "eagle", "vllm")
+    forget(tmp_path / "eagle", "eagle_aux_hidden_state_layer_ids")
+    rewrite(tmp_path / "eagle", **change)
+    restore(tmp_path / "eagle", lambda tensors: {k: v for k, v in tensors.items() if k != "t2d"})
+    code, lines, _, _ = check(capsys, tmp_path / "target", drafter=f"eagle:{tmp_path / 'eagle'}")
+    assert lines["eagle"].startswith("✓ EAGLE-3 heads, "), lines["eagle"]
+    assert lines[name].startswith(expected), lines[name]
+    assert code == (2 if expected.startswith("✗") else 0)
+
+
+def save_block(path, tokenizer, token_map=None, **shape):
+    """A block drafter for the target of `plain`; its mask is the tokenizer's token for padding."""
+    torch.manual_seed(0)
+    shape = {"markov_rank": 4, "block_size": 3, "layer_ids": [0]} | shape
+    target = tiny_llama(0, **{"vocab_size": len(tokenizer)} | shape.pop("target", {}))
+    drafter = BlockDrafter.of_target(target, tokenizer.pad_token_id, token_map=token_map, **shape)
+    drafter.save_pretrained(path)
+    return drafter, target
+
+
+def foreign_block(path, tokenizer, format="vllm", **shape):
+    """The same as another tool leaves it."""
+    drafter, target = save_block(path.parent / "own", tokenizer, **shape)
+    export_block(drafter, path, format, head=drafter.head_for(target))
+
+
+@pytest.mark.parametrize("format", ["own", "vllm", "speculators"])
+def test_block_drafters_of_any_tool_that_fit_are_said_to(format, plain, tmp_path, tokenizer, capsys):
+    foreign_block(tmp_path / "block", tokenizer, format, token_map=torch.arange(40))
+    code, lines, _, _ = check(capsys, plain, drafter=f"block:{tmp_path / 'block'}")
+    assert code == 0 and lines["block"].startswith("✓ DSpark drafter of 3 tokens, features after layers 1, ")
+    assert lines["block drafter"] == (
+        "✓ made for this target's hidden size 32 and 300 logits; draft chains of 40 tokens"
+    )
+    counted = {"vllm": "; its config counts from 0, by their outputs", "own": ""}.get(
+        format, "; its config counts after how many layers"
+    )
+    assert lines["block layers"].startswith(f"✓ features after layers 1{counted}")
+    assert lines["block mask"].endswith(", a token that texts do not hold")
+    assert "by a rope_theta of 10000" in lines["block rotation"]
+    assert lines["block slots"].startswith("✓ 3 slots, the anchor's guesses the token behind it: num_speculative_to")
+
+
+DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
+
+
+@pytest.mark.parametrize(
+    ("shape", "format", "damage", "name", "expected"),
+    [
+        (DFLASH, "vllm", lambda path: rewrite(path, eagle_aux_hidden_state_layer_ids=[0]), "block layers",
+         "✗ features after layers 1, by target_layer_ids; vLLM takes those after layers 0 → let eagle_aux"),
+        (DFLASH, "vllm", lambda path: rewrite(path, dflash_config={"mask_token_id": 1}), "block layers",
+         "! features after layers 2, those of DFlash's paper, for its config names none → put target_layer_ids there"),
+        (DFLASH | {"layer_ids": [1]}, "vllm", lambda path: None, "block layers",
+         "! features after layers 2, the last: the library's output_hidden_states are normed there, and what servers "),
+        (DSPARK, "vllm", lambda path: rewrite(path, rope_theta=1e6), "block rotation",
+         "✗ rope_theta is 1e+06, which transformers 4 reads, and in rope_parameters, which 5 reads, 10000 → "),
+        (DSPARK, "vllm", lambda path: rewrite(path, mask_token_id=7), "block mask", "! "),
+        (DSPARK, "vllm", lambda path: rewrite(path, mask_token_id=300), "block",
+         "✗ BLOCK/config.json: mask_token_id: expected a token below 300, a row of the target's embedding, found 3"),
+        (DSPARK, "speculators", lambda path: forget(path, "sample_from_anchor"), "block slots",
+         "✗ 3 slots, the anchor's guesses the token behind it: num_speculative_tokens is to be 3, as trained; its "),
+        ({"markov_rank": 0}, "own", lambda path: None, "block slots", "! 3 slots, the anchor's guesses the token "),
+        ({"token_map": torch.arange(40)}, "vllm", lambda path: restore(
+            path, lambda tensors: tensors | {"d2t": torch.arange(100, 300, 5)}), "block",
+         "✗ d2t: expected different ids below 300, found others: ids, it seems, where servers look for each one's "),
+        (DSPARK, "vllm", lambda path: rewrite(path, layer_types=["sliding_attention"]), "block",
+         "✗ BLOCK/config.json: expected layers of full_attention, as our drafters have, found sliding_attention → "),
+        (DSPARK, "vllm", lambda path: rewrite(path, target_layer_ids=[2]), "block drafter",
+         "✗ target_layer_ids: expected ascending depths between 1 and the target's 2 layers"),
+        ({"target": {"hidden": 64}}, "vllm", lambda path: None, "block drafter",
+         "✗ expected heads with the target's hidden_size 32, found 64 → "),
+        (DSPARK, "vllm", lambda path: (path / "model.safetensors").write_bytes(b"no"), "block", "✗ DSpark drafter of "),
+    ],
+)  # fmt: skip
+def test_what_files_of_block_drafters_leave_to_chance_is_told(
+    shape, format, damage, name, expected, plain, tmp_path, tokenizer, capsys
+):
+    """The faults that servers meet in silence: they show in acceptance alone."""
+    path = tmp_path / "block"
+    foreign_block(path, tokenizer, format, **shape)
+    damage(path)
+    code, lines, _, _ = check(capsys, plain, drafter=f"block:{path}")
+    assert lines[name].startswith(expected.replace("BLOCK", str(path))), lines[name]
+    assert code == (2 if expected.startswith("✗") else 0)
+
+
+def forget(path, name: str) -> None:
+    content = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({key: value for key, value in content.items() if key != name}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "expected"),
+    [
+        ({}, "block run", "✓ a drafter of "),
+        ({"training": {"learning_rate": 5e-5}}, "learning rate", "✓ 5e-05 for heads 32 wide: narrow ones take up to"),
+        ({"layer_ids": [2]}, "block run", "✗ target_layer_ids: expected ascending depths between 1 and the target's 2"),
+        ({"draft_vocabulary": 301}, "block run", "✗ draft_vocabulary: expected at most 300, found 301 → "),
+        ({"mask_token": 300}, "block run", "✗ mask_token_id: expected a token below 300, a row of the target's embedd"),
+        ({"block_size": 0}, "block run", "✗ block_size: expected at least 1"),
+        ({"mask_token": 7}, "block mask", "! "),
+    ],
+)
+def test_a_training_run_of_a_block_drafter_is_checked(fields, name, expected, plain, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(json.dumps({"target": str(plain), "completions": ["c"]} | fields))
+    code, lines, _, _ = check(capsys, plain, block_run=tmp_path / "run.yaml")
+    assert lines[name].startswith(expected), lines[name]
+    assert code == (2 if expected.startswith("✗") else 0)
 
 
 def test_texts_longer_than_the_models_read_are_told(pair_dirs, tmp_path, capsys):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
-from pipelines import configured, eagle_configured, heads_configured
+from pipelines import block_configured, configured, eagle_configured, heads_configured
 from processes import enter, witness
 from torch import nn
 from transformers import conversion_mapping
@@ -22,6 +22,7 @@ from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as heads_command
+from draftsmith.medusa.block import __main__ as block_command
 from draftsmith.medusa.eagle import __main__ as eagle_command
 from draftsmith.scripts import prepare as prepare_command
 from draftsmith.train.data import generate
@@ -101,11 +102,18 @@ def _headed(strategy: str, pipeline: Path, output: Path, options: dict[str, Any]
 
 def eagled(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Train EAGLE-3 heads several times; as `distilled`, with the options of an `EagleTrainingConfig`."""
+    return _on_features(eagle_command.train_heads, eagle_configured, strategy, pipeline, output, runs)
+
+
+def blocked(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Train block drafters several times; as `distilled`, with the options of a `BlockTrainingConfig`."""
+    return _on_features(block_command.train_block, block_configured, strategy, pipeline, output, runs)
+
+
+def _on_features(train: Any, configured: Any, strategy: str, pipeline: Path, output: Path, runs: Any) -> Any:
     found = {}
     for name, options in runs.items():
-        trainer = eagle_command.train_heads(
-            _config(eagle_configured, strategy, pipeline, output / name, options, False)
-        )
+        trainer = train(_config(configured, strategy, pipeline, output / name, options, False))
         found[name] = {"ran": witness(trainer), "log": trainer.state.log_history}
     return found
 

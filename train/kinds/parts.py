@@ -1,7 +1,7 @@
 """A target and its drafters as `draftsmith doctor` sees them: shapes, and the headers of stored weights."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -130,6 +130,8 @@ def load_part(
     described: Callable[[Any], str],
     remedy: str,
     cached: Callable[[Any], int] = lambda model: 0,
+    ours: Callable[[str], str | None] = lambda name: name,
+    optional: Collection[str] = (),
 ) -> tuple[Part | None, Finding]:
     """Load a drafter without its weights, and say what it is; None where it does not load.
 
@@ -139,6 +141,8 @@ def load_part(
         described: returns what the model is, in a few words.
         remedy: the way out where it does not load, or its files are of another model.
         cached: returns how many numbers its cache keeps for a token.
+        ours: returns our name of a tensor of its files; None of one that does not matter.
+        optional: our names of those that need not be there.
     """
     role, path = spec.name or spec.kind, str(spec.path)
     try:
@@ -150,8 +154,9 @@ def load_part(
     tensors, finding = checkpoint(role, path, text)
     if finding.state != "error" and tensors:
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        stored = {name: shape for name, (_, shape) in tensors.items()}
-        differing = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))
+        stored = {name: shape for theirs, (_, shape) in tensors.items() if (name := ours(theirs)) is not None}
+        names = (expected.keys() | stored.keys()) - (set(optional) - stored.keys())
+        differing = sorted(name for name in names if expected.get(name) != stored.get(name))
         if differing:  # loaders skip names they do not know, and fill what is missing with random numbers
             finding = other_tensors(role, text, expected, stored, differing, remedy)
     return Part(role, path, model, by_dtype(tensors), cached(model)), finding

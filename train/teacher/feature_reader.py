@@ -4,7 +4,7 @@ Shape suffixes: B rows, T tokens of a row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,6 +44,14 @@ class FeatureIndex(SampleIndex):
 
     layout: Layout
     ends: Path
+    layer_ids: tuple[int, ...] = ()
+    """The depths that are looked up, of those that there are; all if none are named."""
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """How many numbers of each state are looked up for a token."""
+        depths = len(self.layer_ids or self.layout.layer_ids)
+        return self.layout.widths | {"features": depths * self.layout.hidden_size}
 
     def load_target(self, config: RecipeConfig) -> PreTrainedModel:
         """Load what training needs of the target beside its features, into the host's memory: see `load_ends`."""
@@ -54,17 +62,26 @@ class FeatureIndex(SampleIndex):
         alone = FeatureCollator(lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"]])}, self)
         return cached_states(alone([dict(sample)])["teacher"])
 
-    def require_layers(self, layer_ids: Sequence[int]) -> None:
-        """Require that the features are those of some heads.
+    def of_layers(self, layer_ids: Sequence[int]) -> "FeatureIndex":
+        """Return the same index, which looks up the features that some heads see.
 
         Raises:
-            InputError: they were taken at other depths.
+            InputError: some of them there are not.
         """
-        if tuple(layer_ids) != self.layout.layer_ids:
+        if not set(layer_ids) <= set(self.layout.layer_ids):
             raise InputError(
-                f"layer_ids: expected {list(self.layout.layer_ids)}, behind which {self.ends.parent} has features, "
-                f"found {list(layer_ids)}; run draftsmith cache with these"
+                f"layer_ids: expected some of {list(self.layout.layer_ids)}, behind which {self.ends.parent} has "
+                f"features, found {list(layer_ids)}; run draftsmith cache with these"
             )
+        return replace(self, layer_ids=tuple(layer_ids))
+
+    def picked(self, features: np.ndarray) -> np.ndarray:
+        """Return the features that are looked up, (T, F), of all that there are."""
+        there = self.layout.layer_ids
+        if self.layer_ids in ((), there):
+            return features
+        by_depth = features.reshape(len(features), len(there), -1)
+        return by_depth[:, [there.index(depth) for depth in self.layer_ids]].reshape(len(features), -1)
 
 
 class FeatureSettings(TypedDict):
@@ -123,7 +140,7 @@ class FeatureCollator:
         """Collate rows of `TrainingData`."""
         batch = self.collator(samples)
         layout, shape = self.features.layout, batch["input_ids"].shape
-        states = {name: np.zeros((*shape, width), BITS[layout.dtype]) for name, width in layout.widths.items()}
+        states = {name: np.zeros((*shape, width), BITS[layout.dtype]) for name, width in self.features.widths.items()}
         for row, sample in enumerate(samples):
             for text, start, end in texts_of_row(sample):
                 for name, values in self._states(text).items():
@@ -144,7 +161,7 @@ class FeatureCollator:
             found[name] = bits[places.offset : places.offset + len(places)]
             if (found[name] & EXPONENTS[layout.dtype] == EXPONENTS[layout.dtype]).any():
                 raise damaged(file)  # not finite
-        return found
+        return found | {"features": self.features.picked(found["features"])}
 
 
 def cached_states(columns: dict[str, Tensor]) -> dict[str, Tensor]:

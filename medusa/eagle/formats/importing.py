@@ -37,6 +37,7 @@ from draftsmith.train.kinds.export import check_format
 PICKLED = "pytorch_model.bin"
 DROPPED = ("architectures", "model_type", "auto_map", "eagle_config", "num_aux_hidden_states", "torch_dtype", "dtype")
 """Fields that are of others, or that we write anew."""
+EMBEDDINGS = "embed_tokens.weight"
 DEPTHS = "eagle_aux_hidden_state_layer_ids"
 TRAINING_ALONE = re.compile(r"verifier_(lm_head|norm)\.weight$|rotary_emb\.inv_freq$")
 """Tensors that checkpoints may have and that no draft needs: copies of the target's, and what is computed."""
@@ -60,9 +61,10 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
     directory = Path(directory)
     if format is not None:
         check_format(format, EAGLE_FORMATS)
-    config = _config(directory, format, target)
+    unsaid = None if target is None else default_layers(len(decoder_layers(target)))
+    config = read_eagle_config(directory, format, unsaid)
     tensors = _tensors(directory)
-    embeddings = tensors.pop("embed_tokens.weight", None)
+    embeddings = tensors.pop(EMBEDDINGS, None)
     if embeddings is not None:
         _check_embeddings(directory, embeddings, target)
     try:
@@ -82,7 +84,17 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
     return heads
 
 
-def _config(directory: Path, format: str | None, target: PreTrainedModel | None) -> EagleConfig:
+def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[int] | None = None) -> EagleConfig:
+    """Return the config of a checkpoint of any of these tools in ours.
+
+    Args:
+        directory: of the checkpoint.
+        format: as in `import_eagle`.
+        unsaid: the depths of heads whose config names none.
+
+    Raises:
+        InputError: as `import_eagle`.
+    """
     raw, path = read_config(directory, "EAGLE-3 heads"), directory / CONFIG
     if field(raw, path, "speculators_model_type", str, "") == "eagle3":
         layer = field(raw, path, "transformer_layer_config", dict)
@@ -107,9 +119,9 @@ def _config(directory: Path, format: str | None, target: PreTrainedModel | None)
         behind = 0 if format == "vllm" else 1
         depths = depths and [depth + behind if isinstance(depth, int) else depth for depth in depths]
     if not depths:
-        if target is None:
+        if unsaid is None:
             raise InputError(f"target: expected it for heads that name no depths, as in {directory}, found none")
-        depths = default_layers(len(decoder_layers(target)))
+        depths = unsaid
     fields = {name: value for name, value in flat.items() if name not in DROPPED} | {DEPTHS: depths}
     try:
         return EagleConfig.from_dict({**fields, "tie_word_embeddings": False}).check()
@@ -117,6 +129,11 @@ def _config(directory: Path, format: str | None, target: PreTrainedModel | None)
         raise InputError(f"{path}: {error}") from error
     except Exception as error:  # the library stumbles over whatever it finds
         raise InputError(f"{path}: expected a config of EAGLE-3 heads, found: {first_line(error)}") from error
+
+
+def our_name(name: str) -> str:
+    """Return our name of a tensor of any of these tools."""
+    return re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
 
 
 def _tensors(directory: Path) -> dict[str, Tensor]:
@@ -127,7 +144,7 @@ def _tensors(directory: Path) -> dict[str, Tensor]:
     for name, tensor in read.items():
         if TRAINING_ALONE.search(name):
             continue
-        ours = re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
+        ours = our_name(name)
         if ours in found:
             raise InputError(f"{directory}: expected one tensor {ours}, found another by the name of {name}")
         found[ours] = tensor

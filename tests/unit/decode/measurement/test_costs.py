@@ -239,3 +239,29 @@ def test_each_part_gets_back_the_time_that_it_took(clock, monkeypatch, accepted,
         assert [own.start, own.step, own.prefill] == pytest.approx([START, STEP * rows, FIRST])
         # All rows' verdicts apply the processors in one call.
         assert own.overhead == pytest.approx(REST + WARPING)
+
+
+class Now(Timed):
+    """Finds four tokens in every second round, and nothing in the others, always in the same time."""
+
+    def start(self, task):
+        self.round = 0
+        return super().start(task)
+
+    def propose(self, contexts, draft_lengths):
+        self.clock.seconds += START
+        self.round += 1
+        count = 4 * (self.round % 2)
+        return [Proposal(torch.full((count,), self.token), None, Tree.chain(count)) for _ in draft_lengths]
+
+
+def test_forwards_of_many_tokens_are_priced_block_by_block(clock, monkeypatch):
+    """Were the mean block priced, what its forwards take beyond it would pass for work beside them."""
+    monkeypatch.setattr(costs, "WRITTEN", 12)
+    monkeypatch.setitem(globals(), "forward", lambda rows, tokens: 2.0 if tokens < 4 else 5.0)
+    target = tiny_llama(0)
+    target.lm_head.weight.zero_()
+    sampler = Sampler(LogitsProcessorList([Warper(clock)]), do_sample=False)
+    proposers, text = {"now": Now(clock, 1)}, torch.arange(60)
+    (table,) = measure_costs(target, proposers, {"now": 4}, text, {0.0: sampler}, [1], 30, 12, repeats=1)
+    assert table.drafters["now"][1].overhead == pytest.approx(REST + WARPING)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -227,6 +228,15 @@ def test_a_family_without_such_layers_is_refused(pipeline, tmp_path, tokenizer):
         make_cache(replace(config, target=str(tmp_path / "target")))
 
 
+def test_some_of_the_depths_are_looked_up_alone(pipeline, whole):
+    """Heads of several kinds learn from one cache."""
+    index = found_in(pipeline, whole[1])
+    both, second = index.of_layers([1, 2]), index.of_layers([2])
+    assert second.widths == {"features": 32, "hidden": 32} and both.widths["features"] == 64
+    values = np.arange(3 * 64).reshape(3, 64)
+    assert (second.picked(values) == values[:, 32:]).all() and both.picked(values) is values
+
+
 def test_caches_of_something_else_are_refused(pipeline, whole, tmp_path, tokenizer):
     save_model(tiny_llama(5, len(tokenizer)), tokenizer, tmp_path / "other")
     with pytest.raises(InputError, match=r"^teacher_cache: expected a cache of .*other, found in .*safetensors is a"):
@@ -235,8 +245,10 @@ def test_caches_of_something_else_are_refused(pipeline, whole, tmp_path, tokeniz
         found_in(pipeline, whole[1], completions=[str(pipeline / "heldout")])
     with pytest.raises(InputError, match=f"expected a cache written by draftsmith cache, found none at {tmp_path}"):
         found_in(pipeline, tmp_path)
-    with pytest.raises(InputError, match=r"^layer_ids: expected \[1, 2\], behind which .*, found \[2\]; run"):
-        found_in(pipeline, whole[1]).require_layers([2])
+    with pytest.raises(
+        InputError, match=r"^layer_ids: expected some of \[1, 2\], behind which .*, found \[2, 3\]; run"
+    ):
+        found_in(pipeline, whole[1]).of_layers([2, 3])
     make_cache(configured(pipeline, tmp_path / "coarse", feature_dtype="bfloat16"))
     message = r"^teacher_cache: expected caches of one layout, found layers \[1, 2\] in float32 in .*in bfloat16 in"
     with pytest.raises(InputError, match=message):

@@ -1,0 +1,188 @@
+"""Checks of `draftsmith doctor` for block drafters: files of any tool, their target, a run that trains them.
+
+What files leave unsaid fails in silence: a reader that counts layers otherwise, a mask that texts hold, a rotation by
+another angle. So it is said what their trainer meant, and what vLLM does with them (0.32, `models/qwen3_dflash.py`,
+`models/qwen3_dspark.py`, `worker/gpu/spec_decode/eagle/eagle3_utils.py`).
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.decode.draft_models.searched_tree import searched_tree
+from draftsmith.decode.draft_models.vocabulary import token_count
+from draftsmith.decode.errors import InputError, at_most
+from draftsmith.medusa.block.blocks import SHARE
+from draftsmith.medusa.block.config import BlockTrainingConfig
+from draftsmith.medusa.block.formats.importing import OF_TARGET, TRAINING_ALONE, read_block_config
+from draftsmith.medusa.block.formats.writing import is_dflash
+from draftsmith.medusa.block.initial import RANK, beginning, mask_token, new_drafter
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.medusa.checkpoint_files import read_config, read_safetensors, shards
+from draftsmith.medusa.checks import check_map, learning_rate, rotation, shape, trained_on, unfit
+from draftsmith.train.kinds.drafter import DrafterSpec
+from draftsmith.train.kinds.findings import Finding
+from draftsmith.train.kinds.parts import SEARCH, Part, Side, load_part
+from draftsmith.train.kinds.quantities import count
+from draftsmith.train.losses.output_head import head_of
+
+TREE = "block_tree"
+OWN = "anchor_guesses"
+"""The field that our configs have, and no others."""
+
+
+def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
+    """Load a drafter without its weights, and say what it is; None where it does not load."""
+    remedy = "give a drafter of ours, z-lab's, SpecForge's, DeepSpec's or speculators', whole"
+
+    def described(model: BlockDrafter) -> str:
+        config = model.config
+        name, layers = "DFlash" if is_dflash(config) else "DSpark", ", ".join(map(str, model.layer_ids))
+        return f"{name} drafter of {config.guesses} tokens, features after layers {layers}"
+
+    def ours(name: str) -> str | None:
+        name = name.removeprefix("model.")
+        return None if name in OF_TARGET or TRAINING_ALONE.match(name) else name
+
+    return load_part(spec, _empty, described, remedy, lambda model: model.cached_numbers, ours)
+
+
+def _empty(path: str) -> BlockDrafter:
+    """Return the drafter with no data but for the tokens that it drafts."""
+    config = read_block_config(Path(path))
+    with torch.device("meta"):
+        model = BlockDrafter(config)
+    if model.d2t is None:
+        return model
+    try:
+        known = read_safetensors(shards(Path(path)), {"d2t"}.__contains__)
+    except InputError:
+        return model  # its checkpoint's finding says so
+    if "d2t" in known and known["d2t"].shape == model.d2t.shape:
+        model.d2t = known["d2t"].long()
+        check_map(model)
+    return model
+
+
+def compare(target: Side, part: Part) -> Iterator[Finding]:
+    """Check whether a drafter fits the target, its tree it, and what its files say to their readers."""
+    name, drafter = "block drafter", part.model
+    config = drafter.config
+    remedy = "take a drafter of this target, or train one: draftsmith block --target TARGET"
+    try:
+        tree = searched_tree(config, TREE)
+    except InputError as error:
+        yield Finding("error", name, str(error), SEARCH)
+        return
+    wrong = unfit(name, "block", target, part, tree, config.draft_vocab_size, remedy)
+    if wrong is not None:
+        yield wrong
+        return
+    text = f"made for this target's hidden size {config.hidden_size} and {config.vocab_size} logits; draft "
+    text += "chains" if tree is None else shape(tree)
+    if config.draft_vocab_size < config.vocab_size:
+        text += f" of {config.draft_vocab_size} tokens"
+    text += trained_on(target, part)
+    most = config.max_position_embeddings
+    if target.positions is not None and most < target.positions:
+        text += f"; it reads {most} positions, the target {target.positions}"
+        yield Finding("warning", name, text, f"keep prompt and text within {most} tokens")
+    else:
+        yield Finding("ok", name, text)
+    raw = read_config(Path(part.path), "a block drafter")
+    yield layers_seen(raw, drafter, target)
+    yield mask(target, config.mask_token_id)
+    yield rotation("block rotation", raw)
+    yield slots(raw, drafter)
+
+
+def layers_seen(raw: Mapping[str, Any], drafter: BlockDrafter, target: Side) -> Finding:
+    """Compare the layers that the trainer meant with those that vLLM takes."""
+    name, meant = "block layers", drafter.layer_ids
+    text = f"features after layers {_listed(meant)}"
+    if OWN in raw:
+        return Finding("ok", name, text)
+    named = raw.get("aux_hidden_state_layer_ids") or raw.get("target_layer_ids")
+    if not (named or (raw.get("dflash_config") or {}).get("target_layer_ids")):
+        text += ", those of DFlash's paper, for its config names none"
+        return Finding("warning", name, text, "put target_layer_ids there, as it was trained")
+    taken = raw.get("eagle_aux_hidden_state_layer_ids")
+    if taken is not None and "speculators_model_type" not in raw and list(taken) != meant:
+        text += f", by target_layer_ids; vLLM takes those after layers {_listed(taken)}"
+        return Finding("error", name, text, f"let eagle_aux_hidden_state_layer_ids be {meant}, or leave it out")
+    if meant[-1] == len(decoder_layers(target.model)):
+        text += ", the last: the library's output_hidden_states are normed there, and what servers take is not"
+        return Finding("warning", name, text, "make sure that it was trained on states before the last norm")
+    counted = "after how many layers" if "speculators_model_type" in raw else "from 0, by their outputs"
+    return Finding("ok", name, f"{text}; its config counts {counted}, and vLLM takes the same")
+
+
+def mask(target: Side, token: int) -> Finding:
+    """Say what stands for a mask, and whether texts hold it."""
+    name, known = "block mask", len(target.tokenizer)
+    if token >= known:
+        return Finding("ok", name, f"row {token} of the target's embedding, behind its {known} tokens")
+    piece = f"{target.tokenizer.convert_ids_to_tokens(token)!r} ({token})"
+    if token in target.ends:
+        return Finding("warning", name, f"{piece}, which ends texts", "train with another mask_token")
+    if token in target.tokenizer.all_special_ids or token in target.tokenizer.added_tokens_decoder:
+        return Finding("ok", name, f"{piece}, a token that texts do not hold")
+    return Finding(
+        "warning", name, f"{piece}, which texts hold too", "check mask_token_id: is it what it was trained with?"
+    )
+
+
+def slots(raw: Mapping[str, Any], drafter: BlockDrafter) -> Finding:
+    """Say how many tokens a block drafts, and how a server is to be told."""
+    name, config = "block slots", drafter.config
+    guesses = "the anchor's guesses the token behind it" if config.anchor_guesses else "the anchor's guesses nothing"
+    text = f"{config.block_size} slots, {guesses}: num_speculative_tokens is to be {config.guesses}, as trained"
+    if not config.markov_rank and config.anchor_guesses:
+        return Finding("warning", name, f"{text}; no server decodes that", "train with a markov_rank for one")
+    if raw.get("speculators_model_type") == "dspark" and "sample_from_anchor" not in raw:
+        text += "; its config does not say sample_from_anchor, which the library takes for true, and vLLM for false"
+        return Finding("error", name, text, "write sample_from_anchor there, as it was trained")
+    if not is_dflash(config):
+        text += "; vLLM 0.32 decodes with it on GPUs alone"
+    return Finding("ok", name, text)
+
+
+def _listed(layers: Any) -> str:
+    return ", ".join(map(str, layers))
+
+
+def check_run(target: Side, config: BlockTrainingConfig) -> tuple[str, list[Finding]]:
+    """Return in words what a run trains, and further findings.
+
+    Args:
+        target: without weights.
+        config: of the run.
+
+    Raises:
+        InputError: a drafter that cannot begin on this target.
+    """
+    if config.heads is not None:
+        drafter, begun = BlockDrafter.without_weights(config.heads), ""
+        drafter.check_fits(target.model)
+    else:
+        tokens, rows = config.draft_vocabulary, len(head_of(target.model).weight)
+        at_most(token_count(target.tokenizer, target.config)).check("draft_vocabulary", tokens or 0)
+        kept = None if tokens is None else torch.arange(tokens)
+        token = mask_token(target.tokenizer, rows) if config.mask_token is None else config.mask_token
+        rank = min(RANK, target.config.hidden_size) if config.markov_rank is None else config.markov_rank
+        with torch.device("meta"):
+            drafter = new_drafter(config, target.model, token, kept, rank)
+        begun = f", {beginning(config, drafter, target.model)[1]}"
+    findings = []
+    if config.training.learning_rate is not None:
+        findings.append(learning_rate(config.training.learning_rate, drafter.config.hidden_size))
+    findings.append(mask(target, drafter.config.mask_token_id))
+    blocks = f"{config.anchors} blocks a row" if config.anchors else f"a block of every {SHARE} tokens"
+    text = f"a drafter of {count(drafter.num_parameters())} parameters, features after layers "
+    return (
+        f"{text}{_listed(drafter.layer_ids)}, {drafter.config.guesses} tokens a block, {blocks} a step{begun}",
+        findings,
+    )

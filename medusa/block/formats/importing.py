@@ -1,0 +1,165 @@
+"""Block drafters out of checkpoints of z-lab, SpecForge, DeepSpec, speculators and ours, every tensor accounted for.
+
+| written by        | config.json                                              | the anchor's slot            |
+|-------------------|----------------------------------------------------------|------------------------------|
+| z-lab, SpecForge  | `DFlashDraftModel`, a `dflash_config`                     | guesses nothing              |
+| DeepSpec          | `Qwen3DSparkModel`, all at the top                        | guesses the token behind it  |
+| speculators       | the layers' in a `transformer_layer_config`               | as `sample_from_anchor` says |
+| `export_block`    | as one of these, or with `anchor_guesses`                 | as that says                 |
+
+Target layers are counted from 0, by their outputs; speculators says after how many layers. Embedding and output head
+are the target's in all of them, and files may have copies.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.decode.errors import InputError, first_line
+from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, MARKOV, SIZES, assembled_block
+from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
+from draftsmith.medusa.checkpoint_files import CONFIG, field, matched, read_config, read_safetensors, shards
+from draftsmith.train.checkpoint import check_finite
+from draftsmith.train.kinds.export import check_format
+from draftsmith.train.losses.output_head import head_of
+
+WHAT = "a block drafter"
+TRAINING_ALONE = re.compile(r"^(t2d|verifier_(lm_head|norm)\.weight|.*rotary_emb\.inv_freq)$")
+"""Tensors that checkpoints may have and that no draft needs: copies of the target's, and what is computed."""
+OF_TARGET = ("embed_tokens.weight", "lm_head.weight")
+TURNS = ("rope_parameters", "rope_theta", "rope_scaling")
+HEADS = ("markov_rank", "enable_confidence_head", "confidence_head_with_markov")
+
+
+def import_block(
+    directory: str | Path, format: str | None = None, target: PreTrainedModel | None = None
+) -> BlockDrafter:
+    """Read a drafter that any of these tools wrote.
+
+    Args:
+        directory: a local one.
+        format: looked at for its name alone, for these files say by themselves what they are.
+        target: it must fit it. Needed where the config names no layers, or the file has its embedding or its head.
+
+    Returns:
+        A drafter in the widest dtype of its tensors, on the CPU, in eval mode.
+
+    Raises:
+        InputError: no such format, a file that is missing or damaged, a config that cannot be or that asks for what
+            our drafters do not do, tensors that are missing, not expected or of another shape, or an embedding or a
+            head that is not the target's.
+    """
+    directory = Path(directory)
+    if format is not None:
+        check_format(format, BLOCK_FORMATS)
+    config = read_block_config(directory, target)
+    if (directory / "mask_embedding.pt").is_file():
+        raise InputError(
+            f"{directory}: expected masks that stand for a row of the target's embedding, found mask_embedding.pt"
+        )
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in read_safetensors(shards(directory)).items()
+        if not TRAINING_ALONE.match(name.removeprefix("model."))
+    }
+    if config.draft_vocab_size == config.vocab_size and (d2t := tensors.pop("d2t", None)) is not None and d2t.any():
+        raise InputError(f"{directory}: expected a d2t of zeros beside the whole vocabulary, found another")
+    copies = {name: tensors.pop(name) for name in OF_TARGET if name in tensors}
+    with torch.device("meta"):
+        empty = BlockDrafter(config).state_dict()
+    drafter = assembled_block(config, matched(directory, WHAT, empty, tensors, {}))
+    check_finite(drafter, directory, WHAT)
+    drafter.check_tokens(f"{directory}: d2t")
+    if target is not None:
+        drafter.check_fits(target)
+    if copies:
+        _check_copies(directory, copies, drafter, target)
+    return drafter
+
+
+def read_block_config(directory: Path, target: PreTrainedModel | None = None) -> BlockConfig:
+    """Return the config of a checkpoint of any of these tools in ours; the target may be without weights.
+
+    Raises:
+        InputError: as `import_block`.
+    """
+    raw, path = read_config(directory, WHAT), directory / CONFIG
+    named = field(raw, path, "speculators_model_type", str, "")
+    if named:
+        if named not in ("dflash", "dspark"):
+            raise InputError(f"{path}: expected a speculators_model_type of dflash or dspark, found {named!r}")
+        flat = field(raw, path, "transformer_layer_config", dict) | {k: v for k, v in raw.items() if k != "model_type"}
+        behind = field(raw, path, "aux_hidden_state_layer_ids", list)
+        flat["target_layer_ids"] = [layer - 1 if type(layer) is int else layer for layer in behind]
+        flat["anchor_guesses"] = field(raw, path, "sample_from_anchor", bool, named == "dspark")
+        verifier = field(field(raw, path, "speculators_config", dict, {}), path, "verifier", dict, {})
+        flat["base_model_name_or_path"] = verifier.get("name_or_path") or None
+        flat.setdefault("confidence_head_with_markov", False)
+    elif "anchor_guesses" in raw:
+        flat = dict(raw)
+    else:
+        nested = field(raw, path, "dflash_config", dict, {})
+        flat = raw | nested
+        dspark = any("DSpark" in str(name) for name in field(raw, path, "architectures", list, []))
+        flat["anchor_guesses"] = dspark and not field(raw, path, "dspark_bonus_anchor", bool, False)
+        flat.setdefault("confidence_head_with_markov", False)
+    _check_known(flat, path)
+    layers, count = flat.get("target_layer_ids"), field(flat, path, "num_hidden_layers", int)
+    deep = field(flat, path, "num_target_layers", int, None if target is None else len(decoder_layers(target)))
+    if layers is None:
+        if deep is None:
+            raise InputError(f"target: expected it for a drafter that names no layers, as in {directory}, found none")
+        layers = default_target_layers(deep, count)
+    names = (*SIZES, "draft_vocab_size", "block_size", "mask_token_id", "anchor_guesses", "base_model_name_or_path")
+    fields = {name: flat[name] for name in (*names, *HEADS, *TURNS) if name in flat}
+    try:
+        made = BlockConfig.from_dict(
+            {**fields, "target_layer_ids": layers, "num_target_layers": deep, "tie_word_embeddings": False}
+        )
+        return made.check()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except Exception as error:  # the library stumbles over whatever it finds
+        raise InputError(f"{path}: expected a config of {WHAT}, found: {first_line(error)}") from error
+
+
+def _check_known(flat: dict[str, Any], path: Path) -> None:
+    """Raise an InputError where a config asks for what our drafters do not do."""
+    expected: dict[str, tuple[Any, ...]] = {
+        "model_type": ("qwen3", "llama", None),
+        "markov_head_type": (MARKOV, None),
+        "is_neox_style": (True, None),
+        "is_causal": (False, None),
+        "causal": (False, None),
+        "use_swa": (False, None),
+        "projector_type": ("dflash", None),
+        "use_aux_hidden_state": (True, None),
+        "target_hidden_size": (flat.get("hidden_size"), None),
+    }
+    for name, known in expected.items():
+        if flat.get(name) not in known:
+            raise InputError(f"{path}: expected {name} {known[0]}, as our drafters are, found {flat[name]!r}")
+    others = sorted(map(str, set(field(flat, path, "layer_types", list, [])) - {"full_attention"}))
+    if others:
+        raise InputError(f"{path}: expected layers of full_attention, as our drafters have, found {others[0]}")
+
+
+def _check_copies(
+    directory: Path, copies: dict[str, Tensor], drafter: BlockDrafter, target: PreTrainedModel | None
+) -> None:
+    """Require that an embedding and a head in the file are the target's."""
+    if target is None:
+        raise InputError(f"target: expected it for a drafter beside {min(copies)}, as in {directory}, found none")
+    rows = head_of(target).weight if drafter.token_map is None else head_of(target).weight[drafter.token_map]
+    theirs: Any = target.get_input_embeddings()
+    for name, expected in (("embed_tokens.weight", theirs.weight), ("lm_head.weight", rows)):
+        if (found := copies.get(name)) is None:
+            continue
+        wanted = expected.detach().cpu().to(found.dtype)  # 16 bits hold the target's as far as they can
+        if found.shape != wanted.shape or not torch.equal(found, wanted):
+            raise InputError(f"{directory}: expected the target's {name}, which our drafters use, found another")

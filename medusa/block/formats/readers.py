@@ -1,0 +1,141 @@
+"""Read exported block drafters by what servers do with them, and compute what their blocks give.
+
+Run as a file, in another process, it imports nothing of this package: whatever it reads, servers read too.
+
+    python readers.py block DIRECTORY INPUTS.safetensors OUTPUT.safetensors
+
+Shape suffixes: T places, F features, S slots, K guesses, H hidden, D tokens that are drafted.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+
+def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tensor:
+    """Read as vLLM 0.32 does: `model_executor/models/qwen3_dflash.py` and `qwen3_dspark.py`.
+
+    A block begins at each of T places, and sees the features of those before it. The tokens before its guesses are
+    those of `before`.
+
+    Returns:
+        (T, K, H + D + 1): of each guess its state behind the last norm, what the Markov head adds to the logits of the
+        D tokens, and the confidence head's logit; 0 of heads that there are not.
+    """
+    raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = flattened(raw)
+    tensors = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for path in directory.glob("model*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+    size, drafted = config["hidden_size"], config.get("draft_vocab_size") or config["vocab_size"]
+    if drafted < config["vocab_size"] and config["for_servers"]:
+        assert tensors["lm_head.weight"].shape == (drafted, size) and tensors["d2t"].shape == (drafted,)
+    seen_TH = rms_norm(linear(features_TF, tensors["fc.weight"]), tensors["hidden_norm.weight"], config)
+    found = []
+    for place, embeddings_SH in enumerate(embeddings_TSH):
+        states_SH = embeddings_SH
+        for layer in range(config["num_hidden_layers"]):
+            prefix = f"layers.{layer}."
+            weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            states_SH = block_layer(config, weights, states_SH, seen_TH[:place])
+        states_KH = rms_norm(states_SH, tensors["norm.weight"], config)[0 if config["sample_from_anchor"] else 1 :]
+        added_KD, sure_K1 = torch.zeros(len(states_KH), drafted), torch.zeros(len(states_KH), 1)
+        markov_KR = None
+        if config.get("markov_rank"):
+            assert config["markov_head_type"] == "vanilla"
+            tokens_K = torch.tensor([before(place, guess, config["vocab_size"]) for guess in range(len(states_KH))])
+            markov_KR = tensors["markov_head.markov_w1.weight"][tokens_K]
+            added_KD = linear(markov_KR, tensors["markov_head.markov_w2.weight"])
+        if config.get("enable_confidence_head"):
+            wide = [states_KH]
+            if config.get("confidence_head_with_markov") and markov_KR is not None:
+                wide.append(markov_KR)
+            projection = tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"]
+            sure_K1 = linear(torch.cat(wide, dim=-1), *projection)
+        found.append(torch.cat([states_KH, added_KD, sure_K1], dim=-1))
+    return torch.stack(found)
+
+
+def flattened(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return all fields in one place, by DeepSpec's names; target layers are counted from 0."""
+    if "speculators_model_type" in raw:
+        fields = raw["transformer_layer_config"] | {name: value for name, value in raw.items() if name != "model_type"}
+        fields["target_layer_ids"] = [layer - 1 for layer in raw["aux_hidden_state_layer_ids"]]
+        return fields | {"for_servers": True}
+    if "dflash_config" in raw:
+        return raw | raw["dflash_config"] | {"sample_from_anchor": False, "for_servers": True}
+    own = "sample_from_anchor" not in raw
+    anchored = raw["anchor_guesses"] if own else not raw["dspark_bonus_anchor"]
+    return raw | {"sample_from_anchor": anchored, "markov_head_type": "vanilla", "for_servers": not own}
+
+
+def before(place: int, guess: int, vocab_size: int) -> int:
+    """Return the token before a guess of the block behind a place."""
+    return (7 * place + 3 * guess + 1) % vocab_size
+
+
+def block_layer(config: dict[str, Any], weights: dict[str, Tensor], states_SH: Tensor, seen_TH: Tensor) -> Tensor:
+    """Return what a layer gives of a block's slots, (S, H); they begin at the place behind those that are seen."""
+    heads, key_heads, width = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    normed = rms_norm(states_SH, weights["input_layernorm.weight"], config)
+    places = torch.arange(len(seen_TH) + len(states_SH))
+
+    def projected(name: str, states: Tensor) -> Tensor:
+        return linear(states, weights[f"self_attn.{name}_proj.weight"], weights.get(f"self_attn.{name}_proj.bias"))
+
+    def turned(name: str, states: Tensor, count: int, at: Tensor) -> Tensor:
+        by_head = projected(name, states).unflatten(-1, (count, width))
+        by_head = rms_norm(by_head, weights[f"self_attn.{name}_norm.weight"], config)
+        angles, scale = rotation(config, at)
+        half = torch.cat([-by_head[..., width // 2 :], by_head[..., : width // 2]], dim=-1)
+        return ((by_head * angles.cos() + half * angles.sin()) * scale).transpose(0, 1)
+
+    everything = torch.cat([seen_TH, normed])
+    queries = turned("q", normed, heads, places[len(seen_TH) :])
+    keys = turned("k", everything, key_heads, places).repeat_interleave(heads // key_heads, 0)
+    values = projected("v", everything).unflatten(-1, (key_heads, width)).transpose(0, 1)
+    values = values.repeat_interleave(heads // key_heads, 0)
+    attended = ((queries @ keys.transpose(1, 2) / width**0.5).softmax(-1) @ values).transpose(0, 1).flatten(1)
+    hidden = states_SH + linear(attended, weights["self_attn.o_proj.weight"], weights.get("self_attn.o_proj.bias"))
+    inner = rms_norm(hidden, weights["post_attention_layernorm.weight"], config)
+    gate, up = (linear(inner, weights[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+    return hidden + linear(silu(gate) * up, weights["mlp.down_proj.weight"])
+
+
+def rotation(config: dict[str, Any], places: Tensor) -> tuple[Tensor, float]:
+    """Return the angles of places, (T, 1, width), and what rotated numbers are multiplied by."""
+    width = config["head_dim"]
+    if config["rope_parameters"].get("rope_type", "default") == "default":
+        turns, scale = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, width, 2) / width), 1.0
+    else:  # long contexts have formulas of their own, which are the library's
+        from transformers import Qwen3Config
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+        rotary = Qwen3RotaryEmbedding(Qwen3Config(**config))
+        turns, scale = rotary.inv_freq, rotary.attention_scaling
+    return torch.cat([places[:, None] * turns] * 2, dim=-1)[:, None], scale
+
+
+def rms_norm(x: Tensor, weight: Tensor, config: dict[str, Any]) -> Tensor:
+    """Return x over its root mean square, times a weight."""
+    return x * (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * weight
+
+
+@torch.no_grad()
+def logits(reader: str, directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tensor:
+    """Return what a reader finds, in float32; there is one, block."""
+    assert reader == "block"
+    return block(directory, features_TF, embeddings_TSH)
+
+
+if __name__ == "__main__":
+    inputs = load_file(sys.argv[3])
+    save_file({"logits": logits(sys.argv[1], Path(sys.argv[2]), inputs["hidden"], inputs["embeddings"])}, sys.argv[4])

@@ -1,0 +1,123 @@
+"""The memory plan of a training run of a block drafter: a forward of the target, and the blocks behind some anchors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache.kernels import computing_dtype
+from draftsmith.medusa.block.blocks import anchors_at_once, anchors_of, states_of_blocks, work_of_blocks
+from draftsmith.medusa.block.config import BlockPlanConfig
+from draftsmith.medusa.block.initial import RANK, new_drafter
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.medusa.memory import FeaturePlan, left_of, trace_losses
+from draftsmith.medusa.seen import TargetStates
+from draftsmith.train.job.flops import Work
+from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.memory.activations import Forward, precision_of
+from draftsmith.train.memory.setting import MemorySetting, Precision
+
+
+class BlockPlan(FeaturePlan):
+    """A block drafter on a frozen target."""
+
+    part = "blocks"
+    config: BlockPlanConfig
+
+    def build(self, lm_heads: str) -> BlockDrafter:
+        """Return the drafter that the run begins with."""
+        config = self.config
+
+        def new(target: PreTrainedModel, tokens: Tensor | None) -> BlockDrafter:
+            width = target.config.get_text_config().hidden_size
+            rank = min(RANK, width) if config.markov_rank is None else config.markov_rank
+            return new_drafter(config, target, config.mask_token or 0, tokens, rank)
+
+        return self.made(config, BlockDrafter, new)  # type: ignore[no-any-return]
+
+    def ends(self, drafter: BlockDrafter) -> Sequence[nn.Module]:
+        """Return the Markov head."""
+        return [] if drafter.markov_head is None else [drafter.markov_head]
+
+    def vocabulary(self, heads: BlockDrafter) -> int:
+        """Return the tokens that it drafts among."""
+        return heads.config.draft_vocab_size
+
+    @property
+    def anchors(self) -> int:
+        """Of a row."""
+        return anchors_of(self.config.anchors, self.batch.length)
+
+    def places(self, rows: int) -> int:
+        """Return the guesses of the drawn blocks."""
+        return rows * self.anchors * self.drafter(self.setting).config.guesses  # type: ignore[no-any-return]
+
+    def forward(self, dtype: str) -> Forward:
+        """Return the blocks behind the anchors that a step draws."""
+        return self._blocks(dtype, self.anchors)
+
+    def _blocks(self, dtype: str, anchors: int) -> Forward:
+        target = self.target(dtype)
+
+        def forward(drafter: BlockDrafter, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:
+            ids, length = inputs["input_ids"], self.batch.length
+            seen = left_of(target, len(drafter.layer_ids), len(ids), length)
+            places = torch.zeros(len(ids), anchors, dtype=torch.long)
+            position_ids = self.batch.inputs(len(ids)).get("position_ids")
+            embed: Any = target.get_input_embeddings()
+            return [states_of_blocks(drafter, embed, seen, ids, position_ids, places).flatten(0, 2)], seen
+
+        return forward
+
+    def evaluated(self, setting: MemorySetting) -> float:
+        """Return the bytes of an evaluation, which keeps what the head sees of all anchors, made some at a time."""
+        drafter, rows, length = self.drafter(setting), setting.rows, self.batch.length
+        together = min(length, max(1, anchors_at_once(rows * length, drafter.config.block_size)))
+        forward = self._blocks(setting.target_dtype, together)
+        made = self.forward_bytes(drafter, self.batch, setting.precision, forward)(rows)
+        with self.mode, precision_of(setting.precision):
+            size = computing_dtype(drafter.fc.weight).itemsize
+        return made + rows * length * drafter.config.guesses * drafter.config.hidden_size * size  # type: ignore[no-any-return]
+
+    def traced_losses(
+        self, heads: BlockDrafter, target: PreTrainedModel, precision: Precision, positions: int
+    ) -> tuple[float, float]:
+        """Return `trace_losses` at a number of guesses, without the states, which are counted with the blocks."""
+        with self.mode, precision_of(precision):
+            dtype = computing_dtype(heads.fc.weight)
+            hidden = torch.zeros(positions, heads.config.hidden_size, dtype=dtype)
+            before = torch.zeros(positions, dtype=torch.long)
+            head = heads.head_for(target)
+        hidden.requires_grad_(True)
+
+        def states_of(_: Tensor) -> list[Tensor]:
+            return [heads.guesses(hidden, before, head).states]
+
+        def head_of(_: int) -> OutputHead:
+            return heads.guesses(hidden, before, head).head
+
+        args = heads, target, self.config.objective, states_of, head_of, positions
+        return trace_losses(self.mode, *args, precision, self.sizes, given=[hidden, before, head.weight])
+
+    def work(self, setting: MemorySetting) -> Work:
+        """Return the arithmetic of the blocks."""
+        return work_of_blocks(self.drafter(setting), self.anchors / self.batch.length)
+
+    def notes(self) -> list[str]:
+        """Return what is trained."""
+        shape = self.drafter(self.setting).config
+        layers = ", ".join(map(str, shape.target_layer_ids))
+        return [
+            f"{self.anchors} blocks of {shape.block_size} slots a row, {shape.num_hidden_layers} layers, which see the "
+            f"target's layers {layers}, drafts among {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"
+        ]
+
+    def known_changes(self) -> list[tuple[str, str, Any]]:
+        """A quantised layer is no beginning for the drafter's."""
+        config, known = self.config, super().known_changes()
+        if config.heads is None and config.init == "last_layers":
+            begin = {"8bit": ", init random", "4bit": ", init random"}
+            known = [(name + begin.get(value, ""), field, value) for name, field, value in known]
+        return known

@@ -1,0 +1,227 @@
+"""`draftsmith export` with block drafters: every format and the way back, files of other tools, launch lines."""
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from in_place import in_place
+from safetensors.torch import load_file, save_file
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.block.formats import proof
+from draftsmith.medusa.block.formats.importing import import_block, read_block_config
+from draftsmith.medusa.block.formats.writing import export_block
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.scripts import cli
+from draftsmith.train.models import load_model
+
+SHAPES = {
+    "DSpark": {"markov_rank": 4, "block_size": 3},
+    "DSpark, confident": {"markov_rank": 4, "block_size": 3, "enable_confidence_head": True},
+    "its anchor guesses nothing": {"markov_rank": 4, "block_size": 4, "anchor_guesses": False},
+    "DFlash": {"block_size": 4, "anchor_guesses": False, "layers": 2},
+}
+CUT = {"DSpark, cut": {"markov_rank": 4, "block_size": 3}, "DFlash, cut": {"block_size": 3, "anchor_guesses": False}}
+SPECULATORS_VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
+
+
+def ran(capsys, *argv: object, code: int = 0) -> tuple[list[str], str]:
+    assert cli.main(["export", *map(str, argv)]) == code
+    out, err = capsys.readouterr()
+    return out.splitlines(), err
+
+
+@pytest.fixture
+def target(pair_dirs):
+    return load_model(pair_dirs[0], dtype="float32", device="cpu")
+
+
+def made(target, name: str) -> BlockDrafter:
+    """A drafter whose every tensor says something."""
+    torch.manual_seed(0)
+    ids = torch.arange(0, target.config.vocab_size, 2) if name in CUT else None
+    shape = (SHAPES | CUT)[name]
+    drafter = BlockDrafter.of_target(target, 3, token_map=ids, layer_ids=[0, 1], **shape)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return drafter
+
+
+@pytest.fixture
+def drafter_dir(target, tmp_path) -> Path:
+    made(target, "DSpark").save_pretrained(tmp_path / "drafter")
+    (tmp_path / "drafter" / "README.md").write_text("its card")
+    return tmp_path / "drafter"
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
+
+
+def same(one: BlockDrafter, two: BlockDrafter) -> None:
+    torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
+    names = ("target_layer_ids", "mask_token_id", "block_size", "anchor_guesses", "markov_rank", "rope_parameters")
+    for name in (*names, "enable_confidence_head", "draft_vocab_size", "vocab_size", "num_hidden_layers"):
+        assert getattr(one.config, name) == getattr(two.config, name), name
+
+
+def test_the_script_of_readers_reads_what_is_written(target, tmp_path, monkeypatch):
+    """In this process: that a fresh one starts is tested in test_export.py."""
+    started = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: started.append(command) or in_place(command))
+    export_block(made(target, "DSpark, confident"), tmp_path / "out", "vllm")
+    assert [Path(script).parent.parent.name for _, _, script, *_ in started] == ["block"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("format", ["own", "vllm", "speculators", "sglang"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
+    drafter = made(target, name)
+    if format == "sglang" and name != "DFlash":
+        with pytest.raises(InputError, match=r"DSpark's heads, which SGLang .* does not load; take vllm$"):
+            export_block(drafter, tmp_path / "out", format)
+        return
+    export_block(drafter, tmp_path / "out", format)
+    same(import_block(tmp_path / "out"), drafter)
+    if format == "own":
+        same(BlockDrafter.from_pretrained(tmp_path / "out"), drafter)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("format", ["vllm", "speculators"])
+@pytest.mark.parametrize("name", CUT)
+def test_a_cut_vocabulary_takes_the_targets_rows_along(target, tmp_path, name, format):
+    drafter = made(target, name)
+    with pytest.raises(InputError, match=r"^target: expected it beside a cut vocabulary, .*, found none$"):
+        export_block(drafter, tmp_path / "out", format)
+    export_block(drafter, tmp_path / "out", format, head=drafter.head_for(target))
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(written["lm_head.weight"], target.lm_head.weight[::2])
+    assert ("t2d" in written) == (format == "speculators")
+    same(import_block(tmp_path / "out", target=target), drafter)
+    with pytest.raises(InputError, match=r"^target: expected it for a drafter beside lm_head.weight"):
+        import_block(tmp_path / "out")
+    target.lm_head.weight.data[0] += 1
+    with pytest.raises(
+        InputError, match=r"expected the target's lm_head.weight, which our drafters use, found another$"
+    ):
+        import_block(tmp_path / "out", target=target)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_wrong_file_is_not_left(target, tmp_path, monkeypatch):
+    reader = proof.readers.logits
+    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: 1.001 * reader(*given))
+    with pytest.raises(RuntimeError, match=r"^export: expected a reader to find the same states, found them off by"):
+        export_block(made(target, "DSpark"), tmp_path / "out", "vllm")
+    assert not (tmp_path / "out").exists()
+
+
+def flat(path: Path) -> dict:
+    return json.loads((path / "config.json").read_text())
+
+
+def rewritten(path: Path, config: dict, tensors: dict | None = None) -> None:
+    (path / "config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_files_as_other_tools_leave_them(target, tmp_path):
+    """z-lab's has the rotation by older names, DeepSpec's copies of the target's ends, speculators' of what it read."""
+    dflash, dspark = made(target, "DFlash"), made(target, "DSpark, confident")
+    zlab, deepspec, speculators = (tmp_path / name for name in ("zlab", "deepspec", "speculators"))
+    export_block(dflash, zlab, "vllm")
+    config = flat(zlab) | {
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "rope_scaling": None,
+        "dtype": "float32",
+    }
+    rewritten(
+        zlab, {name: value for name, value in config.items() if name not in ("rope_parameters", "draft_vocab_size")}
+    )
+    same(import_block(zlab), dflash)
+    rewritten(zlab, config | {"dflash_config": {"mask_token_id": 3}})  # SpecForge's default layers
+    assert read_block_config(zlab).target_layer_ids == [1]  # of two layers
+
+    export_block(dspark, deepspec, "vllm")
+    ends = {"embed_tokens.weight": target.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
+    tensors = load_file(deepspec / "model.safetensors") | {name: end.detach().clone() for name, end in ends.items()}
+    config = {k: v for k, v in flat(deepspec).items() if k not in ("sample_from_anchor", "dspark_bonus_anchor")}
+    rewritten(deepspec, config | {"num_anchors": 512}, tensors)
+    same(import_block(deepspec, target=target), dspark)
+    tensors["embed_tokens.weight"][3] = 0.0  # a mask that was trained
+    rewritten(deepspec, config, tensors)
+    with pytest.raises(InputError, match=r"expected the target's embed_tokens.weight, which our drafters use, found"):
+        import_block(deepspec, target=target)
+
+    export_block(dspark, speculators, "speculators")
+    tensors = load_file(speculators / "model.safetensors")
+    tensors |= {name: torch.zeros(2) for name in SPECULATORS_VERIFIER} | {"t2d": torch.ones(7, dtype=torch.bool)}
+    rewritten(speculators, flat(speculators), tensors)
+    same(import_block(speculators), dspark)
+    config = flat(speculators)
+    assert config["aux_hidden_state_layer_ids"] == [1, 2] and config["sample_from_anchor"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_what_our_drafters_do_not_do_is_refused(target, tmp_path):
+    out = tmp_path / "out"
+    export_block(made(target, "DFlash"), out, "vllm")
+    config = flat(out)
+    for change, message in (
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layers of full_attention, .*, found sliding_attention",
+        ),
+        ({"is_neox_style": False}, "is_neox_style True, as our drafters are, found False"),
+        ({"markov_head_type": "gated"}, "markov_head_type vanilla, as our drafters are, found 'gated'"),
+        (
+            {"dflash_config": config["dflash_config"] | {"causal": True}},
+            "causal False, as our drafters are, found True",
+        ),
+        ({"target_hidden_size": 7}, r"target_hidden_size \d+, as our drafters are, found 7"),
+        ({"model_type": "kimi_k2"}, "model_type qwen3, as our drafters are, found 'kimi_k2'"),
+        (
+            {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 1]}},
+            "mask_token_id: expected a token below",
+        ),
+        ({"dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id: expected a token below .*, found None"),
+        ({"num_hidden_layers": 3}, r"expected the tensors of a block drafter, found \d+ missing: layers.2"),
+    ):
+        rewritten(out, config | change)
+        with pytest.raises(InputError, match=message):
+            import_block(out)
+    rewritten(out, config)
+    (out / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(InputError, match=r"found mask_embedding.pt$"):
+        import_block(out)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_command_writes_tells_and_reads(drafter_dir, target, pair_dirs, tmp_path, capsys):
+    out, where = tmp_path / "my out", pair_dirs[0]
+    given = ["--drafter", drafter_dir, "--target", where]
+    lines, _ = ran(capsys, *given, "--format", "vllm", "--output", out, "--dtype", "bfloat16")
+    *words, flag, config = shlex.split(lines[-1])
+    assert [*words, flag] == ["vllm", "serve", str(where), "--speculative-config"]
+    assert json.loads(config) == {"method": "dspark", "model": str(out), "num_speculative_tokens": 3}
+    assert "# vLLM 0.32 decodes with DSpark's heads on GPUs alone" in lines
+    assert (out / "README.md").read_text() == "its card"
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    _, err = ran(capsys, *given, "--format", "vllm", "--output", tmp_path / "o", "--draft_length", 2, code=2)
+    assert "draft_length: expected the 3 tokens of a block, whose slots all see each other, found 2" in err
+
+    made(target, "DFlash").save_pretrained(tmp_path / "dflash")
+    lines, _ = ran(capsys, "--drafter", tmp_path / "dflash", "--format", "sglang", "--output", tmp_path / "s")
+    assert "--speculative-algorithm DFLASH" in lines[-1]
+    lines, _ = ran(capsys, "--import_from", tmp_path / "s", "--output", tmp_path / "back", "--target", where)
+    assert lines[-1] == "# a DFlash drafter of 3 tokens, on the outputs of the target's layers 0, 1, counted from 0"
+    same(BlockDrafter.from_pretrained(tmp_path / "back"), made(target, "DFlash"))
