@@ -93,10 +93,10 @@ class BlockPlan(FeaturePlan):
         hidden.requires_grad_(True)
 
         def states_of(_: Tensor) -> list[Tensor]:
-            return [heads.guesses(hidden, before, head).states]
+            return [heads.head_states(hidden, before)]
 
         def head_of(_: int) -> OutputHead:
-            return heads.guesses(hidden, before, head).head
+            return heads.whole_head(head)
 
         args = heads, target, self.config.objective, states_of, head_of, positions
         return trace_losses(self.mode, *args, precision, self.sizes, given=[hidden, before, head.weight])

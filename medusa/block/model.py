@@ -18,7 +18,7 @@ rank, V the target's vocabulary, D the drafter's.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedd
 from draftsmith.decode.cache.features import check_layers, decoder_layers
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
-from draftsmith.medusa.base import DraftingHeads, NamedConfig, Norm, check_ids
+from draftsmith.medusa.base import DraftingHeads, LMHead, NamedConfig, Norm, check_ids
 from draftsmith.medusa.seen import KeysValues, rope_of
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
@@ -170,7 +170,7 @@ class MarkovHead(nn.Module):
     def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.markov_w2 = LMHead(rank, draft_vocab_size, bias=False)
 
 
 class ConfidenceHead(nn.Module):
@@ -179,15 +179,6 @@ class ConfidenceHead(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.proj = nn.Linear(width, 1)
-
-
-class Guesses(NamedTuple):
-    """What an output head needs of some guesses."""
-
-    states: Tensor
-    """(…, H), or (…, H + R) with a Markov head."""
-    head: OutputHead
-    """Over the D tokens, of as wide states."""
 
 
 class BlockDrafter(DraftingHeads):
@@ -200,7 +191,7 @@ class BlockDrafter(DraftingHeads):
     title, field, width, tokens = "a block drafter", "block", "hidden_size", "d2t"
     main_input_name = "states"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["BlockLayer"]  # noqa: RUF012
+    _no_split_modules = ["BlockLayer", "LMHead"]  # noqa: RUF012
 
     def __init__(self, config: BlockConfig):
         super().__init__(config.check())
@@ -352,18 +343,23 @@ class BlockDrafter(DraftingHeads):
         """Return the slots that guess, (…, K, H), of all slots, (…, S, H)."""
         return hidden if self.config.anchor_guesses else hidden[..., 1:, :]
 
-    def guesses(self, hidden: Tensor, before: Tensor, head: OutputHead) -> Guesses:
-        """Return what makes the logits of guesses: the target's head and, beside it, the Markov head's second map.
+    def head_states(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Return what `whole_head` sees of guesses, (…, H + R), or (…, H) without a Markov head.
 
         Args:
             hidden: of the slots that guess, (…, H).
             before: the tokens before those that are guessed, (…) int64.
-            head: `head_for` the target.
         """
         if self.markov_head is None:
-            return Guesses(hidden, head)
-        states = torch.cat([hidden, self.markov_head.markov_w1(before).to(hidden.dtype)], dim=-1)
-        return Guesses(states, replace(head, beside=self.markov_head.markov_w2.weight))
+            return hidden
+        return torch.cat([hidden, self.markov_head.markov_w1(before).to(hidden.dtype)], dim=-1)
+
+    def whole_head(self, head: OutputHead) -> OutputHead:
+        """Return the target's head of the tokens that are drafted, and beside it the Markov head's second map.
+
+        The logits of guesses are one linear map of `head_states`, so that losses take the Markov head as it is.
+        """
+        return head if self.markov_head is None else replace(head, beside=self.markov_head.markov_w2.weight)
 
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Return the logit of how likely each guess is accepted where those before it were, (…) (DSpark).
@@ -380,7 +376,7 @@ class BlockDrafter(DraftingHeads):
         return self.confidence_head.proj(hidden)[..., 0]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, before: Tensor, head: OutputHead) -> Tensor:
-        """Return the logits of guesses over the D tokens, (…, D): see `guesses`."""
+        """Return the logits of guesses over the D tokens, (…, D): see `whole_head`."""
         projected = head.project(hidden)
         if self.markov_head is not None:
             projected = projected + self.markov_head.markov_w2(self.markov_head.markov_w1(before))

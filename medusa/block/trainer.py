@@ -10,9 +10,9 @@ and a run that is resumed what it would have.
 Shape suffixes: B rows, T positions, N anchors, K guesses, M = B · N · K, H hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +140,8 @@ class BlockTrainer(FeatureTrainer):
         eval_dataset: TrainingData | None = None,
         **kwargs: Any,
     ):
-        open_forward(heads)  # losses run inside of it: `train/losses/inside_forward.py`
+        # Losses run inside of these: `train/losses/inside_forward.py`.
+        open_forward(heads, *([] if heads.markov_head is None else [heads.markov_head.markov_w2]))
         count = heads.config.guesses
         super().__init__(heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
 
@@ -152,22 +153,31 @@ class BlockTrainer(FeatureTrainer):
 
         def loss() -> Tensor:
             hidden_MH = self._hidden(seen, inputs, at.places).flatten(0, 2)
-            guesses = self.heads.guesses(hidden_MH, at.before, self.frozen_head)
-            head, decayed_M = self.loss_head(guesses.head), at.weights[0]
-            known = self._known(at, seen, guesses.states, head) if self._looks_ahead else None
-            if self.config.dpace is not None:
-                assert known is not None
-                reached_BNK = reach(known.q_M.view_as(at.weights_BNK), at.weights_BNK > 0, self.config.dpace)
-                at.weights = [(at.weights_BNK * reached_BNK).flatten()]
-            loss = self.chain_loss(at, [guesses.states], lambda _: head, (seen.hidden, self.teacher_head))
-            if self.config.confidence:
-                assert known is not None
-                logits_M = self.heads.confidence(hidden_MH, at.before).float()
-                errors_M = binary_cross_entropy_with_logits(logits_M, known.alpha_M, reduction="none")
-                loss = loss + self.config.confidence * (decayed_M * errors_M).sum()
-            return loss
+            states_ME = self.heads.head_states(hidden_MH, at.before)
+            return self._inside_head(partial(self._loss, at, seen), hidden_MH, states_ME)
 
         return model(inside=loss)  # type: ignore[no-any-return]
+
+    def _loss(self, at: BlockPlaces, seen: TargetStates, hidden_MH: Tensor, states_ME: Tensor) -> Tensor:
+        """Return the loss of guesses; called where the Markov head's weight is."""
+        head, decayed_M, config = self.loss_head(self.heads.whole_head(self.frozen_head)), at.weights[0], self.config
+        known: Known | None = None
+        if config.dpace is not None or config.confidence > 0:  # what is known once all guesses are made
+            known = self._known(at, seen, states_ME, head)
+        if config.dpace is not None and known is not None:
+            reached_BNK = reach(known.q_M.view_as(at.weights_BNK), at.weights_BNK > 0, config.dpace)
+            at.weights = [(at.weights_BNK * reached_BNK).flatten()]
+        loss = self.chain_loss(at, [states_ME], lambda _: head, (seen.hidden, self.teacher_head))
+        if config.confidence > 0 and known is not None:
+            logits_M = self.heads.confidence(hidden_MH, at.before).float()
+            errors_M = binary_cross_entropy_with_logits(logits_M, known.alpha_M, reduction="none")
+            loss = loss + config.confidence * (decayed_M * errors_M).sum()
+        return loss
+
+    def _inside_head(self, function: Callable[..., Tensor], *states: Tensor) -> Tensor:
+        """Return what a function makes of states where the Markov head's second map is whole (ZeRO-3, FSDP2)."""
+        markov = self.heads.markov_head
+        return function(*states) if markov is None else markov.markov_w2(*states, inside=function)  # type: ignore[no-any-return]
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums a guess, (B, 3 + 3K)."""
@@ -183,19 +193,14 @@ class BlockTrainer(FeatureTrainer):
 
             def features(k: int, features_of: FeaturesOf) -> Tensor:
                 hidden = hidden_XKH[(at.flat - k).clamp(min=0), k]
-                guesses = self.heads.guesses(hidden, at.ids_N[at.flat], self.frozen_head)
-                return features_of(guesses.states, self.loss_head(guesses.head))
+                states = self.heads.head_states(hidden, at.ids_N[at.flat])
+                return features_of(states, self.loss_head(self.heads.whole_head(self.frozen_head)))
 
-            return self.chain_sums(at, chosen_BT, p, features)
+            return self._inside_head(lambda: self.chain_sums(at, chosen_BT, p, features))
 
         return model(inside=sums)  # type: ignore[no-any-return]
 
-    @property
-    def _looks_ahead(self) -> bool:
-        """Whether the loss weighs guesses by what is known once all are made."""
-        return self.config.dpace is not None or self.config.confidence > 0
-
-    def _known(self, at: "BlockPlaces", seen: TargetStates, states_ME: Tensor, head: OutputHead) -> "Known":
+    def _known(self, at: BlockPlaces, seen: TargetStates, states_ME: Tensor, head: OutputHead) -> Known:
         """Return what is known of the guesses once they are made, a chunk at a time, without gradients."""
         sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
         p = LiveDistributions(at.teacher(seen.hidden), self.target_head)

@@ -118,8 +118,8 @@ def test_the_markov_head_is_one_map_with_the_targets(target, shape):
     drafter = block(target, **shape)
     head, hidden = drafter.head_for(target), torch.randn(2, 3, target.config.hidden_size)
     before = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    guesses = drafter.guesses(hidden, before, head)
-    torch.testing.assert_close(guesses.head(guesses.states), drafter.logits(hidden, before, head))
+    found = drafter.whole_head(head)(drafter.head_states(hidden, before))
+    torch.testing.assert_close(found, drafter.logits(hidden, before, head))
     weight = target.get_output_embeddings().weight
     if (ids := drafter.token_map) is not None:
         weight = weight[ids]
