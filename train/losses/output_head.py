@@ -73,7 +73,7 @@ class OutputHead:
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "OutputHead":
         further = {"bias": self.bias, "beside": self.beside}
-        changed = {name: change(tensor) for name, tensor in further.items() if tensor is not None}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in further.items() if tensor is not None}
         return replace(self, weight=change(self.weight), **changed)
 
 

@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.formats.proof import prove_block
-from draftsmith.medusa.block.model import BlockConfig, BlockDrafter
+from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, rounded
 from draftsmith.train.kinds.export import check_format, put_in_place
 from draftsmith.train.losses.output_head import OutputHead
@@ -48,7 +48,7 @@ MARKOV = "vanilla"
 """The Markov head that we have, by DeepSpec's name."""
 
 
-def is_dflash(config: BlockConfig) -> bool:
+def is_dflash(config: Any) -> bool:
     """Say whether a drafter is DFlash's: no Markov head, and an anchor that guesses nothing."""
     return not config.markov_rank and not config.anchor_guesses
 
@@ -177,7 +177,7 @@ def _server(drafter: BlockDrafter) -> dict[str, Any]:
     }
 
 
-def _heads(config: BlockConfig) -> dict[str, Any]:
+def _heads(config: Any) -> dict[str, Any]:
     return {
         "markov_rank": config.markov_rank,
         "markov_head_type": MARKOV,
@@ -211,7 +211,7 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
     }
 
 
-def assembled_block(config: BlockConfig, tensors: dict[str, Tensor]) -> BlockDrafter:
+def assembled_block(config: Any, tensors: dict[str, Tensor]) -> BlockDrafter:
     """Return a drafter of these tensors, under our names, in eval mode; nothing is copied."""
     with torch.device("meta"):
         drafter = BlockDrafter(config)
