@@ -236,5 +236,5 @@ class BlockTrainer(FeatureTrainer):
 
     @property
     def cause_of_bad_new_heads(self) -> str:
-        """They begin at random, and guess next to nothing."""
+        """They guess next to nothing at first."""
         return "the layers do not learn from these features; try a lower training.learning_rate"
