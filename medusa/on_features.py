@@ -1,4 +1,4 @@
-"""The base of proposers that draft from the target's features: EAGLE-3 heads and block drafters.
+"""The base of proposers that draft from the features of a target.
 
 The target's features of what stands are fused as soon as they are known, and fed to the drafter's cache when it drafts
 next: over what it drafted there before. Of a text of T tokens the target has not seen the last, so T − 1 places have

@@ -9,6 +9,7 @@ import gc
 import math
 import os
 import signal
+import sys
 import tempfile
 import threading
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ os.environ.setdefault("DRAFTSMITH_PROGRAMS", f"{tempfile.gettempdir()}/draftsmit
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
@@ -62,6 +65,16 @@ def frozen() -> None:
     """Keep the garbage collector off what was imported: every training run ends with a full collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def autocast_is_off() -> Iterator[None]:
+    """Fail the test that leaves autocast on, and not those behind it."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.is_autocast_enabled("cpu"):
+        torch.set_autocast_enabled("cpu", False)
+        pytest.fail("autocast was left on")
 
 
 def tiny_llama(

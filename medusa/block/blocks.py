@@ -62,7 +62,7 @@ def block_states(
     """
     attend, positions_BQ = attend_to(drafter, context, anchors, texts_BT)
     states_BQH = drafter.block(anchors.tokens, embed).flatten(1, 2)
-    hidden_BQH = drafter(states_BQH, positions_BQ, attend)
+    hidden_BQH = drafter.hidden(states_BQH, positions_BQ, attend)
     return drafter.guessing(hidden_BQH.unflatten(1, (-1, drafter.config.block_size)))
 
 

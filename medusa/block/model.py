@@ -324,6 +324,13 @@ class BlockDrafter(DraftingHeads):
         Returns:
             What the output head sees of each slot, (B, Q, H).
         """
+        return self.hidden(states, positions, attend)
+
+    def hidden(self, states: Tensor, positions: Tensor, attend: Callable[[int], Attend]) -> Tensor:
+        """Run the layers over blocks, as `forward` does, inside of a forward of the drafter.
+
+        A forward inside of a forward would leave autocast on: accelerate enters one context for both.
+        """
         rotation = self.rotary_emb(states, positions)
         for place, layer in enumerate(self.layers):
             states = layer(states, rotation, attend(place))

@@ -1,5 +1,6 @@
 """Every shipped YAML builds the dataclass it is for."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_every_file_lies_in_a_known_folder(path):
 def test_it_parses(path):
     cls = config_of(path)
     # bf16 asks for a GPU, which machines that test need not have.
-    flags = ["--training.use_cpu", "true"] if cls in (DistillConfig, MedusaTrainingConfig, EagleTrainingConfig) else []
+    flags = ["--training.use_cpu", "true"] if any(field.name == "training" for field in fields(cls)) else []
     assert isinstance(parse_config(cls, ["--config", str(CONFIGS / path), *flags]), cls)
 
 

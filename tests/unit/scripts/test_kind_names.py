@@ -7,9 +7,10 @@ from pages import ROOT
 
 FOLDERS = ("decode", "train", "distill", "medusa", "scripts")
 MOST = 3
-# Masks are "in parallel", and a server's `parallel_drafting` is its own key.
+# Keys and files of servers are their own, such as `parallel_drafting`; masks are "in parallel".
+EAGLE = r"(?<!speculative[-_])(?<!spec_decode/)eagle(?!_aux_hidden_state_layer_ids)"
 PARALLEL = r"parallel[ _-]?drafts?\b|paralleldraft|\bpard|parallel_(length|tree)|distill\.parallel"
-KINDS = {"EAGLE": ("eagle", "medusa/eagle"), "Medusa": ("medusa", "medusa"), "parallel": (PARALLEL, "distill/parallel")}
+KINDS = {"EAGLE": (EAGLE, "medusa/eagle"), "Medusa": ("medusa", "medusa"), "parallel": (PARALLEL, "distill/parallel")}
 
 
 @pytest.mark.parametrize("kind", KINDS)
