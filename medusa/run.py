@@ -98,4 +98,7 @@ class FeatureRun(HeadsRun[FeatureConfig]):
         trainer = self.new_trainer(model)
         if self.features is not None:
             trainer.data_collator = FeatureCollator(trainer.data_collator, self.features)
+            if self.features.window is not None:
+                trainer.known_order = True
+                self.features.window.follow(trainer)
         return trainer

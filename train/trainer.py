@@ -61,6 +61,8 @@ class RecipeTrainer(SavingTrainer, ABC):
     """How many tokens behind the next one are learned from a position."""
     kept: KeptStates | None = None
     """Keeps the target's states of single samples, so that later epochs, and other trainings, need not compute them."""
+    known_order = False
+    """Whether rows are read in an order that is known beforehand."""
     needs_host_arrays = False
     """Whether something is laid out on the host by what batches hold: they have it there, too."""
 
@@ -169,8 +171,14 @@ class RecipeTrainer(SavingTrainer, ABC):
     def _get_train_sampler(self, train_dataset: Any = None) -> DataSampler[Any] | None:
         """Return the order in which rows are read; the library would read all of them to group them by length."""
         grouped = self.args.train_sampling_strategy == "group_by_length"
-        if not grouped and not self.recipe.source_weights:
+        if not grouped and not self.recipe.source_weights and not self.known_order:
             return super()._get_train_sampler(train_dataset)
+        return self.epoch_order
+
+    @property
+    def epoch_order(self) -> EpochSampler:
+        """The order that the seed and the epoch alone decide."""
+        grouped = self.args.train_sampling_strategy == "group_by_length"
         size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
         return EpochSampler(self.data, self.args.seed, size if grouped else None, self.recipe.source_weights)
 

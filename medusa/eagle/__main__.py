@@ -32,10 +32,11 @@ class EagleRun(FeatureRun[EagleTrainingConfig]):
         start, clause = beginning(config, heads, target)
         say_once(f"init: heads {clause}")
         if start == "last_layer" and config.target_device != "auto" and not config.norm_output:
-            look = partial(seen_now, target, heads.layer_ids)
+            look, texts = partial(seen_now, target, heads.layer_ids), few_texts(self.data)
             if self.features is not None:
                 look = partial(seen_before, target, self.features)
-            quieten(heads, look, few_texts(self.data), config.num_steps, self.tokens, config.target_sharded)
+                self.features.look_at([text.sample for text in texts])
+            quieten(heads, look, texts, config.num_steps, self.tokens, config.target_sharded)
 
     def new_trainer(self, model: PreTrainedModel) -> EagleTrainer:
         """Return the trainer."""

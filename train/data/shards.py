@@ -44,6 +44,7 @@ UNNAMED: dict[str, Any] = {
     "chat_template_kwargs": {},
     "target_quantization": None,
     "temperatures": [],
+    "window": False,
 }
 """Settings that older manifests do not name, and what they were."""
 SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}

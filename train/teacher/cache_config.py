@@ -51,6 +51,9 @@ class CacheConfig(ModelOptions, TargetOptions):
     given."""
     feature_dtype: str = "bfloat16"
     """What features are stored in: bfloat16 or float32."""
+    window: float | None = None
+    """Gigabytes that features may take on disk. They are written while a training run reads them, and removed behind
+    it; None writes them all, to be kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,6 +65,9 @@ class CacheConfig(ModelOptions, TargetOptions):
         require(self, one_of(FEATURE_DTYPES), "feature_dtype")
         if self.layer_ids and not self.features:
             raise InputError(f"layer_ids: expected none without features, found {self.layer_ids}")
+        require(self, finite(more_than(0)), "window")
+        if self.window is not None and not self.features:
+            raise InputError(f"window: expected none without features, found {self.window:g}")
         for name, default in OF_DISTRIBUTIONS.items():
             value = getattr(self, name)
             if self.features and value != default:

@@ -140,6 +140,12 @@ def read_manifests(
     return manifests
 
 
+def window_of(manifest: Mapping[str, Any]) -> float | None:
+    """Return the gigabytes of a cache that is never whole, by its manifest; None of any other."""
+    window: float | None = manifest.get("window")
+    return window
+
+
 @phase("finding what is cached")
 def locate(
     manifests: Mapping[str, dict[str, Any]], config: RecipeConfig, columns: pa.Schema
@@ -151,14 +157,20 @@ def locate(
         config: says which these are.
         columns: of the caches' shards.
 
+    Returns:
+        Those of samples that are kept: what is in a window alone is not among them.
+
     Raises:
-        InputError: completions or samples are in no cache, or a shard is damaged: names them.
+        InputError: completions or samples are in no cache, or what is measured on in a window alone, or a shard is
+            damaged: names them.
     """
     owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
-    for path, manifest in manifests.items():
+    for path, manifest in sorted(
+        manifests.items(), key=lambda item: window_of(item[1]) is not None
+    ):  # what is kept first
         for number, part in enumerate(manifest["completions"]):
             owners.setdefault(part["sha256"], (Path(path), number))
-    hashes, places, files = list[np.ndarray](), list[np.ndarray](), list[Path]()
+    hashes, places, files = [np.empty(0, np.uint64)], [np.empty((0, 2), np.int64)], list[Path]()
     for path in (*config.completions, *config.heldout_directories):
         owner = owners.get(digest(path))
         if owner is None:
@@ -166,6 +178,13 @@ def locate(
                 f"teacher_cache: expected a cache of the completions {path} as they are, found none among "
                 f"{', '.join(manifests)}; run draftsmith cache"
             )
+        if window_of(manifests[str(owner[0])]) is not None:
+            if path in config.heldout_directories:
+                raise InputError(
+                    f"heldout: expected a cache that keeps the features of {path}, which every evaluation reads, found "
+                    f"them in the window of {owner[0]} alone; run draftsmith cache for them without --window"
+                )
+            continue
         texts = Texts({path: map_completions(path, Path(str(config.training.output_dir)))})
         shards, rows = _places(texts, *owner, columns)
         hashes.append(texts.column("text"))

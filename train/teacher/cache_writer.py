@@ -6,6 +6,7 @@ that was killed resumes where it stopped.
 """
 
 import hashlib
+import json
 import logging
 import shutil
 import time
@@ -22,6 +23,7 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
 from draftsmith.train import models
+from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.data.shards import (
     MANIFEST,
     completion_files,
@@ -29,7 +31,7 @@ from draftsmith.train.data.shards import (
     read_shard,
     settle_manifest,
 )
-from draftsmith.train.files import remove
+from draftsmith.train.files import remove, write_aside
 from draftsmith.train.job.processes import Processes, launched
 from draftsmith.train.losses.output_head import require_split
 from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
@@ -38,6 +40,7 @@ from draftsmith.train.teacher.distribution_shards import DistributionShards
 from draftsmith.train.teacher.feature_shards import FeatureShards
 from draftsmith.train.teacher.sources import Source, batches_of, checksums_of, samples_of, texts_of
 from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, save_ends
+from draftsmith.train.teacher.window import WindowWriter
 
 TRIAL = ".trial.partial"
 """What is written to see how long the rest will take."""
@@ -112,6 +115,9 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     vocab_size, size = token_count(tokenizer, model_config), model_config.get_text_config().vocab_size
     shards: Shards = FeatureShards.of(config) if config.features else DistributionShards(config, vocab_size)
     output = Path(config.output)
+    if config.window is not None:
+        assert isinstance(shards, FeatureShards)
+        return _serve(config, shards, _manifest(config, shards, vocab_size), processes)
     files = [(number, file) for number, path in enumerate(config.completions) for file in completion_files(path)]
     mine = each(processes.share(files), "reading", "shards")
     sources = [_source(number, file, shards, size) for number, file in mine]
@@ -132,15 +138,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
         lacks_ends = config.features and processes.first and not (output / ENDS).is_file()
         if missing or lacks_ends:
             needed = _estimate(config, shards, missing, lacks_ends, processes)
-            model = load_model(
-                config.target,
-                field="target",
-                dtype=config.dtype,
-                trust_remote_code=code,
-                device=config.target_device,
-                quantization=config.target_quantization,
-            )
-            require_split(model, "target")
+            model = _load(config)
             if processes.first and missing:
                 with phase("trial"):
                     duration = _duration(config, shards, model, missing)
@@ -149,6 +147,59 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
                 save_ends(model, output / ENDS)
             _write(shards, model, missing, summary, processes)
         return CacheSummary.over(processes.gathered(summary))
+
+
+def _serve(config: CacheConfig, shards: FeatureShards, manifest: dict[str, Any], processes: Processes) -> CacheSummary:
+    """Write features while a training run reads them; return what all processes have written."""
+    assert config.window is not None
+    output, window = Path(config.output), int(config.window * 1e9)
+    texts = Texts({path: map_completions(path, output) for path in config.completions})
+    writer = WindowWriter(output, shards, texts, window, processes)
+    with output_directory(
+        output, lambda: f"{writer.samples} samples, and those that were read are gone", processes.first
+    ):
+        free = shutil.disk_usage(output).free + sum(file.stat().st_size for file in output.glob("*.parquet"))
+        if free < window:
+            raise InputError(
+                f"window: expected {_megabytes(window)} of free space for {output}, found {_megabytes(free)}"
+            )
+        processes.after_the_first(lambda: _settle_window(output, manifest | {"window": config.window}))
+        processes.require_shared(output / MANIFEST)
+        model = _load(config)
+        if processes.first and not (output / ENDS).is_file():
+            save_ends(model, output / ENDS)
+        start = time.perf_counter()
+        writer.serve(model)
+        part = CacheSummary(
+            output,
+            shards.title,
+            samples=writer.samples,
+            written=writer.samples,
+            positions=writer.positions,
+            size=writer.size,
+            positions_written=writer.positions,
+            seconds=time.perf_counter() - start,
+        )
+        return CacheSummary.over(processes.gathered(part))
+
+
+def _settle_window(output: Path, manifest: dict[str, Any]) -> None:
+    """Settle a manifest; its window may be another than before."""
+    settle_manifest(output, manifest)
+    write_aside(output / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def _load(config: CacheConfig) -> PreTrainedModel:
+    model = load_model(
+        config.target,
+        field="target",
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        device=config.target_device,
+        quantization=config.target_quantization,
+    )
+    require_split(model, "target")
+    return model
 
 
 def _source(number: int, file: Path, shards: Shards, vocab_size: int) -> Source:

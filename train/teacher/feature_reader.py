@@ -6,7 +6,7 @@ Shape suffixes: B rows, T tokens of a row.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import Count
+from draftsmith.decode.validation import Amount, Count
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_reader import (
     CacheManifest,
@@ -27,9 +27,11 @@ from draftsmith.train.teacher.cache_reader import (
     read_cached,
     read_manifests,
     texts_of_row,
+    window_of,
 )
 from draftsmith.train.teacher.feature_shards import SCHEMA, STATES, Layout
 from draftsmith.train.teacher.target_ends import ENDS, load_ends
+from draftsmith.train.teacher.window import WindowReader
 
 BITS: dict[torch.dtype, np.dtype[Any]] = {torch.bfloat16: np.dtype(np.int16), torch.float32: np.dtype(np.int32)}
 """Integers of a dtype's size: under DeepSpeed a Trainer rounds the floats of a batch to the dtype that it trains in."""
@@ -46,12 +48,27 @@ class FeatureIndex(SampleIndex):
     ends: Path
     layer_ids: tuple[int, ...] = ()
     """The depths that are looked up, of those that there are; all if none are named."""
+    window: WindowReader | None = None
+    """Where samples are that are nowhere else."""
 
     @property
     def widths(self) -> dict[str, int]:
         """How many numbers of each state are looked up for a token."""
         depths = len(self.layer_ids or self.layout.layer_ids)
         return self.layout.widths | {"features": depths * self.layout.hidden_size}
+
+    def find(self, text: int) -> tuple[Path, int]:
+        """Return the shard of a sample, and its row there; wait until it is written if it is in a window."""
+        if self.window is not None:
+            at = int(np.searchsorted(self.texts, np.uint64(text)))
+            if at == len(self.texts) or self.texts[at] != np.uint64(text):
+                return self.window.find(text)
+        return super().find(text)
+
+    def look_at(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Say that the states of some rows of `TrainingData` are asked for before training begins."""
+        if self.window is not None:
+            self.window.look_at([text for sample in samples for text in sample["texts"]])
 
     def load_target(self, config: RecipeConfig) -> PreTrainedModel:
         """Load what training needs of the target beside its features, into the host's memory: see `load_ends`."""
@@ -96,6 +113,8 @@ class FeatureManifest(CacheManifest):
     """What a cache of features says of itself."""
 
     settings: FeatureSettings
+    window: NotRequired[Amount]
+    """Gigabytes that it takes at most, where it is never whole."""
 
 
 def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) -> FeatureIndex:
@@ -122,7 +141,19 @@ def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) 
                 f"{one.feature_dtype} in {caches[0]}, and {list(other.layer_ids)} in {other.feature_dtype} in {path}"
             )
     layout = layouts[caches[0]]
-    return FeatureIndex(*locate(manifests, config, layout.columns), layout=layout, ends=Path(caches[0]) / ENDS)
+    index = FeatureIndex(*locate(manifests, config, layout.columns), layout=layout, ends=Path(caches[0]) / ENDS)
+    windows = {path: window for path, manifest in manifests.items() if (window := window_of(manifest)) is not None}
+    if not windows:
+        return index
+    if len(windows) > 1:
+        raise InputError(f"teacher_cache: expected one cache with a window at most, found {', '.join(windows)}")
+    ((path, gigabytes),) = windows.items()
+    if not config.heldout_directories and config.heldout is not None:
+        raise InputError(
+            f"heldout: expected completions of their own, whose features are kept, beside the window of {path}, "
+            f"found a share, {config.heldout}"
+        )
+    return replace(index, window=WindowReader(Path(path), layout, int(gigabytes * 1e9)))
 
 
 class FeatureCollator:

@@ -121,6 +121,7 @@ class FeatureShards:
             "layer_ids": list(layout.layer_ids),
             "hidden_size": layout.hidden_size,
             "feature_dtype": layout.feature_dtype,
+            "window": self.config.window is not None,
         }
 
     @property

@@ -1,0 +1,192 @@
+"""A cache of features that is written while it is read: what is learned from it, and how much of it is there."""
+
+import shutil
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from pipelines import LAST_BITS, block_configured, eagle_configured, furthest, history
+from process_jobs import eagled
+from processes import forked
+from safetensors.torch import load_file
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.block import __main__ as block
+from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
+from draftsmith.train.teacher.window import READER, WindowReader
+
+WINDOW = 4e-4
+"""Gigabytes: some eight steps."""
+TRAINING = {
+    **{"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2},
+    "train_sampling_strategy": "group_by_length",  # an order that a whole cache is read in, too
+}
+
+
+@pytest.fixture(scope="module")
+def shared(pipeline, tmp_path_factory) -> Path:
+    """The whole of what is learned from, what is measured on, and the target as it is without its weights."""
+    root = tmp_path_factory.mktemp("window")
+    for name, texts in {"whole": ("short", "long", "heldout"), "measured": ("heldout",)}.items():
+        make_cache(config_of(pipeline, root / name, *texts))
+    shutil.copytree(pipeline / "target", root / "target")
+    (root / "target" / "model.safetensors").unlink()
+    return root
+
+
+def config_of(pipeline, output: Path, *texts: str, **options: object) -> CacheConfig:
+    fields = {"features": True, "layer_ids": [1, 2], "feature_dtype": "float32", "batch_size": 4, "dtype": "float32"}
+    return CacheConfig(
+        str(pipeline / "target"), [str(pipeline / name) for name in texts], str(output), **fields | options
+    )
+
+
+@contextmanager
+def written(pipeline, output: Path, window: float = WINDOW):
+    """Write while the block lasts, and see how much is there; the block's run says when it has read all."""
+    failed, most, ended = [], [0], threading.Event()
+
+    def write() -> None:
+        try:
+            make_cache(config_of(pipeline, output, "short", "long", window=window))
+        except InputError as error:
+            failed.append(error)
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            found = 0
+            for file in [*output.glob("*.parquet"), *output.glob(".*.parquet.partial")]:
+                try:
+                    found += file.stat().st_size
+                except FileNotFoundError:
+                    continue
+            most[0] = max(most[0], found)
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (write, watch)]
+    for thread in threads:
+        thread.start()
+    while not (output / "target.safetensors").exists():
+        assert not failed, failed
+        time.sleep(0.01)
+    try:
+        yield
+        threads[0].join(60)
+    finally:
+        WindowReader(output, None, 0, run="0" * 12, speaks=threads[0].is_alive()).end()
+        threads[0].join(60)
+        ended.set()
+        threads[1].join()
+    assert not failed and not threads[0].is_alive(), failed
+    assert 0 < most[0] <= window * 1e9
+    assert {file.name for file in output.iterdir()} == {"manifest.json", "target.safetensors"}
+
+
+def options_of(pipeline, shared: Path, *caches: Path, **options: object) -> dict[str, object]:
+    options = {"heldout": [str(pipeline / "heldout")], "target": str(shared / "target")} | options
+    options["training"] = TRAINING | options.get("training", {})
+    return options | {"teacher_cache": [str(cache) for cache in caches]}
+
+
+def trained(pipeline, shared, output: Path, *caches: Path, kind: str = "eagle", **options: object):
+    options = options_of(pipeline, shared, *caches, **options)
+    if kind == "eagle":
+        return eagle.train_heads(eagle_configured(pipeline, output, layer_ids=[1, 2], **options))
+    return block.train_block(block_configured(pipeline, output, layer_ids=[0, 1], **options))
+
+
+def learned(trainer) -> dict[str, torch.Tensor]:
+    return {name: weight.detach() for name, weight in trainer.heads.named_parameters()}
+
+
+CASES = {
+    "EAGLE-3, a first look": ("eagle", {}),
+    "blocks, packed rows, cut texts": ("block", {"packing": True, "max_length": 40}),
+    "workers that read ahead": ("block", {"training": {"dataloader_num_workers": 1, "gradient_accumulation_steps": 2}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_a_whole_cache_gives(pipeline, shared, tmp_path, case):
+    """Step for step, over more than one epoch; and at no time is more there than the window holds."""
+    kind, options = CASES[case]
+    whole = trained(pipeline, shared, tmp_path / "whole", shared / "whole", kind=kind, **options)
+    assert whole.state.epoch > 1
+    with written(pipeline, tmp_path / "window"):
+        found = trained(
+            pipeline, shared, tmp_path / "found", tmp_path / "window", shared / "measured", kind=kind, **options
+        )
+    assert history(found, "loss") == pytest.approx(history(whole, "loss"), rel=1e-5)
+    metric = "eval_mean_acceptance_length"
+    assert history(found, metric) == pytest.approx(history(whole, metric), rel=1e-5)
+    assert furthest(learned(found), learned(whole)) < LAST_BITS
+
+
+def test_both_sides_can_be_stopped(pipeline, shared, tmp_path):
+    """A run that went on behind step 3 has the last weights of one that did not stop."""
+    saving = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "linear"}
+    caches = tmp_path / "window", shared / "measured"
+    with written(pipeline, tmp_path / "window"):
+        whole = trained(pipeline, shared, tmp_path / "run", *caches, training=saving)
+    for name in ("model.safetensors", "checkpoint-6", "draftsmith.json"):  # as if it had ended behind step 3
+        (tmp_path / "run" / name).rename(tmp_path / name)
+    with written(pipeline, tmp_path / "window", window=2 * WINDOW):
+        rest = trained(pipeline, shared, tmp_path / "run", *caches, training=saving)
+    assert history(rest, "loss") == pytest.approx(history(whole, "loss"), rel=1e-5)
+    assert furthest(load_file(tmp_path / "model.safetensors"), learned(rest)) < LAST_BITS
+
+
+@pytest.mark.slow
+def test_two_processes_read_one_window(pipeline, shared, tmp_path):
+    training = TRAINING | {"max_steps": 5}
+    run = options_of(pipeline, shared, shared / "whole", layer_ids=[1, 2], training=training)
+    (one,) = forked(eagled, pipeline, tmp_path / "one", {"run": run}, strategy="one")
+    run = options_of(pipeline, shared, tmp_path / "window", shared / "measured", layer_ids=[1, 2], training=training)
+    with written(pipeline, tmp_path / "window"):
+        ranks = forked(eagled, pipeline, tmp_path / "two", {"run": run}, strategy="ddp")
+    for rank in ranks:
+        losses = [[entry["loss"] for entry in each["run"]["log"] if "loss" in entry] for each in (rank, one)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0]
+    saved, expected = (load_file(tmp_path / name / "run" / "model.safetensors") for name in ("two", "one"))
+    assert furthest(saved, expected) < LAST_BITS
+
+
+def test_what_cannot_be_is_refused_in_one_line(pipeline, shared, tmp_path):
+    make_cache(config_of(pipeline, tmp_path / "held", "short", "long", "heldout"))
+
+    def refused(message: str, *caches: Path, **options: object) -> None:
+        with pytest.raises(InputError, match=message):
+            trained(pipeline, shared, tmp_path / "out", *caches, **options)
+
+    window = tmp_path / "window"
+    threading.Thread(
+        target=lambda: make_cache(config_of(pipeline, window, "short", "long", "heldout", window=WINDOW)), daemon=True
+    ).start()
+    while not (window / "target.safetensors").exists():
+        time.sleep(0.01)
+    refused("heldout: expected a cache that keeps the features", window)
+    refused("heldout: expected completions of their own", window, shared / "measured", heldout=0.3)
+    WindowReader(window, None, 0, run="0" * 12, speaks=True).end()
+    while (window / READER).exists():
+        time.sleep(0.01)
+
+    with pytest.raises(InputError, match="window: expected True, found False"):
+        make_cache(config_of(pipeline, window, "short", "long", "heldout"))
+    with pytest.raises(InputError, match="window: expected False, found True"):
+        make_cache(config_of(pipeline, tmp_path / "held", "short", "long", "heldout", window=WINDOW))
+
+    tiny = tmp_path / "tiny"
+    with pytest.raises(InputError, match="window: expected none without features"):
+        CacheConfig(str(pipeline / "target"), [str(pipeline / "short")], str(tiny), window=1.0)
+    with pytest.raises(InputError, match="free space"):
+        make_cache(config_of(pipeline, tiny, "short", "long", window=1e9))
+    threading.Thread(
+        target=lambda: make_cache(config_of(pipeline, tiny, "short", "long", window=1e-5)), daemon=True
+    ).start()
+    while not (tiny / "target.safetensors").exists():
+        time.sleep(0.01)
+    refused("expected a window with room for two steps", tiny, shared / "measured")
+    WindowReader(tiny, None, 0, run="0" * 12, speaks=True).end()
