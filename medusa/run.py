@@ -1,6 +1,8 @@
 """The base of runs that train heads."""
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -8,7 +10,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.medusa.base import DraftingHeads
 from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
+from draftsmith.medusa.seen import TargetStates, seen_before, seen_now
 from draftsmith.train.data.examples import frequent_tokens
+from draftsmith.train.data.first_look import Text
 from draftsmith.train.launch import TrainingRun
 from draftsmith.train.models import check_head, whole_weights
 from draftsmith.train.teacher.feature_reader import FeatureCollator, FeatureIndex, find_features
@@ -84,6 +88,13 @@ class FeatureRun(HeadsRun[FeatureConfig]):
         """Require that a cache has the features that the heads see."""
         if self.features is not None:
             self.features = self.features.of_layers(self.heads.layer_ids)
+
+    def seen_of(self, texts: Sequence[Text]) -> Callable[[Text], TargetStates]:
+        """Return what says what the target leaves of some texts, before training begins: itself, or a cache."""
+        if self.features is None:
+            return partial(seen_now, self.target, self.heads.layer_ids)
+        self.features.look_at([text.sample for text in texts])
+        return partial(seen_before, self.target, self.features)
 
     def packed_models(self, model: PreTrainedModel) -> dict[str, PreTrainedModel]:
         """Return the target, unless a cache stands for its forwards."""

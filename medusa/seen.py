@@ -5,6 +5,7 @@ Shape suffixes: B rows, T positions, S places with keys, F features, H hidden.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.cache.features import collected
 from draftsmith.decode.errors import InputError
+from draftsmith.train.data.first_look import Text
+from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.teacher.feature_reader import FeatureIndex
 
 
 def rope_of(config: PretrainedConfig) -> dict[str, Any]:
@@ -68,6 +72,19 @@ def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[]
     finally:
         hook.remove()
     return TargetStates(hidden, embeddings[0].to(hidden.device), features[0].to(hidden.device))
+
+
+def seen_now(target: PreTrainedModel, depths: Sequence[int], text: Text) -> TargetStates:
+    """Run the target on a text; `depths` are those of `seen_by`."""
+    ids_1T = text.ids_T[None].to(target.device)
+    return seen_by(target, depths, partial(last_hidden, target, input_ids=ids_1T))
+
+
+def seen_before(target: PreTrainedModel, index: FeatureIndex, text: Text) -> TargetStates:
+    """Look up what a cache has of a text; `target` has its embeddings."""
+    states = index.states_of(text.sample)
+    hidden, features = (states[name][:, text.start : text.start + len(text.ids_T)] for name in ("hidden", "features"))
+    return TargetStates(hidden, target.get_input_embeddings()(text.ids_T[None].to(target.device)), features)
 
 
 @contextmanager

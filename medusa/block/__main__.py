@@ -8,10 +8,11 @@ from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.card import card
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.initial import RANK, beginning, mask_token, new_drafter
+from draftsmith.medusa.block.look_back import TEXTS, TOKENS, begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.trainer import BlockTrainer
 from draftsmith.medusa.run import FeatureRun
-from draftsmith.train.data.first_look import say_once
+from draftsmith.train.data.first_look import few_texts, say_once
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 from draftsmith.train.losses.output_head import head_of
@@ -42,12 +43,15 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
             head.requires_grad_(False)
 
     def first_look(self) -> None:
-        """Say how it begins."""
-        shape, clause = self.heads.config, beginning(self.config, self.heads, self.target)[1]
+        """Say how it begins, and let the first layer look back where it is to."""
+        shape, (start, clause) = self.heads.config, beginning(self.config, self.heads, self.target)
         say_once(
             f"init: {shape.num_hidden_layers} layers {clause}, on the outputs of the target's layers "
             f"{', '.join(map(str, shape.target_layer_ids))}; token {shape.mask_token_id} stands for a mask"
         )
+        if start == "look_back":
+            texts = few_texts(self.data, TEXTS, TOKENS)
+            begin_looking_back(self.heads, self.target, self.seen_of(texts), texts, self.tokens)
 
     def new_trainer(self, model: Any) -> BlockTrainer:
         """Return the trainer."""

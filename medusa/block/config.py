@@ -6,7 +6,7 @@ from draftsmith.decode.errors import InputError, at_least, at_most, one_of, requ
 from draftsmith.medusa.config import FeaturesConfig
 from draftsmith.train.memory.setting import TrainingMachines
 
-INITS = ("auto", "last_layers", "random")
+INITS = ("auto", "look_back", "last_layers", "random")
 MADE = ("layer_ids", "mask_token", "markov_rank")
 """Fields that say what a new drafter is like, where they are given."""
 
@@ -22,8 +22,9 @@ class BlockTrainingConfig(FeaturesConfig):
     anchor_guesses: bool = True
     """Whether the anchor's slot guesses the token behind it, as DSpark's does; DFlash's guesses nothing."""
     init: str = "auto"
-    """How the layers begin: as the target's "last_layers", which see its deepest features at first; at "random"; or
-    "auto", as the last layers where ours can have their weights (Llama, Mistral, Qwen 3), and at random otherwise."""
+    """How the layers begin: as the target's "last_layers", which see its deepest features at first; as these, but that
+    half of the first one's heads "look_back" at the token before the block; at "random"; or "auto", the second where
+    ours can have such weights (Llama, Mistral, Qwen 3), the first beside a sharded target, and otherwise at random."""
     markov_rank: int | None = None
     """The rank of the Markov head, which tells each guess the token before it (DSpark); 0 for none (DFlash); 256 if not
     given, or the target's width where that is less."""

@@ -57,7 +57,7 @@ def new_drafter(
     ).float()
     if drafter.markov_head is not None:  # which adds nothing at first
         nn.init.zeros_(drafter.markov_head.markov_w2.weight)
-    if beginning(config, drafter, target)[0] == "last_layers":
+    if beginning(config, drafter, target)[0] != "random":
         begin_as_last_layers(drafter, target)
     begin_nearly_uniform(drafter.norm, drafter.head_for(target).weight)
     return drafter
@@ -86,18 +86,26 @@ def mask_token(tokenizer: Any, rows: int) -> int:
 
 
 def beginning(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreTrainedModel) -> tuple[str, str]:
-    """Return how a drafter begins, "last_layers" or "random", and a clause that says so, and why.
+    """Return how a drafter begins, one of `INITS` but "auto", and a clause that says so, and why.
 
     Raises:
         InputError: it is to begin as layers that it cannot be.
     """
     reason = None if config.init == "random" else other_layers(drafter, target)
-    if config.init == "last_layers" and reason is not None:
-        raise InputError(f"init: expected auto or random for a target like this, found last_layers, and {reason}")
+    if config.init in ("look_back", "last_layers") and reason is not None:
+        raise InputError(f"init: expected auto or random for a target like this, found {config.init}, and {reason}")
     if config.init == "random" or reason is not None:
         return "random", "begun at random" + (f", for {reason}" if reason else "")
     layers = len(drafter.layers)
-    return "last_layers", "begun as the target's last layer" + (f"s, {layers} of them" if layers > 1 else "")
+    clause = "begun as the target's last layer" + (f"s, {layers} of them" if layers > 1 else "")
+    spread = config.target_sharded or config.target_device == "auto"
+    if config.init == "look_back" and spread:
+        raise InputError(
+            "init: expected auto, last_layers or random beside a target on several devices, found look_back"
+        )
+    if config.init == "last_layers" or spread:
+        return "last_layers", clause
+    return "look_back", f"{clause}, but that the first one looks back at the token before the block"
 
 
 def other_layers(drafter: BlockDrafter, target: PreTrainedModel) -> str | None:

@@ -117,7 +117,7 @@ class BlockPlan(FeaturePlan):
     def known_changes(self) -> list[tuple[str, str, Any]]:
         """A quantised layer is no beginning for the drafter's."""
         config, known = self.config, super().known_changes()
-        if config.heads is None and config.init == "last_layers":
+        if config.heads is None and config.init in ("last_layers", "look_back"):
             begin = {"8bit": ", init random", "4bit": ", init random"}
             known = [(name + begin.get(value, ""), field, value) for name, field, value in known]
         return known

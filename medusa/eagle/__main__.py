@@ -1,7 +1,6 @@
 """`accelerate launch -m draftsmith.medusa.eagle --config configs/eagle/tiny.yaml`."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -9,7 +8,7 @@ from transformers import PreTrainedModel
 from draftsmith.medusa.eagle.card import card
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.initial import beginning, new_heads, quieten, seen_before, seen_now
+from draftsmith.medusa.eagle.initial import beginning, new_heads, quieten
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.medusa.run import FeatureRun
 from draftsmith.train.data.first_look import few_texts, say_once
@@ -32,11 +31,8 @@ class EagleRun(FeatureRun[EagleTrainingConfig]):
         start, clause = beginning(config, heads, target)
         say_once(f"init: heads {clause}")
         if start == "last_layer" and config.target_device != "auto" and not config.norm_output:
-            look, texts = partial(seen_now, target, heads.layer_ids), few_texts(self.data)
-            if self.features is not None:
-                look = partial(seen_before, target, self.features)
-                self.features.look_at([text.sample for text in texts])
-            quieten(heads, look, texts, config.num_steps, self.tokens, config.target_sharded)
+            texts = few_texts(self.data)
+            quieten(heads, self.seen_of(texts), texts, config.num_steps, self.tokens, config.target_sharded)
 
     def new_trainer(self, model: PreTrainedModel) -> EagleTrainer:
         """Return the trainer."""

@@ -4,7 +4,6 @@ Shape suffix: H hidden.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,12 +17,10 @@ from draftsmith.medusa.base import begin_nearly_uniform
 from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import states_of_steps
-from draftsmith.medusa.seen import TargetStates, seen_by, whole
+from draftsmith.medusa.seen import TargetStates, whole
 from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_of_scales
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
-from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.losses.positions import IGNORED
-from draftsmith.train.teacher.feature_reader import FeatureIndex
 
 LIKE_OURS = ("llama", "mistral")
 """Families whose decoder layer computes what the heads' does, where it has the same weights and no more."""
@@ -167,16 +164,3 @@ def quieten(
     scale = chosen_once(look, together=sharded)
     nn.Module.to(heads, home)
     heads.norm.weight.mul_(scale)
-
-
-def seen_now(target: PreTrainedModel, depths: Sequence[int], text: Text) -> TargetStates:
-    """Run the target on a text; `depths` are those of `seen_by`."""
-    ids_1T = text.ids_T[None].to(target.device)
-    return seen_by(target, depths, partial(last_hidden, target, input_ids=ids_1T))
-
-
-def seen_before(target: PreTrainedModel, index: FeatureIndex, text: Text) -> TargetStates:
-    """Look up what a cache has of a text; `target` has its embeddings."""
-    states = index.states_of(text.sample)
-    hidden, features = (states[name][:, text.start : text.start + len(text.ids_T)] for name in ("hidden", "features"))
-    return TargetStates(hidden, target.get_input_embeddings()(text.ids_T[None].to(target.device)), features)

@@ -91,7 +91,7 @@ def verify(
         if isinstance(answer, EngineFailure):
             raise EngineFailure(f"verify: expected {vllm} to decode with {each.name}, found: {answer}")
         lines.append(checks.same(f"vLLM with {each.name}", "its text without", plain.token_ids, answer.token_ids))
-        lines.append(checks.counted(each, answer))
+        lines.append(checks.counted(each, answer, run.device))
     known = f"; {WRONG_SAMPLED}" if run.device == "cpu" and run.version.startswith("0.32.") else ""
     lines.append(f"text at T > 0 is not compared here: `draftsmith certify` tests a server's{known}")
     return lines
@@ -126,13 +126,14 @@ class Checks:
         texts = speculative_texts(self.target, self.proposer, self.prompts, BATCH, **options)
         return self.same("draftsmith with the drafter", "its text without", self.plain, self._texts(texts))
 
-    def counted(self, served: Served, answer: Answer) -> str:
+    def counted(self, served: Served, answer: Answer, device: str) -> str:
         """Compare what vLLM counted with what replay on its texts says that it must count."""
         expected, found = self.expected_counts(answer.token_ids, served.draft_length), answer.counters
         line = f"{served.name}, γ = {served.draft_length}: {_words(found)}"
         if not expected.same_as(found):
+            known = f"; {served.on_cpu}" if device == "cpu" and served.on_cpu else ""
             raise EngineFailure(
-                f"verify: expected vLLM with {served.name} to count {_words(expected)}, found {_words(found)}"
+                f"verify: expected vLLM with {served.name} to count {_words(expected)}, found {_words(found)}{known}"
             )
         return f"{line}, as replay says that vLLM counts"
 

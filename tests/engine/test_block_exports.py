@@ -1,6 +1,6 @@
 """DFlash drafters in a real vLLM: its texts are plain decoding's, and it counts what our decoder and replay count.
 
-DSpark's heads are computed by vLLM's runner for GPUs alone.
+DSpark's heads are computed by vLLM's runner for GPUs alone. One layer: see `NORMS_OF_KEYS`.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def test_a_block_drafter_is_verified_by_the_command(cut, tmp_path, capsys, monke
     texts = plain_texts(target, [torch.tensor(ids) for ids in prompts[:6]], 6, max_new_tokens=40)
     frequent = torch.cat(texts).bincount(minlength=target.config.vocab_size).topk(400).indices.sort().values
     torch.manual_seed(0)
-    shape = {"block_size": 4, "anchor_guesses": False, "layers": 2, "base_model_name_or_path": str(TARGET)}
+    shape = {"block_size": 4, "anchor_guesses": False, "base_model_name_or_path": str(TARGET)}
     drafter = BlockDrafter.of_target(target, 1, token_map=frequent if cut else None, **shape)
     begin_as_last_layers(drafter, target)
     train_block(target, drafter, texts).save_pretrained(tmp_path / "drafter")

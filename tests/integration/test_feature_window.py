@@ -105,7 +105,10 @@ def learned(trainer) -> dict[str, torch.Tensor]:
 CASES = {
     "EAGLE-3, a first look": ("eagle", {}),
     "blocks, packed rows, cut texts": ("block", {"packing": True, "max_length": 40}),
-    "workers that read ahead": ("block", {"training": {"dataloader_num_workers": 1, "gradient_accumulation_steps": 2}}),
+    "workers that read ahead": (
+        "block",
+        {"training": {"dataloader_num_workers": 1, "gradient_accumulation_steps": 2}, "init": "last_layers"},
+    ),
 }
 
 
@@ -119,9 +122,9 @@ def test_it_is_what_a_whole_cache_gives(pipeline, shared, tmp_path, case):
         found = trained(
             pipeline, shared, tmp_path / "found", tmp_path / "window", shared / "measured", kind=kind, **options
         )
-    assert history(found, "loss") == pytest.approx(history(whole, "loss"), rel=1e-5)
+    assert history(found, "loss") == pytest.approx(history(whole, "loss"), rel=1e-4)
     metric = "eval_mean_acceptance_length"
-    assert history(found, metric) == pytest.approx(history(whole, metric), rel=1e-5)
+    assert history(found, metric) == pytest.approx(history(whole, metric), rel=1e-4)
     assert furthest(learned(found), learned(whole)) < LAST_BITS
 
 

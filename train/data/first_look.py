@@ -63,14 +63,20 @@ class Text:
         return torch.cat([self.labels_T[count:], self.labels_T.new_full((min(count, len(self.labels_T)),), IGNORED)])
 
 
-def few_texts(data: TrainingData) -> list[Text]:
-    """Return the beginnings of some completions, each behind its prompt, evenly spaced over rows of single samples."""
+def few_texts(data: TrainingData, count: int = TEXTS, tokens: int = POSITIONS) -> list[Text]:
+    """Return the beginnings of some completions, each behind its prompt, evenly spaced over rows of single samples.
+
+    Args:
+        data: single samples.
+        count: how many texts.
+        tokens: how many of each completion; with those before them at most 128.
+    """
     texts = []
-    for row in torch.linspace(0, len(data) - 1, min(TEXTS, len(data))).long().tolist():
+    for row in torch.linspace(0, len(data) - 1, min(count, len(data))).long().tolist():
         sample = data[row]
         labels = torch.tensor(sample["labels"])
         places = (labels != IGNORED).nonzero()
-        end = int(places[0, 0]) + POSITIONS if len(places) else 0
+        end = int(places[0, 0]) + tokens if len(places) else 0
         piece = slice(max(0, end - CONTEXT), end)
         texts.append(Text(torch.tensor(sample["input_ids"])[piece], labels[piece], sample, piece.start))
     return [text for text in texts if len(text.ids_T) > 1]

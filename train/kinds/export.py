@@ -75,6 +75,8 @@ class Served:
     """In messages."""
     speculative: Mapping[str, Any]
     """Its `speculative_config`."""
+    on_cpu: str = ""
+    """A fault of the engine's build for CPUs that this drafter may meet; none if empty."""
 
     @property
     def draft_length(self) -> int:

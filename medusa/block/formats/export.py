@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
@@ -16,6 +17,11 @@ from draftsmith.train.kinds.export import ExportOptions, Served
 from draftsmith.train.models import DTYPES, empty_model, load_model, stored_dtype
 from draftsmith.train.runs import sglang_command, vllm_command
 
+NORMS_OF_KEYS = (
+    "vLLM 0.32 on CPU drafts otherwise with several layers "
+    "(it norms every layer's keys of the text by the weights of the first one's norm)"
+)
+"""Found by running it: of the weights of several layers its `rms_norm` for CPUs takes the first one's."""
 WRITTEN = "read back by another process with the same numbers"
 
 
@@ -75,7 +81,10 @@ def served(config: ExportOptions, source: str) -> tuple[list[Served], Callable[[
         rounded = drafter if config.dtype is None else drafter.to(DTYPES[config.dtype])
         return BlockProposer(rounded.to(model.device, model.dtype))
 
-    return [Served("the drafter", speculative_config(config, drafter))], proposer
+    layers: Any = drafter.layers
+    norms = [layer.self_attn.k_norm.weight for layer in layers]
+    differ = any(not torch.equal(norm, norms[0]) for norm in norms)
+    return [Served("the drafter", speculative_config(config, drafter), NORMS_OF_KEYS if differ else "")], proposer
 
 
 def speculative_config(config: ExportOptions, drafter: BlockDrafter) -> dict[str, str | int]:
