@@ -191,7 +191,8 @@ class BlockDrafter(DraftingHeads):
     title, field, width, tokens = "a block drafter", "block", "hidden_size", "d2t"
     main_input_name = "states"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["BlockLayer", "LMHead"]  # noqa: RUF012
+    # Its layers are no units of FSDP: their keys and values of the text are computed outside of their forwards.
+    _no_split_modules = ["LMHead"]  # noqa: RUF012
 
     def __init__(self, config: BlockConfig):
         super().__init__(config.check())

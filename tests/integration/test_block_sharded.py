@@ -15,7 +15,7 @@ from draftsmith.medusa.block.model import BlockDrafter
 
 pytestmark = pytest.mark.slow
 
-WRAPPERS = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine"}
+WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPBlockDrafter", "zero3": "DeepSpeedEngine"}
 METRICS = ("loss", "mean_acceptance_length", "alpha", "accuracy_1", "alpha_3")
 
 
