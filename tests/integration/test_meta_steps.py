@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import configured, eagle_configured, heads_configured
+from pipelines import block_configured, configured, eagle_configured, heads_configured
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
@@ -19,6 +19,7 @@ from draftsmith.decode.cache.kernels import AsOnCuda
 from draftsmith.distill import __main__ as distilling
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as heads
+from draftsmith.medusa.block import __main__ as block
 from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.train import launch
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
@@ -32,6 +33,7 @@ RECIPES: dict[str, tuple[Callable, Callable]] = {
     "distil": (configured, distilling.distill),
     "medusa": (heads_configured, heads.train_heads),
     "eagle": (eagle_configured, eagle.train_heads),
+    "block": (block_configured, block.train_block),
 }
 STEPS = {
     "draft": ("distil", {"divergence": "expected_length"} | QWEN),
@@ -52,6 +54,10 @@ STEPS = {
     "EAGLE-3": ("eagle", {}),
     "EAGLE-3, packed": ("eagle", PACKED),
     "EAGLE-3, cut vocabulary": ("eagle", {"draft_vocabulary": 50, "divergence": "lk_hybrid", "prompt_loss": True}),
+    "DSpark": ("block", {}),
+    "DFlash": ("block", {"markov_rank": 0, "anchor_guesses": False, "layers": 2}),
+    "DSpark, packed": ("block", {"divergence": {"cross_entropy": 0.1, "tvd": 1.8}, "confidence": 1.0} | PACKED),
+    "DSpark, cut vocabulary": ("block", {"draft_vocabulary": 50, "divergence": "cross_entropy", "dpace": 0.5}),
 }
 
 
@@ -132,6 +138,8 @@ EVALUATIONS = {
     "Hydra": 1,
     "EAGLE-3": 1,
     "EAGLE-3, cut vocabulary": 1,
+    "DSpark": 1,
+    "DSpark, cut vocabulary": 1,
 }
 
 
