@@ -30,9 +30,6 @@ from draftsmith.train.losses.positions import IGNORED
 
 TEXTS, TOKENS = 32, 64
 """How many texts are looked at, and how many tokens of the completion of each."""
-LEVEL = 32.0
-"""How large handed-on features are at most, beside the embedding that they are added to. Deep states can be hundreds of
-times larger, and nothing would see the token in a slot."""
 SHARPNESS = 4.0
 """What the norms of queries and keys multiply scores by at least: with less a head looks at many places."""
 MIDDLE = 0.08, 0.5
@@ -53,9 +50,7 @@ class LookBack(NamedTuple):
     values: Tensor
     """The principal directions of fused features, (C, H)."""
     outputs: Tensor
-    """From these to the deepest features, as large as `LEVEL` says, (H, C)."""
-    scale: float
-    """What that makes of the features' size, and must be made of what the layer adds to them."""
+    """From these to the deepest features, (H, C)."""
 
 
 @phase("looking at a few texts")
@@ -91,8 +86,8 @@ def begin_looking_back(
         mask = embed(torch.tensor([drafter.config.mask_token_id], device=embed.weight.device)).to(tokens_NH)
         slots_NH = layer.input_layernorm(torch.cat([tokens_NH, mask.expand(len(tokens_NH) // MASKS, -1)]).float())
         known_N = deepest_NH.any(1)  # a cache has nothing of a text's last place
-        made = fitted(fused_NH[known_N], deepest_NH[known_N], slots_NH, _size(tokens_NH), width)
-        return LookBack(made.query.cpu(), made.key.cpu(), made.values.cpu(), made.outputs.cpu(), made.scale)
+        made = fitted(fused_NH[known_N], deepest_NH[known_N], slots_NH, width)
+        return LookBack(*(part.cpu() for part in made))
 
     def scale() -> float:
         states, labels = list[Tensor](), list[Tensor]()
@@ -123,14 +118,13 @@ def begin_looking_back(
         drafter.norm.weight.mul_(best)
 
 
-def fitted(fused_NH: Tensor, deepest_NH: Tensor, slots_NH: Tensor, size: float, width: int) -> LookBack:
+def fitted(fused_NH: Tensor, deepest_NH: Tensor, slots_NH: Tensor, width: int) -> LookBack:
     """Return what heads that look back are made of, in float32.
 
     Args:
         fused_NH: fused features of places.
         deepest_NH: the deepest features of the same, as the target left them.
         slots_NH: what slots are behind the first layer's norm.
-        size: of embeddings, as a mean square's root.
         width: C.
     """
     fused, deepest, slots = fused_NH.double(), deepest_NH.double(), slots_NH.double()
@@ -138,17 +132,11 @@ def fitted(fused_NH: Tensor, deepest_NH: Tensor, slots_NH: Tensor, size: float, 
     signs = torch.cat([fused.new_ones(len(fused)), -slots.new_ones(len(slots))])
     key = _fit(torch.cat([fused, slots]), signs)
     values = torch.linalg.eigh(fused.T @ fused).eigenvectors[:, -width:].T
-    # All places alike: where a text begins, features can be a hundred times larger.
-    own = _size(deepest)
-    level = min(LEVEL * size, own)
-    alike = deepest * (level * deepest.square().mean(1, keepdim=True).rsqrt())
+    # As large at all places: where a text begins, features can be a hundred times larger, and would decide the fit.
+    squares_N1 = deepest.square().mean(1, keepdim=True)
+    alike = deepest * (squares_N1.median() / squares_N1).sqrt()
     outputs = _fit(fused @ values.T, alike, ridge=1e-6).T
-    return LookBack(query.float(), key.float(), values.float(), outputs.float(), level / own)
-
-
-def _size(states_NH: Tensor) -> float:
-    """Return the root of the mean square of the median state."""
-    return float(states_NH.float().square().mean(1).median().sqrt())
+    return LookBack(*(part.float() for part in (query, key, values, outputs)))
 
 
 def _fit(inputs: Tensor, outputs: Tensor, ridge: float = RIDGE) -> Tensor:
@@ -169,8 +157,7 @@ def _heads(drafter: BlockDrafter) -> int:
 @torch.no_grad()
 def look_back(drafter: BlockDrafter, made: LookBack) -> None:
     """Write the weights of the first layer's heads that look back."""
-    layer: Any = drafter.layers[0]
-    attention = layer.self_attn
+    attention: Any = drafter.layers[0].self_attn
     width = attention.head_dim
     group = attention.q_proj.out_features // attention.k_proj.out_features
     for norm in (attention.q_norm, attention.k_norm):
@@ -193,6 +180,5 @@ def look_back(drafter: BlockDrafter, made: LookBack) -> None:
                 band / attention.q_norm.weight, made.query.to(drafter.device)
             )
             attention.o_proj.weight[:, columns] = made.outputs[:, rows].to(drafter.device) / group
-    layer.mlp.down_proj.weight.mul_(made.scale)
     for norm in (attention.q_norm, attention.k_norm):
         norm.weight.mul_(math.sqrt(sharper))

@@ -12,7 +12,7 @@ from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa.block.blocks import Anchors, states_of_blocks, visible
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.initial import begin_as_last_layers, beginning
-from draftsmith.medusa.block.look_back import LEVEL, begin_looking_back
+from draftsmith.medusa.block.look_back import begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.seen import TargetStates, seen_now
 from draftsmith.train.data.corpus import encoded_prompts
@@ -87,8 +87,6 @@ def test_it_attends_to_the_nearest_place_and_hands_on_its_features(target, texts
     handed_on = context.values[0, 0] @ attention.o_proj.weight[:, : group * width].unflatten(1, (group, width)).sum(1).T
     deepest = seen.features[0, :, -drafter.config.hidden_size :]
     assert torch.cosine_similarity(handed_on, deepest, dim=-1).mean() > 0.8
-    size = target.get_input_embeddings().weight.square().mean().sqrt()
-    assert handed_on.square().mean(1).median().sqrt() < 2 * LEVEL * size
 
 
 def test_the_first_guess_is_better_before_any_training(target, texts):
