@@ -63,15 +63,15 @@ class Text:
         return torch.cat([self.labels_T[count:], self.labels_T.new_full((min(count, len(self.labels_T)),), IGNORED)])
 
 
-def few_texts(data: TrainingData, count: int = TEXTS, tokens: int = POSITIONS) -> list[Text]:
+def few_texts(data: TrainingData, count: int | None = None, tokens: int | None = None) -> list[Text]:
     """Return the beginnings of some completions, each behind its prompt, evenly spaced over rows of single samples.
 
     Args:
         data: single samples.
-        count: how many texts.
-        tokens: how many of each completion; with those before them at most 128.
+        count: how many texts; `TEXTS` if None.
+        tokens: how many of each completion, `POSITIONS` if None; with those before them at most `CONTEXT`.
     """
-    texts = []
+    count, tokens, texts = count or TEXTS, tokens or POSITIONS, []
     for row in torch.linspace(0, len(data) - 1, min(count, len(data))).long().tolist():
         sample = data[row]
         labels = torch.tensor(sample["labels"])
