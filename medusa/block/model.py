@@ -385,7 +385,7 @@ class BlockDrafter(DraftingHeads):
 
     def logits(self, hidden: Tensor, before: Tensor, head: OutputHead) -> Tensor:
         """Return the logits of guesses over the D tokens, (…, D): see `whole_head`."""
-        projected = head.project(hidden)
+        projected = head.project(hidden.to(head.weight.dtype))  # the target may be in another dtype
         if self.markov_head is not None:
             projected = projected + self.markov_head.markov_w2(self.markov_head.markov_w1(before))
         return head.finish(projected)

@@ -219,3 +219,15 @@ def test_layers_are_those_of_the_papers():
     assert default_target_layers(30, 2) == [1, 27]
     assert default_target_layers(30, 1) == [15]
     assert default_target_layers(3, 2) == [1]
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [{"markov_rank": 3}, {"anchor_guesses": False}], ids=["DSpark", "DFlash"])
+def test_a_drafter_in_bfloat16_drafts_for_a_target_in_float32(target, shape, tree):
+    """As `measure` chooses on CPUs; replay counts what the decoder counts."""
+    proposer = BlockProposer(block(target, **shape).bfloat16(), tree)
+    plain = autoregressive_generate(target, PROMPTS, max_new_tokens=12, do_sample=False).sequences
+    out = speculative_generate(target, proposer, PROMPTS, draft_length=3, max_new_tokens=12, do_sample=False)
+    assert out.sequences.tolist() == plain.tolist()
+    replay = replay_acceptance(target, proposer, list(plain), [5, 5], [3], 0, max_new_tokens=12)
+    assert [text.counts[3].num_drafts for text in replay.texts] == [row.num_drafts for row in out.row_counts]
