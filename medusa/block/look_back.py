@@ -24,7 +24,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.medusa.block.blocks import states_of_blocks
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.seen import TargetStates
-from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_of_scales
+from draftsmith.train.data.first_look import Text, best_scale, chosen_once
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.positions import IGNORED
 
@@ -101,13 +101,8 @@ def begin_looking_back(
             )
             behind_K = torch.arange(1, guesses + 1, device=drafter.device)
             labels.append(ids_T[places_N[:, None] + behind_K].flatten())
-        labels_N, head = torch.cat(labels), drafter.head_for(target)
-        if drafter.token_map is None:
-            head = head.cut(tokens)
-        else:
-            labels_N = CutVocabulary(drafter.token_map, drafter.config.vocab_size).labels(labels_N)
-        losses = losses_of_scales(torch.cat(states), head, labels_N[:, None])[:, 0]
-        return SCALES[int(losses.argmin())]
+        cut = None if drafter.token_map is None else CutVocabulary(drafter.token_map, drafter.config.vocab_size)
+        return best_scale(states, torch.cat(labels), drafter.head_for(target), cut, tokens)
 
     with torch.no_grad():
         look_back(drafter, chosen_once(fit))

@@ -18,7 +18,7 @@ from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import states_of_steps
 from draftsmith.medusa.seen import TargetStates, whole
-from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_of_scales
+from draftsmith.train.data.first_look import Text, best_scale, chosen_once
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.positions import IGNORED
 
@@ -152,13 +152,8 @@ def quieten(
             places_N = places_N[places_N > steps].to(heads.device)  # all steps have a round that reaches there
             states += states_of_steps(heads, seen, None, places_N, steps)
             labels += [text.ids_T.to(heads.device)[places_N + 1]] * steps
-        labels_N, head = torch.cat(labels), heads.head
-        if heads.token_map is None:
-            head = head.cut(tokens)
-        else:
-            labels_N = CutVocabulary(heads.token_map, heads.config.vocab_size).labels(labels_N)
-        losses = losses_of_scales(torch.cat(states), head, labels_N[:, None])[:, 0]
-        return SCALES[int(losses.argmin())]
+        cut = None if heads.token_map is None else CutVocabulary(heads.token_map, heads.config.vocab_size)
+        return best_scale(states, torch.cat(labels), heads.head, cut, tokens)
 
     home = heads.device
     scale = chosen_once(look, together=sharded)

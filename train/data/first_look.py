@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.processes import is_first
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import IGNORED
 
@@ -100,6 +101,25 @@ def losses_of_scales(hidden_NH: Tensor, head: OutputHead, labels_NK: Tensor) -> 
             log_q = logits.gather(1, labels.clamp(min=0)) - logits.logsumexp(1, keepdim=True)
             sums[place] -= log_q.where(labels != IGNORED, 0.0).sum(0).cpu()
     return sums / counts.cpu()
+
+
+def best_scale(
+    states: Sequence[Tensor], labels_N: Tensor, head: OutputHead, cut: CutVocabulary | None, tokens: int
+) -> float:
+    """Return the scale of least loss, of states that guess a token each.
+
+    Args:
+        states: what the head sees, (N, H) together.
+        labels_N: the guessed tokens.
+        head: on the same device.
+        cut: what it can guess; None for all.
+        tokens: of the tokenizer; a head of all may have more rows.
+    """
+    if cut is None:
+        head = head.cut(tokens)
+    else:
+        labels_N = cut.labels(labels_N)
+    return SCALES[int(losses_of_scales(torch.cat(list(states)), head, labels_N[:, None])[:, 0].argmin())]
 
 
 def stacked(texts: Sequence[Text], values: Sequence[Tensor], reach: int) -> tuple[Tensor, Tensor]:
