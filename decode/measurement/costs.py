@@ -115,7 +115,7 @@ class CostTable:
         prefill = interpolated({b: c.prefill for b, c in self.drafters[name].items()}, len(rounds))
         seconds = interpolated(self.prefill_seconds, len(rounds)) + prefill
         if len(rounds) == 1:  # the prompt and the first draft go through the target together
-            seconds += first.drafting(draft_length) + first.overhead
+            seconds += max(0.0, first.drafting(draft_length) + first.overhead)
             rounds = [rounds[0] - 1]
         return seconds + _drained(rounds, lambda rows: self.at(name, rows).round_seconds(draft_length, nodes))
 
@@ -144,7 +144,8 @@ class CostTable:
         if rows == 1:  # the prompt and the first draft go through the target together
             target = self.at(names[0], rows)
             forwards = sum(n * target.verification(1 + nodes) for nodes, n in enumerate(pooled_SK.sum(0)))
-            seconds -= float(forwards / pooled_SK.sum())
+            # No more is saved than a round takes: noise may leave the rest of it below nothing.
+            seconds -= min(step(1), float(forwards / pooled_SK.sum()))
         return seconds + _drained(sizes_BSK.sum((1, 2)).tolist(), step)
 
     def plain_seconds(self, tokens: Sequence[float]) -> float:
@@ -305,14 +306,10 @@ def loop_seconds(
     """
     prompts = _contexts(text, rows, max(1, context - WRITTEN // 2))
 
-    def plain(tokens: int) -> float:
-        options = _options(sampler, tokens, compiled)
-        return timed(lambda: autoregressive_generate(target, prompts, **options), target.device)[0]
-
     tokens: list[float] = []
     rounds: dict[str, list[tuple[float, list[int]]]] = {name: [] for name in proposers}
     for repeat in range(repeats + 1):
-        seconds = (plain(WRITTEN + 2) - plain(2)) / WRITTEN
+        seconds = _token_seconds(target, prompts, sampler, compiled)
         latest = {
             name: _round_seconds(target, proposer, prompts, draft_lengths[name], sampler, compiled)
             for name, proposer in proposers.items()
@@ -323,6 +320,17 @@ def loop_seconds(
                 rounds[name].append(one)
     # A repeat's nodes go with its seconds: n-grams find more in one text than in another.
     return median(tokens), {name: median_high(of_drafter) for name, of_drafter in rounds.items()}
+
+
+def _token_seconds(target: PreTrainedModel, prompts: Tensor, sampler: Sampler, compiled: bool) -> float:
+    """Return what a token of plain decoding takes, behind the first two, which hold the prompt.
+
+    Of one text, not of two whose seconds are subtracted: that may leave less than nothing on a busy machine.
+    """
+    ends = list[float]()
+    options = _options(sampler, WRITTEN + 2, compiled)
+    autoregressive_generate(target, prompts, observer=lambda row, token: ends.append(now(target.device)), **options)
+    return (ends[-1] - ends[2 * len(prompts) - 1]) / WRITTEN
 
 
 def _round_seconds(

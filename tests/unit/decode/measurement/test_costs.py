@@ -1,11 +1,13 @@
 """The table of costs by hand, and its measurement by a clock that the test turns."""
 
 import copy
+import itertools
 import json
 import math
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
@@ -80,6 +82,15 @@ def test_one_row_verifies_its_first_draft_with_the_prompt():
     # Replay expects parts of rounds: half a round more takes half as long.
     more = TABLE.speculative_seconds("draft", [4.5], 3) - TABLE.speculative_seconds("draft", [4], 3)
     assert more == pytest.approx(0.5 * (one + 1.75))
+
+
+def test_noise_that_leaves_the_rest_below_nothing_makes_no_text_faster_than_its_forwards():
+    noisy = DraftCosts(0.2, 0.1, -9.0, 0.5)
+    table = replace(TABLE, prefill_seconds={1: 0.1, 4: 0.1}, drafters={"draft": dict.fromkeys((1, 4), noisy)})
+    # The prompt's forward verifies the first draft; two rounds take a forward each.
+    assert table.speculative_seconds("draft", [3], 3) == pytest.approx(0.1 + 0.5 + 2 * 1.0)
+    sizes = np.array([[0.0, 0.0, 0.0, 3.0]])
+    assert table.taking_turns_seconds(["draft"], [sizes], [3]) == pytest.approx(0.1 + 0.5 + 2 * 1.0)
 
 
 def test_a_table_outlives_json():
@@ -239,6 +250,21 @@ def test_each_part_gets_back_the_time_that_it_took(clock, monkeypatch, accepted,
         assert [own.start, own.step, own.prefill] == pytest.approx([START, STEP * rows, FIRST])
         # All rows' verdicts apply the processors in one call.
         assert own.overhead == pytest.approx(REST + WARPING)
+
+
+def test_a_slow_prompt_takes_no_time_from_the_tokens_behind_it(clock, monkeypatch):
+    monkeypatch.setattr(costs, "WRITTEN", 12)
+    target, calls, own = tiny_llama(0), itertools.count(), CachedModel.prefill
+
+    def noisy(self, tokens, *args, **kwargs):
+        clock.seconds += 1000.0 * (next(calls) % 2)
+        return own(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(CachedModel, "prefill", noisy)
+    sampler = Sampler(LogitsProcessorList([Warper(clock)]), do_sample=False)
+    with costs.endless(target):
+        seconds, _ = costs.loop_seconds(target, {}, {}, torch.arange(60), 1, 30, sampler, repeats=2)
+    assert seconds == pytest.approx(forward(1, 1) + WARPING)
 
 
 class Now(Timed):
