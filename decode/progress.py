@@ -43,9 +43,9 @@ class Phase:
         """Say how far it is after some seconds."""
         far = [] if self.total is None else [f"{self.done} of {self.total} {self.unit}"]
         far += [self.note] if self.note else []
-        far.append(_clock(seconds))
+        far.append(time_text(seconds))
         if self.total is not None and self.done > self.begun_at:
-            far.append(f"{_clock(seconds * (self.total - self.done) / (self.done - self.begun_at))} left")
+            far.append(f"{time_text(seconds * (self.total - self.done) / (self.done - self.begun_at))} left")
         return f"{self.title}: {', '.join(far)}"
 
 
@@ -162,7 +162,8 @@ def each(items: Iterable[T], title: str, unit: str, total: int | None = None) ->
             opened.advance()
 
 
-def _clock(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Write a time as hours, minutes and seconds: 1:02:03 or 4:05."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.train.kinds.causal import CausalKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
-from draftsmith.train.kinds.kind import Recipe
+from draftsmith.train.kinds.kind import Recipe, drafted_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -21,6 +21,8 @@ DISTILL = Recipe(
     "draftsmith.distill",
     "draftsmith.distill.config:DistillConfig",
     "draftsmith.distill.config:DistillPlanConfig",
+    begun="draft",
+    made=("init.",),
 )
 SERVERS = ("vllm", "sglang")
 """What loads a draft model as it is."""
@@ -99,6 +101,13 @@ class DraftModel(_OneByOne):
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Say so of any model of the library's that is not of another kind."""
         return "model_type" in config
+
+    def candidates(self, target: "PretrainedConfig") -> dict[str, dict[str, Any]]:
+        """Carve an eighth and a quarter of the target's layers."""
+        layers = target.get_text_config().num_hidden_layers
+        sizes = sorted({max(1, round(layers / part)) for part in (8, 4)})
+        cut = drafted_tokens(target, "init.draft_vocabulary")
+        return {f"draft-{count}": {"init.layers": count} | cut for count in sizes}
 
 
 class ReencodedDraft(_OneByOne):

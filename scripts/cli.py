@@ -26,6 +26,10 @@ COMMANDS = {
         "computes whether a training run will fit its GPUs, and how long it takes; needs no weights and no GPU",
         "plan.config:plan_config",
     ),
+    "choose": (
+        "finds out which drafter to train for a target, by training several a little",
+        "choose.config:ChooseConfig",
+    ),
     "prepare": ("lets the target complete prompts", "train.data.prepare_config:PrepareConfig"),
     "cache": (
         "stores the target's distributions or features, to train without the target in memory",
@@ -73,7 +77,7 @@ COMMANDS = {
     ),
 }
 """Commands: what each does, and where its config is."""
-PACKAGES = ("certify", "doctor", "export", "measure", "plan", "tune")
+PACKAGES = ("certify", "choose", "doctor", "export", "measure", "plan", "tune")
 """Commands that are packages of several modules."""
 SERVICES = ("coordinate", "serve_draft")
 """Those among the services."""

@@ -28,7 +28,7 @@ EXPONENTS = np.geomspace(0.01, 2.0, 150)
 LIMITED = 0.05
 """Below this b no limit is in sight: up to ten times the text the curve is a logarithm's to a few percent."""
 LEAST = 3
-"""Amounts of text that a curve of three numbers needs."""
+"""Amounts of text that a curve of three numbers needs; of two the prior on its exponent says how it bends."""
 LUCK = 0.05
 """The standard deviation of τ over seeds: what runs of three seeds on the embedded target showed at T=0 at the most."""
 LUCKS = np.geomspace(0.25, 8.0, 12)
@@ -57,7 +57,7 @@ class LearningCurve:
     grows: bool
     """Whether τ rises with the text at all. If not, the curve is flat, and no more text is called for."""
     forecasts: dict[float, Estimate]
-    """τ by times the largest amount; of three amounts without an interval."""
+    """τ by times the largest amount; of three amounts or fewer without an interval."""
 
 
 def learning_curve(
@@ -67,6 +67,7 @@ def learning_curve(
     times: Sequence[float] = (2.0,),
     luck: float = LUCK,
     most: float = float("inf"),
+    least: int = LEAST,
 ) -> LearningCurve:
     """Weigh the curves τ(n) = τ∞ − c·n^(−b), c ≥ 0, and forecast τ for more text.
 
@@ -77,15 +78,16 @@ def learning_curve(
         times: multiples of the largest amount to forecast.
         luck: the standard deviation of τ over equal runs of other seeds: a guess.
         most: what τ cannot exceed, γ + 1.
+        least: amounts that there must be, at least two.
 
     Raises:
-        InputError: fewer than three amounts, one twice or none above 0, or tables that do not fit.
+        InputError: fewer amounts, one twice or none above 0, or tables that do not fit.
     """
     order = np.argsort(sizes)
     n_K = np.asarray(sizes, dtype=np.float64)[order]
-    if len(n_K) < LEAST or not (n_K > 0).all() or not (np.diff(n_K) > 0).all():
+    if len(n_K) < least or not (n_K > 0).all() or not (np.diff(n_K) > 0).all():
         found = ", ".join(f"{size:g}" for size in n_K) or "none"
-        raise InputError(f"sizes: expected at least {LEAST} different amounts of text above 0, found {found}")
+        raise InputError(f"sizes: expected at least {least} different amounts of text above 0, found {found}")
     tables = [np.asarray(table, dtype=np.float64) for table in (tokens, rounds)]
     for name, table in zip(("tokens", "rounds"), tables, strict=True):
         if table.ndim != 2 or len(table) != len(n_K) or table.shape != tables[0].shape or not table.shape[1]:

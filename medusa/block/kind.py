@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.kind import HeadsKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
-from draftsmith.train.kinds.kind import Recipe
+from draftsmith.train.kinds.kind import Recipe, drafted_tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from draftsmith.decode.proposers.base import Proposer
     from draftsmith.train.kinds.export import ExportOptions, Served
@@ -28,6 +28,7 @@ class Block(HeadsKind):
         "draftsmith.medusa.block",
         "draftsmith.medusa.block.config:BlockTrainingConfig",
         "draftsmith.medusa.block.config:BlockPlanConfig",
+        made=("draft_vocabulary", "layer_ids", "mask_token", "markov_rank"),
     )
     tree_key = "block_tree"
     cost_remedy = "train one with fewer layers, or a smaller --draft_vocabulary"
@@ -39,6 +40,11 @@ class Block(HeadsKind):
         names = config.get("architectures")
         named = isinstance(names, list) and any("DSpark" in str(name) or "DFlash" in str(name) for name in names)
         return named or config.get("speculators_model_type") in ("dflash", "dspark")
+
+    def candidates(self, target: "PretrainedConfig") -> dict[str, dict[str, Any]]:
+        """DSpark's with one layer and with two."""
+        cut = drafted_tokens(target, "draft_vocabulary")
+        return {f"block-{layers}": {"layers": layers} | cut for layers in (1, 2)}
 
     def heads_class(self) -> Any:
         """Return the class of the drafter."""

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.medusa.kind import HeadsKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
-from draftsmith.train.kinds.kind import Recipe
+from draftsmith.train.kinds.kind import Recipe, drafted_tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from draftsmith.decode.proposers.base import Proposer
     from draftsmith.train.kinds.export import ExportOptions, Served
@@ -28,6 +28,7 @@ class Eagle(HeadsKind):
         "draftsmith.medusa.eagle",
         "draftsmith.medusa.eagle.config:EagleTrainingConfig",
         "draftsmith.medusa.eagle.config:EaglePlanConfig",
+        made=("draft_vocabulary", "layer_ids", "norm_", "fc_norm"),
     )
     grows_trees = True
     tree_key = "eagle_tree"
@@ -40,6 +41,10 @@ class Eagle(HeadsKind):
         names = config.get("architectures")
         named = isinstance(names, list) and any("Eagle3" in str(name) for name in names)
         return named or config.get("speculators_model_type") == "eagle3"
+
+    def candidates(self, target: "PretrainedConfig") -> dict[str, dict[str, Any]]:
+        """One layer, as the paper has it."""
+        return {"eagle": drafted_tokens(target, "draft_vocabulary")}
 
     def heads_class(self) -> Any:
         """Return the class of the heads."""

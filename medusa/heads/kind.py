@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.medusa.kind import HeadsKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
-from draftsmith.train.kinds.kind import Recipe
+from draftsmith.train.kinds.kind import Recipe, drafted_tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from draftsmith.decode.proposers.base import Proposer
     from draftsmith.train.kinds.export import ExportOptions, Served
@@ -29,6 +29,7 @@ class Medusa(HeadsKind):
         "draftsmith.medusa",
         "draftsmith.medusa.heads.config:MedusaTrainingConfig",
         "draftsmith.medusa.heads.config:MedusaPlanConfig",
+        made=("draft_vocabulary",),
     )
     tree_key = "medusa_choices"
     figures = ("heads", "tree_nodes")
@@ -38,6 +39,10 @@ class Medusa(HeadsKind):
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Say so of heads in this format or vLLM's."""
         return config.get("model_type") == "medusa"
+
+    def candidates(self, target: "PretrainedConfig") -> dict[str, dict[str, Any]]:
+        """Hydra heads, which are ahead of Medusa's."""
+        return {"hydra": {"hydra": True} | drafted_tokens(target, "draft_vocabulary")}
 
     def heads_class(self) -> Any:
         """Return the class of the heads."""

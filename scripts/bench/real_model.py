@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.errors import InputError, Range, at_least, require, require_some
-from draftsmith.scripts import cli
 from draftsmith.scripts.bench.common import BenchmarkConfig, main
 from draftsmith.scripts.kinds import recipes
+from draftsmith.scripts.stages import Stages, flags_of
 from draftsmith.train.data.corpus import write_prompts
-from draftsmith.train.data.prompts import Prompt, read_prompts
+from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.files import require_writable, write_aside
 from draftsmith.train.provenance import write_json
 
@@ -29,8 +29,6 @@ COPIES = "copies"
 """What a hybrid of copies alone is called by, where nothing is trained."""
 OVER = "over"
 """What tables call how many times as fast a hybrid is as another drafter."""
-PASSED = (0, 3)
-"""Exit codes of a stage that ended: a NO-GO is a result."""
 
 
 @dataclass(kw_only=True)
@@ -104,9 +102,9 @@ def bench(config: BenchRealModelConfig) -> dict[str, Any]:
     """Run the stages that have not ended; return the figures of all methods, and write tables.md."""
     output = require_writable(config.output)
     _deal_out(config, output / "prompts")
-    stages: list[list[str]] = []
+    stages = Stages(output / "stages")
     for name, argv in [*_texts(config), *_trainings(config)]:
-        _run(output, name, argv, stages)
+        stages.run(name, argv)
     figures: dict[str, Any] = {}
     for temperature in config.temperature:
         found = {}
@@ -114,16 +112,16 @@ def bench(config: BenchRealModelConfig) -> dict[str, Any]:
             last = str(output / name) if name in config.trained else config.copies[-1]
             stage = f"switch-{name}-{temperature:g}"
             argv = _tuning(config, f"hybrid:{config.copies[0]}+{last}", temperature, output / stage)
-            _run(output, stage, argv, stages)
+            stages.run(stage, argv)
             found[name] = _read(output / stage / "switch.json")
         stage = f"report-{temperature:g}"
-        _run(output, stage, _measuring(config, _methods(config, found), temperature, output / stage), stages)
+        stages.run(stage, _measuring(config, _methods(config, found), temperature, output / stage))
         figures |= _figures(_read(output / stage / "report.json"))
         if temperature == config.temperature[0]:
             best = max(found.values(), key=lambda its: its["chosen"]["predicted_speedup"]["value"])
             tried = _tried(best, config.switches)
             argv = _measuring(replace(config, batch_size=[1]), tried, temperature, output / "switches")
-            _run(output, "switches", argv, stages)
+            stages.run("switches", argv)
             switches = {
                 "switches, " + setting: rows
                 for setting, rows in _figures(_read(output / "switches" / "report.json")).items()
@@ -187,18 +185,13 @@ def _deal_out(config: BenchRealModelConfig, folder: Path) -> None:
         rng.shuffle(mine)
         apart = max(2, round(config.held_out * len(mine)))
         held, learned = mine[:apart], mine[apart:]
-        parts["train"] += map(_record, learned)
-        parts["choose"] += map(_record, held[::2][: config.measured])
-        parts["measure"] += map(_record, held[1::2][: config.measured])
+        parts["train"] += (prompt.record() for prompt in learned)
+        parts["choose"] += (prompt.record() for prompt in held[::2][: config.measured])
+        parts["measure"] += (prompt.record() for prompt in held[1::2][: config.measured])
     for name, records in parts.items():
         rng.shuffle(records)
         write_prompts(folder / f"{name}.jsonl", records)
     write_json(dealt, how)
-
-
-def _record(prompt: Prompt) -> dict[str, Any]:
-    content = {"prompt": prompt.text} if prompt.messages is None else {"messages": prompt.messages}
-    return content | ({} if prompt.category is None else {"category": prompt.category})
 
 
 def _texts(config: BenchRealModelConfig) -> list[tuple[str, list[str]]]:
@@ -215,7 +208,7 @@ def _texts(config: BenchRealModelConfig) -> list[tuple[str, list[str]]]:
             "samples": samples, "max_new_tokens": config.text_tokens, "max_prompt_tokens": config.text_prompt_tokens,
             "output": output / "completions" / name,
         }  # fmt: skip
-        stages.append((f"text-{name}", ["prepare", *_flags(fields)]))
+        stages.append((f"text-{name}", ["prepare", *flags_of(fields)]))
     return stages if config.trained else []
 
 
@@ -232,13 +225,13 @@ def _trainings(config: BenchRealModelConfig) -> list[tuple[str, list[str]]]:
         }
         if fields.get("draft") in config.trained:
             fields["draft"] = output / fields["draft"]
-        stages.append((f"train-{name}", [run["command"], *_flags(fields)]))
+        stages.append((f"train-{name}", [run["command"], *flags_of(fields)]))
     return stages
 
 
 def _tuning(config: BenchRealModelConfig, hybrid: str, temperature: float, output: Path) -> list[str]:
     fields = _decoding(config, "choose") | {"drafter": hybrid, "temperature": temperature, "output": output}
-    return ["tune", *_flags(fields | {"draft_length": _joined(config.draft_length)})]
+    return ["tune", *flags_of(fields | {"draft_length": _joined(config.draft_length)})]
 
 
 def _measuring(
@@ -250,7 +243,7 @@ def _measuring(
         "batch_size": _joined(config.batch_size),
         "output": output,
     }
-    return ["measure", *_flags(fields), *(f"--drafter={name}={drafter}" for name, (drafter, _) in methods.items())]
+    return ["measure", *flags_of(fields), *(f"--drafter={name}={drafter}" for name, (drafter, _) in methods.items())]
 
 
 def _decoding(config: BenchRealModelConfig, part: str) -> dict[str, Any]:
@@ -266,38 +259,6 @@ def _decoding(config: BenchRealModelConfig, part: str) -> dict[str, Any]:
 
 def _joined(values: Sequence[float]) -> str:
     return ",".join(f"{value:g}" for value in values)
-
-
-def _flags(fields: Mapping[str, Any]) -> list[str]:
-    return [
-        f"--{name}={value if isinstance(value, str | Path) else json.dumps(value)}" for name, value in fields.items()
-    ]
-
-
-def _run(output: Path, name: str, argv: list[str], stages: list[list[str]]) -> None:
-    """Run a command of ours, unless this very one has ended behind the very same ones.
-
-    Args:
-        output: keeps what has ended.
-        name: the stage.
-        argv: the command.
-        stages: the commands before it, which it joins.
-
-    Raises:
-        InputError: it failed.
-    """
-    ended = output / "stages" / f"{name}.json"
-    stages.append(argv)
-    if ended.is_file() and _read(ended) == stages:
-        return
-    print(f"{name}: draftsmith {' '.join(argv)}", flush=True)
-    code = cli.main(argv)
-    if code not in PASSED:
-        raise InputError(
-            f"{name}: expected the stage to end, found exit code {code}; the same command goes on from here"
-        )
-    ended.parent.mkdir(parents=True, exist_ok=True)
-    write_json(ended, stages)
 
 
 def _read(path: Path) -> Any:

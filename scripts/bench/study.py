@@ -23,6 +23,7 @@ from draftsmith.decode.measurement.intervals import ratio, ratio_difference
 from draftsmith.scripts.bench.common import ASSETS, MAX_PROMPT_TOKENS, BenchmarkConfig, main
 from draftsmith.scripts.kinds import drafter_specs, recipes
 from draftsmith.scripts.pair import load_pair
+from draftsmith.scripts.stages import JUDGED_LATER, flags_of
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_tokenizer
@@ -31,16 +32,6 @@ from draftsmith.train.provenance import write_json
 CONFIGS = ASSETS.parent / "configs"
 REPLAYED = {0: "replayed-greedy", 1: "replayed-sampled"}
 """Temperatures, and the texts that are replayed at each."""
-FIXED = {
-    "heldout": "[]",
-    "training.eval_strategy": "no",
-    "training.eval_on_start": "false",
-    "training.save_strategy": "no",
-    "training.load_best_model_at_end": "false",
-    "training.report_to": "[]",
-    "training.disable_tqdm": "true",
-}
-"""Fields of every run, which is judged by its last state."""
 
 
 @dataclass
@@ -137,10 +128,9 @@ def _train(config: BenchStudyConfig, variant: Mapping[str, Any], seed: int, outp
     """Train one variant by the recipe's own entry point."""
     completions = [config.completions(side) for side in ("sampled", "greedy")]
     fields: dict[str, Any] = {"target": config.target, "completions": completions}
-    fields |= FIXED | {"training.output_dir": output, "training.seed": seed} | dict(variant)
-    flags = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()]
+    fields |= JUDGED_LATER | {"training.output_dir": output, "training.seed": seed} | dict(variant)
     base = config.base or str(CONFIGS / config.recipe / "tiny.yaml")
-    import_module(f"{recipes()[config.recipe].package}.__main__").main(["--config", base, *flags])
+    import_module(f"{recipes()[config.recipe].package}.__main__").main(["--config", base, *flags_of(fields)])
 
 
 def _replayed(config: BenchStudyConfig, drafter: str) -> dict[str, dict[str, list[float]]]:

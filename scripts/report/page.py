@@ -49,7 +49,8 @@ def render_page(report: Report) -> str:
     """Return the page of a report as HTML."""
     style = figures.styles(report)
     opening = _opening(report)
-    return _template().render(
+    return template("draftsmith.scripts.report", "report.html.j2").render(
+        css=css(),
         report=report,
         environment=asdict(report.environment),
         style=style,
@@ -80,14 +81,19 @@ def render_page(report: Report) -> str:
 
 
 @cache
-def _template() -> Template:
-    """Return the page's template, compiled once: that takes longer than to fill it in."""
+def template(package: str, name: str) -> Template:
+    """Return a page's template, compiled once: that takes longer than to fill it in."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "estimate": estimate, "bytes": size, "visible": visible}
     environment.filters |= {"bucket": _bucket, "picture": _picture}
     environment.tests |= {"measured": has_value}
-    source = resources.files("draftsmith.scripts.report").joinpath("report.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(source)
+    return environment.from_string(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
+
+
+@cache
+def css() -> Markup:
+    """Return the style of every page."""
+    return Markup(resources.files("draftsmith.scripts.report").joinpath("page.css").read_text(encoding="utf-8"))
 
 
 def number(value: float | None, form: str = ".2f") -> str:

@@ -13,6 +13,7 @@ from pages import GUIDES, shell_blocks
 from draftsmith.decode import DraftModelProposer, Tree, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.scripts import stages
 from draftsmith.scripts.bench import (
     common,
     data,
@@ -355,26 +356,9 @@ def test_a_real_models_tables_are_made_once(pair_dirs, tmp_path, capsys, monkeyp
     assert all(f"| {name} |" in tables for name in names)
     assert "| drafter | γ | τ | speed-up | predicted | one | two |" in tables
     capsys.readouterr()
-    monkeypatch.setattr(real_model.cli, "main", lambda argv: pytest.fail("a stage that had ended ran again"))
+    monkeypatch.setattr(stages.cli, "main", lambda argv: pytest.fail("a stage that had ended ran again"))
     common.run_benchmark(real_model.BenchRealModelConfig, real_model.bench, real_model.shown, argv=arguments)
     assert (tmp_path / "real" / "tables.md").read_text() == tables
-
-
-def test_a_real_models_stage_that_failed_is_not_taken_for_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(real_model.cli, "main", lambda argv: 1)
-    with pytest.raises(InputError, match=r"text: expected the stage to end, found exit code 1"):
-        real_model._run(tmp_path, "text", ["prepare"], [])
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_real_models_stages_run_again_behind_one_that_changed(tmp_path, monkeypatch):
-    ran: list[str] = []
-    monkeypatch.setattr(real_model.cli, "main", lambda argv: ran.append(argv[0]) or 0)
-    for rate in ("1", "1", "2"):
-        stages: list[list[str]] = []
-        real_model._run(tmp_path, "train", ["distill", rate], stages)
-        real_model._run(tmp_path, "report", ["measure"], stages)
-    assert ran == ["distill", "measure"] * 2
 
 
 def test_a_real_models_trainings_build_on_each_other(tmp_path):

@@ -58,6 +58,11 @@ class Prompt:
     where: str | None = field(default=None, compare=False)
     """Where it stands, as `prompts.jsonl:7`; None where it was not read."""
 
+    def record(self) -> dict[str, Any]:
+        """Return it as a record of a file that `read_prompts` reads."""
+        content: dict[str, Any] = {"prompt": self.text} if self.messages is None else {"messages": self.messages}
+        return content | ({} if self.category is None else {"category": self.category})
+
     def require_logits(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         """Raise an InputError that says where it stands if one of its tokens lies behind all of a model's logits."""
         place = "" if self.where is None else f"{self.where}: "

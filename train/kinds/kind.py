@@ -37,6 +37,10 @@ class Recipe:
     """The dataclass of its fields, as "module:Class"."""
     plan: str | None = None
     """The dataclass of the fields of its plan, as "module:Class": a `train.memory.setting.TrainingMachines`."""
+    begun: str = "heads"
+    """The field that names what a run goes on from."""
+    made: tuple[str, ...] = ()
+    """Fields that say what a new drafter is like, or beginnings of their names: left out where a run goes on."""
 
     def config_class(self) -> type[Any]:
         """Return the dataclass of its fields."""
@@ -46,6 +50,16 @@ class Recipe:
         """Return the dataclass of the fields of its plan."""
         assert self.plan is not None
         return _imported(self.plan)
+
+
+SMALL_VOCABULARY, MOST_DRAFTED = 16_384, 32_768
+"""Tokens of a vocabulary up to which drafters read all of it; those that they draft among at most."""
+
+
+def drafted_tokens(target: "PretrainedConfig", field: str) -> dict[str, int]:
+    """Return the field for a cut vocabulary where the target's is large: a quarter of it; else none."""
+    size = target.get_text_config().vocab_size
+    return {} if size <= SMALL_VOCABULARY else {field: min(MOST_DRAFTED, size // 4)}
 
 
 def _imported(path: str) -> type[Any]:
@@ -250,6 +264,10 @@ class DrafterKind(ABC):
 
     def overrides(self, target: "PretrainedConfig") -> dict[str, int]:
         """Return the fields that vLLM needs in a target's config beside its own."""
+        return {}
+
+    def candidates(self, target: "PretrainedConfig") -> dict[str, dict[str, Any]]:
+        """Return what `draftsmith choose` tries of this kind for a target: by name, fields of its recipe."""
         return {}
 
     def recognises_foreign(self, directory: Path) -> bool:

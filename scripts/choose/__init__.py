@@ -1,0 +1,1 @@
+"""`draftsmith choose`: which drafter to train for a target, by training several a little."""

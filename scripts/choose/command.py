@@ -1,0 +1,397 @@
+"""`draftsmith choose --target T --prompts P --budget 2h --output DIR`: which drafter to train for a target.
+
+Prompts are dealt out; the target answers the held-out ones. Then, on one amount of its text after the other, candidates
+are trained from the beginning, each by its own command, and replayed on the held-out answers. Costs of rounds are
+measured once, all candidates side by side. All that has ended is kept.
+"""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.costs import CostTable
+from draftsmith.decode.progress import time_text
+from draftsmith.decode.validation import Amount, Count, parse_json, read
+from draftsmith.scripts.choose.config import COPIES, ChooseConfig
+from draftsmith.scripts.choose.forecast import LEAST_AMOUNTS, Trial, outlook, outlooks
+from draftsmith.scripts.choose.page import print_choice, write_page
+from draftsmith.scripts.choose.result import NONE, SCHEMA, Choice, Standing, best_way, by_name, shell, verdict
+from draftsmith.scripts.choose.rounds import CostFile, Replayed, measured_costs, replayed
+from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable, growth, kept, survivors
+from draftsmith.scripts.kinds import KINDS, recipes
+from draftsmith.scripts.stages import JUDGED_LATER, Stages, flags_of
+from draftsmith.train.cli import parse_config
+from draftsmith.train.data.corpus import write_prompts
+from draftsmith.train.data.generate import load_completions
+from draftsmith.train.data.prompts import Prompt, read_prompts
+from draftsmith.train.files import require_writable, write_aside
+from draftsmith.train.models import load_config
+from draftsmith.train.provenance import as_json, write_json
+from draftsmith.train.runs import note_on_interrupt
+
+FIRST_TEXT = 0.05
+"""The share of the time for choosing in which the first amount of text is written."""
+LEAST_PROMPTS = 16
+"""Of the first amount of text."""
+TIMES = (2.0, 4.0, 10.0)
+"""Times the text of the last trial, at which it is said what the winner would bring."""
+
+
+@dataclass(frozen=True)
+class KeptRung:
+    """What is kept of an amount of text: replays by candidate and temperature, and the seconds that they took."""
+
+    tokens: Count
+    training: dict[str, Amount]
+    replayed: dict[str, dict[str, Replayed]]
+    seconds: Amount
+
+
+@dataclass
+class Choosing:
+    """One run: where it stands, and what it has spent."""
+
+    config: ChooseConfig
+    candidates: dict[str, dict[str, Any]]
+    output: Path
+    train: list[Prompt]
+    stages: Stages
+    spent: float = 0.0
+    used: int = 0
+    """Prompts of `train` that the target has answered."""
+    written: float = 0.0
+    """Tokens of text that are there."""
+    trials: dict[str, list[Trial]] = field(default_factory=dict)
+    paces: dict[str, Pace] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    amounts: list[int] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """The time for choosing."""
+        return self.config.seconds * self.config.choosing
+
+    def run(self, name: str, argv: list[str]) -> float:
+        """Run a stage, and count its time."""
+        seconds = self.stages.run(name, argv)
+        self.spent += seconds
+        return seconds
+
+    def write(self, name: str, prompts: Sequence[Prompt]) -> float:
+        """Let the target answer some prompts; return the seconds."""
+        path = self.output / "prompts" / f"{name}.jsonl"
+        write_prompts(path, [prompt.record() for prompt in prompts])
+        return self.run(name, ["prepare", *flags_of(self.answers(name, path))])
+
+    def answers(self, name: str, prompts: Path) -> dict[str, Any]:
+        """Return the fields of `prepare`."""
+        config = self.config
+        fields: dict[str, Any] = {"target": config.target, "prompts": prompts, "output": self.completions(name)}
+        fields["temperatures"] = ",".join(f"{temperature:g}" for temperature in config.temperature)
+        for field_name in (
+            "max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs", "seed", "top_k", "top_p",
+            "min_p", "repetition_penalty", "no_repeat_ngram_size", "endpoint", "endpoint_model", "trust_remote_code",
+        ):  # fmt: skip
+            if (value := getattr(config, field_name)) not in (None, {}):
+                fields[field_name] = value
+        return fields
+
+    def completions(self, name: str) -> Path:
+        """Return the directory of the target's answers."""
+        return self.output / "completions" / name
+
+    def texts(self, rung: int) -> list[str]:
+        """Return the directories that an amount of text consists of."""
+        return [str(self.completions(f"text-{number}")) for number in range(1, rung + 1)]
+
+    def training(self, name: str, rung: int, output: Path) -> dict[str, Any]:
+        """Return the fields of a candidate's training on an amount of text."""
+        config = self.config
+        own = {key: value for key, value in self.candidates[name].items() if key != "command"}
+        filters = {key: getattr(config, key) for key in ("top_k", "top_p")}
+        fields = {"target": config.target, "completions": self.texts(rung), "training.num_train_epochs": config.epochs}
+        fields |= filters | {"trust_remote_code": config.trust_remote_code}
+        return fields | config.learning | own | {"training.output_dir": str(output)}
+
+    def rung(self, rung: int, names: Sequence[str]) -> None:
+        """Train candidates on an amount of text and replay them; or read what an earlier run left of that."""
+        tokens = self.tokens(self.texts(rung))
+        self.written = tokens
+        self.amounts.append(tokens)
+        self.say(rung, names, tokens)
+        took = {}
+        for name in names:
+            output = self.output / "trials" / str(rung) / name
+            flags = flags_of(self.training(name, rung, output) | JUDGED_LATER)
+            processes = [] if self.config.processes is None else [f"--processes={self.config.processes}"]
+            took[name] = self.run(f"train-{rung}-{name}", [self.candidates[name]["command"], *processes, *flags])
+        path = self.output / "trials" / f"{rung}.json"
+        drafters = {name: str(self.output / "trials" / str(rung) / name) for name in names}
+        copies = [] if rung > 1 else list(COPIES)
+        if not path.is_file() or read(KeptRung, path).replayed.keys() != {*names, *copies}:
+            begin = time.perf_counter()
+            found = replayed(self.config, drafters | {name: name for name in copies}, str(self.completions("heldout")))
+            seconds = time.perf_counter() - begin
+            training = {name: _train_seconds(directory) for name, directory in drafters.items()}
+            write_json(path, KeptRung(tokens, training, found, seconds))
+        rounds = read(KeptRung, path)
+        self.spent += rounds.seconds
+        for name, by_temperature in rounds.replayed.items():
+            training_seconds = rounds.training.get(name, 0.0)
+            self.trials.setdefault(name, []).append(
+                Trial(drafters.get(name, name), tokens, training_seconds, by_temperature)
+            )
+            if name in took:
+                beside = max(0.0, took[name] - training_seconds) + rounds.seconds / len(rounds.replayed)
+                self.paces[name] = Pace(training_seconds / tokens, beside)
+
+    def tokens(self, directories: Sequence[str]) -> int:
+        """Return how many tokens the target wrote there."""
+        samples = (sample for path in directories for sample in load_completions(path))
+        return sum(len(sample["input_ids"]) - sample["prompt_length"] for sample in samples)
+
+    def say(self, rung: int, names: Sequence[str], tokens: int) -> None:
+        """Say where it stands."""
+        print(
+            f"\n{rung} of {RUNGS}: {', '.join(names)} on {tokens:,} tokens of text; {time_text(self.spent)} of "
+            f"{time_text(self.seconds)} spent",
+            flush=True,
+        )
+
+    def reach(self, name: str, write: float) -> float:
+        """Return the tokens of text that a candidate will learn from when it has won."""
+        if self.config.budget_tokens is not None:
+            return float(self.config.budget_tokens)
+        left = max(self.config.seconds - max(self.spent, self.seconds), 0.0)
+        return max(affordable(left, self.paces[name], self.written, write), float(self.trials[name][-1].tokens))
+
+
+def choose(config: ChooseConfig) -> Choice:
+    """Choose a drafter, write choose.json, choose.html and winner.yaml, and return what was found.
+
+    Raises:
+        InputError: prompts or models that cannot be used, an output of other settings, or a stage that failed.
+    """
+    output = require_writable(config.output)
+    prompts = read_prompts(config.prompts, limit=config.limit)
+    least = config.heldout_prompts + RUNGS * LEAST_PROMPTS
+    if len(prompts) < least:
+        raise InputError(
+            f"prompts: expected at least {least} in {config.prompts}, {config.heldout_prompts} of them held out, found "
+            f"{len(prompts)}"
+        )
+    _settle(config, output)
+    random.Random(config.seed).shuffle(prompts)
+    heldout, train = prompts[: config.heldout_prompts], prompts[config.heldout_prompts :]
+    run = Choosing(config, candidates_of(config), output, train, Stages(output / "stages"))
+    with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
+        wrote = run.write("heldout", heldout) / len(heldout)
+        first = round(FIRST_TEXT * run.seconds / max(wrote, 1e-9))
+        return _halve(run, min(max(first, LEAST_PROMPTS), len(train) // RUNGS))
+
+
+def _halve(run: Choosing, first: int) -> Choice:
+    """Go through all amounts of text; `first` is how many prompts the first one has."""
+    names, write = list(run.candidates), 0.0
+    seconds, prompts, tables = 0.0, first, dict[str, CostTable]()
+    for rung in range(1, RUNGS + 1):
+        new = run.train[run.used : run.used + prompts]
+        seconds += run.write(f"text-{rung}", new)
+        run.used += len(new)
+        run.rung(rung, names)
+        write = seconds / run.written
+        if rung == 1:
+            tables = _costs(run)
+        if rung == RUNGS:
+            break
+        if rung >= LEAST_AMOUNTS and run.spent >= run.seconds:
+            print("the time is spent: nothing more is trained", flush=True)
+            break
+        going_on = survivors(rung + 1, len(run.candidates))
+        if going_on < len(names):
+            scores = {name: _standing(run, name, tables, write).score for name in names}
+            remain = kept(scores, going_on)
+            run.dropped |= {name: rung for name in names if name not in remain}
+            print(f"dropped: {', '.join(name for name in names if name not in remain)}", flush=True)
+            names = remain
+        per_prompt = run.written / run.used
+        factor = growth(
+            run.seconds - run.spent, rung, run.written, [run.paces[name] for name in names], write,
+            per_prompt * len(run.train),
+        )  # fmt: skip
+        # The prompts that are left are enough for one more of each amount that comes.
+        most = len(run.train) - run.used - (RUNGS - rung - 1) * 1
+        prompts = max(1, min(most, round(run.used * (factor - 1))))
+    return _chosen(run, tables, write)
+
+
+def _costs(run: Choosing) -> dict[str, CostTable]:
+    path = run.output / "costs.json"
+    seconds = run.output / "stages" / "costs.json"
+    drafters = {name: trials[-1].drafter for name, trials in run.trials.items()}
+    begin = time.perf_counter()
+    print("\ncosts of rounds, all candidates side by side", flush=True)
+    tables = measured_costs(run.config, drafters, str(run.completions("heldout")), path)
+    if not seconds.is_file():
+        write_json(seconds, time.perf_counter() - begin)
+    run.spent += float(parse_json(seconds.read_text(encoding="utf-8")))
+    return tables
+
+
+def _standing(run: Choosing, name: str, tables: Mapping[str, CostTable], write: float) -> Standing:
+    trials = run.trials[name]
+    trained = name in run.candidates
+    tokens = run.reach(name, write) if trained else float(trials[-1].tokens)
+    fields = dict(run.candidates.get(name, {}))
+    return Standing(
+        name,
+        fields.pop("command", None),
+        fields,
+        trials,
+        run.dropped.get(name),
+        outlooks(name, trials, tables, run.config.batch_size, tokens),
+        run.paces[name].per_token if trained else 0.0,
+    )
+
+
+def _chosen(run: Choosing, tables: Mapping[str, CostTable], write: float) -> Choice:
+    config, output = run.config, run.output
+    standings = [_standing(run, name, tables, write) for name in run.trials]
+    # Those that were dropped are behind those that were not: their forecasts rest on less.
+    standings.sort(key=lambda its: (its.dropped_after is not None, -its.score))
+    winner, reason = verdict([its for its in standings if its.dropped_after is None])
+    commands, more = list[str](), {}
+    if winner != NONE:
+        won = by_name(standings)[winner]
+        commands = _next(run, won)
+        if won.command is not None:
+            best = max(won.outlooks, key=lambda each: each.forecast.value or 0.0)
+            for times in TIMES:
+                table, tokens = tables[best.temperature], times * won.trials[-1].tokens
+                ahead = outlook(won.name, won.trials, table, best.temperature, best.rows, tokens)
+                more[f"{tokens:.0f}"] = ahead.forecast
+    costs = read(CostFile, Path(config.costs) if config.costs else output / "costs.json", "costs")
+    choice = Choice(
+        SCHEMA, config.target, costs.environment | {"compiled": costs.compiled}, config.seconds, run.spent, run.amounts,
+        standings, winner, reason, more, commands,
+    )  # fmt: skip
+    write_json(output / "choose.json", choice)
+    write_page(choice, output / "choose.html")
+    return choice
+
+
+def _next(run: Choosing, won: Standing) -> list[str]:
+    """Write winner.yaml, and return the commands that come next."""
+    config, output = run.config, run.output
+    heldout, commands = output / "prompts/heldout.jsonl", list[str]()
+    directory = output / "winner"
+    if won.command is not None:
+        recipe = recipes()[won.command]
+        fields = run.training(won.name, len(run.amounts), directory)
+        fields = {key: value for key, value in fields.items() if not key.startswith(recipe.made)}
+        fields |= {recipe.begun: won.trials[-1].drafter}
+        fields |= {"training.save_strategy": "epoch", "training.save_total_limit": 1}
+        missing = won.outlooks[0].tokens - run.written
+        if missing > 0.1 * run.written:
+            new = run.train[run.used :]
+            samples = max(1, round(missing / (run.written / run.used) / max(1, len(new)))) if new else 1
+            prompts = output / "prompts/text-winner.jsonl"
+            write_prompts(prompts, [prompt.record() for prompt in new or run.train])
+            answers = run.answers("text-winner", prompts) | {"seed": config.seed + 1}
+            sampled = {"samples": samples} if samples > 1 and 0 not in config.temperature else {}
+            commands.append(shell(["draftsmith", "prepare", *flags_of(answers | sampled)]))
+            fields["completions"] = [*fields["completions"], str(run.completions("text-winner"))]
+        text = yaml.safe_dump(as_json(_nested(fields)), sort_keys=False, allow_unicode=True)
+        note = f"# {won.name} for {config.target}: what `draftsmith choose` found. It goes on from the last trial.\n"
+        write_aside(output / "winner.yaml", note + text)
+        processes = [] if config.processes is None else ["--processes", config.processes]
+        commands.append(shell(["draftsmith", won.command, *processes, "--config", output / "winner.yaml"]))
+    for outlook_ in won.pays():
+        words: list[object] = ["draftsmith", "measure", "--target", config.target, "--prompts", heldout]
+        words += [*best_way(won, outlook_, directory), "--temperature", outlook_.temperature]
+        words += ["--batch_size", outlook_.rows, "--max_new_tokens", config.max_new_tokens]
+        name = f"report-{outlook_.temperature}-{outlook_.rows}"
+        commands.append(shell([*words, "--output", output / name]))
+    return commands
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted fields as YAML has them."""
+    found: dict[str, Any] = {}
+    for key, value in fields.items():
+        group, dot, name = key.partition(".")
+        if dot:
+            found.setdefault(group, {})[name] = value
+        else:
+            found[key] = value
+    return found
+
+
+def candidates_of(config: ChooseConfig) -> dict[str, dict[str, Any]]:
+    """Return what competes, by name: what the config says, or candidates of every kind."""
+    if config.candidates:
+        return config.candidates
+    target = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    found: dict[str, dict[str, Any]] = {}
+    for kind in KINDS:
+        if kind.recipe is not None:
+            found |= {name: {"command": kind.recipe.command} | its for name, its in kind.candidates(target).items()}
+    if config.draft is not None:
+        found["draft"] = {"command": "distill", "draft": config.draft}
+    return found
+
+
+def _settle(config: ChooseConfig, output: Path) -> None:
+    """Keep the settings, or require that an earlier run had the same.
+
+    Raises:
+        InputError: it had others.
+    """
+    path = output / "settings.json"
+    settings = {name: value for name, value in as_json(config).items() if name not in ("output", "dry_run")}
+    if path.is_file():
+        earlier = parse_json(path.read_text(encoding="utf-8"))
+        for name, value in settings.items():
+            if earlier.get(name) != value:
+                raise InputError(
+                    f"output: expected {output} of the same {name}, {value!r}, found it of {earlier.get(name)!r}; give "
+                    "another directory"
+                )
+    write_json(path, settings)
+
+
+def _train_seconds(directory: str) -> float:
+    """Return the seconds of a training run, as its trainer noted them."""
+    state = parse_json((Path(directory) / "trainer_state.json").read_text(encoding="utf-8"))
+    return float(next(entry["train_runtime"] for entry in state["log_history"] if "train_runtime" in entry))
+
+
+def say_plan(config: ChooseConfig) -> None:
+    """Say what would be tried, and what it costs."""
+    candidates = candidates_of(config)
+    runs = sum(survivors(rung, len(candidates)) for rung in range(1, RUNGS + 1))
+    choosing = config.seconds * config.choosing
+    print(
+        f"{time_text(choosing)} of {time_text(config.seconds)} to choose among {len(candidates)} candidates and "
+        f"{' and '.join(COPIES)}: {runs} training runs on {RUNGS} growing amounts of text, as much as fits; the rest "
+        "is for the winner"
+    )
+    for name, fields in candidates.items():
+        own = [f"--{key} {value}" for key, value in fields.items() if key != "command"]
+        print(f"  {name:<12}{fields['command']} {' '.join(own)}".rstrip())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Choose, print the table, and say what comes next."""
+    config = parse_config(ChooseConfig, argv, prog="draftsmith choose")
+    if config.dry_run:
+        say_plan(config)
+        return 0
+    print_choice(choose(config), Path(config.output))
+    return 0

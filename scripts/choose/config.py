@@ -1,0 +1,115 @@
+"""Settings of `draftsmith choose`."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, require, require_some
+from draftsmith.decode.options import Filters
+from draftsmith.scripts.kinds import recipes
+from draftsmith.train.cli import Floats, Ints, numbers
+from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget, checked_url
+
+UNITS = {"h": 3600, "m": 60, "s": 1}
+COPIES = ("suffix", "prompt_lookup")
+"""Drafters without training that compete; the first is the first of every hybrid."""
+
+
+@dataclass(kw_only=True)
+class ChooseConfig(Filters, PromptedTarget):
+    """Find out which drafter to train for a target, by training several a little.
+
+    Candidates of every kind learn from a little of its text, the worse half is dropped, the others learn from more, and
+    a forecast says what the best will bring when it is trained.
+    """
+
+    output: str
+    """The directory that receives everything, choose.json, choose.html and winner.yaml among it; a second run goes on
+    from what is there."""
+    budget: str
+    """The time for all of it, such as 40m, 2h or 1h30m: to choose, and then to train the winner."""
+    choosing: float = 0.5
+    """The share of that time for choosing; the rest is the winner's."""
+    budget_tokens: int | None = None
+    """Tokens of text that the winner is going to learn from; as many as the rest of the time allows if not given."""
+    draft: str | None = None
+    """A small model with the target's tokenizer, which competes as well, distilled: a directory or hub id."""
+    candidates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name, what competes, in place of candidates of every kind: `command`, and fields of that command, such as
+    {wide: {command: block, layers: 3}}."""
+    learning: dict[str, Any] = field(default_factory=dict)
+    """Fields of every training run, such as {packing: true, max_length: 2048, training.bf16: true}."""
+    epochs: float = 3.0
+    """How often a training run reads its text."""
+    processes: int | None = None
+    """GPUs, or processes, of each training run; as `draftsmith distill` takes it if not given."""
+    draft_length: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 7])
+    """γ that are priced; with commas."""
+    temperature: Floats = field(default_factory=lambda: [0.0, 1.0])
+    """Temperatures at which the drafter is going to work, with commas; text is written at each."""
+    batch_size: Ints = field(default_factory=lambda: [1])
+    """Texts that are going to be decoded together, several numbers with commas."""
+    heldout_prompts: int = 64
+    """Prompts that nothing learns from, on which acceptance is replayed; at most a fourth of all."""
+    endpoint: str | None = None
+    """A server of the target that writes the text, as of `prepare`; here if None."""
+    endpoint_model: str | None = None
+    """Its name there."""
+    costs: str | None = None
+    """costs.json of another run of `choose` with the same candidates, on the machine of deployment, in place of
+    measuring here."""
+    dtype: str = "auto"
+    """Of models whose costs are measured: as of `measure`."""
+    compiled: bool | None = None
+    """Measure compiled forwards; null: where a short timing finds them faster."""
+    dry_run: bool = False
+    """Say what would be tried, and nothing more."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, kind in (("draft_length", int), ("temperature", float), ("batch_size", int)):
+            setattr(self, name, sorted(set(numbers(getattr(self, name), kind, name))))
+            require_some(self, name, "number")
+        require(self, DRAFT_LENGTH, "draft_length")
+        require(self, finite(at_least(0)), "temperature")
+        require(self, at_least(1), "batch_size", "budget_tokens", "processes")
+        require(self, at_least(8), "heldout_prompts")
+        require(self, between(0, 1), "choosing")
+        require(self, finite(more_than(0)), "epochs")
+        if self.endpoint is not None:
+            checked_url(self.endpoint, "endpoint", "http://localhost:8000/v1")
+        if self.endpoint_model is not None and self.endpoint is None:
+            raise InputError("endpoint_model: expected --endpoint beside it, found none")
+        seconds_of(self.budget)
+        for name, fields in self.candidates.items():
+            if name in COPIES or not re.fullmatch(r"[\w.-]+", name):
+                raise InputError(
+                    f"candidates: expected names of letters, digits, . and -, other than {' and '.join(COPIES)}, found "
+                    f"{name!r}"
+                )
+            if fields.get("command") not in recipes():
+                raise InputError(
+                    f"candidates: expected a command out of {', '.join(recipes())} in {name}, found "
+                    f"{fields.get('command')}"
+                )
+
+    @property
+    def seconds(self) -> float:
+        """The time for all of it."""
+        return seconds_of(self.budget)
+
+
+def seconds_of(text: str) -> float:
+    """Return a time in seconds.
+
+    Raises:
+        InputError: a text that says none.
+    """
+    found = re.fullmatch(
+        r"(?:(?P<h>\d+(?:\.\d+)?)h)?(?:(?P<m>\d+(?:\.\d+)?)m)?(?:(?P<s>\d+(?:\.\d+)?)s)?", text.strip()
+    )
+    parts = found.groupdict(default="0") if found else {}
+    seconds = sum(float(part) * UNITS[unit] for unit, part in parts.items())
+    if not seconds > 0:
+        raise InputError(f"budget: expected a time such as 40m, 2h or 1h30m, found {text!r}")
+    return seconds

@@ -1,0 +1,99 @@
+"""What was chosen, for people: choose.html, and a table in the terminal."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from draftsmith.decode.measurement.intervals import Estimate, format_estimate
+from draftsmith.decode.progress import time_text
+from draftsmith.scripts.choose.forecast import Outlook
+from draftsmith.scripts.choose.result import NONE, Choice, Standing, by_name
+from draftsmith.scripts.report.charts import Series, Style, limits, line_chart
+from draftsmith.scripts.report.figures import Panel
+from draftsmith.scripts.report.page import css, template
+from draftsmith.scripts.summary import figures_table
+from draftsmith.train.files import write_aside
+from draftsmith.train.kinds.quantities import count
+
+
+def way_text(outlook: Outlook) -> str:
+    """Say how a candidate drafts."""
+    way = outlook.way
+    return f"{way.draft_length}" if way.last is None else f"copies {way.draft_length}, else {way.last}"
+
+
+def _style(choice: Choice) -> dict[str, Style]:
+    return {its.name: Style(number) for number, its in enumerate(choice.standings)}
+
+
+def _now(standing: Standing, temperature: str, rows: int) -> Outlook:
+    return next(each for each in standing.outlooks if (each.temperature, each.rows) == (temperature, rows))
+
+
+def _panels(choice: Choice) -> list[Panel]:
+    """Draw, for each temperature and batch size, what each candidate does now and will do, over its text."""
+    style, panels = _style(choice), []
+    for outlook in choice.standings[0].outlooks:
+        series, estimates = list[Series](), list[Estimate]()
+        for its in choice.standings:
+            here = _now(its, outlook.temperature, outlook.rows)
+            points = {its.trials[-1].tokens / 1000: here.now}
+            if here.tokens > its.trials[-1].tokens:
+                points[here.tokens / 1000] = here.forecast
+            known = {x: each for x, each in points.items() if each.value is not None}
+            estimates += known.values()
+            series.append(Series(style[its.name], known, "curve" if its.dropped_after is None else "other_curve"))
+        title = f"T = {outlook.temperature}, {outlook.rows} at a time"
+        span = limits(estimates, 1.0)
+        panels.append((title, line_chart(title, series, "thousand tokens of text", "speed-up", span, 1.0)))
+    return panels
+
+
+def write_page(choice: Choice, path: Path) -> None:
+    """Write the page aside, then rename."""
+    page = template("draftsmith.scripts.choose", "choose.html.j2").render(
+        css=css(),
+        choice=choice,
+        none=NONE,
+        won=by_name(choice.standings).get(choice.winner),
+        style=_style(choice),
+        panels=_panels(choice),
+        way=way_text,
+        time=time_text,
+        count=count,
+    )
+    write_aside(path, page)
+
+
+def print_choice(choice: Choice, output: Path, console: Console | None = None) -> None:
+    """Print how candidates stand, what was chosen and what comes next; the table fits 80 columns."""
+    console = console or Console()
+    for number, outlook in enumerate(choice.standings[0].outlooks):
+        table = figures_table(
+            ("candidate", "γ", "τ", "now", "forecast", "at tokens"),
+            "candidate",
+            f"T={outlook.temperature}, {outlook.rows} at a time: speed-up",
+            "brackets: 95 % interval; dropped ones last" if number == 0 else None,
+        )
+        for its in choice.standings:
+            here = _now(its, outlook.temperature, outlook.rows)
+            trained = its.command is not None
+            table.add_row(
+                its.name if its.dropped_after is None else f"({its.name})",
+                way_text(here),
+                format_estimate(here.mean_acceptance_length, spread="none"),
+                format_estimate(here.now, unit="×", spread="none"),
+                _forecast(here.forecast) if trained else "–",
+                count(round(here.tokens)) if trained else "–",
+                style="bold" if its.name == choice.winner else "",
+            )
+        console.print(table)
+        console.print()
+    console.print(f"{choice.winner}: {choice.reason}", highlight=False, soft_wrap=True)
+    for command in choice.commands:
+        console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"page: {output / 'choose.html'}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _forecast(estimate: Estimate) -> str:
+    return format_estimate(estimate, unit="×", spread="interval")

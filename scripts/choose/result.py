@@ -1,0 +1,111 @@
+"""What was chosen, and what it rests on: choose.json."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.scripts.choose.config import COPIES
+from draftsmith.scripts.choose.forecast import Outlook, Trial, score
+
+SCHEMA = "draftsmith.choose/1"
+NONE = "none"
+"""The winner where no drafter pays."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A candidate, and how it stands."""
+
+    name: str
+    command: str | None
+    """What trains it; None of copies."""
+    fields: dict[str, Any]
+    """Of that command."""
+    trials: list[Trial]
+    dropped_after: int | None
+    """The amount of text after which it was dropped, from 1."""
+    outlooks: list[Outlook]
+    seconds_per_token: float
+    """Of training, with all its epochs."""
+
+    @property
+    def score(self) -> float:
+        """The geometric mean of its forecast speed-ups."""
+        return score(self.outlooks)
+
+    def pays(self) -> list[Outlook]:
+        """Return where its forecast is above plain decoding."""
+        return [outlook for outlook in self.outlooks if (outlook.forecast.value or 0) > 1]
+
+    def drafter(self, outlook: Outlook, directory: str) -> str:
+        """Return what `--drafter` says of it in its way to draft, once it lies in a directory."""
+        if self.command is None:
+            return self.name
+        if outlook.way.last is None:
+            return directory
+        return f"hybrid:{COPIES[0]}+{directory}@last={outlook.way.last}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and everything that it rests on."""
+
+    schema: str
+    target: str
+    environment: dict[str, Any]
+    """Where costs were measured."""
+    budget: float
+    spent: float
+    """Seconds: in all, and for choosing."""
+    amounts: list[int]
+    """Tokens of text of each rung."""
+    standings: list[Standing]
+    """The best first."""
+    winner: str
+    """A name, or `none`."""
+    reason: str
+    more_text: dict[str, Estimate]
+    """What the winner would bring at several times the text, at the first temperature and batch size."""
+    commands: list[str]
+    """What to do next, one behind the other."""
+
+
+def verdict(standings: Sequence[Standing]) -> tuple[str, str]:
+    """Return the winner, and why: the best where drafting can be left out wherever it does not pay."""
+
+    def worth(standing: Standing) -> float:
+        product = 1.0
+        for outlook in standing.outlooks:
+            product *= max(1.0, outlook.forecast.value or 0.0)
+        return product
+
+    best = max(standings, key=lambda each: (worth(each), each.score))
+    if not (paying := best.pays()):
+        return NONE, "no candidate is forecast to be faster than plain decoding at any of these settings"
+    where = settings_text(paying)
+    if len(paying) == len(best.outlooks):
+        return best.name, f"the fastest by forecast, at {where}"
+    return best.name, f"the fastest by forecast at {where}; elsewhere plain decoding is faster: do not draft there"
+
+
+def settings_text(outlooks: Sequence[Outlook]) -> str:
+    """Name temperatures and batch sizes in words."""
+    return ", ".join(f"T={each.temperature} with {each.rows} at a time" for each in outlooks)
+
+
+def shell(words: Sequence[object]) -> str:
+    """Return words as a line for a shell."""
+    return shlex.join(str(word) for word in words)
+
+
+def best_way(standing: Standing, outlook: Outlook, directory: Path) -> list[object]:
+    """Return the flags of `measure` and `generate` for a candidate's way to draft."""
+    return ["--drafter", standing.drafter(outlook, str(directory)), "--draft_length", outlook.way.draft_length]
+
+
+def by_name(standings: Sequence[Standing]) -> Mapping[str, Standing]:
+    """Return standings by their names."""
+    return {standing.name: standing for standing in standings}

@@ -1,0 +1,85 @@
+"""How the time is spent: which amounts of text all learn from, then half of them, then two; and what is left for one.
+
+Successive halving (Jamieson & Talwalkar 2016, section 3), with amounts of text for its resource. All candidates learn
+from two amounts before any is dropped: one says nothing of how they grow.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+RUNGS = 4
+"""Amounts of text; a forecast with an interval needs as many."""
+LEAST_GROWTH, MOST_GROWTH = 1.3, 6.0
+"""Times that an amount of text is the one before it."""
+FINALISTS = 2
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a candidate's training takes."""
+
+    per_token: float
+    """Seconds for a token of text, with all its epochs."""
+    beside: float
+    """Seconds of a trial beside that: loading, saving, replay."""
+
+    def trial(self, tokens: float) -> float:
+        """Return the seconds of a trial."""
+        return self.beside + self.per_token * tokens
+
+
+def survivors(rung: int, candidates: int) -> int:
+    """Return how many candidates learn from amount `rung`, from 1."""
+    if rung <= 2:
+        return candidates
+    return min(candidates, max(FINALISTS, math.ceil(candidates / 2)) if rung < RUNGS else FINALISTS)
+
+
+def growth(seconds: float, rung: int, tokens: float, paces: Sequence[Pace], write: float, most: float) -> float:
+    """Return the greatest factor from each amount of text to the next by which all rungs behind `rung` fit the time.
+
+    Args:
+        seconds: that are left.
+        rung: the last that ended, from 1.
+        tokens: its amount.
+        paces: of the candidates that learned from it; which of them go on is not known, so that a mean one does.
+        write: seconds for a token of the target's text.
+        most: tokens that there are prompts for.
+    """
+    ahead = RUNGS - rung
+
+    def needed(factor: float) -> float:
+        total = write * tokens * (factor**ahead - 1)
+        for step in range(1, ahead + 1):
+            mean = sum(pace.trial(tokens * factor**step) for pace in paces) / len(paces)
+            total += survivors(rung + step, len(paces)) * mean
+        return total
+
+    low, high = LEAST_GROWTH, min(MOST_GROWTH, max(LEAST_GROWTH, (most / tokens) ** (1 / ahead)))
+    if needed(high) <= seconds:
+        return high
+    for _ in range(40):  # what is needed grows with the factor
+        middle = (low + high) / 2
+        low, high = (middle, high) if needed(middle) <= seconds else (low, middle)
+    return low
+
+
+def affordable(seconds: float, pace: Pace, written: float, write: float) -> float:
+    """Return the tokens that a candidate can learn from in a time, in which what is not there yet is written too.
+
+    Args:
+        seconds: the time.
+        pace: the candidate's.
+        written: tokens of text that are there.
+        write: seconds for another one.
+    """
+    left = max(0.0, seconds - pace.beside)
+    tokens = left / pace.per_token
+    return tokens if tokens <= written else (left + write * written) / (pace.per_token + write)
+
+
+def kept(scores: Mapping[str, float], count: int) -> list[str]:
+    """Return the names with the best scores, in their order in `scores`."""
+    best = sorted(scores, key=lambda name: -scores[name])[:count]
+    return [name for name in scores if name in best]

@@ -1,0 +1,80 @@
+"""Stages of a long command: each is an ordinary command of ours, and is not run again once it has ended."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import Amount, read
+from draftsmith.scripts import cli
+from draftsmith.train.files import remove
+from draftsmith.train.provenance import write_json
+
+PASSED = (0, 3)
+"""Exit codes of a stage that ended: a NO-GO is a result."""
+JUDGED_LATER: dict[str, Any] = {
+    "heldout": [],
+    "training.eval_strategy": "no",
+    "training.eval_on_start": False,
+    "training.save_strategy": "no",
+    "training.load_best_model_at_end": False,
+    "training.report_to": [],
+    "training.disable_tqdm": True,
+}
+"""Fields of a training run whose last state is judged, by what comes behind it."""
+
+
+class EndedStage(TypedDict):
+    """What is kept of a stage that ended."""
+
+    commands: list[list[str]]
+    """Its own command, behind those of all stages before it."""
+    seconds: Amount
+
+
+@dataclass
+class Stages:
+    """Runs stages one behind the other, and keeps which have ended.
+
+    Args:
+        folder: where.
+    """
+
+    folder: Path
+    _commands: list[list[str]] = field(default_factory=list, init=False)
+
+    def run(self, name: str, argv: list[str]) -> float:
+        """Run a command of ours, unless this very one has ended behind the very same ones; return its seconds.
+
+        Raises:
+            InputError: it failed.
+        """
+        self._commands.append(argv)
+        kept = self.folder / f"{name}.json"
+        if kept.is_file():
+            stage = read(EndedStage, kept)
+            if stage["commands"] == self._commands:
+                return stage["seconds"]
+            remove(kept)  # of other settings; what it wrote is the command's own to refuse
+        print(f"{name}: draftsmith {' '.join(argv)}", flush=True)
+        begin = time.perf_counter()
+        code = cli.main(argv)
+        if code not in PASSED:
+            raise InputError(
+                f"{name}: expected the stage to end, found exit code {code}; the same command goes on from here"
+            )
+        seconds = time.perf_counter() - begin
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_json(kept, EndedStage(commands=self._commands, seconds=seconds))
+        return seconds
+
+
+def flags_of(fields: dict[str, Any]) -> list[str]:
+    """Return fields of a config as flags of its command."""
+    return [
+        f"--{name}={value if isinstance(value, str | Path) else json.dumps(value)}" for name, value in fields.items()
+    ]
