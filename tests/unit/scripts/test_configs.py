@@ -13,6 +13,7 @@ from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.scripts.bench.real_model import BenchRealModelConfig
 from draftsmith.scripts.certify.config import CertifyConfig
+from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.configs import GenerateConfig, ProfileConfig, QuickstartConfig, TreeConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
 from draftsmith.scripts.measure.config import MeasureConfig
@@ -36,6 +37,7 @@ FOLDERS = {
     "prepare": PrepareConfig,
     "cache": CacheConfig,
     "certify": CertifyConfig,
+    "choose": ChooseConfig,
     "doctor": DoctorConfig,
     "generate": GenerateConfig,
     "measure": MeasureConfig,

@@ -1,0 +1,138 @@
+"""`draftsmith choose`: candidates are trained on growing amounts of text, and the best is handed on."""
+
+import json
+import shlex
+
+import pytest
+import yaml
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.scripts import cli, stages
+from draftsmith.scripts.choose import command
+from draftsmith.scripts.choose.config import ChooseConfig
+from draftsmith.scripts.choose.forecast import Outlook, Trial
+from draftsmith.scripts.choose.rounds import Way
+from draftsmith.scripts.kinds import recipes
+from draftsmith.train.cli import parse_config
+
+WORDS = ("def", "return", "class", "import", "for", "while", "with", "yield", "try", "pass")
+
+
+def config(pair_dirs, tmp_path, **fields):
+    """A choice between two drafters of a tiny target, whose time is spent at once."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{a} {b} x"}) + "\n" for a in WORDS for b in WORDS))
+    learning = {"training.max_steps": 1, "training.use_cpu": True, "training.per_device_train_batch_size": 4}
+    given = {
+        "candidates": {
+            "heads": {"command": "medusa", "num_heads": 2}, "carved": {"command": "distill", "init.layers": 1},
+        },
+        "learning": learning, "budget": "1h", "heldout_prompts": 8, "max_new_tokens": 8, "draft_length": "1,3",
+        "temperature": "0,1", "dtype": "float32", "compiled": False, "threads": 1,
+    }  # fmt: skip
+    return ChooseConfig(
+        target=str(pair_dirs[0]), prompts=str(prompts), output=str(tmp_path / "choice"), **given | fields
+    )
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The commands of stages that ran."""
+    said, own = list[list[str]](), cli.main
+
+    def main(argv):
+        said.append(argv)
+        return own(argv)
+
+    monkeypatch.setattr(stages.cli, "main", main)
+    return said
+
+
+def test_a_choice_is_made_and_handed_on_and_goes_on_where_it_was_stopped(pair_dirs, tmp_path, ran, capsys):
+    settings = config(pair_dirs, tmp_path)
+    own, count = command.Stages.run, 0
+
+    def stopped(self, name, argv):
+        nonlocal count
+        count += name.startswith("train-")
+        if count == 4:
+            raise KeyboardInterrupt
+        return own(self, name, argv)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command.Stages, "run", stopped)
+        with pytest.raises(KeyboardInterrupt) as stop:
+            command.choose(settings)
+    assert "the same command goes on from there" in stop.value.__notes__[0]
+    before = len(ran)
+    choice = command.choose(settings)
+    trained = [argv[0] for argv in ran if argv[0] in recipes()]
+    assert trained == ["medusa", "distill"] * 4  # each amount once, whatever was stopped
+    assert [argv for argv in ran[before:] if argv in ran[:before]] == []
+    assert sorted(choice.amounts) == choice.amounts and len(set(choice.amounts)) == 4
+    standings = {its.name: its for its in choice.standings}
+    assert standings.keys() == {"heads", "carved", "suffix", "prompt_lookup"}
+    for its in standings.values():
+        assert [(each.temperature, each.rows) for each in its.outlooks] == [("0", 1), ("1", 1)]
+        assert all(each.now.value > 0 and each.mean_acceptance_length.value >= 1 for each in its.outlooks)
+        assert [trial.tokens for trial in its.trials] == (choice.amounts if its.command else choice.amounts[:1])
+    kept = json.loads((tmp_path / "choice/choose.json").read_text())
+    assert kept["schema"] == "draftsmith.choose/1" and kept["winner"] == choice.winner
+    page = (tmp_path / "choice/choose.html").read_text()
+    assert all(name in page for name in standings) and page.startswith("<!DOCTYPE html>")
+    ran.clear()
+    again = command.choose(settings)
+    assert not ran and again == choice
+    capsys.readouterr()
+    command.print_choice(choice, tmp_path / "choice")
+    tables, _, rest = capsys.readouterr().out.partition(f"{choice.winner}: {choice.reason}")
+    assert all(name in tables for name in standings) and max(map(len, tables.splitlines())) <= 80
+    assert all(line in rest for line in choice.commands)
+
+
+@pytest.mark.parametrize("name", ["heads", "carved"])
+def test_the_winners_config_goes_on_from_its_last_trial(pair_dirs, tmp_path, name):
+    settings = config(pair_dirs, tmp_path, budget_tokens=100_000)
+    run = command.Choosing(
+        settings, settings.candidates, tmp_path / "choice", [], stages.Stages(tmp_path / "choice/stages"),
+        used=4, written=1000.0, amounts=[100, 1000],
+    )  # fmt: skip
+    trial = Trial("trials/2/it", 1000, 1.0, {})
+    (tmp_path / "choice/prompts").mkdir(parents=True)
+    way = Way(3)
+    some = Estimate(1.5, None, 8)
+    won = command.Standing(
+        name, settings.candidates[name]["command"], {}, [trial], None,
+        [Outlook("0", 1, way, some, some, 100_000.0, some)], 0.1,
+    )  # fmt: skip
+    prepare, train, measure = command._next(run, won)
+    fields = yaml.safe_load((tmp_path / "choice/winner.yaml").read_text())
+    assert fields["heads" if name == "heads" else "draft"] == "trials/2/it"
+    assert "init" not in fields and fields["training"]["output_dir"] == str(tmp_path / "choice/winner")
+    assert [path.rpartition("/")[2] for path in fields["completions"]] == ["text-1", "text-2", "text-winner"]
+    words = shlex.split(train)
+    assert words[:2] == ["draftsmith", settings.candidates[name]["command"]]
+    read = parse_config(recipes()[words[1]].config_class(), [*words[2:], "--training.use_cpu", "true"])
+    assert getattr(read, recipes()[words[1]].begun) == "trials/2/it"
+    for line in (prepare, measure):
+        name_of, *flags = shlex.split(line)[1:]
+        parse_config(cli.config_class(name_of, flags), flags)
+
+
+def test_other_settings_and_too_few_prompts_are_refused(pair_dirs, tmp_path, ran):
+    settings = config(pair_dirs, tmp_path, heldout_prompts=40)
+    with pytest.raises(InputError, match=r"prompts: expected at least 104 in .*, 40 of them held out, found 100"):
+        command.choose(settings)
+    command._settle(config(pair_dirs, tmp_path), command.require_writable(settings.output))
+    with pytest.raises(InputError, match=r"output: expected .* of the same heldout_prompts, 40, found it of 8"):
+        command._settle(settings, command.require_writable(settings.output))
+    assert not ran
+
+
+def test_a_dry_run_says_what_would_be_tried_and_does_nothing(pair_dirs, tmp_path, capsys, ran):
+    flags = ["--target", str(pair_dirs[0]), "--prompts", "none", "--output", str(tmp_path / "no"), "--budget", "40m"]
+    assert command.main([*flags, "--dry_run", "true"]) == 0
+    said = capsys.readouterr().out
+    assert "20:00 of 40:00 to choose among" in said and "eagle" in said
+    assert not (tmp_path / "no").exists() and not ran

@@ -1,0 +1,73 @@
+"""What `draftsmith choose` takes, and what competes by default."""
+
+import pytest
+from conftest import tiny_llama
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.choose import command
+from draftsmith.scripts.choose.config import ChooseConfig, seconds_of
+from draftsmith.scripts.kinds import recipes
+from draftsmith.scripts.stages import flags_of
+from draftsmith.train.cli import parse_config
+
+GIVEN = {"target": "t", "prompts": "p", "output": "o", "budget": "20m"}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h", 7200), ("1h30m", 5400), ("1.5h", 5400), ("1m30s", 90)]
+)
+def test_times_are_read(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "20", "0m", "m", "1.2.3h", "30m1h", "two hours", "-5m", "infh"])
+def test_what_is_no_time_is_refused_in_one_line(text):
+    with pytest.raises(InputError, match=r"^budget: expected a time such as 40m, 2h or 1h30m, found"):
+        ChooseConfig(**GIVEN | {"budget": text})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"choosing": 1.0}, r"choosing: expected"),
+        ({"batch_size": "0"}, r"batch_size: expected at least 1"),
+        ({"temperature": "-1"}, r"temperature: expected"),
+        ({"draft_length": ""}, r"draft_length: expected at least one number"),
+        ({"heldout_prompts": 2}, r"heldout_prompts: expected at least 8"),
+        ({"epochs": 0.0}, r"epochs: expected"),
+        ({"endpoint_model": "m"}, r"endpoint_model: expected --endpoint beside it, found none"),
+        ({"endpoint": "ftp://x"}, r"endpoint: expected a URL"),
+        ({"candidates": {"suffix": {"command": "block"}}}, r"candidates: expected names of letters.* found 'suffix'"),
+        ({"candidates": {"a/b": {"command": "block"}}}, r"candidates: expected names of letters.* found 'a/b'"),
+        ({"candidates": {"a": {"layers": 1}}}, r"candidates: expected a command out of .*block.* in a, found None"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(fields, message):
+    with pytest.raises(InputError, match=message) as error:
+        ChooseConfig(**GIVEN | fields)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("vocabulary", [64, 20_000])
+def test_candidates_of_every_kind_are_configs_of_their_commands(vocabulary, monkeypatch):
+    target = tiny_llama(0, 64, layers=12).config
+    target.vocab_size = vocabulary
+    monkeypatch.setattr(command, "load_config", lambda *args, **kwargs: target)
+    found = command.candidates_of(ChooseConfig(**GIVEN, draft="small"))
+    assert {fields["command"] for fields in found.values()} == recipes().keys()
+    assert list(found)[-1] == "draft" and {"draft-2", "draft-3", "hydra", "eagle", "block-1", "block-2"} < found.keys()
+    cut = [fields for fields in found.values() if any("draft_vocabulary" in key for key in fields)]
+    assert len(cut) == (0 if vocabulary == 64 else len(found) - 1)  # a given draft has its own
+    for fields in found.values():
+        own = {key: value for key, value in fields.items() if key != "command"}
+        own |= {"target": "t", "completions": ["c"], "training.output_dir": "o", "training.use_cpu": True}
+        config = parse_config(recipes()[fields["command"]].config_class(), flags_of(own))
+        assert config.training.learning_rate is None  # what suits the kind and its width
+
+
+def test_what_a_run_goes_on_from_is_a_field_of_its_config():
+    for name, recipe in recipes().items():
+        fields = recipe.config_class().__dataclass_fields__
+        assert recipe.begun in fields
+        for start in recipe.made:
+            assert any(field.startswith(start.rstrip(".")) for field in fields), (name, start)

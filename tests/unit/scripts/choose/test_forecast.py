@@ -1,0 +1,69 @@
+"""Speed-ups of candidates, now and after more text, from rounds and costs by hand."""
+
+import pytest
+
+from draftsmith.decode.measurement.costs import CostTable, DraftCosts
+from draftsmith.scripts.choose.forecast import Trial, outlook, outlooks, score
+from draftsmith.scripts.choose.rounds import Replayed, Way
+
+TABLE = CostTable(
+    context=50,
+    temperature=0.0,
+    target_seconds={1: {1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6}},
+    plain_overhead_seconds={1: 0.0},
+    prompt=20,
+    prefill_seconds={1: 2.0},
+    drafters={"draft": {1: DraftCosts(0.0, 0.2, 0.0, 0.0)}, "suffix": {1: DraftCosts(0.0, 0.0, 0.0, 0.0)}},
+)
+
+
+def alone(rounds: float, nodes: int) -> list[list[float]]:
+    """A text's rounds of one drafter, all of which draft as many tokens."""
+    return [[0.0] * nodes + [rounds]]
+
+
+def replayed(tau: float, texts: int = 12) -> Replayed:
+    """Texts of 30 tokens that one token at a time drafts at this τ, and three at a time no better."""
+    return Replayed(
+        [30] * texts,
+        {
+            "alone": {1: [alone(30 / tau, 1)] * texts, 3: [alone(30 / tau, 3)] * texts},
+            # Half of the rounds copy two tokens, half draft one, and all emit as much.
+            "last=1": {2: [[[0.0, 0.0, 15 / tau], [0.0, 15 / tau, 0.0]]] * texts},
+        },
+    )
+
+
+def trial(tokens: int, tau: float) -> Trial:
+    return Trial("dir", tokens, 1.0, {"0": replayed(tau)})
+
+
+def test_the_fastest_way_is_taken_and_priced_by_its_rounds():
+    found = outlook("draft", [trial(1000, 1.5)], TABLE, "0", 1, 1000.0)
+    # A round of one token takes 0.2 + 1.2 seconds, one of three 0.6 + 1.6; a copied one 1.4.
+    assert found.way == Way(1) and found.mean_acceptance_length.value == pytest.approx(1.5)
+    assert found.now.value == pytest.approx(1.5 / 1.4)
+    assert found.forecast == found.now  # one amount says nothing of more
+    ways = replayed(1.5).ways()
+    assert ways == [Way(1), Way(3), Way(2, 1)]
+    hybrid = replayed(1.5).seconds(Way(2, 1), "draft", TABLE, 1)
+    assert hybrid == pytest.approx([(15 * 1.4 + 15 * 1.4) / 1.5] * 12)
+
+
+def test_more_text_is_forecast_along_the_curve():
+    grown = [trial(1000 * 2**step, 1.3 + 0.1 * step) for step in range(4)]
+    two = outlook("draft", grown[:2], TABLE, "0", 1, 8000.0)
+    four = outlook("draft", grown, TABLE, "0", 1, 16_000.0)
+    assert two.now.value < two.forecast.value and two.forecast.ci95 is None
+    low, high = four.forecast.ci95
+    assert four.now.value < four.forecast.value < 1.75 / 1.4 and low < 1.7 / 1.4 < high
+    flat = outlook("draft", [trial(1000 * 2**step, 1.5) for step in range(4)], TABLE, "0", 1, 16_000.0)
+    assert flat.forecast.value == pytest.approx(flat.now.value, abs=0.05)
+
+
+def test_the_score_is_the_geometric_mean_over_settings():
+    found = outlooks(
+        "draft", [Trial("dir", 1000, 1.0, {"0": replayed(1.5), "1": replayed(1.2)})], {"0": TABLE, "1": TABLE}, [1], 1e3
+    )
+    assert [each.temperature for each in found] == ["0", "1"]
+    assert score(found) == pytest.approx((1.5 * 1.2) ** 0.5 / 1.4)
