@@ -35,10 +35,11 @@ from draftsmith.train.models import load_config
 from draftsmith.train.provenance import as_json, write_json
 from draftsmith.train.runs import note_on_interrupt
 
-FIRST_TEXT = 0.05
-"""The share of the time for choosing in which the first amount of text is written."""
-LEAST_PROMPTS = 16
-"""Of the first amount of text."""
+FIRST_TEXT = 0.005
+"""The share of the time for choosing in which the first amount of text is written: how long it is learned from is not
+known before."""
+LEAST_PROMPTS = 32
+"""Of the first amount of text: a handful of steps says little of what more of them bring."""
 TIMES = (2.0, 4.0, 10.0)
 """Times the text of the last trial, at which it is said what the winner would bring."""
 
@@ -180,7 +181,7 @@ def choose(config: ChooseConfig) -> Choice:
     """
     output = require_writable(config.output)
     prompts = read_prompts(config.prompts, limit=config.limit)
-    least = config.heldout_prompts + RUNGS * LEAST_PROMPTS
+    least = config.heldout_prompts + 2 * LEAST_PROMPTS
     if len(prompts) < least:
         raise InputError(
             f"prompts: expected at least {least} in {config.prompts}, {config.heldout_prompts} of them held out, found "
@@ -193,7 +194,7 @@ def choose(config: ChooseConfig) -> Choice:
     with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
         wrote = run.write("heldout", heldout) / len(heldout)
         first = round(FIRST_TEXT * run.seconds / max(wrote, 1e-9))
-        return _halve(run, min(max(first, LEAST_PROMPTS), len(train) // RUNGS))
+        return _halve(run, min(max(first, LEAST_PROMPTS), len(train) // 2))
 
 
 def _halve(run: Choosing, first: int) -> Choice:
