@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,13 @@ def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, 
     if overrides:
         words += ["--hf-overrides", json.dumps(overrides, separators=(",", ":"))]
     return shlex.join([*words, "--speculative-config", json.dumps(speculative, separators=(",", ":"))])
+
+
+def with_speculative(line: str, fields: Mapping[str, Any]) -> str:
+    """Return a line of `vllm_command` with fields in its speculative config, in place of those that it had."""
+    words = shlex.split(line)
+    speculative = parse_json(words[-1]) | dict(fields)
+    return shlex.join([*words[:-1], json.dumps(speculative, separators=(",", ":"))])
 
 
 def sglang_command(target: str, draft: str, draft_length: int, algorithm: str = "STANDALONE") -> str:

@@ -16,9 +16,11 @@ from draftsmith.scripts.engine.verification import room, verify
 from draftsmith.scripts.kinds import drafter_specs, foreign_kind, stored_as
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import encoded_prompts
+from draftsmith.train.kinds.draft_lengths import speculative_fields
 from draftsmith.train.kinds.export import check_format, check_output
 from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.models import load_config, load_model, load_tokenizer
+from draftsmith.train.runs import with_speculative
 
 PROMPT_TOKENS = 128
 """The last N tokens of a prompt that verifies."""
@@ -48,7 +50,12 @@ def export(config: ExportConfig) -> list[str]:
     if config.import_from is not None:
         return foreign_kind(config.import_from).import_from(config, config.import_from)
     kind, path = drafter_of(config)
-    return kind.export(config, path)
+    by_load = {} if config.draft_lengths is None else speculative_fields(config.draft_lengths, path)
+    lines = kind.export(config, path)
+    if by_load:
+        place = max(i for i, line in enumerate(lines) if not line.startswith("#"))
+        lines[place] = with_speculative(lines[place], by_load)
+    return lines
 
 
 def drafter_of(config: ExportConfig) -> tuple[DrafterKind, str]:

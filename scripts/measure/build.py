@@ -18,6 +18,7 @@ from draftsmith.decode.measurement.intervals import (
 )
 from draftsmith.decode.measurement.repetition import repeated_ngram_share
 from draftsmith.scripts.kinds import STOCK
+from draftsmith.scripts.measure.by_load import by_load
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, same_length, speed, speedup
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import rejections_of
@@ -110,6 +111,7 @@ def build_report(measured: Measured, require_law: bool = True) -> Report:
         gate=gate,
         recommendation=recommendation,
         failures=measured.failures,
+        by_load=by_load(measured),
     )
 
 

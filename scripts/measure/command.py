@@ -11,6 +11,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
 from draftsmith.scripts.measure.build import build_report
+from draftsmith.scripts.measure.by_load import draft_lengths
 from draftsmith.scripts.measure.config import MeasureConfig, measure_config
 from draftsmith.scripts.measure.cost_file import load_costs
 from draftsmith.scripts.measure.reconcile.every_round import rounds_settings
@@ -34,7 +35,9 @@ from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.untrained import PromptLookup
 from draftsmith.train.provenance import write_json
 
-FILES = ("report.json", "report.html", "summary.md", "costs.json", ROUNDS)
+DRAFT_LENGTHS = "draft_lengths.json"
+"""γ by load, for servers."""
+FILES = ("report.json", "report.html", "summary.md", "costs.json", DRAFT_LENGTHS, ROUNDS)
 
 
 def measure(config: MeasureConfig) -> Report:
@@ -79,6 +82,8 @@ def measure(config: MeasureConfig) -> Report:
             write_json(output / "report.json", report)
             write_page(report, output / "report.html")
         write_aside(output / "summary.md", markdown(report))
+        if report.by_load:
+            write_json(output / DRAFT_LENGTHS, draft_lengths(measured, report.by_load))
         write_rounds(output / ROUNDS, rounds_settings(measured), measured.rounds)
         unfinished.end()
     return report

@@ -45,7 +45,7 @@ def predicted_speedup(
                 rounds = [float(row.counts.num_drafts) for row in group.rows]
             else:
                 rounds = [replay.texts[row.prompt].counts[draft_length].num_drafts for row in group.rows]
-            nodes = _nodes(drafter, replay, draft_length, len(rounds))
+            nodes = nodes_of(drafter, replay, draft_length, len(rounds))
             seconds.append(table.speculative_seconds(drafter.name, rounds, draft_length, nodes))
         # Under sampling the texts differ in length too; τ is of the target's own.
         tokens = [float(len(row.tokens)) for row in base.rows]
@@ -53,7 +53,7 @@ def predicted_speedup(
     return ratio(plain_seconds, seconds)
 
 
-def _nodes(drafter: Drafter, replay: Replay | None, draft_length: int, rows: int) -> float | None:
+def nodes_of(drafter: Drafter, replay: Replay | None, draft_length: int, rows: int) -> float | None:
     """Return the tokens that a round verifies beside the last one, where they are not γ.
 
     Prompt lookup drafts as much as it finds, and rows that are verified together all take as much room as the one that
@@ -78,7 +78,7 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
     table = measured.costs(temperature)
     if table is not None:
         for rows in dict.fromkeys(b for t, b in measured.settings if t == temperature):
-            costs[rows] = {k: (table.at(name, rows), _nodes(drafter, replay, k, rows)) for k in lengths}
+            costs[rows] = {k: (table.at(name, rows), nodes_of(drafter, replay, k, rows)) for k in lengths}
             if drafter.members:
                 predicted[rows] = _taking_turns(table, drafter, replay, lengths, rows)
                 continue

@@ -122,6 +122,19 @@ def category_panels(report: Report, style: Mapping[str, Style], draft_length: in
     return panels
 
 
+def load_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
+    """Draw goodput over batch size, plain and with the draft lengths that pay; nothing where one size was measured."""
+    if not report.by_load or len(report.by_load[0].goodput) < 2:
+        return []
+    plain = {rows: Estimate(each.plain, None, 0) for rows, each in report.by_load[0].goodput.items()}
+    series = [Series(TARGET, plain)]
+    for load in report.by_load:
+        drafting = {rows: Estimate(each.drafting, None, 0) for rows, each in load.goodput.items()}
+        series.append(Series(style[load.proposer], drafting))
+    highest = limits(_estimates(series))[1]
+    return _lines([("", series)], "goodput", "texts at a time", "tokens per second", span=(0.0, highest))
+
+
 def cost_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
     """Draw the target's t(k) and each drafter's d(γ) in milliseconds, a panel for each batch size."""
     panels: list[Panel] = []

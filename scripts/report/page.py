@@ -21,7 +21,7 @@ from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.serving_types import Latency
 from draftsmith.scripts.report.types import Comparison, Report, Run
-from draftsmith.scripts.report.words import turns
+from draftsmith.scripts.report.words import load_words, turns
 from draftsmith.train.files import write_aside
 from draftsmith.train.kinds.quantities import size
 
@@ -73,6 +73,8 @@ def render_page(report: Report) -> str:
         lengths=[] if report.server else figures.length_panels(report, style),
         positions=figures.position_panels(report, style),
         categories=figures.category_panels(report, style, opening.run.draft_length if opening.run else None),
+        loads=figures.load_panels(report, style),
+        load_words=load_words,
         costs=figures.cost_panels(report, style),
         check=figures.check_panel(report, style),
         comparisons=_comparisons(report),

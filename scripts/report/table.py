@@ -8,7 +8,7 @@ from draftsmith.decode.clock import speed
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
-from draftsmith.scripts.report.words import turns
+from draftsmith.scripts.report.words import load_words, turns
 from draftsmith.scripts.summary import figures_table
 from draftsmith.train.kinds.quantities import counted
 
@@ -59,6 +59,9 @@ def print_report(report: Report, console: Console | None = None) -> None:
         if (words := turns(run)) is not None:
             where = f"γ={run.draft_length}, T={run.temperature:g}{f', B={run.batch_size}' if batched else ''}"
             console.print(Text.assemble((f"{_drafter(run)}, {where}: ", "dim"), words))
+    for load in report.by_load:
+        if len(load.goodput) > 1:  # of one text at a time the table says all
+            console.print(Text.assemble((f"{load.proposer}, texts at a time: ", "dim"), load_words(load)))
     chosen = report.recommendation
     style = {"GO": "bold green", "NO-GO": "bold red"}.get(report.verdict, "bold")
     console.print(Text.assemble((f"{report.verdict}  ", style), chosen.reason))  # as one text, for it wraps as a whole

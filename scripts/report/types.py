@@ -238,6 +238,37 @@ class Curve(Entry):
 
 
 @dataclass(frozen=True)
+class LoadRange(Entry):
+    """Batch sizes at which one draft length pays."""
+
+    first: Positive
+    last: Positive
+    draft_length: Count
+    """0: plain decoding is faster."""
+
+
+@dataclass(frozen=True)
+class Goodput(Entry):
+    """Predicted tokens a second of all texts that are decoded together, prompts left aside."""
+
+    plain: AboveZero
+    drafting: AboveZero
+    """With the draft length of this batch size; plain decoding's where that is 0."""
+
+
+@dataclass(frozen=True)
+class ByLoad(Entry):
+    """Which draft length a server should take at which load, by costs and replay, over all temperatures alike."""
+
+    proposer: Name
+    temperatures: Some[Temperature]
+    ranges: Some[LoadRange]
+    """From one text at a time to the most that were measured, without gaps."""
+    goodput: ByNumber[Goodput]
+    """By batch size."""
+
+
+@dataclass(frozen=True)
 class Comparison(Entry):
     """Two drafters on the same texts, paired over prompts; positive where `proposer` is ahead of `other`."""
 
@@ -379,6 +410,8 @@ class Report(Entry):
     """What failed: the report is partial then, and no GO."""
     server: Serving | None = None
     """Of a server that was measured from outside."""
+    by_load: Sequence[ByLoad] = ()
+    """Draft lengths for a server; nothing where costs are unknown."""
 
     @property
     def verdict(self) -> str:

@@ -1,6 +1,6 @@
 """What page, table and summary say of a run in the same words."""
 
-from draftsmith.scripts.report.types import Run
+from draftsmith.scripts.report.types import ByLoad, Run
 
 
 def turns(run: Run) -> str | None:
@@ -20,3 +20,12 @@ def turns(run: Run) -> str | None:
         words.append(f"{name} {rate:.0f} %{of[0]}, {share:.0f} %{of[1]}")
         of = ("", "")  # the first has said what they are of
     return "; ".join(words)
+
+
+def load_words(load: ByLoad) -> str:
+    """Say which draft length pays at which batch size, such as "1 to 4: γ = 3; 5 to 8: do not draft"."""
+    parts = []
+    for each in load.ranges:
+        where = f"{each.first}" if each.first == each.last else f"{each.first} to {each.last}"
+        parts.append(f"{where}: " + (f"γ = {each.draft_length}" if each.draft_length else "do not draft"))
+    return "; ".join(parts)

@@ -23,6 +23,7 @@ from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.medusa.heads.formats.writing import export_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.export import command
+from draftsmith.train.kinds.draft_lengths import NUM, SCHEMA
 from draftsmith.train.kinds.export import vocabulary_override
 from draftsmith.train.kinds.quantities import size
 from draftsmith.train.models import load_model
@@ -91,6 +92,22 @@ def test_readers_import_nothing_of_the_package(module):
     assert modules <= {
         "collections.abc", "json", "pathlib", "safetensors.torch", "sys", "torch", "torch.nn.functional", "typing"
     }  # fmt: skip
+
+
+def test_a_launch_line_has_the_draft_lengths_of_each_load(pair_dirs, tmp_path, capsys):
+    target, draft = pair_dirs
+    ranges = [[1, 4, 3], [5, 8, 0]]
+    entry = {"path": str(draft), "temperatures": [0.0], "num_speculative_tokens": 3, f"{NUM}_per_batch_size": ranges}
+    file = tmp_path / "draft_lengths.json"
+    file.write_text(json.dumps({"schema": SCHEMA, "target": str(target), "drafters": {"draft": entry}}))
+    flags = ["--draft", draft, "--target", target, "--draft-lengths", file]
+    lines, _ = ran(capsys, *flags, "--format", "vllm")
+    _, config = speculative(lines[-1])
+    assert config["method"] == "draft_model" and config[NUM] == 3 and config[f"{NUM}_per_batch_size"] == ranges
+    _, err = ran(capsys, *flags, "--format", "sglang", code=2)
+    assert "draft_lengths: expected format vllm and no draft_length beside it, found format sglang" in err
+    _, err = ran(capsys, *flags, "--format", "vllm", "--draft-length", 2, code=2)
+    assert "found draft_length 2" in err
 
 
 def test_a_process_that_cannot_read_leaves_nothing(heads_dir, tmp_path, monkeypatch):

@@ -43,6 +43,7 @@ from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Recommendation, Report
 from draftsmith.scripts.report.words import turns
 from draftsmith.train import cli
+from draftsmith.train.kinds.draft_lengths import speculative_fields
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 
@@ -105,7 +106,37 @@ def valid(output, report=None):
     assert [f"{error.json_path}: {error.message[:200]}" for error in VALIDATOR.iter_errors(found)] == []
     assert (output / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert not list(output.glob(".*"))
+    check_by_load(output, found)
     return found
+
+
+def check_by_load(output, report):
+    """Draft lengths by load are what the curves predict, in ranges that servers take."""
+    assert bool(report["by_load"]) == (output / "draft_lengths.json").is_file()
+    for load in report["by_load"]:
+        assert load["goodput"].keys() >= {str(rows) for rows in {run["batch_size"] for run in report["runs"]}}
+        ranges = load["ranges"]
+        assert [each["first"] for each in ranges] == [1, *(each["last"] + 1 for each in ranges[:-1])]
+        assert speculates(output, load) == any(each["draft_length"] for each in ranges)
+        if len(load["temperatures"]) > 1:
+            continue
+        predicted = curve_of(report, load["proposer"], load["temperatures"][0])["predicted_speedup"]
+        for rows, of in predicted.items():
+            chosen = next(each["draft_length"] for each in ranges if each["first"] <= int(rows) <= each["last"])
+            ratio = load["goodput"][rows]["drafting"] / load["goodput"][rows]["plain"]
+            assert ratio == pytest.approx(of[str(chosen)]["value"] if chosen else 1.0)
+            assert ratio >= 0.98 * max(1.0, *(each["value"] for each in of.values()))
+
+
+def speculates(output, load):
+    entry = json.loads((output / "draft_lengths.json").read_text())["drafters"][load["proposer"]]
+    try:
+        fields = speculative_fields(str(output / "draft_lengths.json"), str(entry["path"]))
+    except InputError as error:
+        assert "pays" in str(error) or entry["path"] is None
+        return any(each["draft_length"] for each in load["ranges"]) if entry["path"] is None else False
+    assert fields["num_speculative_tokens"] == max(each["draft_length"] for each in load["ranges"])
+    return True
 
 
 TYPED = TypeAdapter(Report)

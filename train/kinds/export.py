@@ -40,6 +40,8 @@ class ExportOptions:
     """The weights' type in `output`; that of the heads if not given."""
     draft_length: int | None = None
     """Tokens drafted a round, in the launch line. If not given: as many as it drafts at once, or 4."""
+    draft_lengths: str | None = None
+    """draft_lengths.json that `measure` wrote: the launch line of vLLM then says how many at which load."""
     by_rank: bool = False
     """Leave out what a format cannot say and what changes logits but not their order: softcapping, and a scale. The
     readers of these formats draft the most likely tokens, which stay the same."""
@@ -63,6 +65,9 @@ class ExportOptions:
     def __post_init__(self) -> None:
         require(self, one_of(name for name in DTYPES if name != "auto"), "dtype")
         require(self, DRAFT_LENGTH, "draft_length")
+        if self.draft_lengths is not None and (self.draft_length is not None or self.format != "vllm"):
+            found = f"format {self.format}" if self.draft_length is None else f"draft_length {self.draft_length}"
+            raise InputError(f"draft_lengths: expected format vllm and no draft_length beside it, found {found}")
         require(self, one_of(ENGINES), "verify")
         require(self, at_least(1), "limit", "max_new_tokens", "timeout")
 

@@ -258,6 +258,7 @@ def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
         "environment": SimpleNamespace(device="cpu", dtype="float32", threads=1),
         "prompts": SimpleNamespace(count=8, replayed=9),
         "failures": [],
+        "by_load": [],
         "server": None,
     }
     for least, word, result in ((1.2, "GO", "passed"), (2.0, "NO-GO", "failed")):

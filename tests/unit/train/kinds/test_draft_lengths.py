@@ -1,0 +1,63 @@
+"""draft_lengths.json, as it goes into a launch line of vLLM."""
+
+import json
+import shlex
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.kinds.draft_lengths import SCHEMA, speculative_fields
+from draftsmith.train.runs import vllm_command, with_speculative
+
+RANGES = [[1, 4, 3], [5, 8, 1], [9, 16, 0]]
+
+
+def written(tmp_path, **drafters):
+    entries = {
+        name: {
+            "path": path, "temperatures": [0.0, 1.0], "num_speculative_tokens": max(k for *_, k in ranges),
+            "num_speculative_tokens_per_batch_size": ranges,
+        }
+        for name, (path, ranges) in drafters.items()
+    }  # fmt: skip
+    file = tmp_path / "draft_lengths.json"
+    file.write_text(json.dumps({"schema": SCHEMA, "target": "t", "drafters": entries}))
+    return str(file)
+
+
+def test_a_launch_line_says_how_many_tokens_at_which_load(tmp_path):
+    file = written(tmp_path, draft=(str(tmp_path / "draft"), RANGES), other=("elsewhere", [[1, 1, 2]]))
+    fields = speculative_fields(file, str(tmp_path / "draft"))
+    line = vllm_command("target", {"method": "eagle3", "model": "draft", "num_speculative_tokens": 4})
+    *words, config = shlex.split(with_speculative(line, fields))
+    assert words == ["vllm", "serve", "target", "--speculative-config"]
+    assert json.loads(config) == {
+        "method": "eagle3", "model": "draft", "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": RANGES,
+    }  # fmt: skip
+
+
+def test_the_only_drafter_of_a_file_may_lie_elsewhere_now(tmp_path):
+    file = written(tmp_path, draft=("moved", RANGES))
+    assert speculative_fields(file, "here")["num_speculative_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("drafters", "message"),
+    [
+        ({"one": ("a", RANGES), "two": ("b", RANGES)}, "expected a drafter at here in .*, found one, two"),
+        ({"one": ("a", [[1, 8, 0]])}, "expected a batch size at which the drafter pays in .*, found none"),
+        ({"one": ("a", [[1, 4, 3], [6, 8, 1]])}, "expected a range that begins at 5, found 6 to 8"),
+        ({"one": ("a", [[2, 4, 3]])}, "expected a range that begins at 1, found 2 to 4"),
+        ({"one": ("a", [[1, 0, 3]])}, "at least 1"),
+    ],
+)
+def test_what_no_server_would_take_is_refused_in_one_line(tmp_path, drafters, message):
+    with pytest.raises(InputError, match=rf"^draft_lengths: .*{message}") as error:
+        speculative_fields(written(tmp_path, **drafters), "here")
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"expected a file that `measure` wrote at .*none\.json, found none"):
+        speculative_fields(str(tmp_path / "none.json"), "here")

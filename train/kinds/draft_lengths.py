@@ -1,0 +1,77 @@
+"""draft_lengths.json: γ by batch size, in the form that vLLM loads.
+
+`measure` writes it, `export --draft_lengths` puts it into a launch line. vLLM takes the draft length of a step from the
+number of requests in it (0.32: `vllm/v1/spec_decode/dynamic/utils.py`): inclusive ranges from 1 on, and beyond
+the last one its length goes on.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+from typing_extensions import TypedDict
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import Amount, Count, read
+
+SCHEMA = "draftsmith.draft_lengths/1"
+NUM, BY_BATCH_SIZE = "num_speculative_tokens", "num_speculative_tokens_per_batch_size"
+"""Keys of vLLM's speculative config."""
+
+Range = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Count]
+
+
+def _joined(ranges: list[Range]) -> list[Range]:
+    """Return ranges that follow one another from 1 on."""
+    ends = [0, *(last for _, last, _ in ranges)]
+    for (first, last, _), before in zip(ranges, ends, strict=False):
+        if first != before + 1 or last < first:
+            raise ValueError(f"expected a range that begins at {before + 1}, found {first} to {last}")
+    return ranges
+
+
+class OfDrafter(TypedDict):
+    """γ by batch size of one drafter."""
+
+    path: str | None
+    temperatures: list[Amount]
+    num_speculative_tokens: Count
+    num_speculative_tokens_per_batch_size: Annotated[list[Range], Field(min_length=1), AfterValidator(_joined)]
+
+
+class DraftLengths(TypedDict):
+    """The file."""
+
+    schema: Literal["draftsmith.draft_lengths/1"]
+    target: str
+    drafters: dict[str, OfDrafter]
+
+
+def speculative_fields(file: str, path: str) -> dict[str, object]:
+    """Return the fields of vLLM's speculative config for the drafter of a directory.
+
+    Args:
+        file: draft_lengths.json.
+        path: the drafter's directory, as it was measured; the only drafter of a file has any.
+
+    Raises:
+        InputError: no such file, none of this drafter, or one that pays at no load.
+    """
+    try:
+        drafters = read(DraftLengths, Path(file), "draft_lengths")["drafters"]
+    except FileNotFoundError as error:
+        raise InputError(f"draft_lengths: expected a file that `measure` wrote at {file}, found none") from error
+    here = [each for each in drafters.values() if each["path"] is not None and _same(each["path"], path)]
+    found = here[0] if here else next(iter(drafters.values())) if len(drafters) == 1 else None
+    if found is None:
+        raise InputError(
+            f"draft_lengths: expected a drafter at {path} in {file}, found {', '.join(drafters) or 'none'}"
+        )
+    if found["num_speculative_tokens"] == 0:
+        raise InputError(f"draft_lengths: expected a batch size at which the drafter pays in {file}, found none")
+    ranges = found["num_speculative_tokens_per_batch_size"]
+    return {NUM: found["num_speculative_tokens"], BY_BATCH_SIZE: [list(each) for each in ranges]}
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).absolute() == Path(other).absolute()
