@@ -102,7 +102,7 @@ class DraftModel(_OneByOne):
         """Say so of any model of the library's that is not of another kind."""
         return "model_type" in config
 
-    def candidates(self, target: "PretrainedConfig") -> dict[str, dict[str, Any]]:
+    def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
         """Carve an eighth and a quarter of the target's layers."""
         layers = target.get_text_config().num_hidden_layers
         sizes = sorted({max(1, round(layers / part)) for part in (8, 4)})

@@ -30,6 +30,10 @@ COMMANDS = {
         "finds out which drafter to train for a target, by training several a little",
         "choose.config:ChooseConfig",
     ),
+    "align": (
+        "goes all the way: chooses a drafter, trains, measures and exports it",
+        "align:AlignConfig",
+    ),
     "prepare": ("lets the target complete prompts", "train.data.prepare_config:PrepareConfig"),
     "cache": (
         "stores the target's distributions or features, to train without the target in memory",

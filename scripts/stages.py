@@ -14,7 +14,8 @@ from draftsmith.scripts import cli
 from draftsmith.train.files import remove
 from draftsmith.train.provenance import write_json
 
-PASSED = (0, 3)
+NO_GO = 3
+PASSED = (0, NO_GO)
 """Exit codes of a stage that ended: a NO-GO is a result."""
 JUDGED_LATER: dict[str, Any] = {
     "heldout": [],

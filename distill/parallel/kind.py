@@ -53,6 +53,14 @@ class ParallelDraft(Draft):
         """Return chains no longer than it was trained for."""
         return drafter.proposer, min(draft_length, drafter.proposer.longest or draft_length)
 
+    def most_drafted(self, config: Mapping[str, Any]) -> int | None:
+        """Return the tokens that it was trained to propose."""
+        from transformers import PretrainedConfig
+
+        from draftsmith.distill.parallel.layout import length_of
+
+        return length_of(PretrainedConfig.from_dict(dict(config)))
+
     def proposer(self, model: "PreTrainedModel") -> "Proposer":
         """Return chains."""
         from draftsmith.distill.parallel.proposer import ParallelDraftProposer

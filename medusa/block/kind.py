@@ -30,7 +30,7 @@ class Block(HeadsKind):
         "draftsmith.medusa.block.config:BlockPlanConfig",
         made=("draft_vocabulary", "layer_ids", "mask_token", "markov_rank"),
     )
-    tree_key = "block_tree"
+    tree_key, whole_blocks = "block_tree", True
     cost_remedy = "train one with fewer layers, or a smaller --draft_vocabulary"
     formats = ("own", "vllm", "sglang", "speculators")
     launched, verifiable = ("vllm", "sglang", "speculators"), ("vllm", "speculators")
@@ -41,10 +41,17 @@ class Block(HeadsKind):
         named = isinstance(names, list) and any("DSpark" in str(name) or "DFlash" in str(name) for name in names)
         return named or config.get("speculators_model_type") in ("dflash", "dspark")
 
-    def candidates(self, target: "PretrainedConfig") -> dict[str, dict[str, Any]]:
-        """DSpark's with one layer and with two."""
+    def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
+        """DSpark's with one layer and with two; for SGLang DFlash's, for it knows no others."""
         cut = drafted_tokens(target, "draft_vocabulary")
-        return {f"block-{layers}": {"layers": layers} | cut for layers in (1, 2)}
+        dflash = {"anchor_guesses": False, "markov_rank": 0} if server == "sglang" else {}
+        return {f"block-{layers}": {"layers": layers} | dflash | cut for layers in (1, 2)}
+
+    def most_drafted(self, config: Mapping[str, Any]) -> int | None:
+        """Return the guesses of a block."""
+        from draftsmith.medusa.block.model import BlockConfig
+
+        return BlockConfig.from_dict(dict(config)).guesses
 
     def heads_class(self) -> Any:
         """Return the class of the drafter."""

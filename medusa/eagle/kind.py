@@ -42,7 +42,7 @@ class Eagle(HeadsKind):
         named = isinstance(names, list) and any("Eagle3" in str(name) for name in names)
         return named or config.get("speculators_model_type") == "eagle3"
 
-    def candidates(self, target: "PretrainedConfig") -> dict[str, dict[str, Any]]:
+    def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
         """One layer, as the paper has it."""
         return {"eagle": drafted_tokens(target, "draft_vocabulary")}
 

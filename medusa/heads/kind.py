@@ -31,7 +31,7 @@ class Medusa(HeadsKind):
         "draftsmith.medusa.heads.config:MedusaPlanConfig",
         made=("draft_vocabulary",),
     )
-    tree_key = "medusa_choices"
+    tree_key, tree_alone = "medusa_choices", True
     figures = ("heads", "tree_nodes")
     formats = ("own", "vllm", "fasterdecoding", "modelopt")
     launched, verifiable, drops_by_rank = ("vllm",), ("vllm", "fasterdecoding"), True
@@ -40,9 +40,10 @@ class Medusa(HeadsKind):
         """Say so of heads in this format or vLLM's."""
         return config.get("model_type") == "medusa"
 
-    def candidates(self, target: "PretrainedConfig") -> dict[str, dict[str, Any]]:
-        """Hydra heads, which are ahead of Medusa's."""
-        return {"hydra": {"hydra": True} | drafted_tokens(target, "draft_vocabulary")}
+    def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
+        """Hydra heads, which are ahead of Medusa's; for vLLM these, for it knows no others."""
+        cut = drafted_tokens(target, "draft_vocabulary")
+        return {None: {"hydra": {"hydra": True} | cut}, "vllm": {"medusa": cut}}.get(server, {})
 
     def heads_class(self) -> Any:
         """Return the class of the heads."""

@@ -92,16 +92,7 @@ class Choosing:
 
     def answers(self, name: str, prompts: Path) -> dict[str, Any]:
         """Return the fields of `prepare`."""
-        config = self.config
-        fields: dict[str, Any] = {"target": config.target, "prompts": prompts, "output": self.completions(name)}
-        fields["temperatures"] = ",".join(f"{temperature:g}" for temperature in config.temperature)
-        for field_name in (
-            "max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs", "seed", "top_k", "top_p",
-            "min_p", "repetition_penalty", "no_repeat_ngram_size", "endpoint", "endpoint_model", "trust_remote_code",
-        ):  # fmt: skip
-            if (value := getattr(config, field_name)) not in (None, {}):
-                fields[field_name] = value
-        return fields
+        return self.config.answers() | {"prompts": prompts, "output": self.completions(name)}
 
     def completions(self, name: str) -> Path:
         """Return the directory of the target's answers."""
@@ -113,12 +104,12 @@ class Choosing:
 
     def training(self, name: str, rung: int, output: Path) -> dict[str, Any]:
         """Return the fields of a candidate's training on an amount of text."""
-        config = self.config
-        own = {key: value for key, value in self.candidates[name].items() if key != "command"}
-        filters = {key: getattr(config, key) for key in ("top_k", "top_p")}
-        fields = {"target": config.target, "completions": self.texts(rung), "training.num_train_epochs": config.epochs}
-        fields |= filters | {"trust_remote_code": config.trust_remote_code}
-        return fields | config.learning | own | {"training.output_dir": str(output)}
+        return self.config.training(self.candidates[name], self.texts(rung), str(output))
+
+    @property
+    def heldout(self) -> dict[float, str]:
+        """The directories of held-out answers, by temperature."""
+        return {t: str(self.completions(f"heldout-{t:g}")) for t in self.config.temperature}
 
     def rung(self, rung: int, names: Sequence[str]) -> None:
         """Train candidates on an amount of text and replay them; or read what an earlier run left of that."""
@@ -130,14 +121,14 @@ class Choosing:
         for name in names:
             output = self.output / "trials" / str(rung) / name
             flags = flags_of(self.training(name, rung, output) | JUDGED_LATER)
-            processes = [] if self.config.processes is None else [f"--processes={self.config.processes}"]
-            took[name] = self.run(f"train-{rung}-{name}", [self.candidates[name]["command"], *processes, *flags])
+            argv = [self.candidates[name]["command"], *self.config.launcher(), *flags]
+            took[name] = self.run(f"train-{rung}-{name}", argv)
         path = self.output / "trials" / f"{rung}.json"
         drafters = {name: str(self.output / "trials" / str(rung) / name) for name in names}
         copies = [] if rung > 1 else list(COPIES)
         if not path.is_file() or read(KeptRung, path).replayed.keys() != {*names, *copies}:
             begin = time.perf_counter()
-            found = replayed(self.config, drafters | {name: name for name in copies}, str(self.completions("heldout")))
+            found = replayed(self.config, drafters | {name: name for name in copies}, self.heldout)
             seconds = time.perf_counter() - begin
             training = {name: _train_seconds(directory) for name, directory in drafters.items()}
             write_json(path, KeptRung(tokens, training, found, seconds))
@@ -192,7 +183,13 @@ def choose(config: ChooseConfig) -> Choice:
     heldout, train = prompts[: config.heldout_prompts], prompts[config.heldout_prompts :]
     run = Choosing(config, candidates_of(config), output, train, Stages(output / "stages"))
     with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
-        wrote = run.write("heldout", heldout) / len(heldout)
+        path = output / "prompts/heldout.jsonl"
+        write_prompts(path, [prompt.record() for prompt in heldout])
+        wrote = 0.0
+        for temperature in config.temperature:
+            name = f"heldout-{temperature:g}"
+            wrote += run.run(name, ["prepare", *flags_of(run.answers(name, path) | {"temperatures": temperature})])
+        wrote /= len(heldout)
         first = round(FIRST_TEXT * run.seconds / max(wrote, 1e-9))
         return _halve(run, min(max(first, LEAST_PROMPTS), len(train) // 2))
 
@@ -238,7 +235,7 @@ def _costs(run: Choosing) -> dict[str, CostTable]:
     drafters = {name: trials[-1].drafter for name, trials in run.trials.items()}
     begin = time.perf_counter()
     print("\ncosts of rounds, all candidates side by side", flush=True)
-    tables = measured_costs(run.config, drafters, str(run.completions("heldout")), path)
+    tables = measured_costs(run.config, drafters, run.heldout, path)
     if not seconds.is_file():
         write_json(seconds, time.perf_counter() - begin)
     run.spent += float(parse_json(seconds.read_text(encoding="utf-8")))
@@ -311,8 +308,10 @@ def _next(run: Choosing, won: Standing) -> list[str]:
         text = yaml.safe_dump(as_json(_nested(fields)), sort_keys=False, allow_unicode=True)
         note = f"# {won.name} for {config.target}: what `draftsmith choose` found. It goes on from the last trial.\n"
         write_aside(output / "winner.yaml", note + text)
-        processes = [] if config.processes is None else ["--processes", config.processes]
-        commands.append(shell(["draftsmith", won.command, *processes, "--config", output / "winner.yaml"]))
+        commands.append(shell(["draftsmith", won.command, *config.launcher(), "--config", output / "winner.yaml"]))
+        if won.tree_alone and 0.0 in config.temperature:
+            argv = ["draftsmith", "tree", "--target", config.target, "--drafter", directory]
+            commands.append(shell([*argv, "--completions", f"[{run.heldout[0.0]}]"]))
     for outlook_ in won.pays():
         words: list[object] = ["draftsmith", "measure", "--target", config.target, "--prompts", heldout]
         words += [*best_way(won, outlook_, directory), "--temperature", outlook_.temperature]
@@ -342,7 +341,8 @@ def candidates_of(config: ChooseConfig) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         if kind.recipe is not None:
-            found |= {name: {"command": kind.recipe.command} | its for name, its in kind.candidates(target).items()}
+            tried = kind.candidates(target, config.server)
+            found |= {name: {"command": kind.recipe.command} | its for name, its in tried.items()}
     if config.draft is not None:
         found["draft"] = {"command": "distill", "draft": config.draft}
     return found

@@ -1,10 +1,11 @@
 """Settings of `draftsmith choose`."""
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, require, require_some
+from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, one_of, require, require_some
 from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import Floats, Ints, numbers
@@ -51,6 +52,8 @@ class ChooseConfig(Filters, PromptedTarget):
     """Texts that are going to be decoded together, several numbers with commas."""
     heldout_prompts: int = 64
     """Prompts that nothing learns from, on which acceptance is replayed; at most a fourth of all."""
+    server: str | None = None
+    """What is going to load the drafter, vllm or sglang: what it cannot load does not compete."""
     endpoint: str | None = None
     """A server of the target that writes the text, as of `prepare`; here if None."""
     endpoint_model: str | None = None
@@ -74,6 +77,7 @@ class ChooseConfig(Filters, PromptedTarget):
         require(self, finite(at_least(0)), "temperature")
         require(self, at_least(1), "batch_size", "budget_tokens", "processes")
         require(self, at_least(8), "heldout_prompts")
+        require(self, one_of(("vllm", "sglang")), "server")
         require(self, between(0, 1), "choosing")
         require(self, finite(more_than(0)), "epochs")
         if self.endpoint is not None:
@@ -92,6 +96,33 @@ class ChooseConfig(Filters, PromptedTarget):
                     f"candidates: expected a command out of {', '.join(recipes())} in {name}, found "
                     f"{fields.get('command')}"
                 )
+
+    def texts(self) -> dict[str, Any]:
+        """Return how prompts are read and texts sampled, at whatever temperature, as fields of other commands."""
+        names = (
+            "max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs", "top_k", "top_p", "min_p",
+            "repetition_penalty", "no_repeat_ngram_size", "trust_remote_code",
+        )  # fmt: skip
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
+
+    def answers(self) -> dict[str, Any]:
+        """Return the fields of `prepare`, but for prompts and output."""
+        temperatures = ",".join(f"{temperature:g}" for temperature in self.temperature)
+        given = {"target": self.target, "temperatures": temperatures, "seed": self.seed} | self.texts()
+        server = {name: getattr(self, name) for name in ("endpoint", "endpoint_model")}
+        return given | {name: value for name, value in server.items() if value is not None}
+
+    def training(self, candidate: Mapping[str, Any], completions: Sequence[str], output: str) -> dict[str, Any]:
+        """Return the fields of a candidate's training."""
+        own = {key: value for key, value in candidate.items() if key != "command"}
+        fields: dict[str, Any] = {"target": self.target, "completions": list(completions)}
+        fields |= {"training.num_train_epochs": self.epochs, "top_k": self.top_k, "top_p": self.top_p}
+        fields |= {"trust_remote_code": self.trust_remote_code}
+        return fields | self.learning | own | {"training.output_dir": output}
+
+    def launcher(self) -> list[str]:
+        """Return the flags of a training's launcher."""
+        return [] if self.processes is None else [f"--processes={self.processes}"]
 
     @property
     def seconds(self) -> float:

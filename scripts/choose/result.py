@@ -9,6 +9,7 @@ from typing import Any
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.choose.config import COPIES
 from draftsmith.scripts.choose.forecast import Outlook, Trial, score
+from draftsmith.scripts.kinds import KINDS
 
 SCHEMA = "draftsmith.choose/1"
 NONE = "none"
@@ -36,6 +37,11 @@ class Standing:
         """The geometric mean of its forecast speed-ups."""
         return score(self.outlooks)
 
+    @property
+    def tree_alone(self) -> bool:
+        """Whether it drafts a tree, whatever γ is asked for."""
+        return any(kind.tree_alone for kind in KINDS if kind.recipe and kind.recipe.command == self.command)
+
     def pays(self) -> list[Outlook]:
         """Return where its forecast is above plain decoding."""
         return [outlook for outlook in self.outlooks if (outlook.forecast.value or 0) > 1]
@@ -46,6 +52,8 @@ class Standing:
             return self.name
         if outlook.way.last is None:
             return directory
+        if self.tree_alone:
+            return f"hybrid:{COPIES[0]}+{directory}"
         return f"hybrid:{COPIES[0]}+{directory}@last={outlook.way.last}"
 
 

@@ -26,6 +26,7 @@ from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.choose_costs/1"
+ALONE = "alone"
 LAST_LENGTHS = (1, 2, 4)
 """Draft lengths of the trained drafter in a hybrid that are tried, beside copies of any γ."""
 
@@ -44,7 +45,7 @@ class Way:
     @property
     def drafters(self) -> str:
         """What was replayed for it."""
-        return "alone" if self.last is None else f"last={self.last}"
+        return ALONE if self.last is None else f"last={self.last}"
 
     def lengths(self) -> list[int]:
         """Return γ of each drafter, in their order."""
@@ -68,7 +69,7 @@ class Replayed:
         """Return all ways that were replayed."""
         found = []
         for drafters, by_length in self.sizes.items():
-            last = None if drafters == "alone" else int(drafters.partition("=")[2])
+            last = None if drafters == ALONE else int(drafters.partition("=")[2])
             found += [Way(k, last) for k in by_length]
         return sorted(found, key=lambda way: (way.last or 0, way.draft_length))
 
@@ -90,44 +91,51 @@ class Replayed:
         return self.sizes[way.drafters][way.draft_length]
 
 
-def replayed(config: ChooseConfig, drafters: Mapping[str, str], heldout: str) -> dict[str, dict[str, Replayed]]:
+def replayed(
+    config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str]
+) -> dict[str, dict[str, Replayed]]:
     """Replay drafters, each alone and behind copies, on what the target wrote.
 
     Args:
         config: γ and the law.
         drafters: by name directories, or kinds that need none.
-        heldout: completions of all temperatures.
+        heldout: directories of completions, by temperature.
 
     Returns:
         By name and temperature (as JSON has it) the rounds.
     """
-    samples = list(load_completions(heldout).sort("id"))
     pair = _pair(config, {COPIES[0]: COPIES[0]} | dict(drafters))
     copies = next(drafter.proposer for drafter in pair.drafters if drafter.name == COPIES[0])
     wanted = [drafter for drafter in pair.drafters if drafter.name in drafters]
     ways: dict[tuple[str, str], Proposer] = {}
+    lengths_of: dict[str, list[int]] = {}
     for drafter in wanted:
         # A tree would need a search of its own: all are judged by chains.
         chain, most = drafter.family.chain(drafter, max(config.draft_length))
-        ways[drafter.name, "alone"] = chain
-        if drafter.name not in COPIES:
+        if config.server is not None and drafter.family.whole_blocks and chain.longest is not None:
+            lengths_of[drafter.name] = [chain.longest]
+        else:
+            lengths_of[drafter.name] = [k for k in config.draft_length if k <= most] or [most]
+        ways[drafter.name, ALONE] = chain
+        if drafter.name not in COPIES and config.server is None:  # servers draft in one way
             for last in (last for last in LAST_LENGTHS if last <= most):
                 ways[drafter.name, Way(1, last).drafters] = HybridProposer([copies, chain], last_length=last)
+    tried = sorted({*config.draft_length, *(k for lengths in lengths_of.values() for k in lengths)})
     found: dict[str, dict[str, Replayed]] = {drafter.name: {} for drafter in wanted}
     for temperature in config.temperature:
-        own = [sample for sample in samples if sample["temperature"] == temperature]
+        own = list(load_completions(heldout[temperature]).sort("id"))
         texts = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in own]
         lengths = [sample["prompt_length"] for sample in own]
         sampler = config.at(temperature).sampler()
         replays = replay_drafters(
-            pair.target, ways, texts, lengths, config.draft_length, sampler, config.max_new_tokens, with_sizes=ways
+            pair.target, ways, texts, lengths, tried, sampler, config.max_new_tokens, with_sizes=ways
         )
         tokens = [len(text) - length for text, length in zip(texts, lengths, strict=True)]
         for (name, drafters_of), replay in replays.items():
-            most = ways[name, drafters_of].longest or max(config.draft_length)
             its = found[name].setdefault(f"{temperature:g}", Replayed(tokens, {}))
             its.sizes[drafters_of] = {
-                k: [text.sizes[k].tolist() for text in replay.texts] for k in config.draft_length if k <= most
+                k: [text.sizes[k].tolist() for text in replay.texts]
+                for k in (lengths_of[name] if drafters_of == ALONE else config.draft_length)
             }
     return found
 
@@ -143,7 +151,9 @@ class CostFile:
     tables: list[ValidTable]
 
 
-def measured_costs(config: ChooseConfig, drafters: Mapping[str, str], heldout: str, path: Path) -> dict[str, CostTable]:
+def measured_costs(
+    config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str], path: Path
+) -> dict[str, CostTable]:
     """Measure what rounds of all drafters cost here, side by side, unless it is in the file, or in another's.
 
     Returns:
@@ -172,8 +182,8 @@ def measured_costs(config: ChooseConfig, drafters: Mapping[str, str], heldout: s
     return tables
 
 
-def _measured(config: ChooseConfig, drafters: Mapping[str, str], heldout: str) -> dict[str, Any]:
-    samples = list(load_completions(heldout).sort("id"))
+def _measured(config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str]) -> dict[str, Any]:
+    samples = [sample for path in heldout.values() for sample in load_completions(path).sort("id")]
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     threads = torch.get_num_threads()
     try:

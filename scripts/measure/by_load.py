@@ -44,7 +44,10 @@ def by_load(measured: Measured) -> list[ByLoad]:
 def _of_drafter(drafter: Drafter, replays: Mapping[float, tuple[CostTable, Replay]]) -> ByLoad:
     (table, replay), *_ = replays.values()
     lengths = list(drafter.draft_lengths) if drafter.has_one_length else replay.draft_lengths
-    lengths = [k for k in lengths if drafter.proposer.longest is None or k <= drafter.proposer.longest]
+    longest = drafter.proposer.longest
+    lengths = [
+        k for k in lengths if longest is None or k == longest or (k < longest and not drafter.family.whole_blocks)
+    ]
     most, goodput = max(table.target_seconds), dict[int, dict[int, float]]()
     for rows in sizes_up_to(most):
         # Seconds for a token of each law; a server that serves them alike has their mean.

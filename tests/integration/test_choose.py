@@ -106,7 +106,8 @@ def test_the_winners_config_goes_on_from_its_last_trial(pair_dirs, tmp_path, nam
         name, settings.candidates[name]["command"], {}, [trial], None,
         [Outlook("0", 1, way, some, some, 100_000.0, some)], 0.1,
     )  # fmt: skip
-    prepare, train, measure = command._next(run, won)
+    prepare, train, *searched, measure = command._next(run, won)
+    assert [shlex.split(line)[1] for line in searched] == (["tree"] if name == "heads" else [])
     fields = yaml.safe_load((tmp_path / "choice/winner.yaml").read_text())
     assert fields["heads" if name == "heads" else "draft"] == "trials/2/it"
     assert "init" not in fields and fields["training"]["output_dir"] == str(tmp_path / "choice/winner")
@@ -115,7 +116,7 @@ def test_the_winners_config_goes_on_from_its_last_trial(pair_dirs, tmp_path, nam
     assert words[:2] == ["draftsmith", settings.candidates[name]["command"]]
     read = parse_config(recipes()[words[1]].config_class(), [*words[2:], "--training.use_cpu", "true"])
     assert getattr(read, recipes()[words[1]].begun) == "trials/2/it"
-    for line in (prepare, measure):
+    for line in (prepare, *searched, measure):
         name_of, *flags = shlex.split(line)[1:]
         parse_config(cli.config_class(name_of, flags), flags)
 

@@ -47,15 +47,11 @@ class DraftLengths(TypedDict):
     drafters: dict[str, OfDrafter]
 
 
-def speculative_fields(file: str, path: str) -> dict[str, object]:
-    """Return the fields of vLLM's speculative config for the drafter of a directory.
-
-    Args:
-        file: draft_lengths.json.
-        path: the drafter's directory, as it was measured; the only drafter of a file has any.
+def of_drafter(file: str, path: str) -> OfDrafter:
+    """Return the entry of the drafter in a directory; the only drafter of a file lies wherever it lies.
 
     Raises:
-        InputError: no such file, none of this drafter, or one that pays at no load.
+        InputError: no such file, or none of this drafter.
     """
     try:
         drafters = read(DraftLengths, Path(file), "draft_lengths")["drafters"]
@@ -64,9 +60,18 @@ def speculative_fields(file: str, path: str) -> dict[str, object]:
     here = [each for each in drafters.values() if each["path"] is not None and _same(each["path"], path)]
     found = here[0] if here else next(iter(drafters.values())) if len(drafters) == 1 else None
     if found is None:
-        raise InputError(
-            f"draft_lengths: expected a drafter at {path} in {file}, found {', '.join(drafters) or 'none'}"
-        )
+        names = ", ".join(drafters) or "none"
+        raise InputError(f"draft_lengths: expected a drafter at {path} in {file}, found {names}")
+    return found
+
+
+def speculative_fields(file: str, path: str) -> dict[str, object]:
+    """Return the fields of vLLM's speculative config for the drafter in a directory.
+
+    Raises:
+        InputError: as of `of_drafter`, or a drafter that pays at no load.
+    """
+    found = of_drafter(file, path)
     if found["num_speculative_tokens"] == 0:
         raise InputError(f"draft_lengths: expected a batch size at which the drafter pays in {file}, found none")
     ranges = found["num_speculative_tokens_per_batch_size"]

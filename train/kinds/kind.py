@@ -92,6 +92,10 @@ class DrafterKind(ABC):
     """Whether its drafts are copies of what a text has already: whoever has the text can draft, without a model."""
     tree_key: ClassVar[str | None] = None
     """The key of its config.json that holds a searched tree; None where none can be searched for."""
+    tree_alone: ClassVar[bool] = False
+    """Whether it drafts such a tree or a default one, whatever γ is asked for."""
+    whole_blocks: ClassVar[bool] = False
+    """Whether servers draft as many tokens as it was trained for, and no fewer."""
     cost_remedy: ClassVar[str] = "take a cheaper drafter"
     """The way out where drafting does not pay."""
     formats: ClassVar[tuple[str, ...]] = ()
@@ -266,9 +270,18 @@ class DrafterKind(ABC):
         """Return the fields that vLLM needs in a target's config beside its own."""
         return {}
 
-    def candidates(self, target: "PretrainedConfig") -> dict[str, dict[str, Any]]:
-        """Return what `draftsmith choose` tries of this kind for a target: by name, fields of its recipe."""
+    def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
+        """Return what `draftsmith choose` tries of this kind: by name, fields of its recipe.
+
+        Args:
+            target: its config.
+            server: what is going to load the drafter, vllm or sglang; None: draftsmith alone.
+        """
         return {}
+
+    def most_drafted(self, config: Mapping[str, Any]) -> int | None:
+        """Return the most tokens a round of a drafter with this config.json; None where nothing limits them."""
+        return None
 
     def recognises_foreign(self, directory: Path) -> bool:
         """Return whether a directory holds drafters of this kind in another tool's format.

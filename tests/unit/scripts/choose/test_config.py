@@ -35,6 +35,7 @@ def test_what_is_no_time_is_refused_in_one_line(text):
         ({"draft_length": ""}, r"draft_length: expected at least one number"),
         ({"heldout_prompts": 2}, r"heldout_prompts: expected at least 8"),
         ({"epochs": 0.0}, r"epochs: expected"),
+        ({"server": "tgi"}, r"server: expected one of vllm, sglang"),
         ({"endpoint_model": "m"}, r"endpoint_model: expected --endpoint beside it, found none"),
         ({"endpoint": "ftp://x"}, r"endpoint: expected a URL"),
         ({"candidates": {"suffix": {"command": "block"}}}, r"candidates: expected names of letters.* found 'suffix'"),
@@ -58,6 +59,13 @@ def test_candidates_of_every_kind_are_configs_of_their_commands(vocabulary, monk
     assert list(found)[-1] == "draft" and {"draft-2", "draft-3", "hydra", "eagle", "block-1", "block-2"} < found.keys()
     cut = [fields for fields in found.values() if any("draft_vocabulary" in key for key in fields)]
     assert len(cut) == (0 if vocabulary == 64 else len(found) - 1)  # a given draft has its own
+    for server, kinds in (
+        ("vllm", {"medusa", "eagle", "block-1", "draft-2"}),
+        ("sglang", {"eagle", "block-1", "draft-2"}),
+    ):
+        served = command.candidates_of(ChooseConfig(**GIVEN, server=server))
+        assert kinds < served.keys() and "hydra" not in served and ("medusa" in served) == (server == "vllm")
+        assert server == "vllm" or served["block-1"]["anchor_guesses"] is False
     for fields in found.values():
         own = {key: value for key, value in fields.items() if key != "command"}
         own |= {"target": "t", "completions": ["c"], "training.output_dir": "o", "training.use_cpu": True}

@@ -1,0 +1,144 @@
+"""`draftsmith align`: from prompts to an exported drafter, and on from wherever it was stopped."""
+
+import json
+import shlex
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts import align as command
+from draftsmith.scripts import cli, stages
+from draftsmith.scripts.align import AlignConfig, align
+from draftsmith.scripts.stages import Stages
+
+WORDS = ("def", "return", "class", "import", "for", "while", "with", "yield", "try", "pass")
+LEARNING = {"training.max_steps": 1, "training.use_cpu": True, "training.per_device_train_batch_size": 4}
+
+
+def config(pair_dirs, tmp_path, **fields):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{a} {b} x"}) + "\n" for a in WORDS for b in WORDS))
+    given = {
+        "learning": LEARNING, "budget": "1h", "heldout_prompts": 8, "measured_prompts": 8, "max_new_tokens": 8,
+        "draft_length": "1,2", "temperature": "0", "dtype": "float32", "compiled": False, "threads": 1, "epochs": 1.0,
+        "min_speedup": 0.01,
+    }  # fmt: skip
+    return AlignConfig(target=str(pair_dirs[0]), prompts=str(prompts), output=str(tmp_path / "all"), **given | fields)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The names of the stages whose commands ran."""
+    said, own = list[str](), cli.main
+    monkeypatch.setattr(stages.cli, "main", lambda argv: said.append(argv[0]) or own(argv))
+    return said
+
+
+CANDIDATES = {"carved": {"command": "distill", "init.layers": 1}}
+
+
+def test_a_named_candidate_goes_all_the_way_and_on_from_where_it_was_stopped(pair_dirs, tmp_path, ran, capsys):
+    settings = config(pair_dirs, tmp_path, candidates=CANDIDATES, drafter="carved")
+    own = Stages.run
+    for stopped in ("prepare", "train", "measure"):
+        with pytest.MonkeyPatch.context() as patch:
+
+            def run(self, name, argv, stopped=stopped):
+                if name == stopped:
+                    raise KeyboardInterrupt
+                return own(self, name, argv)
+
+            patch.setattr(Stages, "run", run)
+            with pytest.raises(KeyboardInterrupt) as stop:
+                align(settings)
+            assert "the same command goes on from there" in stop.value.__notes__[0]
+    assert ran == ["prepare", "distill"]
+    assert align(settings) == 0
+    assert ran == ["prepare", "distill", "measure", "export"]
+    out = capsys.readouterr().out
+    *words, flag, speculative = shlex.split(out.strip().splitlines()[-1])
+    assert words == ["vllm", "serve", settings.target] and flag == "--speculative-config"
+    assert json.loads(speculative)["model"] == str(tmp_path / "all/drafter")
+    report = json.loads((tmp_path / "all/report/report.json").read_text())
+    assert {run["draft_length"] for run in report["runs"]} == {1, 2} and report["gate"]["passed"]
+    assert report["prompts"]["count"] == 8
+    ran.clear()
+    assert align(settings) == 0 and not ran
+    assert capsys.readouterr().out.strip().splitlines()[-1] == out.strip().splitlines()[-1]
+
+
+def test_what_does_not_pass_the_gate_is_not_exported(pair_dirs, tmp_path, ran, capsys):
+    settings = config(pair_dirs, tmp_path, candidates=CANDIDATES, drafter="carved", min_speedup=1000.0)
+    assert align(settings) == 3
+    assert ran == ["prepare", "distill", "measure"] and "no-go: " in capsys.readouterr().out
+    assert not (tmp_path / "all/launch.txt").exists()
+
+
+def choice(winner: str, way: dict, commands: list[str]) -> str:
+    outlook = {"temperature": "0", "rows": 1, "way": way}
+    standing = {"name": winner, "command": "distill", "outlooks": [outlook]}
+    return json.dumps({"winner": winner, "reason": "because", "standings": [standing], "commands": commands})
+
+
+@pytest.mark.parametrize(("winner", "code"), [("carved", 0), ("suffix", 0), ("none", 3)])
+def test_the_winner_of_a_choice_is_trained_measured_and_exported(
+    pair_dirs, tmp_path, monkeypatch, capsys, winner, code
+):
+    settings, said = config(pair_dirs, tmp_path), list[list[str]]()
+    folder = tmp_path / "all/choice"
+
+    def main(argv):
+        said.append(argv)
+        if argv[0] == "choose":
+            folder.mkdir(parents=True)
+            commands = ["draftsmith distill --config winner.yaml", "draftsmith measure --target t"]
+            way = {"draft_length": 3, "last": None}
+            (folder / "choose.json").write_text(choice(winner, way, commands if winner == "carved" else []))
+        if argv[0] == "distill":
+            (folder / "winner").mkdir()
+            (folder / "winner/config.json").write_text((pair_dirs[1] / "config.json").read_text())
+        if argv[0] == "measure":
+            (tmp_path / "all/report").mkdir()
+            passed = {"gate": {"passed": True}, "recommendation": {"reason": ""}}
+            (tmp_path / "all/report/report.json").write_text(json.dumps(passed))
+        if argv[0] == "export":
+            print("# a comment\nvllm serve it")
+        return 0
+
+    monkeypatch.setattr(stages.cli, "main", main)
+    assert align(settings) == code
+    names = [argv[0] for argv in said]
+    if winner == "none":
+        assert names == ["choose"] and "no-go: because" in capsys.readouterr().out
+        return
+    assert names == (["choose", "distill", "measure", "export"] if winner == "carved" else ["choose", "measure"])
+    flags = said[0][1:]
+    assert f"--prompts={tmp_path / 'all/prompts/others.jsonl'}" in flags and "--server=vllm" in flags
+    parsed = command.parse_config(cli.config_class("choose", flags), flags)
+    assert parsed.temperature == [0.0] and parsed.learning == LEARNING
+    measured = next(argv for argv in said if argv[0] == "measure")
+    drafter = str(folder / "winner") if winner == "carved" else "suffix"
+    assert f"--drafter={winner}={drafter}" in measured or f"--drafter={drafter}" in measured
+    assert f"--draft_length_of={json.dumps({winner: [3]})}" in measured
+    if winner == "carved":
+        assert (tmp_path / "all/launch.txt").read_text().splitlines()[-1] == "vllm serve it"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"measured_prompts": 4}, r"measured_prompts: expected at least 8, found 4"),
+        ({"min_speedup": 0.0}, r"min_speedup: expected"),
+    ],
+)
+def test_what_cannot_be_is_refused(pair_dirs, tmp_path, fields, message):
+    with pytest.raises(InputError, match=message):
+        config(pair_dirs, tmp_path, **fields)
+
+
+def test_too_few_prompts_and_unknown_candidates_are_refused(pair_dirs, tmp_path, ran):
+    with pytest.raises(InputError, match=r"prompts: expected at least 120 in .*, 60 of them to be measured on"):
+        align(config(pair_dirs, tmp_path, measured_prompts=60))
+    with pytest.raises(InputError, match=r"drafter: expected a candidate out of carved, found other"):
+        align(config(pair_dirs, tmp_path, candidates=CANDIDATES, drafter="other"))
+    assert not ran
