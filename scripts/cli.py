@@ -32,7 +32,7 @@ COMMANDS = {
     ),
     "align": (
         "goes all the way: chooses a drafter, trains, measures and exports it",
-        "align:AlignConfig",
+        "choose.config:AlignConfig",
     ),
     "prepare": ("lets the target complete prompts", "train.data.prepare_config:PrepareConfig"),
     "cache": (
@@ -85,6 +85,8 @@ PACKAGES = ("certify", "choose", "doctor", "export", "measure", "plan", "tune")
 """Commands that are packages of several modules."""
 SERVICES = ("coordinate", "serve_draft")
 """Those among the services."""
+WITHIN = {"align": "choose.align"}
+"""Commands that are modules of another's package, on which they build."""
 RENAMED = {"medusa-tree": "tree"}
 """Commands by the names that they had before."""
 LAUNCHER = ["-m", "accelerate.commands.launch"]
@@ -127,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(lambda: parse_config(config_class(name, rest), rest, prog=f"draftsmith {name}"))
     if name in launched():
         return run(lambda: _launch(name, rest))
-    module = name.replace("-", "_")
+    module = WITHIN.get(name, name.replace("-", "_"))
     if module in SERVICES:
         module = f"services.{module}.command"
     elif module in PACKAGES:

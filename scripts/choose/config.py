@@ -130,6 +130,27 @@ class ChooseConfig(Filters, PromptedTarget):
         return seconds_of(self.budget)
 
 
+@dataclass(kw_only=True)
+class AlignConfig(ChooseConfig):
+    """Make a drafter for a target, all the way: choose, train, measure, and export what passes the gate."""
+
+    drafter: str | None = None
+    """Train this candidate, such as block-1, and choose nothing; all of the time is for it."""
+    measured_prompts: int = 32
+    """Prompts that nothing learns from and nothing is chosen on, which the verdict is about; at least 8."""
+    min_speedup: float = 1.0
+    """The gate: what the speed-up over plain decoding must exceed, by its interval's lower end."""
+    verify: str | None = None
+    """`vllm`: let it decode with the export and compare, as `export --verify`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, at_least(8), "measured_prompts")
+        require(self, more_than(0), "min_speedup")
+        if self.server is None:
+            self.server = "vllm"
+
+
 def seconds_of(text: str) -> float:
     """Return a time in seconds.
 

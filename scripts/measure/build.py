@@ -18,9 +18,15 @@ from draftsmith.decode.measurement.intervals import (
 )
 from draftsmith.decode.measurement.repetition import repeated_ngram_share
 from draftsmith.scripts.kinds import STOCK
-from draftsmith.scripts.measure.by_load import by_load
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, same_length, speed, speedup
-from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
+from draftsmith.scripts.measure.predictions import (
+    advice,
+    by_load,
+    costs_entry,
+    curve_of,
+    planner_check,
+    predicted_speedup,
+)
 from draftsmith.scripts.measure.rejections import rejections_of
 from draftsmith.scripts.measure.state import PLAIN, PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge

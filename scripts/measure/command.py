@@ -11,9 +11,9 @@ from draftsmith.decode.progress import phase
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
 from draftsmith.scripts.measure.build import build_report
-from draftsmith.scripts.measure.by_load import draft_lengths
 from draftsmith.scripts.measure.config import MeasureConfig, measure_config
 from draftsmith.scripts.measure.cost_file import load_costs
+from draftsmith.scripts.measure.predictions import draft_lengths
 from draftsmith.scripts.measure.reconcile.every_round import rounds_settings
 from draftsmith.scripts.measure.reconcile.rounds import ROUNDS, write_rounds
 from draftsmith.scripts.measure.server.command import main as server_main

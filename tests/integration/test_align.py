@@ -6,9 +6,10 @@ import shlex
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts import align as command
 from draftsmith.scripts import cli, stages
-from draftsmith.scripts.align import AlignConfig, align
+from draftsmith.scripts.choose import align as command
+from draftsmith.scripts.choose.align import align
+from draftsmith.scripts.choose.config import AlignConfig
 from draftsmith.scripts.stages import Stages
 
 WORDS = ("def", "return", "class", "import", "for", "while", "with", "yield", "try", "pass")

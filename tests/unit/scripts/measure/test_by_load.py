@@ -1,6 +1,6 @@
 """Draft lengths by load: which γ pays at which batch size."""
 
-from draftsmith.scripts.measure.by_load import chosen_lengths, ranges, sizes_up_to
+from draftsmith.scripts.measure.predictions import chosen_lengths, ranges, sizes_up_to
 from draftsmith.scripts.report.types import ByLoad, Goodput, LoadRange
 from draftsmith.scripts.report.words import load_words
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
-from draftsmith.decode.errors import InputError, at_least, more_than, require
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_json
 from draftsmith.scripts import cli
 from draftsmith.scripts.choose.command import candidates_of
-from draftsmith.scripts.choose.config import COPIES, ChooseConfig
+from draftsmith.scripts.choose.config import COPIES, AlignConfig, ChooseConfig
 from draftsmith.scripts.kinds import kind_of
 from draftsmith.scripts.stages import NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
@@ -32,27 +32,6 @@ from draftsmith.train.runs import note_on_interrupt
 
 LAUNCH = "launch.txt"
 """What export printed: the last line launches the server."""
-
-
-@dataclass(kw_only=True)
-class AlignConfig(ChooseConfig):
-    """Make a drafter for a target, all the way: choose, train, measure, and export what passes the gate."""
-
-    drafter: str | None = None
-    """Train this candidate, such as block-1, and choose nothing; all of the time is for it."""
-    measured_prompts: int = 32
-    """Prompts that nothing learns from and nothing is chosen on, which the verdict is about; at least 8."""
-    min_speedup: float = 1.0
-    """The gate: what the speed-up over plain decoding must exceed, by its interval's lower end."""
-    verify: str | None = None
-    """`vllm`: let it decode with the export and compare, as `export --verify`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, at_least(8), "measured_prompts")
-        require(self, more_than(0), "min_speedup")
-        if self.server is None:
-            self.server = "vllm"
 
 
 @dataclass(frozen=True)
