@@ -253,7 +253,10 @@ def _of_drafter(drafter: Drafter, replays: Mapping[float, tuple[CostTable, Repla
         proposer=drafter.name,
         temperatures=list(replays),
         ranges=ranges(chosen, most),
-        goodput={rows: Goodput(plain=of[0], drafting=of[chosen[rows]]) for rows, of in goodput.items()},
+        goodput={
+            rows: Goodput(plain=of[0], drafting=of[chosen[rows] or max(lengths, key=lambda k: of[k])])
+            for rows, of in goodput.items()
+        },
     )
 
 

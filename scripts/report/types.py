@@ -253,7 +253,7 @@ class Goodput(Entry):
 
     plain: AboveZero
     drafting: AboveZero
-    """With the draft length of this batch size; plain decoding's where that is 0."""
+    """With the draft length of this batch size; where that is 0, the best that drafting would bring."""
 
 
 @dataclass(frozen=True)
