@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from draftsmith.decode import HybridProposer, Proposer
+from draftsmith.decode import HybridProposer, Proposer, Switch
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, measure_costs
 from draftsmith.decode.measurement.replay import replay_drafters
@@ -27,6 +27,8 @@ from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.choose_costs/1"
 ALONE = "alone"
+NEVER = 2**40
+"""A shortest match, in tokens, that none has."""
 LAST_LENGTHS = (1, 2, 4)
 """Draft lengths of the trained drafter in a hybrid that are tried, beside copies of any γ."""
 
@@ -116,10 +118,14 @@ def replayed(
             lengths_of[drafter.name] = [chain.longest]
         else:
             lengths_of[drafter.name] = [k for k in config.draft_length if k <= most] or [most]
-        ways[drafter.name, ALONE] = chain
-        if drafter.name not in COPIES and config.server is None:  # servers draft in one way
-            for last in (last for last in LAST_LENGTHS if last <= most):
-                ways[drafter.name, Way(1, last).drafters] = HybridProposer([copies, chain], last_length=last)
+        if drafter.name in COPIES or config.server is not None:  # servers draft in one way
+            ways[drafter.name, ALONE] = chain
+            continue
+        # Drafters that share what was replayed: one that takes no copy is the candidate alone.
+        hybrid = HybridProposer([copies, chain])
+        ways[drafter.name, ALONE] = hybrid.with_switch(Switch(NEVER))
+        for last in (last for last in LAST_LENGTHS if last <= most):
+            ways[drafter.name, Way(1, last).drafters] = hybrid.with_switch(Switch(), last)
     tried = sorted({*config.draft_length, *(k for lengths in lengths_of.values() for k in lengths)})
     found: dict[str, dict[str, Replayed]] = {drafter.name: {} for drafter in wanted}
     for temperature in config.temperature:
@@ -133,8 +139,9 @@ def replayed(
         tokens = [len(text) - length for text, length in zip(texts, lengths, strict=True)]
         for (name, drafters_of), replay in replays.items():
             its = found[name].setdefault(f"{temperature:g}", Replayed(tokens, {}))
+            first = 1 if drafters_of == ALONE and isinstance(ways[name, drafters_of], HybridProposer) else 0
             its.sizes[drafters_of] = {
-                k: [text.sizes[k].tolist() for text in replay.texts]
+                k: [text.sizes[k][first:].tolist() for text in replay.texts]
                 for k in (lengths_of[name] if drafters_of == ALONE else config.draft_length)
             }
     return found
