@@ -1,28 +1,65 @@
 """Checks of `draftsmith doctor` for Medusa heads: whether their files are whole, and whether they fit the target."""
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.checks import shape, trained_on, unfit
+from draftsmith.medusa.heads.formats.importing import foreign_format, import_heads
+from draftsmith.medusa.heads.formats.writing import VLLM_READS
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
 from draftsmith.train.checkpoint import reading
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
-from draftsmith.train.kinds.parts import Part, Side, load_part
-from draftsmith.train.kinds.quantities import counted
+from draftsmith.train.kinds.parts import STORED, Part, Side, load_part
+from draftsmith.train.kinds.quantities import count, counted
 
 
 def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
-    """Load heads without their weights, and say what they are; None where they do not load."""
-    remedy = "give what draftsmith.medusa wrote; draftsmith export --import-from DIR reads other formats"
+    """Load heads without their weights, and say what they are; None where they do not load.
+
+    Files of other tools are read whole: their configs do not say of which shape the heads are.
+    """
+    if (format := foreign_format(Path(str(spec.path)))) is not None:
+        return _inspect_foreign(spec, format)
+    remedy = "give what draftsmith.medusa wrote"
 
     def described(model: MedusaHeads) -> str:
         config = model.config
         return f"{counted(config.num_heads, 'head')}, {counted(config.num_hidden_layers, 'block')} each"
 
     return load_part(spec, _empty, described, remedy)
+
+
+def _inspect_foreign(spec: DrafterSpec, format: str) -> tuple[Part | None, Finding]:
+    role, path = spec.name or spec.kind, str(spec.path)
+    try:
+        heads = import_heads(path, format)
+    except InputError as error:
+        return None, Finding("error", role, str(error), f"give {format}'s heads whole: readers skip what is missing")
+    config = heads.config
+    text = f"{format}'s files: {counted(config.num_heads, 'head')}, {counted(config.num_hidden_layers, 'block')} each"
+    text += f", {count(heads.num_parameters())} parameters"
+    stored = next(name for name, dtype in STORED.items() if dtype == heads.dtype)
+    return Part(role, path, heads, Counter({stored: heads.num_parameters()}), 0), Finding("ok", role, text)
+
+
+def _said_of_foreign(heads: Part, format: str) -> Finding:
+    """Say what the files leave to their readers: the tree, and who reads them at all."""
+    config = heads.model.config
+    tree = "they name no tree, so that each reader takes its own default"
+    if config.medusa_choices is not None:
+        tree = f"they name a tree of {counted(len(config.medusa_choices), 'node')}, which vLLM does not read"
+    if format in VLLM_READS:
+        text = f"{tree}; vLLM reads them as they are, and drafts a chain of {config.num_heads}"
+        return Finding(
+            "ok", "medusa readers", f"{text}; draftsmith export --import_from reads them for the other commands"
+        )
+    remedy = f"draftsmith export --import_from {heads.path} --output OURS, and then --format vllm"
+    return Finding("warning", "medusa readers", f"{tree}; vLLM does not read {format}'s files", remedy)
 
 
 def _empty(path: str) -> MedusaHeads:
@@ -35,8 +72,14 @@ def _empty(path: str) -> MedusaHeads:
         return MedusaHeads(config)
 
 
-def compare(target: Side, heads: Part) -> Finding:
-    """Check whether Medusa heads fit the target, and their tree them."""
+def compare(target: Side, heads: Part) -> Iterator[Finding]:
+    """Check whether Medusa heads fit the target, their tree them, and what files of other tools leave unsaid."""
+    yield _fits(target, heads)
+    if (format := foreign_format(Path(heads.path))) is not None:
+        yield _said_of_foreign(heads, format)
+
+
+def _fits(target: Side, heads: Part) -> Finding:
     name, config, model = "heads", heads.model.config, heads.model
     remedy = "take heads of this target, or train them: accelerate launch -m draftsmith.medusa --target TARGET"
     tree = model.tree

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.decode.errors import InputError
 from draftsmith.medusa.kind import HeadsKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
@@ -37,8 +38,20 @@ class Medusa(HeadsKind):
     launched, verifiable, drops_by_rank = ("vllm",), ("vllm", "fasterdecoding"), True
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Say so of heads in this format or vLLM's."""
-        return config.get("model_type") == "medusa"
+        """Say so of heads in any format: ours, vLLM's, FasterDecoding's and ModelOpt's."""
+        theirs = "medusa_num_heads" in config or isinstance(config.get("medusa"), dict)
+        return config.get("model_type") == "medusa" or theirs
+
+    def check(self, spec: DrafterSpec, loading: Loading) -> None:
+        """Refuse files that other tools alone read."""
+        from draftsmith.medusa.heads.formats.importing import foreign_format
+
+        found = foreign_format(Path(str(spec.path)))
+        if found not in (None, "vllm"):
+            raise InputError(
+                f"medusa: expected heads of ours in {spec.path}, found {found}'s, which draftsmith export "
+                f"--import_from {spec.path} reads"
+            )
 
     def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
         """Hydra heads, which are ahead of Medusa's; for vLLM these, for it knows no others."""
@@ -89,7 +102,7 @@ class Medusa(HeadsKind):
         """Compare shapes, and the tree with the heads."""
         from draftsmith.medusa.heads.checks import compare
 
-        yield compare(target, part)
+        return compare(target, part)
 
     def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
         """Measure what a round of the tree costs."""

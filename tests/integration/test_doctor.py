@@ -31,6 +31,8 @@ from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checks import learning_rate
 from draftsmith.medusa.eagle.formats.writing import export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.heads.formats import proof
+from draftsmith.medusa.heads.formats.writing import export_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import checks as pair_checks
 from draftsmith.scripts.doctor import costs as pair_costs
@@ -432,6 +434,32 @@ def test_heads_that_fit_are_said_to(plain, heads, capsys):
     assert code == 0 and list(lines)[:2] == ["target", "medusa"] and "draft" not in lines
     assert lines["medusa"] == "✓ 2 heads, 1 block each, 21.2 K parameters, stored as F32"
     assert lines["heads"] == "✓ made for this target's hidden size 32 and 300 logits; draft a tree of 3, 2 deep"
+
+
+@pytest.mark.parametrize(
+    ("format", "said"),
+    [
+        ("vllm", "✓ they name no tree, so that each reader takes its own default; vLLM reads them as they are, and "),
+        ("fasterdecoding", "✓ they name no tree, so that each reader takes its own default; vLLM reads them as "),
+        ("modelopt", "! they name no tree, so that each reader takes its own default; vLLM does not read modelopt's"),
+    ],
+)
+def test_heads_of_any_tool_are_read_and_what_they_leave_unsaid_is_told(
+    format, said, plain, heads, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
+    ours = MedusaHeads.from_pretrained(heads)
+    if format != "vllm":
+        ours = MedusaHeads.of_target(load_model(plain, device="cpu"), 2, medusa_fc_bias=True)
+    ours.config.base_model_name_or_path = str(plain)
+    export_heads(ours, tmp_path / "theirs", format)
+    code, lines, _, _ = check(capsys, plain, drafter=str(tmp_path / "theirs"))
+    assert code == 0 and lines["medusa"].startswith(f"✓ {format}'s files: 2 heads, 1 block each, "), lines
+    assert "made for this target's hidden size 32 and 300 logits" in lines["heads"]
+    assert lines["medusa readers"].startswith(said), lines
+    next((tmp_path / "theirs").glob("m*.*t*")).write_bytes(b"no")
+    code, lines, _, _ = check(capsys, plain, drafter=str(tmp_path / "theirs"))
+    assert code == 2 and lines["medusa"].startswith("✗ "), lines
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,14 @@ def detect(directory: str | Path) -> str:
     return formats[0]
 
 
+def foreign_format(directory: Path) -> str | None:
+    """Return the format of heads that another tool's files are of; None of ours, and without a config that says so."""
+    try:
+        return next((format for format in marks(directory) if format != "own"), None)
+    except InputError:
+        return None
+
+
 def marks(directory: Path) -> list[str]:
     """Return the formats that a directory may be in.
 
