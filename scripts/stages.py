@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Amount, read
 from draftsmith.scripts import cli
+from draftsmith.train.cli import INTERRUPTED, TERMINATED, Terminated
 from draftsmith.train.files import remove
 from draftsmith.train.provenance import write_json
 
@@ -29,12 +30,14 @@ JUDGED_LATER: dict[str, Any] = {
 """Fields of a training run whose last state is judged, by what comes behind it."""
 
 
-class EndedStage(TypedDict):
-    """What is kept of a stage that ended."""
+class KeptStage(TypedDict):
+    """What is kept of a stage."""
 
     commands: list[list[str]]
     """Its own command, behind those of all stages before it."""
     seconds: Amount
+    """Of all tries."""
+    ended: bool
 
 
 @dataclass
@@ -55,23 +58,34 @@ class Stages:
             InputError: it failed.
         """
         self._commands.append(argv)
-        kept = self.folder / f"{name}.json"
+        kept, before = self.folder / f"{name}.json", 0.0
         if kept.is_file():
-            stage = read(EndedStage, kept)
+            stage = read(KeptStage, kept)
             if stage["commands"] == self._commands:
-                return stage["seconds"]
-            remove(kept)  # of other settings; what it wrote is the command's own to refuse
+                before = stage["seconds"]
+                if stage["ended"]:
+                    return before
+            else:
+                remove(kept)  # of other settings; what it wrote is the command's own to refuse
         print(f"{name}: draftsmith {' '.join(argv)}", flush=True)
-        begin = time.perf_counter()
-        code = cli.main(argv)
-        if code not in PASSED:
-            raise InputError(
-                f"{name}: expected the stage to end, found exit code {code}; the same command goes on from here"
-            )
-        seconds = time.perf_counter() - begin
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, EndedStage(commands=self._commands, seconds=seconds))
+        begin, ended = time.perf_counter(), False
+        try:
+            code = cli.main(argv)
+            if code in (INTERRUPTED, TERMINATED):  # what it kept it has said
+                raise KeyboardInterrupt if code == INTERRUPTED else Terminated
+            if code not in PASSED:
+                raise InputError(f"{name}: expected the stage to end, found exit code {code}: see its line above")
+            ended = True
+        finally:
+            seconds = before + time.perf_counter() - begin
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_json(kept, KeptStage(commands=self._commands, seconds=seconds, ended=ended))
         return seconds
+
+    def changed(self, name: str, argv: list[str]) -> bool:
+        """Return whether a stage was begun with another command than this."""
+        kept = self.folder / f"{name}.json"
+        return kept.is_file() and read(KeptStage, kept)["commands"][-1] != argv
 
 
 def flags_of(fields: dict[str, Any]) -> list[str]:

@@ -9,17 +9,21 @@ import contextlib
 import io
 import random
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_json
 from draftsmith.scripts import cli
-from draftsmith.scripts.choose.command import candidates_of
-from draftsmith.scripts.choose.config import COPIES, AlignConfig, ChooseConfig
+from draftsmith.scripts.choose import command as choose
+from draftsmith.scripts.choose.command import checked_candidates, say_plan, settle
+from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
+from draftsmith.scripts.engine.offline import engine_python
 from draftsmith.scripts.kinds import kind_of
 from draftsmith.scripts.stages import NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
@@ -28,10 +32,13 @@ from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.files import require_writable, write_aside
 from draftsmith.train.kinds.draft_lengths import of_drafter
 from draftsmith.train.models import load_config
+from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
-LAUNCH = "launch.txt"
-"""What export printed: the last line launches the server."""
+FREE = (*choose.FREE, "server", "verify", "min_speedup", "budget", "budget_tokens", "choosing")
+"""Fields that may change in an output that is gone on with; `choose` looks at its own."""
+LEVEL = 0.95
+"""Of the gate, over all settings together."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,13 @@ class Made:
     """Of the candidate."""
     directory: str | None
     """None of copies."""
-    ways: list[tuple[str, int]]
-    """What `--drafter` says, and γ, of each way to draft that is worth measuring."""
+    draft_lengths: list[int]
+    """γ that are worth measuring."""
+
+    @property
+    def drafter(self) -> str:
+        """What `--drafter` says of it."""
+        return self.directory or self.name
 
 
 def align(config: AlignConfig) -> int:
@@ -52,6 +64,7 @@ def align(config: AlignConfig) -> int:
     Raises:
         InputError: settings or inputs that cannot be used, or a stage that failed.
     """
+    python = None if config.verify is None else engine_python(None)
     output = require_writable(config.output)
     prompts = read_prompts(config.prompts, limit=config.limit)
     if len(prompts) < 2 * config.measured_prompts:
@@ -59,25 +72,22 @@ def align(config: AlignConfig) -> int:
             f"prompts: expected at least {2 * config.measured_prompts} in {config.prompts}, {config.measured_prompts} "
             f"of them to be measured on, found {len(prompts)}"
         )
+    settle(config, output, [prompt.record() for prompt in prompts], FREE)
     random.Random(config.seed + 1).shuffle(prompts)
     measured, others = output / "prompts/measured.jsonl", output / "prompts/others.jsonl"
     write_prompts(measured, [prompt.record() for prompt in prompts[: config.measured_prompts]])
     write_prompts(others, [prompt.record() for prompt in prompts[config.measured_prompts :]])
     stages = Stages(output / "stages")
     with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
-        made = (
-            _chosen(config, output, others, stages)
-            if config.drafter is None
-            else _named(config, output, others, stages)
-        )
+        make = _chosen if config.drafter is None else _named
+        made = make(config, output, others, stages)
         if made is None:
             return NO_GO
         stages.run("measure", ["measure", *_measuring(config, made, measured, output / "report")])
-        verdict = parse_json((output / "report/report.json").read_text(encoding="utf-8"))
-        if verdict["gate"] is None or not verdict["gate"]["passed"]:
-            print(f"\nno-go: {verdict['recommendation']['reason']}")
+        passed = _gate(config, output / "report/report.json")
+        if not passed:
             return NO_GO
-        _launch(config, made, output)
+        _launch(config, made, output, next(iter(passed.values())), python)
     return 0
 
 
@@ -88,12 +98,11 @@ def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) ->
     given |= {"prompts": prompts, "output": choice, "limit": None, "dry_run": None}
     for name in ("draft_length", "temperature", "batch_size"):
         given[name] = ",".join(f"{value:g}" for value in given[name])
-    stages.run(
-        "choose", ["choose", *flags_of({name: value for name, value in given.items() if value not in (None, {})})]
-    )
+    said = {name: value for name, value in given.items() if value not in (None, {})}
+    stages.run("choose", ["choose", *flags_of(said)])
     found = parse_json((choice / "choose.json").read_text(encoding="utf-8"))
     name = found["winner"]
-    if name == "none":
+    if name == NONE:
         print(f"\nno-go: {found['reason']}")
         return None
     standing = next(its for its in found["standings"] if its["name"] == name)
@@ -101,92 +110,108 @@ def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) ->
         words = shlex.split(line)[1:]
         if words[0] != "measure":
             stages.run(f"winner-{number}-{words[0]}", words)
-    directory = None if name in COPIES else str(choice / "winner")
-    ways: dict[tuple[str, int], None] = {}
-    for outlook in standing["outlooks"]:
-        last, alone = outlook["way"]["last"], directory or name
-        drafter = alone if last is None else f"hybrid:{COPIES[0]}+{alone}@last={last}"
-        ways[drafter, outlook["way"]["draft_length"]] = None
-    return Made(name, directory, list(ways))
+    lengths = {outlook["way"]["draft_length"] for outlook in standing["outlooks"]}
+    return Made(name, None if name in COPIES else str(choice / "winner"), sorted(lengths))
 
 
 def _named(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> Made | None:
     """Let the target answer all prompts, and train the candidate that is named."""
-    name, candidates = str(config.drafter), candidates_of(config)
+    name, candidates = str(config.drafter), checked_candidates(config)
     if name not in candidates:
         raise InputError(f"drafter: expected a candidate out of {', '.join(candidates)}, found {name}")
     text, directory = output / "completions", output / "drafter"
-    answers: dict[str, Any] = config.answers() | {"prompts": prompts, "output": text}
-    stages.run("prepare", ["prepare", *flags_of(answers)])
-    command = candidates[name]["command"]
+    stages.run("prepare", ["prepare", *flags_of(config.answers() | {"prompts": prompts, "output": text})])
     training = config.training(candidates[name], [str(text)], str(directory))
     training |= {"training.save_strategy": "epoch", "training.save_total_limit": 1}
-    stages.run("train", [command, *config.launcher(), *flags_of(training)])
-    return Made(name, str(directory), [(str(directory), length) for length in config.draft_length])
+    stages.run("train", [candidates[name]["command"], *config.launcher(), *flags_of(training)])
+    kind = kind_of(str(directory))
+    most = kind.most_drafted(parse_json((directory / "config.json").read_text(encoding="utf-8")))
+    if most is not None and kind.whole_blocks:
+        return Made(name, str(directory), [most])
+    return Made(name, str(directory), [k for k in config.draft_length if most is None or k <= most] or [most or 1])
 
 
 def _measuring(config: AlignConfig, made: Made, prompts: Path, output: Path) -> list[str]:
     """Return the flags of `measure`."""
-    drafters: dict[str, list[int]] = {}
-    for drafter, length in made.ways:
-        drafters.setdefault(drafter, []).append(length)
-    longest = _longest(made)
-    names = {
-        drafter: made.name if number == 0 else f"{made.name}-{number + 1}" for number, drafter in enumerate(drafters)
-    }
     values: dict[str, Any] = {
-        "target": config.target, "prompts": prompts, "output": output, "min_speedup": config.min_speedup,
+        "target": config.target, "prompts": prompts, "output": output,
         "temperature": ",".join(f"{each:g}" for each in config.temperature),
-        "batch_size": ",".join(map(str, config.batch_size)),
-        "draft_length_of": {
-            names[drafter]: sorted({min(length, longest or length) for length in lengths})
-            for drafter, lengths in drafters.items()
-        },
+        "batch_size": ",".join(map(str, config.batch_size)), "draft_length": ",".join(map(str, made.draft_lengths)),
     }  # fmt: skip
-    values |= config.texts()
-    values |= {name: value for name in ("dtype", "compiled", "threads") if (value := getattr(config, name)) is not None}
-    return [*flags_of(values), *(f"--drafter={names[drafter]}={drafter}" for drafter in drafters)]
+    return [*flags_of(values | config.texts() | config.loading()), f"--drafter={made.name}={made.drafter}"]
 
 
-def _longest(made: Made) -> int | None:
-    """Return the most tokens that a drafter of a fixed length can draft; None of any other."""
+def _gate(config: AlignConfig, path: Path) -> dict[tuple[float, int], int]:
+    """Say where the gate passes, and return γ by temperature and batch size there; nothing where it passes nowhere.
+
+    A server can leave drafting out where it does not pay, so that one setting is enough. The intervals are widened so
+    that they hold for all settings at once (Bonferroni), as if speed-ups were normal.
+    """
+    runs = parse_json(path.read_text(encoding="utf-8"))["runs"]
+    wider = NormalDist().inv_cdf(1 - (1 - LEVEL) / 2 / len(runs)) / NormalDist().inv_cdf((1 + LEVEL) / 2)
+    passed: dict[tuple[float, int], tuple[float, int]] = {}
+    print()
+    for run in runs:
+        found, where = run["speedup"], (run["temperature"], run["batch_size"])
+        if found["ci95"] is None:
+            continue
+        low = found["value"] - wider * (found["value"] - found["ci95"][0])
+        passes = low > config.min_speedup
+        print(
+            f"{'go' if passes else 'no-go'}: T={where[0]:g}, {where[1]} at a time, γ = {run['draft_length']}: "
+            f"{found['value']:.2f}× with {LEVEL:.0%} confidence above {low:.2f}, {config.min_speedup:g} wanted"
+        )
+        if passes and found["value"] > passed.get(where, (0.0, 0))[0]:
+            passed[where] = found["value"], run["draft_length"]
+    if not passed:
+        print("no-go: it pays nowhere")
+    return {where: length for where, (_, length) in passed.items()}
+
+
+def _launch(config: AlignConfig, made: Made, output: Path, draft_length: int, python: Path | None) -> None:
+    """Export what was made, unless that very export was done, and print how a server is launched with it."""
     if made.directory is None:
-        return None
-    config = parse_json((Path(made.directory) / "config.json").read_text(encoding="utf-8"))
-    return kind_of(made.directory).most_drafted(config)
-
-
-def _launch(config: AlignConfig, made: Made, output: Path) -> None:
-    """Export what was made, unless that was done, and print how a server is launched with it."""
-    kept = output / LAUNCH
-    if made.directory is None:
-        print(f"\n{made.name} needs no files: see docs/deploy.md for servers that draft by copies")
+        print(f"\n{made.name} needs no files: docs/deploy.md says which servers draft by copies")
         return
-    if not kept.is_file():
-        kind = kind_of(made.directory)
-        if config.server not in kind.formats:
-            print(f"\n{made.directory}: no format of {config.server} holds {kind.title}; draftsmith decodes with it")
-            return
-        values: dict[str, Any] = {"drafter": made.directory, "target": config.target, "format": config.server}
-        model = load_config(made.directory, field="drafter", trust_remote_code=config.trust_remote_code)
-        if kind.recipe is not None and (kind.recipe.begun == "heads" or kept_tokens(model) is not None):
-            values["output"] = output / "export"  # servers load other draft models as they are
-        lengths = output / "report/draft_lengths.json"
-        # Where the gate was passed and the prediction says that nothing pays, γ is the format's own.
-        table = config.server == "vllm" and not kind.tree_alone and lengths.is_file()
-        if table and of_drafter(str(lengths), made.directory)["num_speculative_tokens"] > 0:
-            values["draft_lengths"] = lengths
-        if config.verify is not None:
-            values["verify"] = config.verify
+    kind = kind_of(made.directory)
+    if config.server not in kind.formats:
+        print(f"\n{made.directory}: no format of {config.server} holds {kind.title}; draftsmith decodes with it")
+        return
+    values: dict[str, Any] = {"drafter": made.directory, "target": config.target, "format": config.server}
+    values["trust_remote_code"] = config.trust_remote_code
+    model = load_config(made.directory, field="drafter", trust_remote_code=config.trust_remote_code)
+    if kind.recipe is not None and (kind.recipe.begun == "heads" or kept_tokens(model) is not None):
+        values["output"] = output / "export"  # servers load other draft models as they are
+    lengths = output / "report/draft_lengths.json"
+    # Where the prediction says that nothing pays although it does, γ is that which passed the gate.
+    table = config.server == "vllm" and not kind.tree_alone and lengths.is_file()
+    if table and of_drafter(str(lengths), made.directory)["num_speculative_tokens"] > 0:
+        values["draft_lengths"] = lengths
+    elif config.server in kind.launched and not kind.tree_alone and not kind.whole_blocks:
+        values["draft_length"] = draft_length
+    if python is not None:
+        values |= {"verify": config.verify, "engine": python}
+    argv, kept = ["export", *flags_of(values)], output / "stages/export.json"
+    of = [argv, lengths.read_text(encoding="utf-8") if lengths.is_file() else None]
+    before = parse_json(kept.read_text(encoding="utf-8")) if kept.is_file() else None
+    if before is None or before["of"] != of:
+        shutil.rmtree(output / "export", ignore_errors=True)  # of an export that was stopped, or of another
         said = io.StringIO()
+        print(f"export: draftsmith {' '.join(argv)}", flush=True)
         with contextlib.redirect_stdout(said):
-            code = cli.main(["export", *flags_of(values)])
+            code = cli.main(argv)
         if code != 0:
-            raise InputError(f"export: expected it to end, found exit code {code}; the same command goes on from here")
-        write_aside(kept, said.getvalue())
-    print(f"\n{kept.read_text(encoding='utf-8').rstrip()}")
+            raise InputError(f"export: expected it to end, found exit code {code}: see its line above")
+        before = {"of": of, "said": said.getvalue()}
+        write_json(kept, before)
+    write_aside(output / "launch.txt", before["said"])
+    print(f"\n{before['said'].rstrip()}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make a drafter, and say where it is and how to serve it; 3 where no drafter pays."""
-    return align(parse_config(AlignConfig, argv, prog="draftsmith align"))
+    config = parse_config(AlignConfig, argv, prog="draftsmith align")
+    if config.dry_run:
+        say_plan(config)
+        return 0
+    return align(config)

@@ -5,7 +5,11 @@ are trained from the beginning, each by its own command, and replayed on the hel
 measured once, all candidates side by side. All that has ended is kept.
 """
 
+import hashlib
+import json
+import math
 import random
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +20,18 @@ import yaml  # type: ignore[import-untyped]
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable
+from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Amount, Count, parse_json, read
-from draftsmith.scripts.choose.config import COPIES, ChooseConfig
+from draftsmith.scripts.choose.config import COPIES, NONE, ChooseConfig
 from draftsmith.scripts.choose.forecast import LEAST_AMOUNTS, Trial, outlook, outlooks
 from draftsmith.scripts.choose.page import print_choice, write_page
-from draftsmith.scripts.choose.result import NONE, SCHEMA, Choice, Standing, best_way, by_name, shell, verdict
+from draftsmith.scripts.choose.result import SCHEMA, Choice, Standing, best_way, by_name, settings_text, shell, verdict
 from draftsmith.scripts.choose.rounds import CostFile, Replayed, measured_costs, replayed
 from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable, growth, kept, survivors
 from draftsmith.scripts.kinds import KINDS, recipes
 from draftsmith.scripts.stages import JUDGED_LATER, Stages, flags_of
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import check_fields, parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.data.prompts import Prompt, read_prompts
@@ -35,11 +40,17 @@ from draftsmith.train.models import load_config
 from draftsmith.train.provenance import as_json, write_json
 from draftsmith.train.runs import note_on_interrupt
 
+MORE = "text-winner"
+"""The winner's further text."""
 FIRST_TEXT = 0.005
 """The share of the time for choosing in which the first amount of text is written: how long it is learned from is not
 known before."""
 LEAST_PROMPTS = 32
 """Of the first amount of text: a handful of steps says little of what more of them bring."""
+MOST_SAMPLES = 8
+"""Answers to a prompt at a temperature above 0 that the winner learns from, at most."""
+FREE = ("output", "dry_run", "candidates", "draft", "learning", "epochs", "processes", "threads", "dtype", "compiled")
+"""Fields that may change in an output that is gone on with: text stays, and what differs is trained again."""
 TIMES = (2.0, 4.0, 10.0)
 """Times the text of the last trial, at which it is said what the winner would bring."""
 
@@ -49,6 +60,8 @@ class KeptRung:
     """What is kept of an amount of text: replays by candidate and temperature, and the seconds that they took."""
 
     tokens: Count
+    commands: dict[str, list[str]]
+    """What trained the candidates."""
     training: dict[str, Amount]
     replayed: dict[str, dict[str, Replayed]]
     seconds: Amount
@@ -117,21 +130,24 @@ class Choosing:
         self.written = tokens
         self.amounts.append(tokens)
         self.say(rung, names, tokens)
-        took = {}
+        took, commands = dict[str, float](), dict[str, list[str]]()
         for name in names:
-            output = self.output / "trials" / str(rung) / name
+            output, stage = self.output / "trials" / str(rung) / name, f"train-{rung}-{name}"
             flags = flags_of(self.training(name, rung, output) | JUDGED_LATER)
-            argv = [self.candidates[name]["command"], *self.config.launcher(), *flags]
-            took[name] = self.run(f"train-{rung}-{name}", argv)
+            commands[name] = [self.candidates[name]["command"], *self.config.launcher(), *flags]
+            if self.stages.changed(stage, commands[name]) and output.is_dir():
+                shutil.rmtree(output)  # it was trained otherwise
+            took[name] = self.run(stage, commands[name])
         path = self.output / "trials" / f"{rung}.json"
         drafters = {name: str(self.output / "trials" / str(rung) / name) for name in names}
         copies = [] if rung > 1 else list(COPIES)
-        if not path.is_file() or read(KeptRung, path).replayed.keys() != {*names, *copies}:
+        there = read(KeptRung, path) if path.is_file() else None
+        if there is None or there.commands != commands or there.replayed.keys() != {*names, *copies}:
             begin = time.perf_counter()
             found = replayed(self.config, drafters | {name: name for name in copies}, self.heldout)
             seconds = time.perf_counter() - begin
             training = {name: _train_seconds(directory) for name, directory in drafters.items()}
-            write_json(path, KeptRung(tokens, training, found, seconds))
+            write_json(path, KeptRung(tokens, commands, training, found, seconds))
         rounds = read(KeptRung, path)
         self.spent += rounds.seconds
         for name, by_temperature in rounds.replayed.items():
@@ -158,10 +174,17 @@ class Choosing:
 
     def reach(self, name: str, write: float) -> float:
         """Return the tokens of text that a candidate will learn from when it has won."""
+        trained = float(self.trials[name][-1].tokens)
         if self.config.budget_tokens is not None:
-            return float(self.config.budget_tokens)
+            return max(float(self.config.budget_tokens), trained)
         left = max(self.config.seconds - max(self.spent, self.seconds), 0.0)
-        return max(affordable(left, self.paces[name], self.written, write), float(self.trials[name][-1].tokens))
+        # No more than the target can write from these prompts.
+        most = self.written / self.used * len(self.train) * self.answers_of(MOST_SAMPLES) / self.answers_of(1)
+        return max(min(affordable(left, self.paces[name], self.written, write), most), trained)
+
+    def answers_of(self, samples: int) -> int:
+        """Return how many answers a prompt has with this many samples: one at T=0, as many elsewhere."""
+        return sum(samples if temperature > 0 else 1 for temperature in self.config.temperature)
 
 
 def choose(config: ChooseConfig) -> Choice:
@@ -178,10 +201,10 @@ def choose(config: ChooseConfig) -> Choice:
             f"prompts: expected at least {least} in {config.prompts}, {config.heldout_prompts} of them held out, found "
             f"{len(prompts)}"
         )
-    _settle(config, output)
+    settle(config, output, [prompt.record() for prompt in prompts])
     random.Random(config.seed).shuffle(prompts)
     heldout, train = prompts[: config.heldout_prompts], prompts[config.heldout_prompts :]
-    run = Choosing(config, candidates_of(config), output, train, Stages(output / "stages"))
+    run = Choosing(config, checked_candidates(config), output, train, Stages(output / "stages"))
     with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
         path = output / "prompts/heldout.jsonl"
         write_prompts(path, [prompt.record() for prompt in heldout])
@@ -213,32 +236,37 @@ def _halve(run: Choosing, first: int) -> Choice:
             break
         going_on = survivors(rung + 1, len(run.candidates))
         if going_on < len(names):
-            scores = {name: _standing(run, name, tables, write).score for name in names}
+            scores = {name: _standing(run, name, tables, write).worth for name in names}
             remain = kept(scores, going_on)
             run.dropped |= {name: rung for name in names if name not in remain}
             print(f"dropped: {', '.join(name for name in names if name not in remain)}", flush=True)
             names = remain
         per_prompt = run.written / run.used
         factor = growth(
-            run.seconds - run.spent, rung, run.written, [run.paces[name] for name in names], write,
-            per_prompt * len(run.train),
+            run.seconds - run.spent, rung, run.written, [run.paces[name] for name in names], len(run.candidates),
+            write, per_prompt * len(run.train),
         )  # fmt: skip
         # The prompts that are left are enough for one more of each amount that comes.
-        most = len(run.train) - run.used - (RUNGS - rung - 1) * 1
+        most = len(run.train) - run.used - (RUNGS - rung - 1)
         prompts = max(1, min(most, round(run.used * (factor - 1))))
     return _chosen(run, tables, write)
 
 
 def _costs(run: Choosing) -> dict[str, CostTable]:
     path = run.output / "costs.json"
-    seconds = run.output / "stages" / "costs.json"
+    kept = run.output / "stages" / "costs.json"
+    of = as_json([read(KeptRung, run.output / "trials/1.json").commands, run.config.loading()])
+    before = parse_json(kept.read_text(encoding="utf-8")) if kept.is_file() else None
+    if before is None or before["of"] != of:
+        path.unlink(missing_ok=True)  # of others
+    print("\ncosts of rounds, all candidates side by side", flush=True)
     drafters = {name: trials[-1].drafter for name, trials in run.trials.items()}
     begin = time.perf_counter()
-    print("\ncosts of rounds, all candidates side by side", flush=True)
     tables = measured_costs(run.config, drafters, run.heldout, path)
-    if not seconds.is_file():
-        write_json(seconds, time.perf_counter() - begin)
-    run.spent += float(parse_json(seconds.read_text(encoding="utf-8")))
+    if before is None or before["of"] != of:
+        before = {"of": of, "seconds": time.perf_counter() - begin}
+        write_json(kept, before)
+    run.spent += float(before["seconds"])
     return tables
 
 
@@ -262,14 +290,15 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable], write: float) -> Cho
     config, output = run.config, run.output
     standings = [_standing(run, name, tables, write) for name in run.trials]
     # Those that were dropped are behind those that were not: their forecasts rest on less.
-    standings.sort(key=lambda its: (its.dropped_after is not None, -its.score))
+    standings.sort(key=lambda its: (its.dropped_after is not None, [-part for part in its.worth]))
     winner, reason = verdict([its for its in standings if its.dropped_after is None])
-    commands, more = list[str](), {}
+    commands, more, where = list[str](), dict[str, Estimate](), ""
     if winner != NONE:
         won = by_name(standings)[winner]
         commands = _next(run, won)
         if won.command is not None:
             best = max(won.outlooks, key=lambda each: each.forecast.value or 0.0)
+            where = settings_text([best])
             for times in TIMES:
                 table, tokens = tables[best.temperature], times * won.trials[-1].tokens
                 ahead = outlook(won.name, won.trials, table, best.temperature, best.rows, tokens)
@@ -277,7 +306,7 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable], write: float) -> Cho
     costs = read(CostFile, Path(config.costs) if config.costs else output / "costs.json", "costs")
     choice = Choice(
         SCHEMA, config.target, costs.environment | {"compiled": costs.compiled}, config.seconds, run.spent, run.amounts,
-        standings, winner, reason, more, commands,
+        standings, winner, reason, more, where, commands,
     )  # fmt: skip
     write_json(output / "choose.json", choice)
     write_page(choice, output / "choose.html")
@@ -297,28 +326,38 @@ def _next(run: Choosing, won: Standing) -> list[str]:
         fields |= {"training.save_strategy": "epoch", "training.save_total_limit": 1}
         missing = won.outlooks[0].tokens - run.written
         if missing > 0.1 * run.written:
-            new = run.train[run.used :]
-            samples = max(1, round(missing / (run.written / run.used) / max(1, len(new)))) if new else 1
-            prompts = output / "prompts/text-winner.jsonl"
-            write_prompts(prompts, [prompt.record() for prompt in new or run.train])
-            answers = run.answers("text-winner", prompts) | {"seed": config.seed + 1}
-            sampled = {"samples": samples} if samples > 1 and 0 not in config.temperature else {}
-            commands.append(shell(["draftsmith", "prepare", *flags_of(answers | sampled)]))
-            fields["completions"] = [*fields["completions"], str(run.completions("text-winner"))]
+            commands.append(_more_text(run, missing))
+            fields |= {"completions": [*fields["completions"], str(run.completions(MORE))], "dedup": "texts"}
         text = yaml.safe_dump(as_json(_nested(fields)), sort_keys=False, allow_unicode=True)
         note = f"# {won.name} for {config.target}: what `draftsmith choose` found. It goes on from the last trial.\n"
         write_aside(output / "winner.yaml", note + text)
         commands.append(shell(["draftsmith", won.command, *config.launcher(), "--config", output / "winner.yaml"]))
-        if won.tree_alone and 0.0 in config.temperature:
-            argv = ["draftsmith", "tree", "--target", config.target, "--drafter", directory]
-            commands.append(shell([*argv, "--completions", f"[{run.heldout[0.0]}]"]))
+        if won.tree_alone and 0.0 in config.temperature and config.server is None:  # servers draft chains of such heads
+            words = {"target": config.target, "drafter": directory, "trust_remote_code": config.trust_remote_code}
+            words["completions"] = [run.heldout[0.0]]
+            commands.append(shell(["draftsmith", "tree", *flags_of(words)]))
     for outlook_ in won.pays():
-        words: list[object] = ["draftsmith", "measure", "--target", config.target, "--prompts", heldout]
-        words += [*best_way(won, outlook_, directory), "--temperature", outlook_.temperature]
-        words += ["--batch_size", outlook_.rows, "--max_new_tokens", config.max_new_tokens]
+        drafter, length = best_way(won, outlook_, directory)
         name = f"report-{outlook_.temperature}-{outlook_.rows}"
-        commands.append(shell([*words, "--output", output / name]))
+        words = {"target": config.target, "prompts": heldout, "drafter": drafter, "draft_length": length}
+        words |= {"temperature": outlook_.temperature, "batch_size": outlook_.rows, "output": output / name}
+        commands.append(shell(["draftsmith", "measure", *flags_of(words | config.texts() | config.loading())]))
     return commands
+
+
+def _more_text(run: Choosing, missing: float) -> str:
+    """Write the prompts of the winner's further text, and return the command: new ones, or more answers to all."""
+    per_prompt, new = run.written / run.used, run.train[run.used :]
+    wanted = math.ceil(missing / per_prompt)
+    hot = run.answers_of(2) - run.answers_of(1)
+    prompts, samples = new[:wanted], 1
+    if wanted > len(new) and hot:
+        prompts = run.train
+        samples = min(MOST_SAMPLES, math.ceil(wanted * run.answers_of(1) / hot / len(prompts)))
+    path = run.output / "prompts" / f"{MORE}.jsonl"
+    write_prompts(path, [prompt.record() for prompt in prompts])
+    answers = run.answers(MORE, path) | {"seed": run.config.seed + 1, "samples": samples}
+    return shell(["draftsmith", "prepare", *flags_of(answers)])
 
 
 def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,14 +387,31 @@ def candidates_of(config: ChooseConfig) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _settle(config: ChooseConfig, output: Path) -> None:
-    """Keep the settings, or require that an earlier run had the same.
+def checked_candidates(config: ChooseConfig) -> dict[str, dict[str, Any]]:
+    """Return what competes, once the fields of each are found to be those of its command.
+
+    Raises:
+        InputError: names the candidate.
+    """
+    found = candidates_of(config)
+    for name, fields in found.items():
+        try:
+            argv = flags_of(config.training(fields, ["text"], "output") | JUDGED_LATER)
+            check_fields(recipes()[fields["command"]].config_class(), argv)
+        except InputError as error:
+            raise InputError(f"candidates: {name}: {error}") from error
+    return found
+
+
+def settle(config: ChooseConfig, output: Path, prompts: Sequence[dict[str, Any]], free: Sequence[str] = FREE) -> None:
+    """Keep settings and prompts, or require that an earlier run had the same, but for those that are `free`.
 
     Raises:
         InputError: it had others.
     """
     path = output / "settings.json"
-    settings = {name: value for name, value in as_json(config).items() if name not in ("output", "dry_run")}
+    settings = {name: value for name, value in as_json(config).items() if name not in free}
+    settings["prompts"] = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
     if path.is_file():
         earlier = parse_json(path.read_text(encoding="utf-8"))
         for name, value in settings.items():

@@ -9,9 +9,12 @@ from draftsmith.decode.errors import InputError, at_least, between, finite, more
 from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import Floats, Ints, numbers
+from draftsmith.train.kinds.export import ENGINES
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget, checked_url
 
 UNITS = {"h": 3600, "m": 60, "s": 1}
+NONE = "none"
+"""The winner where no drafter pays."""
 COPIES = ("suffix", "prompt_lookup")
 """Drafters without training that compete; the first is the first of every hybrid."""
 
@@ -51,13 +54,15 @@ class ChooseConfig(Filters, PromptedTarget):
     batch_size: Ints = field(default_factory=lambda: [1])
     """Texts that are going to be decoded together, several numbers with commas."""
     heldout_prompts: int = 64
-    """Prompts that nothing learns from, on which acceptance is replayed; at most a fourth of all."""
+    """Prompts that nothing learns from, on which acceptance is replayed."""
     server: str | None = None
     """What is going to load the drafter, vllm or sglang: what it cannot load does not compete."""
     endpoint: str | None = None
     """A server of the target that writes the text, as of `prepare`; here if None."""
     endpoint_model: str | None = None
     """Its name there."""
+    endpoint_key_env: str | None = None
+    """The environment variable that holds its API key."""
     costs: str | None = None
     """costs.json of another run of `choose` with the same candidates, on the machine of deployment, in place of
     measuring here."""
@@ -82,14 +87,15 @@ class ChooseConfig(Filters, PromptedTarget):
         require(self, finite(more_than(0)), "epochs")
         if self.endpoint is not None:
             checked_url(self.endpoint, "endpoint", "http://localhost:8000/v1")
-        if self.endpoint_model is not None and self.endpoint is None:
-            raise InputError("endpoint_model: expected --endpoint beside it, found none")
+        for name in ("endpoint_model", "endpoint_key_env"):
+            if getattr(self, name) is not None and self.endpoint is None:
+                raise InputError(f"{name}: expected --endpoint beside it, found none")
         seconds_of(self.budget)
         for name, fields in self.candidates.items():
-            if name in COPIES or not re.fullmatch(r"[\w.-]+", name):
+            if name in (*COPIES, NONE) or not re.fullmatch(r"\w[\w.-]*", name):
                 raise InputError(
-                    f"candidates: expected names of letters, digits, . and -, other than {' and '.join(COPIES)}, found "
-                    f"{name!r}"
+                    f"candidates: expected names of letters, digits, . and -, other than {', '.join((*COPIES, NONE))}, "
+                    f"found {name!r}"
                 )
             if fields.get("command") not in recipes():
                 raise InputError(
@@ -109,7 +115,7 @@ class ChooseConfig(Filters, PromptedTarget):
         """Return the fields of `prepare`, but for prompts and output."""
         temperatures = ",".join(f"{temperature:g}" for temperature in self.temperature)
         given = {"target": self.target, "temperatures": temperatures, "seed": self.seed} | self.texts()
-        server = {name: getattr(self, name) for name in ("endpoint", "endpoint_model")}
+        server = {name: getattr(self, name) for name in ("endpoint", "endpoint_model", "endpoint_key_env")}
         return given | {name: value for name, value in server.items() if value is not None}
 
     def training(self, candidate: Mapping[str, Any], completions: Sequence[str], output: str) -> dict[str, Any]:
@@ -119,6 +125,11 @@ class ChooseConfig(Filters, PromptedTarget):
         fields |= {"training.num_train_epochs": self.epochs, "top_k": self.top_k, "top_p": self.top_p}
         fields |= {"trust_remote_code": self.trust_remote_code}
         return fields | self.learning | own | {"training.output_dir": output}
+
+    def loading(self) -> dict[str, Any]:
+        """Return how models are loaded to be measured, as fields of other commands."""
+        given = {name: getattr(self, name) for name in ("dtype", "compiled", "threads")}
+        return {name: value for name, value in given.items() if value is not None}
 
     def launcher(self) -> list[str]:
         """Return the flags of a training's launcher."""
@@ -135,7 +146,8 @@ class AlignConfig(ChooseConfig):
     """Make a drafter for a target, all the way: choose, train, measure, and export what passes the gate."""
 
     drafter: str | None = None
-    """Train this candidate, such as block-1, and choose nothing; all of the time is for it."""
+    """Train this candidate, such as block-1, on answers to all prompts, and choose nothing; the budget counts for
+    nothing then."""
     measured_prompts: int = 32
     """Prompts that nothing learns from and nothing is chosen on, which the verdict is about; at least 8."""
     min_speedup: float = 1.0
@@ -147,6 +159,7 @@ class AlignConfig(ChooseConfig):
         super().__post_init__()
         require(self, at_least(8), "measured_prompts")
         require(self, more_than(0), "min_speedup")
+        require(self, one_of(ENGINES), "verify")
         if self.server is None:
             self.server = "vllm"
 

@@ -6,8 +6,9 @@ from rich.console import Console
 
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.decode.progress import time_text
+from draftsmith.scripts.choose.config import NONE
 from draftsmith.scripts.choose.forecast import Outlook
-from draftsmith.scripts.choose.result import NONE, Choice, Standing, by_name
+from draftsmith.scripts.choose.result import Choice, Standing, by_name
 from draftsmith.scripts.report.charts import Series, Style, limits, line_chart
 from draftsmith.scripts.report.figures import Panel
 from draftsmith.scripts.report.page import css, template

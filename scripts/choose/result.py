@@ -1,5 +1,6 @@
 """What was chosen, and what it rests on: choose.json."""
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.measurement.intervals import Estimate
-from draftsmith.scripts.choose.config import COPIES
+from draftsmith.scripts.choose.config import COPIES, NONE
 from draftsmith.scripts.choose.forecast import Outlook, Trial, score
 from draftsmith.scripts.kinds import KINDS
 
 SCHEMA = "draftsmith.choose/1"
-NONE = "none"
-"""The winner where no drafter pays."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,10 @@ class Standing:
     """Of training, with all its epochs."""
 
     @property
-    def score(self) -> float:
-        """The geometric mean of its forecast speed-ups."""
-        return score(self.outlooks)
+    def worth(self) -> tuple[float, float]:
+        """The geometric mean of its forecast speed-ups where drafting is left out if it does not pay; then of all."""
+        paying = [max(1.0, outlook.forecast.value or 0.0) for outlook in self.outlooks]
+        return math.prod(paying) ** (1 / len(paying)), score(self.outlooks)
 
     @property
     def tree_alone(self) -> bool:
@@ -76,21 +76,16 @@ class Choice:
     """A name, or `none`."""
     reason: str
     more_text: dict[str, Estimate]
-    """What the winner would bring at several times the text, at the first temperature and batch size."""
+    """What the winner would bring at several times the text."""
+    more_text_at: str
+    """At which temperature and batch size: those of its best forecast."""
     commands: list[str]
     """What to do next, one behind the other."""
 
 
 def verdict(standings: Sequence[Standing]) -> tuple[str, str]:
     """Return the winner, and why: the best where drafting can be left out wherever it does not pay."""
-
-    def worth(standing: Standing) -> float:
-        product = 1.0
-        for outlook in standing.outlooks:
-            product *= max(1.0, outlook.forecast.value or 0.0)
-        return product
-
-    best = max(standings, key=lambda each: (worth(each), each.score))
+    best = max(standings, key=lambda each: each.worth)
     if not (paying := best.pays()):
         return NONE, "no candidate is forecast to be faster than plain decoding at any of these settings"
     where = settings_text(paying)
@@ -109,9 +104,9 @@ def shell(words: Sequence[object]) -> str:
     return shlex.join(str(word) for word in words)
 
 
-def best_way(standing: Standing, outlook: Outlook, directory: Path) -> list[object]:
-    """Return the flags of `measure` and `generate` for a candidate's way to draft."""
-    return ["--drafter", standing.drafter(outlook, str(directory)), "--draft_length", outlook.way.draft_length]
+def best_way(standing: Standing, outlook: Outlook, directory: Path) -> tuple[str, int]:
+    """Return what `--drafter` and `--draft_length` say of a candidate's way to draft."""
+    return standing.drafter(outlook, str(directory)), outlook.way.draft_length
 
 
 def by_name(standings: Sequence[Standing]) -> Mapping[str, Standing]:

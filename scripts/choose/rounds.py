@@ -173,9 +173,12 @@ def measured_costs(
     if given is None and not path.is_file():
         write_json(path, _measured(config, drafters, heldout))
     try:
-        tables = {f"{table.temperature:g}": table for table in read(CostFile, given or path, "costs").tables}
+        file = read(CostFile, given or path, "costs")
     except FileNotFoundError as error:
         raise InputError(f"costs: expected a file that `choose` wrote at {given}, found none") from error
+    if file.target != config.target:
+        raise InputError(f"costs: expected those of {config.target} in {given or path}, found {file.target}'s")
+    tables = {f"{table.temperature:g}": table for table in file.tables}
     for temperature in config.temperature:
         table = tables.get(f"{temperature:g}")
         if table is None:

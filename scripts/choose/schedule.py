@@ -7,6 +7,7 @@ from two amounts before any is dropped: one says nothing of how they grow.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 RUNGS = 4
 """Amounts of text; a forecast with an interval needs as many."""
@@ -36,14 +37,17 @@ def survivors(rung: int, candidates: int) -> int:
     return min(candidates, max(FINALISTS, math.ceil(candidates / 2)) if rung < RUNGS else FINALISTS)
 
 
-def growth(seconds: float, rung: int, tokens: float, paces: Sequence[Pace], write: float, most: float) -> float:
+def growth(
+    seconds: float, rung: int, tokens: float, paces: Sequence[Pace], candidates: int, write: float, most: float
+) -> float:
     """Return the greatest factor from each amount of text to the next by which all rungs behind `rung` fit the time.
 
     Args:
         seconds: that are left.
         rung: the last that ended, from 1.
         tokens: its amount.
-        paces: of the candidates that learned from it; which of them go on is not known, so that a mean one does.
+        paces: of the candidates that go on; which of them do to the end is not known, so that a mean one does.
+        candidates: how many there were at first.
         write: seconds for a token of the target's text.
         most: tokens that there are prompts for.
     """
@@ -53,7 +57,7 @@ def growth(seconds: float, rung: int, tokens: float, paces: Sequence[Pace], writ
         total = write * tokens * (factor**ahead - 1)
         for step in range(1, ahead + 1):
             mean = sum(pace.trial(tokens * factor**step) for pace in paces) / len(paces)
-            total += survivors(rung + step, len(paces)) * mean
+            total += survivors(rung + step, candidates) * mean
         return total
 
     low, high = LEAST_GROWTH, min(MOST_GROWTH, max(LEAST_GROWTH, (most / tokens) ** (1 / ahead)))
@@ -79,7 +83,7 @@ def affordable(seconds: float, pace: Pace, written: float, write: float) -> floa
     return tokens if tokens <= written else (left + write * written) / (pace.per_token + write)
 
 
-def kept(scores: Mapping[str, float], count: int) -> list[str]:
+def kept(scores: Mapping[str, Any], count: int) -> list[str]:
     """Return the names with the best scores, in their order in `scores`."""
-    best = sorted(scores, key=lambda name: -scores[name])[:count]
+    best = sorted(scores, key=lambda name: scores[name], reverse=True)[:count]
     return [name for name in scores if name in best]

@@ -219,27 +219,32 @@ def planner_check(runs: Sequence[Run]) -> PlannerCheck | None:
 
 
 def by_load(measured: Measured) -> list[ByLoad]:
-    """Return for each drafter which draft length pays at which batch size; nothing where costs are unknown."""
+    """Return for each drafter which draft length pays at which batch size; nothing where costs are unknown.
+
+    Nor of what drafts trees, where servers draft chains.
+    """
     found = []
     for drafter in measured.pair.drafters:
+        if drafter.has_one_length or getattr(drafter.proposer, "tree", None) is not None:
+            continue
         replays: dict[float, tuple[CostTable, Replay]] = {}
         for temperature in measured.config.temperature:
             table = measured.costs(temperature)
             replay = measured.replays.get((temperature, drafter.name, PROBABILISTIC))
             if table is not None and replay is not None:
                 replays[temperature] = table, replay
-        if len(replays) == len(measured.config.temperature):
-            found.append(_of_drafter(drafter, replays))
+        if len(replays) == len(measured.config.temperature) and (load := _of_drafter(drafter, replays)) is not None:
+            found.append(load)
     return found
 
 
-def _of_drafter(drafter: Drafter, replays: Mapping[float, tuple[CostTable, Replay]]) -> ByLoad:
+def _of_drafter(drafter: Drafter, replays: Mapping[float, tuple[CostTable, Replay]]) -> ByLoad | None:
+    """Return its draft lengths; None of a block drafter whose whole blocks were not replayed."""
     (table, replay), *_ = replays.values()
-    lengths = list(drafter.draft_lengths) if drafter.has_one_length else replay.draft_lengths
-    longest = drafter.proposer.longest
-    lengths = [
-        k for k in lengths if longest is None or k == longest or (k < longest and not drafter.family.whole_blocks)
-    ]
+    longest, whole = drafter.proposer.longest, drafter.family.whole_blocks
+    lengths = [k for k in replay.draft_lengths if longest is None or k == longest or (k < longest and not whole)]
+    if not lengths:
+        return None
     most, goodput = max(table.target_seconds), dict[int, dict[int, float]]()
     for rows in sizes_up_to(most):
         # Seconds for a token of each law; a server that serves them alike has their mean.

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -61,11 +62,19 @@ def test_a_named_candidate_goes_all_the_way_and_on_from_where_it_was_stopped(pai
     assert words == ["vllm", "serve", settings.target] and flag == "--speculative-config"
     assert json.loads(speculative)["model"] == str(tmp_path / "all/drafter")
     report = json.loads((tmp_path / "all/report/report.json").read_text())
-    assert {run["draft_length"] for run in report["runs"]} == {1, 2} and report["gate"]["passed"]
+    assert {run["draft_length"] for run in report["runs"]} == {1, 2} and "go: T=0, 1 at a time, γ = 1: " in out
     assert report["prompts"]["count"] == 8
     ran.clear()
     assert align(settings) == 0 and not ran
     assert capsys.readouterr().out.strip().splitlines()[-1] == out.strip().splitlines()[-1]
+    # What is exported otherwise is exported again; other prompts are another road.
+    assert align(replace(settings, server="sglang")) == 0 and ran == ["export"]
+    assert "sglang.launch_server" in capsys.readouterr().out.splitlines()[-1]
+    with pytest.raises(InputError, match=r"output: expected .* of the same measured_prompts, 9, found it of 8"):
+        align(replace(settings, measured_prompts=9))
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(20)))
+    with pytest.raises(InputError, match=r"output: expected .* of the same prompts"):
+        align(settings)
 
 
 def test_what_does_not_pass_the_gate_is_not_exported(pair_dirs, tmp_path, ran, capsys):
@@ -73,6 +82,33 @@ def test_what_does_not_pass_the_gate_is_not_exported(pair_dirs, tmp_path, ran, c
     assert align(settings) == 3
     assert ran == ["prepare", "distill", "measure"] and "no-go: " in capsys.readouterr().out
     assert not (tmp_path / "all/launch.txt").exists()
+
+
+def timed(value: float, low: float, draft_length: int, temperature: float = 0.0, rows: int = 1) -> dict:
+    speedup = {"value": value, "ci95": [low, 2 * value - low], "n": 8}
+    return {"speedup": speedup, "draft_length": draft_length, "temperature": temperature, "batch_size": rows}
+
+
+def test_the_gate_passes_where_it_pays_with_an_interval_for_all_settings_at_once(pair_dirs, tmp_path, capsys):
+    settings, path = config(pair_dirs, tmp_path, min_speedup=1.1), tmp_path / "report.json"
+
+    def passed(*runs: dict) -> dict:
+        path.write_text(json.dumps({"runs": runs}))
+        return command._gate(settings, path)
+
+    assert passed(timed(1.3, 1.15, 3)) == {(0.0, 1): 3}
+    # Of four settings an interval is 1.27 times as wide: 1.3 - 1.27 · 0.15 is 1.11, 1.3 - 1.27 · 0.18 is 1.07.
+    others = [timed(0.9, 0.8, 1, rows=8), timed(0.9, 0.8, 2, rows=8)]
+    assert passed(timed(1.3, 1.15, 3), timed(1.25, 1.14, 1), *others) == {(0.0, 1): 3}
+    assert passed(timed(1.3, 1.12, 3), timed(1.25, 1.14, 1), *others) == {(0.0, 1): 1}
+    capsys.readouterr()
+    assert passed(*others) == {} and "no-go: it pays nowhere" in capsys.readouterr().out
+
+
+def test_a_dry_run_does_nothing(pair_dirs, tmp_path, capsys, ran):
+    flags = ["--target", str(pair_dirs[0]), "--prompts", "no", "--output", str(tmp_path / "no"), "--budget", "40m"]
+    assert command.main([*flags, "--dry_run", "true"]) == 0
+    assert "to choose among" in capsys.readouterr().out and not ran and not (tmp_path / "no").exists()
 
 
 def choice(winner: str, way: dict, commands: list[str]) -> str:
@@ -100,8 +136,7 @@ def test_the_winner_of_a_choice_is_trained_measured_and_exported(
             (folder / "winner/config.json").write_text((pair_dirs[1] / "config.json").read_text())
         if argv[0] == "measure":
             (tmp_path / "all/report").mkdir()
-            passed = {"gate": {"passed": True}, "recommendation": {"reason": ""}}
-            (tmp_path / "all/report/report.json").write_text(json.dumps(passed))
+            (tmp_path / "all/report/report.json").write_text(json.dumps({"runs": [timed(1.3, 1.2, 3)]}))
         if argv[0] == "export":
             print("# a comment\nvllm serve it")
         return 0
@@ -120,7 +155,7 @@ def test_the_winner_of_a_choice_is_trained_measured_and_exported(
     measured = next(argv for argv in said if argv[0] == "measure")
     drafter = str(folder / "winner") if winner == "carved" else "suffix"
     assert f"--drafter={winner}={drafter}" in measured or f"--drafter={drafter}" in measured
-    assert f"--draft_length_of={json.dumps({winner: [3]})}" in measured
+    assert "--draft_length=3" in measured
     if winner == "carved":
         assert (tmp_path / "all/launch.txt").read_text().splitlines()[-1] == "vllm serve it"
 
@@ -130,6 +165,7 @@ def test_the_winner_of_a_choice_is_trained_measured_and_exported(
     [
         ({"measured_prompts": 4}, r"measured_prompts: expected at least 8, found 4"),
         ({"min_speedup": 0.0}, r"min_speedup: expected"),
+        ({"verify": "tgi"}, r"verify: expected one of vllm"),
     ],
 )
 def test_what_cannot_be_is_refused(pair_dirs, tmp_path, fields, message):

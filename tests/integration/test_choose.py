@@ -15,6 +15,7 @@ from draftsmith.scripts.choose.forecast import Outlook, Trial
 from draftsmith.scripts.choose.rounds import Way
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import parse_config
+from draftsmith.train.data.prompts import Prompt, read_prompts
 
 WORDS = ("def", "return", "class", "import", "for", "while", "with", "yield", "try", "pass")
 
@@ -91,19 +92,22 @@ def test_a_choice_is_made_and_handed_on_and_goes_on_where_it_was_stopped(pair_di
     assert all(line in rest for line in choice.commands)
 
 
+def choosing(settings, tmp_path, prompts: int, used: int, written: float) -> command.Choosing:
+    """A run whose target has answered some of its prompts."""
+    train = [Prompt(str(number), f"text {number}", None, None) for number in range(prompts)]
+    return command.Choosing(
+        settings, settings.candidates, tmp_path / "choice", train, stages.Stages(tmp_path / "choice/stages"),
+        used=used, written=written, amounts=[100, 1000],
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["heads", "carved"])
 def test_the_winners_config_goes_on_from_its_last_trial(pair_dirs, tmp_path, name):
-    settings = config(pair_dirs, tmp_path, budget_tokens=100_000)
-    run = command.Choosing(
-        settings, settings.candidates, tmp_path / "choice", [], stages.Stages(tmp_path / "choice/stages"),
-        used=4, written=1000.0, amounts=[100, 1000],
-    )  # fmt: skip
-    trial = Trial("trials/2/it", 1000, 1.0, {})
-    (tmp_path / "choice/prompts").mkdir(parents=True)
-    way = Way(3)
-    some = Estimate(1.5, None, 8)
+    settings = config(pair_dirs, tmp_path, budget_tokens=100_000, top_p=0.9, max_prompt_tokens=99)
+    run = choosing(settings, tmp_path, prompts=40, used=4, written=1000.0)
+    way, some = Way(3), Estimate(1.5, None, 8)
     won = command.Standing(
-        name, settings.candidates[name]["command"], {}, [trial], None,
+        name, settings.candidates[name]["command"], {}, [Trial("trials/2/it", 1000, 1.0, {})], None,
         [Outlook("0", 1, way, some, some, 100_000.0, some)], 0.1,
     )  # fmt: skip
     prepare, train, *searched, measure = command._next(run, won)
@@ -119,15 +123,35 @@ def test_the_winners_config_goes_on_from_its_last_trial(pair_dirs, tmp_path, nam
     for line in (prepare, *searched, measure):
         name_of, *flags = shlex.split(line)[1:]
         parse_config(cli.config_class(name_of, flags), flags)
+    assert "--top_p=0.9" in measure and "--max_prompt_tokens=99" in measure and "--dtype=float32" in measure
+
+
+@pytest.mark.parametrize(
+    ("temperature", "missing", "prompts", "samples"),
+    [
+        ("0,1", 500.0, 2, 1),  # of 250 tokens a prompt, both temperatures together
+        ("0,1", 9000.0, 36, 1),  # all that are new
+        ("0,1", 30_000.0, 40, 6),  # six more answers at T=1 to each of 40
+        ("1", 30_000.0, 40, 3),
+        ("1", 10_000_000.0, 40, 8),
+        ("0", 30_000.0, 36, 1),  # at T=0 a prompt has one answer
+    ],
+)
+def test_further_text_is_as_much_as_is_missing(pair_dirs, tmp_path, temperature, missing, prompts, samples):
+    settings = config(pair_dirs, tmp_path, temperature=temperature)
+    run = choosing(settings, tmp_path, prompts=40, used=4, written=1000.0)
+    flags = shlex.split(command._more_text(run, missing))[2:]
+    read = parse_config(cli.config_class("prepare", flags), flags)
+    assert read.samples == samples and len(read_prompts(read.prompts)) == prompts
 
 
 def test_other_settings_and_too_few_prompts_are_refused(pair_dirs, tmp_path, ran):
     settings = config(pair_dirs, tmp_path, heldout_prompts=40)
     with pytest.raises(InputError, match=r"prompts: expected at least 104 in .*, 40 of them held out, found 100"):
         command.choose(settings)
-    command._settle(config(pair_dirs, tmp_path), command.require_writable(settings.output))
+    command.settle(config(pair_dirs, tmp_path), command.require_writable(settings.output), [])
     with pytest.raises(InputError, match=r"output: expected .* of the same heldout_prompts, 40, found it of 8"):
-        command._settle(settings, command.require_writable(settings.output))
+        command.settle(settings, command.require_writable(settings.output), [])
     assert not ran
 
 

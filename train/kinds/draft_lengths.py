@@ -75,6 +75,8 @@ def speculative_fields(file: str, path: str) -> dict[str, object]:
     if found["num_speculative_tokens"] == 0:
         raise InputError(f"draft_lengths: expected a batch size at which the drafter pays in {file}, found none")
     ranges = found["num_speculative_tokens_per_batch_size"]
+    if len(ranges) == 1:  # no table: with one vLLM falls back to piecewise CUDA graphs
+        return {NUM: found["num_speculative_tokens"]}
     return {NUM: found["num_speculative_tokens"], BY_BATCH_SIZE: [list(each) for each in ranges]}
 
 

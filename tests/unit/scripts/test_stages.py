@@ -5,13 +5,29 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import stages
 from draftsmith.scripts.stages import Stages, flags_of
+from draftsmith.train.cli import Terminated
 
 
 def test_a_stage_that_failed_is_not_taken_for_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(stages.cli, "main", lambda argv: 1)
     with pytest.raises(InputError, match=r"text: expected the stage to end, found exit code 1"):
         Stages(tmp_path).run("text", ["prepare"])
-    assert not list(tmp_path.iterdir())
+    ran = list[str]()
+    monkeypatch.setattr(stages.cli, "main", lambda argv: ran.append(argv[0]) or 0)
+    Stages(tmp_path).run("text", ["prepare"])
+    assert ran == ["prepare"]
+
+
+@pytest.mark.parametrize(("code", "error"), [(130, KeyboardInterrupt), (143, Terminated)])
+def test_an_interrupted_stage_interrupts_and_its_time_counts(tmp_path, monkeypatch, code, error):
+    monkeypatch.setattr(stages.time, "perf_counter", iter([0.0, 5.0, 10.0, 12.0]).__next__)
+    monkeypatch.setattr(stages.cli, "main", lambda argv: code)
+    with pytest.raises(error):
+        Stages(tmp_path).run("text", ["prepare"])
+    monkeypatch.setattr(stages.cli, "main", lambda argv: 0)
+    assert Stages(tmp_path).run("text", ["prepare"]) == 7.0
+    assert Stages(tmp_path).run("text", ["prepare"]) == 7.0
+    assert Stages(tmp_path).changed("text", ["prepare", "more"]) and not Stages(tmp_path).changed("text", ["prepare"])
 
 
 def test_stages_run_again_behind_one_that_changed(tmp_path, monkeypatch):

@@ -39,6 +39,8 @@ def test_what_is_no_time_is_refused_in_one_line(text):
         ({"endpoint_model": "m"}, r"endpoint_model: expected --endpoint beside it, found none"),
         ({"endpoint": "ftp://x"}, r"endpoint: expected a URL"),
         ({"candidates": {"suffix": {"command": "block"}}}, r"candidates: expected names of letters.* found 'suffix'"),
+        ({"candidates": {"none": {"command": "block"}}}, r"candidates: expected names of letters.* found 'none'"),
+        ({"candidates": {"..": {"command": "block"}}}, r"candidates: expected names of letters.* found '\.\.'"),
         ({"candidates": {"a/b": {"command": "block"}}}, r"candidates: expected names of letters.* found 'a/b'"),
         ({"candidates": {"a": {"layers": 1}}}, r"candidates: expected a command out of .*block.* in a, found None"),
     ],
@@ -71,6 +73,12 @@ def test_candidates_of_every_kind_are_configs_of_their_commands(vocabulary, monk
         own |= {"target": "t", "completions": ["c"], "training.output_dir": "o", "training.use_cpu": True}
         config = parse_config(recipes()[fields["command"]].config_class(), flags_of(own))
         assert config.training.learning_rate is None  # what suits the kind and its width
+
+
+def test_fields_of_candidates_are_checked_before_anything_runs():
+    config = ChooseConfig(**GIVEN, candidates={"deep": {"command": "block", "layer": 3}})
+    with pytest.raises(InputError, match=r"^candidates: deep: "):
+        command.checked_candidates(config)
 
 
 def test_what_a_run_goes_on_from_is_a_field_of_its_config():

@@ -36,7 +36,7 @@ def test_all_learn_from_two_amounts_then_half_then_two():
 @pytest.mark.parametrize("rung", [1, 2, 3])
 @pytest.mark.parametrize("seconds", [400.0, 900.0])
 def test_amounts_grow_as_much_as_the_time_allows(rung, seconds):
-    factor = growth(seconds, rung, 1000.0, PACES, 0.002, 1e9)
+    factor = growth(seconds, rung, 1000.0, PACES, len(PACES), 0.002, 1e9)
     assert LEAST_GROWTH < factor <= MOST_GROWTH
     needed = spent(factor, rung, 1000.0, 0.002)
     assert needed <= seconds
@@ -44,9 +44,16 @@ def test_amounts_grow_as_much_as_the_time_allows(rung, seconds):
 
 
 def test_amounts_grow_no_further_than_there_are_prompts_and_never_stand_still():
-    assert growth(1e9, 1, 1000.0, PACES, 0.0, 8000.0) == pytest.approx(2.0)  # three steps to eight times
-    assert growth(0.0, 1, 1000.0, PACES, 0.0, 1e9) == pytest.approx(LEAST_GROWTH)
-    assert growth(1e9, 3, 1000.0, PACES, 0.0, 1000.0) == LEAST_GROWTH
+    assert growth(1e9, 1, 1000.0, PACES, 3, 0.0, 8000.0) == pytest.approx(2.0)  # three steps to eight times
+    assert growth(0.0, 1, 1000.0, PACES, 3, 0.0, 1e9) == pytest.approx(LEAST_GROWTH)
+    assert growth(1e9, 3, 1000.0, PACES, 3, 0.0, 1000.0) == LEAST_GROWTH
+
+
+def test_all_that_go_on_are_counted_where_some_were_dropped():
+    both = growth(700.0, 2, 1000.0, PACES, 6, 0.0, 1e9)  # three of six go on to the third amount, two to the fourth
+    assert LEAST_GROWTH < both < growth(700.0, 2, 1000.0, PACES, 3, 0.0, 1e9)
+    mean = [sum(pace.trial(1000.0 * both**step) for pace in PACES) / 3 for step in (1, 2)]
+    assert 3 * mean[0] + 2 * mean[1] == pytest.approx(700.0)
 
 
 def test_what_a_time_buys_is_training_and_the_text_that_is_missing():

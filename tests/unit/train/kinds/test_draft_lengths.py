@@ -42,6 +42,10 @@ def test_the_only_drafter_of_a_file_may_lie_elsewhere_now(tmp_path):
     assert speculative_fields(file, "here")["num_speculative_tokens"] == 3
 
 
+def test_one_draft_length_for_all_loads_needs_no_table(tmp_path):
+    assert speculative_fields(written(tmp_path, draft=("d", [[1, 8, 2]])), "d") == {"num_speculative_tokens": 2}
+
+
 @pytest.mark.parametrize(
     ("drafters", "message"),
     [
