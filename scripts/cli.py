@@ -43,6 +43,10 @@ COMMANDS = {
         "says how much text is enough, and forecasts acceptance for more",
         "configs:LearningCurveConfig",
     ),
+    "adapt": (
+        "lets a deployed drafter learn from logged requests, and replaces it by a better one",
+        "adapt.config:AdaptConfig",
+    ),
     "generate": (
         "decodes one prompt in the terminal, with a colour for how each token came about",
         "configs:GenerateConfig",
@@ -81,7 +85,7 @@ COMMANDS = {
     ),
 }
 """Commands: what each does, and where its config is."""
-PACKAGES = ("certify", "choose", "doctor", "export", "measure", "plan", "tune")
+PACKAGES = ("adapt", "certify", "choose", "doctor", "export", "measure", "plan", "tune")
 """Commands that are packages of several modules."""
 SERVICES = ("coordinate", "serve_draft")
 """Those among the services."""

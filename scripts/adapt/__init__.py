@@ -1,0 +1,1 @@
+"""`draftsmith adapt`: a deployed drafter learns from the traffic that it met, and is replaced only by a better one."""

@@ -1,0 +1,191 @@
+"""`draftsmith adapt --target T --drafter LINK --log LOG --output DIR`: one step of learning from traffic.
+
+The older requests of the log are learned from, on top of the deployed drafter and beside some of its old text. Both are
+then replayed on what the target answers to the newest requests, which nothing has learned from. The new drafter is
+taken only if it is better there. All stages are ordinary commands; a step that was stopped goes on.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.intervals import format_estimate
+from draftsmith.decode.validation import Count, parse_json, read
+from draftsmith.scripts.adapt.config import AdaptConfig
+from draftsmith.scripts.adapt.traffic import Compared, Traffic, compare, foreign_share, read_traffic
+from draftsmith.scripts.kinds import kind_of
+from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages, flags_of
+from draftsmith.train.cli import parse_config
+from draftsmith.train.data.corpus import write_prompts
+from draftsmith.train.files import require_writable
+from draftsmith.train.provenance import write_json
+from draftsmith.train.runs import note_on_interrupt
+
+SCHEMA: Literal["draftsmith.adapt/1"] = "draftsmith.adapt/1"
+STEP, STATE, RESULT = "step-", "state.json", "adapt.json"
+
+
+@dataclass(frozen=True)
+class State:
+    """How far earlier steps have read the log, and the step that is under way."""
+
+    schema: Literal["draftsmith.adapt/1"] = SCHEMA
+    steps: Count = 0
+    requests: Count = 0
+    open: bool = False
+    """Whether the last step has not ended."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step did."""
+
+    schema: str
+    verdict: Literal["better", "refused", "foreign"]
+    reason: str
+    deployed: str
+    """The drafter before."""
+    drafter: str | None
+    """The new one; None where nothing was trained."""
+    learned: int
+    """Requests."""
+    compared: Compared | None
+
+
+def adapt(config: AdaptConfig) -> Step | None:
+    """Do one step, and return what it did; None where the log has too little that is new.
+
+    Raises:
+        InputError: a log, a drafter or a target that cannot be used, or a stage that failed.
+    """
+    output = require_writable(config.output)
+    link = Path(config.drafter)
+    if config.swap and link.exists() and not link.is_symlink():
+        raise InputError(f"drafter: expected a link to the deployed drafter, which swap moves, found {link} itself")
+    state = _state(output)
+    if not state.open:
+        traffic = read_traffic(config, state.requests)
+        if traffic is None:
+            return None
+        state = State(steps=state.steps + 1, requests=traffic.requests, open=True)
+        step = output / f"{STEP}{state.steps:04d}"
+        _write(traffic, step)
+        write_json(step / "deployed.json", os.path.realpath(link))
+        write_json(output / STATE, state)
+    step = output / f"{STEP}{state.steps:04d}"
+    with note_on_interrupt(lambda: f"what has ended is kept in {step}; the same command goes on from there"):
+        found = _step(config, step)
+    write_json(step / RESULT, found)
+    write_json(output / STATE, State(steps=state.steps, requests=state.requests))
+    if found.verdict == "better" and config.swap:
+        move_link(link, str(found.drafter))
+    return found
+
+
+def _state(output: Path) -> State:
+    path = output / STATE
+    return read(State, path) if path.is_file() else State()
+
+
+def _write(traffic: Traffic, step: Path) -> None:
+    write_prompts(step / "learned.jsonl", [prompt.record() for prompt in traffic.learned])
+    write_prompts(step / "newest.jsonl", [prompt.record() for prompt in traffic.newest])
+
+
+def _step(config: AdaptConfig, step: Path) -> Step:
+    """Go through the stages of a step."""
+    stages, deployed = Stages(step / "stages"), parse_json((step / "deployed.json").read_text(encoding="utf-8"))
+    text, drafter = step / "completions/learned", step / "drafter"
+    learned = sum(1 for _ in (step / "learned.jsonl").open(encoding="utf-8"))
+    answers: dict[str, Any] = {"target": config.target, "seed": config.seed} | config.texts()
+    values = answers | {"prompts": step / "learned.jsonl", "output": text, "max_new_tokens": config.max_new_tokens}
+    if config.answers == "given":
+        sampled = ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_new_tokens")
+        values = {name: value for name, value in values.items() if name not in sampled}
+        stages.run("learned", ["prepare", *flags_of(values | {"answers": "given"})])
+        share = _kept_number(step / "foreign.json", lambda: foreign_share(config, str(text)))
+        if share > config.foreign:
+            reason = (
+                f"{share:.0%} of the log's answers are not the target's, at most {config.foreign:.0%} may be: nothing "
+                "is learned from it"
+            )
+            return Step(SCHEMA, "foreign", reason, deployed, None, learned, None)
+    else:
+        temperatures = ",".join(f"{temperature:g}" for temperature in config.temperature)
+        fields = values | {"temperatures": temperatures} | config.server()
+        stages.run("learned", ["prepare", *flags_of(fields)])
+    texts = {}
+    for temperature in config.temperature:
+        texts[temperature] = str(step / f"completions/newest-{temperature:g}")
+        fields = answers | {"prompts": step / "newest.jsonl", "output": texts[temperature], "temperature": temperature}
+        fields |= {"max_new_tokens": config.max_new_tokens} | config.server()
+        stages.run(f"newest-{temperature:g}", ["prepare", *flags_of(fields)])
+    recipe = kind_of(deployed).recipe
+    if recipe is None:
+        raise InputError(f"drafter: expected a kind that is trained, found {kind_of(deployed).title} in {deployed}")
+    training: dict[str, Any] = {"target": config.target, recipe.begun: deployed}
+    training |= {"completions": [str(text), *config.old_text], "training.num_train_epochs": config.epochs}
+    if config.old_text:
+        training["source_weights"] = [1.0, *[config.old_share] * len(config.old_text)]
+    training |= {"top_k": config.top_k, "top_p": config.top_p, "trust_remote_code": config.trust_remote_code}
+    training |= {"training.seed": config.seed} | JUDGED_LATER | config.learning | {"training.output_dir": str(drafter)}
+    processes = [] if config.processes is None else [f"--processes={config.processes}"]
+    stages.run("train", [recipe.command, *processes, *flags_of(training)])
+    found = compare(config, deployed, str(drafter), texts)
+    low = found.gain.ci95[0] if found.gain.ci95 else None
+    better = low is not None and low > config.min_gain
+    reason = (
+        f"τ on the newest {config.newest} requests gains {format_estimate(found.gain, '+.2f', spread='interval')}; its "
+        f"lower end must exceed {config.min_gain:g}"
+    )
+    return Step(SCHEMA, "better" if better else "refused", reason, deployed, str(drafter), learned, found)
+
+
+def _kept_number(path: Path, compute: Any) -> float:
+    """Return a number that is computed once."""
+    if not path.is_file():
+        write_json(path, compute())
+    return float(parse_json(path.read_text(encoding="utf-8")))
+
+
+def move_link(link: Path, directory: str) -> None:
+    """Let a link point to another directory; whoever opens it finds the one or the other."""
+    aside = link.with_name(f".{link.name}.new")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(os.path.abspath(directory), target_is_directory=True)
+    os.replace(aside, link)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do one step, and say what came of it; 3 where the new drafter is refused."""
+    config = parse_config(AdaptConfig, argv, prog="draftsmith adapt")
+    step, console = adapt(config), Console()
+
+    def say(words: str) -> None:
+        console.print(words, highlight=False, soft_wrap=True, markup=False)
+
+    if step is None:
+        say(f"nothing to do: the log has fewer than {config.least} requests since the last step")
+        return 0
+    if step.compared is not None:
+        say(f"\nτ on the newest requests: deployed {_tau(step.compared.old)}, new {_tau(step.compared.new)}")
+        for where, gain in step.compared.by_temperature.items():
+            say(f"  T={where}: {format_estimate(gain, '+.2f', spread='interval')}")
+        for category, gain in step.compared.by_category.items():
+            say(f"  {category}: {format_estimate(gain, '+.2f', spread='interval')}")
+    say(f"{'better' if step.verdict == 'better' else 'refused'}: {step.reason}")
+    if step.verdict != "better":
+        return NO_GO
+    say(f"drafter: {step.drafter}")
+    if config.swap:
+        say(f"{config.drafter} points there now: restart the server, or serve-draft, so that it loads it")
+    return 0
+
+
+def _tau(estimate: Any) -> str:
+    return format_estimate(estimate, spread="interval")
