@@ -19,8 +19,8 @@ from draftsmith.train.data.prompts import AnswersMode, Prompt, read_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 
 FOREIGN_NATS = 1.0
-"""By how much an answer may be less likely than the target's own, a token and on the mean: other precisions and servers
-are off by hundredths, another model's text by halves, and random text by many."""
+"""By how much an answer may be less likely than what the target would draw, a token and on the mean. SmolLM2-135M: of its
+own at T=1 at most 0.4, of people's solutions 0.3 on the median, of random words 1.5."""
 LOOKED_AT = 64
 """Answers that are looked at for that."""
 
