@@ -19,8 +19,10 @@ from draftsmith.train.data.prompts import AnswersMode, Prompt, read_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 
 FOREIGN_NATS = 1.0
-"""By how much an answer may be less likely than what the target would draw, a token and on the mean. SmolLM2-135M: of its
-own at T=1 at most 0.4, of people's solutions 0.3 on the median, of random words 1.5."""
+"""By how much an answer may be less likely than what the target would draw, a token and on the mean.
+
+SmolLM2-135M: of its own at T=1 at most 0.4, of people's solutions 0.3 on the median, of random words 1.5.
+"""
 LOOKED_AT = 64
 """Answers that are looked at for that."""
 
