@@ -1,5 +1,6 @@
 """Stages of a long command: each is an ordinary command of ours, and is not run again once it has ended."""
 
+import gc
 import json
 import time
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class Stages:
             else:
                 remove(kept)  # of other settings; what it wrote is the command's own to refuse
         print(f"{name}: draftsmith {' '.join(argv)}", flush=True)
+        _give_back()
         begin, ended = time.perf_counter(), False
         try:
             code = cli.main(argv)
@@ -86,6 +88,15 @@ class Stages:
         """Return whether a stage was begun with another command than this."""
         kept = self.folder / f"{name}.json"
         return kept.is_file() and read(KeptStage, kept)["commands"][-1] != argv
+
+
+def _give_back() -> None:
+    """Give back the GPU memory that earlier stages, or replays between them, hold: a stage may be other processes."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def flags_of(fields: dict[str, Any]) -> list[str]:
