@@ -59,9 +59,10 @@ class Prompt:
     """Where it stands, as `prompts.jsonl:7`; None where it was not read."""
 
     def record(self) -> dict[str, Any]:
-        """Return it as a record of a file that `read_prompts` reads."""
+        """Return it as a record of a file that `read_prompts` reads, without its id."""
         content: dict[str, Any] = {"prompt": self.text} if self.messages is None else {"messages": self.messages}
-        return content | ({} if self.category is None else {"category": self.category})
+        content |= {} if self.category is None else {"category": self.category}
+        return content | ({"finish_reason": CUT} if self.cut else {})
 
     def require_logits(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         """Raise an InputError that says where it stands if one of its tokens lies behind all of a model's logits."""

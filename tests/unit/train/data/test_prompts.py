@@ -92,6 +92,18 @@ def test_a_record_is_recognised_by_its_field(record, expected, tmp_path):
     assert read_prompts(write(tmp_path, "prompts.json", json.dumps([record], indent=2))) == [expected]
 
 
+def test_a_prompt_written_as_a_record_is_read_as_it_was(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    whole = [
+        Prompt("0", "text", None, None),
+        Prompt("1", "text", None, "code"),
+        Prompt("2", None, turns, None, cut=True),
+        Prompt("3", None, turns, "code"),
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(prompt.record()) + "\n" for prompt in whole))
+    assert read_prompts(str(tmp_path / "p.jsonl"), answers="kept") == whole
+
+
 def test_text_files_are_one_prompt_a_line(tmp_path):
     for name in ("prompts.txt", "prompts.md"):
         source = write(tmp_path, name, b"\xef\xbb\xbfone\r\n\r\n  two\r\nthree")
