@@ -6,6 +6,7 @@ taken only if it is better there. All stages are ordinary commands; a step that 
 """
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
 SCHEMA: Literal["draftsmith.adapt/1"] = "draftsmith.adapt/1"
+SLACK = 0.03
+"""Of α: by how much a server's may be below the lower end of what replay promises, before it is a fall; its interval is
+as wide again."""
 STEP, STATE, RESULT = "step-", "state.json", "adapt.json"
 
 
@@ -182,9 +186,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if step.verdict != "better":
         return NO_GO
     say(f"drafter: {step.drafter}")
+    if step.compared is not None:
+        say(f"to watch it, with γ = {config.draft_length}:\n  {_watch(config, step, step.compared)}")
     if config.swap:
         say(f"{config.drafter} points there now: restart the server, or serve-draft, so that it loads it")
     return 0
+
+
+def _watch(config: AdaptConfig, step: Step, compared: Compared) -> str:
+    """Return the command that finds a server's acceptance below what was promised; exit code 3 says roll back."""
+    temperature, alpha = next(iter(compared.promised.items()))
+    low = alpha.ci95[0] if alpha.ci95 else alpha.value or 0.0
+    folder = Path(str(step.drafter)).parent
+    fields = {"server": "URL", "target": config.target, "prompts": folder / "newest.jsonl", "temperature": temperature}
+    fields |= {"max_new_tokens": config.max_new_tokens, "min_alpha": round(low - SLACK, 3), "output": folder / "server"}
+    kept = ("max_prompt_tokens", "system_prompt", "chat_template_kwargs")
+    fields |= {name: value for name, value in config.texts().items() if name in kept}
+    return shlex.join(["draftsmith", "measure", *flags_of(fields)])
 
 
 def _tau(estimate: Any) -> str:

@@ -89,6 +89,8 @@ class Compared:
     by_temperature: dict[str, Estimate]
     """The gain."""
     by_category: dict[str, Estimate]
+    promised: dict[str, Estimate]
+    """α of the new drafter by temperature, as `measure --server` has it: accepted ÷ tried tokens, at this γ."""
 
 
 def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str]) -> Compared:
@@ -107,6 +109,7 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
     draft_length = min(most for _, most in chains.values())
     columns: dict[str, dict[str, list[list[float]]]] = {}  # by temperature and drafter: tokens and rounds of each text
     categories: list[str | None] = []
+    promised = dict[str, Estimate]()
     for temperature, directory in texts.items():
         samples = list(load_completions(directory).sort("id"))
         categories = [sample["category"] for sample in samples]
@@ -119,6 +122,9 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
             config.at(temperature).sampler(),
             config.max_new_tokens,
         )
+        counts = [text.counts[draft_length] for text in replays["new"].texts]
+        tried = [float(sum(its.num_reached_per_pos)) for its in counts]
+        promised[f"{temperature:g}"] = ratio([float(its.num_accepted_tokens) for its in counts], tried)
         columns[f"{temperature:g}"] = {
             name: [list(map(float, column)) for column in replay.tokens_and_rounds(draft_length)]
             for name, replay in replays.items()
@@ -141,6 +147,7 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
         _gain(pooled, range(len(categories))),
         {temperature: _gain(its, range(len(categories))) for temperature, its in columns.items()},
         {category: _gain(pooled, its) for category, its in sorted(places.items())},
+        promised,
     )
 
 

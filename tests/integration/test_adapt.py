@@ -1,6 +1,7 @@
 """`draftsmith adapt`: a deployed drafter learns from traffic, and a better one takes its place."""
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,9 @@ def ran(monkeypatch):
 
 def gains(low: float, high: float):
     gain = Estimate((low + high) / 2, (low, high), 8)
-    return lambda *given: Compared(Estimate(1.5, None, 8), Estimate(1.6, None, 8), gain, {"0": gain}, {"code": gain})
+    return lambda *given: Compared(
+        Estimate(1.5, None, 8), Estimate(1.6, None, 8), gain, {"0": gain}, {"code": gain}, {"0": gain}
+    )
 
 
 def test_a_better_drafter_takes_the_place_of_the_deployed_one(config, pair_dirs, tmp_path, ran, monkeypatch, capsys):
@@ -105,7 +108,15 @@ def test_the_exit_code_is_the_gates(config, tmp_path, monkeypatch, capsys, low, 
         "--least", "20", "--answers", "target", "--output", str(tmp_path / "out"),
     ]  # fmt: skip
     assert command.main(flags) == code
-    assert word + "because" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert word + "because" in said
+    if code == 0:
+        watch = next(line for line in said.splitlines() if "draftsmith measure" in line)
+        name, *flags_of_it = shlex.split(watch)[1:]
+        read = command.parse_config(
+            cli.config_class(name, flags_of_it), [each.replace("URL", "http://h:1") for each in flags_of_it]
+        )
+        assert read.min_alpha == pytest.approx(low - 0.03)
     assert command.main(flags) == 0 and "nothing to do: the log has fewer than 20 requests" in capsys.readouterr().out
 
 
@@ -121,6 +132,7 @@ def test_drafters_are_compared_on_the_same_texts(config, pair_dirs, tmp_path):
     found = traffic.compare(config, str(draft), str(perfect), texts)
     assert found.new.value > found.old.value and found.gain.ci95[0] > 0
     assert found.gain.value == pytest.approx(found.new.value - found.old.value)
+    assert 0.9 < found.promised["0"].value <= 1.0 and found.promised.keys() == {"0", "1"}
     assert found.by_temperature.keys() == {"0", "1"} and found.by_category.keys() == {"def", "return"}
     same = traffic.compare(config, str(draft), str(draft), texts)
     assert same.gain.value == 0 and same.gain.ci95 == (0, 0)
