@@ -26,6 +26,7 @@ JUDGED_LATER: dict[str, Any] = {
     "training.save_strategy": "no",
     "training.load_best_model_at_end": False,
     "training.report_to": [],
+    "training.logging_strategy": "no",
     "training.disable_tqdm": True,
 }
 """Fields of a training run whose last state is judged, by what comes behind it."""
