@@ -92,6 +92,33 @@ def test_a_choice_is_made_and_handed_on_and_goes_on_where_it_was_stopped(pair_di
     assert all(line in rest for line in choice.commands)
 
 
+CARVED = {"command": "distill", "init.layers": 1}
+BLOCK = {"command": "block", "layers": 1, "block_size": 3, "markov_rank": 4, "layer_ids": [0], "mask_token": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ways"),
+    [
+        (
+            {"candidates": {"one": CARVED}, "temperature": "0", "batch_size": "1,2", "budget": "1s"},
+            {("0", 1), ("0", 2)},
+        ),
+        ({"candidates": {"it": BLOCK}, "temperature": "0.7", "server": "vllm", "budget_tokens": 9000}, {("0.7", 1)}),
+    ],
+    ids=["one", "served"],
+)
+def test_few_candidates_settings_and_seconds_are_enough(pair_dirs, tmp_path, fields, ways):
+    choice = command.choose(config(pair_dirs, tmp_path, **fields))
+    its = next(each for each in choice.standings if each.name == "it")
+    assert {(each.temperature, each.rows) for each in its.outlooks} == ways
+    # Of no time two amounts are left; a server drafts whole blocks, alone.
+    assert len(its.trials) == (2 if fields.get("budget") else 4)
+    if "server" in fields:
+        assert {each.way for each in its.outlooks} == {Way(3)}
+        assert all(each.tokens == 9000 for each in its.outlooks)
+    assert its.dropped_after is None and (tmp_path / "choice/choose.html").is_file()
+
+
 def choosing(settings, tmp_path, prompts: int, used: int, written: float) -> command.Choosing:
     """A run whose target has answered some of its prompts."""
     train = [Prompt(str(number), f"text {number}", None, None) for number in range(prompts)]
