@@ -29,15 +29,13 @@ from draftsmith.scripts.report.types import (
     Run,
     Verifier,
 )
-from draftsmith.train.kinds.draft_lengths import BY_BATCH_SIZE, NUM, SCHEMA
+from draftsmith.train.kinds.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
 from draftsmith.train.kinds.drafter import Drafter
 
 WORTH_SAYING = 1.02
 """A draft length that was not decoded is spoken of where it promises this many times the speed."""
 SIZES = 24
 """Batch sizes at which draft lengths are compared, at most."""
-ALIKE = 0.99
-"""Of the best goodput, from which a smaller batch's draft length is kept: a change that wins nothing is noise."""
 
 
 def predicted_speedup(
@@ -257,7 +255,7 @@ def _of_drafter(drafter: Drafter, replays: Mapping[float, tuple[CostTable, Repla
     return ByLoad(
         proposer=drafter.name,
         temperatures=list(replays),
-        ranges=ranges(chosen, most),
+        ranges=[LoadRange(*each) for each in ranges(chosen, most)],
         goodput={
             rows: Goodput(plain=of[0], drafting=of[chosen[rows] or max(lengths, key=lambda k: of[k])])
             for rows, of in goodput.items()
@@ -281,46 +279,15 @@ def sizes_up_to(most: int) -> list[int]:
     return sorted({round(size) for size in np.geomspace(1, most, SIZES)}) if most > SIZES else list(range(1, most + 1))
 
 
-def chosen_lengths(goodput: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
-    """Return by batch size the draft length of the greatest goodput; that of the size before where it is as good.
-
-    Args:
-        goodput: by batch size, then draft length; 0 is plain decoding.
-    """
-    chosen, before = dict[int, int](), None
-    for rows, of in sorted(goodput.items()):
-        best = max(of, key=lambda k: of[k])
-        if before is None or of[before] < ALIKE * of[best]:
-            before = best
-        chosen[rows] = before
-    return chosen
-
-
-def ranges(chosen: Mapping[int, int], most: int) -> list[LoadRange]:
-    """Return draft lengths by ranges of batch sizes, without gaps, from 1 to `most`."""
-    found: list[LoadRange] = []
-    sizes = sorted(chosen)
-    for rows, following in zip(sizes, [*sizes[1:], most + 1], strict=True):
-        if found and found[-1].draft_length == chosen[rows]:
-            found[-1] = LoadRange(found[-1].first, following - 1, chosen[rows])
-        else:
-            found.append(LoadRange(rows, following - 1, chosen[rows]))
-    return found
-
-
 def draft_lengths(measured: Measured, loads: Sequence[ByLoad]) -> dict[str, Any]:
     """Return what draft_lengths.json holds: by drafter the fields of vLLM's speculative config."""
     paths = {drafter.name: drafter.path for drafter in measured.pair.drafters}
-    return {
-        "schema": SCHEMA,
-        "target": measured.config.target,
-        "drafters": {
-            load.proposer: {
-                "path": paths[load.proposer],
-                "temperatures": load.temperatures,
-                NUM: max(each.draft_length for each in load.ranges),
-                BY_BATCH_SIZE: [[each.first, each.last, each.draft_length] for each in load.ranges],
-            }
-            for load in loads
-        },
+    entries = {
+        load.proposer: entry(
+            paths[load.proposer],
+            load.temperatures,
+            [(each.first, each.last, each.draft_length) for each in load.ranges],
+        )
+        for load in loads
     }
+    return {"schema": SCHEMA, "target": measured.config.target, "drafters": entries}

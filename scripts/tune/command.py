@@ -19,7 +19,8 @@ from draftsmith.decode.progress import each, phase
 from draftsmith.decode.rows import Departure
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import left_padded, load_pair, read_tokens
-from draftsmith.scripts.tune.config import SwitchConfig, TuneConfig, tune_config
+from draftsmith.scripts.tune.config import LoadConfig, SwitchConfig, TuneConfig, tune_config
+from draftsmith.scripts.tune.load import main as load_main
 from draftsmith.scripts.tune.switch import main as switch_main
 from draftsmith.scripts.tune.tradeoff import (
     EXACT,
@@ -173,9 +174,12 @@ def _decode(task: Task, setting: Setting, first: int) -> Batch:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tune a rule or a switch, print the table and what to take, and say where the figures are."""
-    if tune_config(sys.argv[1:] if argv is None else argv) is SwitchConfig:
+    """Tune a rule, a switch or draft lengths, print the table and what to take, and say where the figures are."""
+    wanted = tune_config(sys.argv[1:] if argv is None else argv)
+    if wanted is SwitchConfig:
         return switch_main(argv)
+    if wanted is LoadConfig:
+        return load_main(argv)
     config = parse_config(TuneConfig, argv, prog="draftsmith tune")
     print_tradeoff(tune(config))
     print(f"curve: {Path(config.output) / 'tune.svg'}, figures: {Path(config.output) / 'tune.json'}")

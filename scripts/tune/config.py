@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.errors import InputError, Range, at_least, less_than, more_than, require, require_some
@@ -112,12 +113,45 @@ class SwitchConfig(Sampling, PromptedTarget):
         require(self, at_least(4), "limit")
 
 
+@dataclass
+class LoadConfig:
+    """Find the draft length for each load, from measurements of the server at several draft lengths."""
+
+    reports: list[str]
+    """Reports of `measure --server` with a baseline server, or their directories: one for each draft length, with the
+    same `concurrency` and temperatures."""
+    target: str
+    """The target: a model directory or hub id."""
+    output: str
+    """The directory that receives `draft_lengths.json`."""
+    drafter: Drafters = field(default_factory=list, metadata=aliases())
+    """The drafter that was served, a directory."""
+
+    def __post_init__(self) -> None:
+        require_some(self, "reports", "report")
+        self.drafter = only_drafter(self.drafter)
+
+    @property
+    def path(self) -> str:
+        """The drafter's directory."""
+        return str(self.drafter[0]).rpartition(":")[2].rpartition("=")[2]
+
+    @property
+    def drafter_name(self) -> str:
+        """What the file calls it."""
+        return Path(self.path).name
+
+
 def tune_config(arguments: Sequence[str]) -> type[Any]:
-    """Return the config class of a tuning: of a switch where the drafter is a hybrid, by a flag or in a file."""
+    """Return the config class of a tuning: by its reports of the load, of a switch where the drafter is a hybrid."""
     words = [part for argument in arguments for part in argument.split("=", 1)]
     values: list[Any] = [value for flag, value in pairwise([*words, ""]) if flag == "--drafter"]
+    reports = "--reports" in words
     for flag, file in pairwise([*words, ""]):
         if flag == "--config":
             given = fields_of(file).get("drafter")
+            reports |= "reports" in fields_of(file)
             values += given if isinstance(given, list) else [given]
+    if reports:
+        return LoadConfig
     return SwitchConfig if any(f"{Hybrid.name}:" in str(value) for value in values) else TuneConfig

@@ -5,6 +5,7 @@ number of requests in it (0.32: `vllm/v1/spec_decode/dynamic/utils.py`): inclusi
 the last one its length goes on.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +18,9 @@ from draftsmith.decode.validation import Amount, Count, read
 SCHEMA = "draftsmith.draft_lengths/1"
 NUM, BY_BATCH_SIZE = "num_speculative_tokens", "num_speculative_tokens_per_batch_size"
 """Keys of vLLM's speculative config."""
+
+ALIKE = 0.99
+"""Of the best goodput, from which a smaller batch's draft length is kept: a change that wins nothing is noise."""
 
 Range = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Count]
 
@@ -45,6 +49,49 @@ class DraftLengths(TypedDict):
     schema: Literal["draftsmith.draft_lengths/1"]
     target: str
     drafters: dict[str, OfDrafter]
+
+
+def chosen_lengths(goodput: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
+    """Return by batch size the draft length of the greatest goodput; that of the size before where it is as good.
+
+    Args:
+        goodput: by batch size, then draft length; 0 is plain decoding.
+    """
+    chosen, before = dict[int, int](), None
+    for rows, of in sorted(goodput.items()):
+        best = max(of, key=lambda k: of[k])
+        if before is None or of[before] < ALIKE * of[best]:
+            before = best
+        chosen[rows] = before
+    return chosen
+
+
+def ranges(chosen: Mapping[int, int], most: int) -> list[Range]:
+    """Return draft lengths by ranges of batch sizes, (first, last, γ), without gaps, from 1 to `most`.
+
+    Args:
+        chosen: by batch size; the smallest stands for those below it, too.
+        most: the last batch size.
+    """
+    found: list[Range] = []
+    sizes = sorted(chosen)
+    for rows, following in zip([1, *sizes[1:]], [*sizes[1:], most + 1], strict=True):
+        length = chosen[max(rows, sizes[0])]
+        if found and found[-1][2] == length:
+            found[-1] = found[-1][0], following - 1, length
+        else:
+            found.append((rows, following - 1, length))
+    return found
+
+
+def entry(path: str | None, temperatures: Sequence[float], of: Sequence[Range]) -> OfDrafter:
+    """Return what the file has of a drafter."""
+    return OfDrafter(
+        path=path,
+        temperatures=list(temperatures),
+        num_speculative_tokens=max(length for _, _, length in of),
+        num_speculative_tokens_per_batch_size=list(of),
+    )
 
 
 def of_drafter(file: str, path: str) -> OfDrafter:

@@ -1,8 +1,9 @@
 """Draft lengths by load: which γ pays at which batch size."""
 
-from draftsmith.scripts.measure.predictions import chosen_lengths, ranges, sizes_up_to
+from draftsmith.scripts.measure.predictions import sizes_up_to
 from draftsmith.scripts.report.types import ByLoad, Goodput, LoadRange
 from draftsmith.scripts.report.words import load_words
+from draftsmith.train.kinds.draft_lengths import chosen_lengths, ranges
 
 
 def test_the_greatest_goodput_is_chosen_at_each_size_and_plain_decoding_where_it_is_faster():
@@ -16,8 +17,9 @@ def test_a_change_that_wins_nothing_is_not_made():
 
 
 def test_ranges_follow_one_another_to_the_most_that_was_measured():
-    assert ranges({1: 3, 2: 3, 4: 1, 8: 0}, 8) == [LoadRange(1, 3, 3), LoadRange(4, 7, 1), LoadRange(8, 8, 0)]
-    assert ranges({1: 0}, 1) == [LoadRange(1, 1, 0)]
+    assert ranges({1: 3, 2: 3, 4: 1, 8: 0}, 8) == [(1, 3, 3), (4, 7, 1), (8, 8, 0)]
+    assert ranges({1: 0}, 1) == [(1, 1, 0)]
+    assert ranges({2: 3, 8: 0}, 8) == [(1, 7, 3), (8, 8, 0)]
 
 
 def test_sizes_are_all_small_ones_and_few_large_ones():
@@ -27,5 +29,5 @@ def test_sizes_are_all_small_ones_and_few_large_ones():
 
 
 def test_ranges_are_said_in_words():
-    load = ByLoad("draft", [0.0], ranges({1: 3, 2: 0}, 4), {1: Goodput(1.0, 2.0)})
+    load = ByLoad("draft", [0.0], [LoadRange(*each) for each in ranges({1: 3, 2: 0}, 4)], {1: Goodput(1.0, 2.0)})
     assert load_words(load) == "1: γ = 3; 2 to 4: do not draft"

@@ -1,0 +1,93 @@
+"""`draftsmith tune --reports`: the draft length for each load, from measurements of the server itself.
+
+`measure --server` has measured the server at several draft lengths, each beside a server without drafts, with several
+numbers of requests at once. What was fastest at each of them is the table. Nothing is predicted.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import harmonic_mean
+from typing import Any
+
+from rich.console import Console
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import parse_json
+from draftsmith.scripts.summary import figures_table
+from draftsmith.scripts.tune.config import LoadConfig
+from draftsmith.train.cli import parse_config
+from draftsmith.train.files import require_writable
+from draftsmith.train.kinds.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
+from draftsmith.train.provenance import write_json
+
+FILE = "draft_lengths.json"
+Speeds = dict[int, dict[int, dict[float, float]]]
+"""By requests at once, γ and temperature the speed-up over the server without drafts."""
+
+
+def tune_load(config: LoadConfig) -> dict[int, dict[int, float]]:
+    """Write draft_lengths.json, and return by requests at once and γ the speed-up, all temperatures alike.
+
+    Raises:
+        InputError: reports that were not of such servers, or not of the same loads.
+    """
+    output = require_writable(config.output, FILE)
+    speeds, temperatures = Speeds(), set[float]()
+    for path in map(Path, config.reports):
+        file = path / "report.json" if path.is_dir() else path
+        if not file.is_file():
+            raise InputError(f"reports: expected a report of `measure --server` at {path}, found none")
+        for run in _runs(file):
+            speedup = run["speedup"]["value"]
+            if speedup is None:
+                raise InputError(f"reports: expected speed-ups over a baseline server in {file}, found none")
+            at_once = speeds.setdefault(run["batch_size"], {})
+            at_once.setdefault(run["draft_length"], {})[run["temperature"]] = speedup
+            temperatures.add(run["temperature"])
+    lengths = {length for of in speeds.values() for length in of}
+    for requests, of in speeds.items():
+        for length in sorted(lengths):
+            if of.get(length, {}).keys() != temperatures:
+                raise InputError(
+                    f"reports: expected the same numbers of requests at once and temperatures of every draft length, "
+                    f"found none of {requests} at once with γ = {length} at every temperature"
+                )
+    goodput = {
+        requests: {0: 1.0} | {length: harmonic_mean(list(of[length].values())) for length in sorted(of)}
+        for requests, of in sorted(speeds.items())
+    }
+    table = ranges(chosen_lengths(goodput), max(goodput))
+    drafters = {config.drafter_name: entry(config.path, sorted(temperatures), table)}
+    write_json(output / FILE, {"schema": SCHEMA, "target": config.target, "drafters": drafters})
+    return goodput
+
+
+def _runs(file: Path) -> list[Mapping[str, Any]]:
+    try:
+        report = parse_json(file.read_text(encoding="utf-8"))
+        runs: list[Mapping[str, Any]] = report["runs"]
+        if report["server"] is None or not runs:
+            raise KeyError
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"reports: expected a report of `measure --server` in {file}, found none") from error
+    return runs
+
+
+def print_load(goodput: Mapping[int, Mapping[int, float]], console: Console | None = None) -> None:
+    """Print the speed-ups, and which draft length is taken at each load."""
+    console = console or Console()
+    chosen, lengths = chosen_lengths(goodput), sorted(next(iter(goodput.values())))
+    columns = ["at once", *(f"γ = {length}" if length else "plain" for length in lengths), "taken"]
+    table = figures_table(columns, "at once", "speed-up over the server without drafts")
+    for requests, of in goodput.items():
+        taken = f"γ = {chosen[requests]}" if chosen[requests] else "none"
+        table.add_row(str(requests), *(f"{of[length]:.2f}×" for length in lengths), taken)
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Find the draft lengths, print the table, and say where they are."""
+    config = parse_config(LoadConfig, argv, prog="draftsmith tune")
+    print_load(tune_load(config))
+    print(f"draftsmith export --format vllm --draft_lengths {Path(config.output) / FILE}")
+    return 0
