@@ -68,7 +68,7 @@ COMMANDS = {
         "configs:TreeConfig",
     ),
     "tune": (
-        "compares the speed of lossy rules with their departure from the target, or finds a hybrid's switch",
+        "compares the speed of lossy rules with their departure from the target; finds a switch, or γ by load",
         "tune.config:tune_config",
     ),
     "coordinate": (
