@@ -4,6 +4,7 @@
 numbers of requests at once. What was fastest at each of them is the table. Nothing is predicted.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import harmonic_mean
@@ -56,10 +57,22 @@ def tune_load(config: LoadConfig) -> dict[int, dict[int, float]]:
         requests: {0: 1.0} | {length: harmonic_mean(list(of[length].values())) for length in sorted(of)}
         for requests, of in sorted(speeds.items())
     }
-    table = ranges(chosen_lengths(goodput), max(goodput))
+    table = ranges(_between(chosen_lengths(goodput)), max(goodput))
     drafters = {config.drafter_name: entry(config.path, sorted(temperatures), table)}
     write_json(output / FILE, {"schema": SCHEMA, "target": config.target, "drafters": drafters})
     return goodput
+
+
+def _between(chosen: Mapping[int, int]) -> dict[int, int]:
+    """Return the draft length of every load up to the greatest: that of the measured one that is nearest by ratio.
+
+    A server that has 8 requests at once runs 7 while one ends and the next comes.
+    """
+    sizes = sorted(chosen)
+    nearest = {
+        load: min(sizes, key=lambda size: (abs(math.log(size / load)), -size)) for load in range(1, sizes[-1] + 1)
+    }
+    return {load: chosen[size] for load, size in nearest.items()}
 
 
 def _runs(file: Path) -> list[Mapping[str, Any]]:
