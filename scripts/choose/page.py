@@ -1,5 +1,6 @@
 """What was chosen, for people: choose.html, and a table in the terminal."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -38,7 +39,10 @@ def _panels(choice: Choice) -> list[Panel]:
         series, estimates = list[Series](), list[Estimate]()
         for its in choice.standings:
             here = _now(its, outlook.temperature, outlook.rows)
-            points = {its.trials[-1].tokens / 1000: here.now}
+            now = here.now
+            if here.tokens > its.trials[-1].tokens and here.forecast.ci95 is None:
+                now = replace(now, ci95=None)  # a band that ends in a point would say that the forecast is sure
+            points = {its.trials[-1].tokens / 1000: now}
             if here.tokens > its.trials[-1].tokens:
                 points[here.tokens / 1000] = here.forecast
             known = {x: each for x, each in points.items() if each.value is not None}
@@ -46,7 +50,7 @@ def _panels(choice: Choice) -> list[Panel]:
             series.append(Series(style[its.name], known, "curve" if its.dropped_after is None else "other_curve"))
         title = f"T = {outlook.temperature}, {outlook.rows} at a time"
         span = limits(estimates, 1.0)
-        panels.append((title, line_chart(title, series, "thousand tokens of text", "speed-up", span, 1.0)))
+        panels.append((title, line_chart(title, series, "thousand tokens of text", "speed-up", span, 1.0, False)))
     return panels
 
 

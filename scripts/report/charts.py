@@ -103,7 +103,13 @@ def limits(estimates: Iterable[Estimate], *more: float) -> tuple[float, float]:
 
 
 def line_chart(
-    name: str, series: Sequence[Series], x: str, y: str, span: tuple[float, float], level: float | None = None
+    name: str,
+    series: Sequence[Series],
+    x: str,
+    y: str,
+    span: tuple[float, float],
+    level: float | None = None,
+    counted: bool = True,
 ) -> Markup:
     """Draw values over γ, positions or numbers of tokens.
 
@@ -114,6 +120,7 @@ def line_chart(
         y: label.
         span: limits of y.
         level: a horizontal line, such as plain decoding at 1.
+        counted: whether x are small whole numbers, each of which has its tick.
     """
     with matplotlib.rc_context(OPTIONS):
         figure, axes = _axes((WIDTH, 3.4), x, y)
@@ -142,9 +149,10 @@ def line_chart(
                 look |= {"markersize": 6, "markerfacecolor": PAPER}
             axes.plot(xs, values, color=style.colour, marker=style.marker, **look)
         axes.xaxis.set_major_locator(
-            FixedLocator(places) if len(places) <= 8 else MaxNLocator(8, integer=True, min_n_ticks=1)
+            FixedLocator(places) if counted and len(places) <= 8 else MaxNLocator(8, integer=counted, min_n_ticks=1)
         )
-        axes.set_xlim(places[0] - 0.35, places[-1] + 0.35)
+        room = 0.35 if counted else 0.03 * (places[-1] - places[0] or 1.0)
+        axes.set_xlim(places[0] - room, places[-1] + room)
         axes.set_ylim(*span)
         return _svg(figure, name)
 
