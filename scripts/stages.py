@@ -3,6 +3,7 @@
 import gc
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,15 @@ def flags_of(fields: dict[str, Any]) -> list[str]:
     return [
         f"--{name}={value if isinstance(value, str | Path) else json.dumps(value)}" for name, value in fields.items()
     ]
+
+
+def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted fields as YAML has them."""
+    found: dict[str, Any] = {}
+    for key, value in fields.items():
+        group, dot, name = key.partition(".")
+        if dot:
+            found.setdefault(group, {})[name] = value
+        else:
+            found[key] = value
+    return found

@@ -1,6 +1,7 @@
 """Options that several commands share. Light: nothing here imports torch."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -112,6 +113,18 @@ class TemplateOptions(ModelOptions):
     def encoding(self) -> dict[str, Any]:
         """Arguments of `encode_prompt`."""
         return self.template | {"max_tokens": self.max_prompt_tokens}
+
+
+TEXT_FIELDS = (
+    "max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs", "top_k", "top_p", "min_p",
+    "repetition_penalty", "no_repeat_ngram_size", "trust_remote_code",
+)  # fmt: skip
+"""How prompts are read and texts sampled, at whatever temperature."""
+
+
+def given_fields(config: object, names: Iterable[str] = TEXT_FIELDS) -> dict[str, Any]:
+    """Return those of a config's fields that say something, to be handed on to another command."""
+    return {name: value for name in names if (value := getattr(config, name)) not in (None, {})}
 
 
 @dataclass(kw_only=True)

@@ -24,6 +24,7 @@ from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.files import require_writable
+from draftsmith.train.options import given_fields
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
@@ -85,9 +86,9 @@ def adapt(config: AdaptConfig) -> Step | None:
     with note_on_interrupt(lambda: f"what has ended is kept in {step}; the same command goes on from there"):
         found = _step(config, step)
     write_json(step / RESULT, found)
-    write_json(output / STATE, State(steps=state.steps, requests=state.requests))
     if found.verdict == "better" and config.swap:
         move_link(link, str(found.drafter))
+    write_json(output / STATE, State(steps=state.steps, requests=state.requests))  # last: a step that was stopped swaps
     return found
 
 
@@ -107,7 +108,7 @@ def _step(config: AdaptConfig, step: Path) -> Step:
     text, drafter = step / "completions/learned", step / "drafter"
     learned = sum(1 for _ in (step / "learned.jsonl").open(encoding="utf-8"))
     answers: dict[str, Any] = {"target": config.target, "seed": config.seed} | config.texts()
-    values = answers | {"prompts": step / "learned.jsonl", "output": text, "max_new_tokens": config.max_new_tokens}
+    values = answers | {"prompts": step / "learned.jsonl", "output": text}
     if config.answers == "given":
         sampled = ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_new_tokens")
         values = {name: value for name, value in values.items() if name not in sampled}
@@ -127,7 +128,7 @@ def _step(config: AdaptConfig, step: Path) -> Step:
     for temperature in config.temperature:
         texts[temperature] = str(step / f"completions/newest-{temperature:g}")
         fields = answers | {"prompts": step / "newest.jsonl", "output": texts[temperature], "temperature": temperature}
-        fields |= {"max_new_tokens": config.max_new_tokens} | config.server()
+        fields |= config.server()
         stages.run(f"newest-{temperature:g}", ["prepare", *flags_of(fields)])
     recipe = kind_of(deployed).recipe
     if recipe is None:
@@ -199,9 +200,8 @@ def _watch(config: AdaptConfig, step: Step, compared: Compared) -> str:
     low = alpha.ci95[0] if alpha.ci95 else alpha.value or 0.0
     folder = Path(str(step.drafter)).parent
     fields = {"server": "URL", "target": config.target, "prompts": folder / "newest.jsonl", "temperature": temperature}
-    fields |= {"max_new_tokens": config.max_new_tokens, "min_alpha": round(low - SLACK, 3), "output": folder / "server"}
-    kept = ("max_prompt_tokens", "system_prompt", "chat_template_kwargs")
-    fields |= {name: value for name, value in config.texts().items() if name in kept}
+    fields |= {"min_alpha": round(low - SLACK, 3), "output": folder / "server"}
+    fields |= given_fields(config, ("max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs"))
     return shlex.join(["draftsmith", "measure", *flags_of(fields)])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, one_of, require, require_some
 from draftsmith.decode.options import Filters
 from draftsmith.train.cli import Floats, numbers
-from draftsmith.train.options import DRAFT_LENGTH, TemplateOptions
+from draftsmith.train.options import DRAFT_LENGTH, TemplateOptions, given_fields
 
 ANSWERS = ("given", "target")
 
@@ -82,13 +82,8 @@ class AdaptConfig(Filters, TemplateOptions):
 
     def server(self) -> dict[str, Any]:
         """Return the server that writes texts, as fields of `prepare`."""
-        given = {name: getattr(self, name) for name in ("endpoint", "endpoint_model")}
-        return {name: value for name, value in given.items() if value is not None}
+        return given_fields(self, ("endpoint", "endpoint_model"))
 
     def texts(self) -> dict[str, Any]:
         """Return how prompts are read and texts sampled, as fields of other commands."""
-        names = (
-            "max_prompt_tokens", "system_prompt", "chat_template_kwargs", "top_k", "top_p", "min_p",
-            "repetition_penalty", "no_repeat_ngram_size", "trust_remote_code",
-        )  # fmt: skip
-        return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
+        return given_fields(self)

@@ -16,6 +16,7 @@ from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.data.prompts import AnswersMode, Prompt, read_prompts
+from draftsmith.train.losses.output_head import head_of, last_hidden, require_split
 from draftsmith.train.models import load_model, load_tokenizer
 
 FOREIGN_NATS = 1.0
@@ -23,6 +24,8 @@ FOREIGN_NATS = 1.0
 
 SmolLM2-135M: of its own at T=1 at most 0.4, of people's solutions 0.3 on the median, of random words 1.5.
 """
+AT_ONCE = 256
+"""Tokens whose logits are held at a time."""
 LOOKED_AT = 64
 """Answers that are looked at for that."""
 
@@ -68,13 +71,19 @@ def foreign_share(config: AdaptConfig, directory: str) -> float:
     samples = list(load_completions(directory))
     random.Random(config.seed).shuffle(samples)
     model = load_model(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    require_split(model, "target")
+    head = head_of(model)
     foreign, looked = 0, samples[:LOOKED_AT]
     for sample in each(looked, "whether the target wrote the answers", "texts"):
         ids_1T = torch.tensor(sample["input_ids"], device=model.device)[None]
         mask_T = torch.tensor(sample["loss_mask"], device=model.device)[1:].bool()
-        log_p_TV = model(input_ids=ids_1T[:, :-1], use_cache=False).logits[0, mask_T].float().log_softmax(-1)
-        surprise_T = -log_p_TV.gather(1, ids_1T[0, 1:][mask_T][:, None])[:, 0] + (log_p_TV.exp() * log_p_TV).sum(-1)
-        foreign += bool(surprise_T.mean() > FOREIGN_NATS)
+        hidden_TH = last_hidden(model, input_ids=ids_1T[:, :-1])[0, mask_T]
+        surprise = 0.0
+        # Not the logits of a whole text: at 32k tokens and a vocabulary of 152k they are 20 GB.
+        for some_TH, some_T in zip(hidden_TH.split(AT_ONCE), ids_1T[0, 1:][mask_T].split(AT_ONCE), strict=True):
+            log_p_TV = head(some_TH).float().log_softmax(-1)
+            surprise -= float(log_p_TV.gather(1, some_T[:, None]).sum() - (log_p_TV.exp() * log_p_TV).sum())
+        foreign += surprise / max(1, len(hidden_TH)) > FOREIGN_NATS
     return foreign / len(looked)
 
 

@@ -21,7 +21,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_json
 from draftsmith.scripts import cli
 from draftsmith.scripts.choose import command as choose
-from draftsmith.scripts.choose.command import checked_candidates, say_plan, settle
+from draftsmith.scripts.choose.candidates import checked_candidates, say_plan
+from draftsmith.scripts.choose.command import settle
 from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
 from draftsmith.scripts.engine.offline import engine_python
 from draftsmith.scripts.kinds import kind_of

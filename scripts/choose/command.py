@@ -23,20 +23,20 @@ from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Amount, Count, parse_json, read
+from draftsmith.scripts.choose.candidates import checked_candidates, say_plan
 from draftsmith.scripts.choose.config import COPIES, NONE, ChooseConfig
 from draftsmith.scripts.choose.forecast import LEAST_AMOUNTS, Trial, outlook, outlooks
 from draftsmith.scripts.choose.page import print_choice, write_page
 from draftsmith.scripts.choose.result import SCHEMA, Choice, Standing, best_way, by_name, settings_text, shell, verdict
 from draftsmith.scripts.choose.rounds import CostFile, Replayed, measured_costs, replayed
 from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable, growth, kept, survivors
-from draftsmith.scripts.kinds import KINDS, recipes
-from draftsmith.scripts.stages import JUDGED_LATER, Stages, flags_of
-from draftsmith.train.cli import check_fields, parse_config
+from draftsmith.scripts.kinds import recipes
+from draftsmith.scripts.stages import JUDGED_LATER, Stages, flags_of, nested
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.data.prompts import Prompt, read_prompts
 from draftsmith.train.files import require_writable, write_aside
-from draftsmith.train.models import load_config
 from draftsmith.train.provenance import as_json, write_json
 from draftsmith.train.runs import note_on_interrupt
 
@@ -328,7 +328,7 @@ def _next(run: Choosing, won: Standing) -> list[str]:
         if missing > 0.1 * run.written:
             commands.append(_more_text(run, missing))
             fields |= {"completions": [*fields["completions"], str(run.completions(MORE))], "dedup": "texts"}
-        text = yaml.safe_dump(as_json(_nested(fields)), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(as_json(nested(fields)), sort_keys=False, allow_unicode=True)
         note = f"# {won.name} for {config.target}: what `draftsmith choose` found. It goes on from the last trial.\n"
         write_aside(output / "winner.yaml", note + text)
         commands.append(shell(["draftsmith", won.command, *config.launcher(), "--config", output / "winner.yaml"]))
@@ -360,49 +360,6 @@ def _more_text(run: Choosing, missing: float) -> str:
     return shell(["draftsmith", "prepare", *flags_of(answers)])
 
 
-def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted fields as YAML has them."""
-    found: dict[str, Any] = {}
-    for key, value in fields.items():
-        group, dot, name = key.partition(".")
-        if dot:
-            found.setdefault(group, {})[name] = value
-        else:
-            found[key] = value
-    return found
-
-
-def candidates_of(config: ChooseConfig) -> dict[str, dict[str, Any]]:
-    """Return what competes, by name: what the config says, or candidates of every kind."""
-    if config.candidates:
-        return config.candidates
-    target = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    found: dict[str, dict[str, Any]] = {}
-    for kind in KINDS:
-        if kind.recipe is not None:
-            tried = kind.candidates(target, config.server)
-            found |= {name: {"command": kind.recipe.command} | its for name, its in tried.items()}
-    if config.draft is not None:
-        found["draft"] = {"command": "distill", "draft": config.draft}
-    return found
-
-
-def checked_candidates(config: ChooseConfig) -> dict[str, dict[str, Any]]:
-    """Return what competes, once the fields of each are found to be those of its command.
-
-    Raises:
-        InputError: names the candidate.
-    """
-    found = candidates_of(config)
-    for name, fields in found.items():
-        try:
-            argv = flags_of(config.training(fields, ["text"], "output") | JUDGED_LATER)
-            check_fields(recipes()[fields["command"]].config_class(), argv)
-        except InputError as error:
-            raise InputError(f"candidates: {name}: {error}") from error
-    return found
-
-
 def settle(config: ChooseConfig, output: Path, prompts: Sequence[dict[str, Any]], free: Sequence[str] = FREE) -> None:
     """Keep settings and prompts, or require that an earlier run had the same, but for those that are `free`.
 
@@ -427,21 +384,6 @@ def _train_seconds(directory: str) -> float:
     """Return the seconds of a training run, as its trainer noted them."""
     state = parse_json((Path(directory) / "trainer_state.json").read_text(encoding="utf-8"))
     return float(next(entry["train_runtime"] for entry in state["log_history"] if "train_runtime" in entry))
-
-
-def say_plan(config: ChooseConfig) -> None:
-    """Say what would be tried, and what it costs."""
-    candidates = candidates_of(config)
-    runs = sum(survivors(rung, len(candidates)) for rung in range(1, RUNGS + 1))
-    choosing = config.seconds * config.choosing
-    print(
-        f"{time_text(choosing)} of {time_text(config.seconds)} to choose among {len(candidates)} candidates and "
-        f"{' and '.join(COPIES)}: {runs} training runs on {RUNGS} growing amounts of text, as much as fits; the rest "
-        "is for the winner"
-    )
-    for name, fields in candidates.items():
-        own = [f"--{key} {value}" for key, value in fields.items() if key != "command"]
-        print(f"  {name:<12}{fields['command']} {' '.join(own)}".rstrip())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

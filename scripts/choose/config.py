@@ -10,7 +10,7 @@ from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.kinds.export import ENGINES
-from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget, checked_url
+from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget, checked_url, given_fields
 
 UNITS = {"h": 3600, "m": 60, "s": 1}
 NONE = "none"
@@ -105,18 +105,13 @@ class ChooseConfig(Filters, PromptedTarget):
 
     def texts(self) -> dict[str, Any]:
         """Return how prompts are read and texts sampled, at whatever temperature, as fields of other commands."""
-        names = (
-            "max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs", "top_k", "top_p", "min_p",
-            "repetition_penalty", "no_repeat_ngram_size", "trust_remote_code",
-        )  # fmt: skip
-        return {name: value for name in names if (value := getattr(self, name)) not in (None, {})}
+        return given_fields(self)
 
     def answers(self) -> dict[str, Any]:
         """Return the fields of `prepare`, but for prompts and output."""
         temperatures = ",".join(f"{temperature:g}" for temperature in self.temperature)
         given = {"target": self.target, "temperatures": temperatures, "seed": self.seed} | self.texts()
-        server = {name: getattr(self, name) for name in ("endpoint", "endpoint_model", "endpoint_key_env")}
-        return given | {name: value for name, value in server.items() if value is not None}
+        return given | given_fields(self, ("endpoint", "endpoint_model", "endpoint_key_env"))
 
     def training(self, candidate: Mapping[str, Any], completions: Sequence[str], output: str) -> dict[str, Any]:
         """Return the fields of a candidate's training."""
@@ -128,8 +123,7 @@ class ChooseConfig(Filters, PromptedTarget):
 
     def loading(self) -> dict[str, Any]:
         """Return how models are loaded to be measured, as fields of other commands."""
-        given = {name: getattr(self, name) for name in ("dtype", "compiled", "threads")}
-        return {name: value for name, value in given.items() if value is not None}
+        return given_fields(self, ("dtype", "compiled", "threads"))
 
     def launcher(self) -> list[str]:
         """Return the flags of a training's launcher."""

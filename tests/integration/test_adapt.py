@@ -98,6 +98,26 @@ def test_a_better_drafter_takes_the_place_of_the_deployed_one(config, pair_dirs,
     assert json.loads((tmp_path / "adapted/step-0002/adapt.json").read_text())["verdict"] == "refused"
 
 
+def test_a_step_that_is_stopped_before_it_is_closed_swaps_all_the_same(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "compare", gains(0.1, 0.3))
+    own = command.write_json
+
+    def stopped(path, value):
+        if path.name == command.STATE and not value.open:
+            raise KeyboardInterrupt
+        own(path, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "write_json", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            adapt(config)
+    new = (tmp_path / "adapted/step-0001/drafter").resolve()
+    assert (tmp_path / "current").resolve() == new
+    step = adapt(config)
+    assert step.verdict == "better" and step.drafter == str(tmp_path / "adapted/step-0001/drafter")
+    assert (tmp_path / "current").resolve() == new and adapt(config) is None
+
+
 @pytest.mark.parametrize(("low", "code", "word"), [(0.1, 0, "better: "), (-0.1, 3, "refused: ")])
 def test_the_exit_code_is_the_gates(config, tmp_path, monkeypatch, capsys, low, code, word):
     monkeypatch.setattr(command, "_step", lambda config, step: command.Step(
