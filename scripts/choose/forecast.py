@@ -17,6 +17,9 @@ from draftsmith.scripts.choose.rounds import Replayed, Way
 
 LEAST_AMOUNTS = 2
 """Amounts of text from which a curve is drawn; of one the forecast is what was found."""
+LEAST_SPREAD = 2.0
+"""Times that the greatest of them must be the least: a curve that may not fall is drawn upwards by the luck of closer
+ones (docs/log/choose.md)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ def _forecast(
     of_trials = [trial.replayed[temperature] for trial in trials]
     plain = [each.plain_seconds(name, table, rows) for each in of_trials]
     seconds = [each.seconds(way, name, table, rows) for each in of_trials]
-    if len({trial.tokens for trial in trials}) < LEAST_AMOUNTS:
+    amounts = {trial.tokens for trial in trials}
+    if len(amounts) < LEAST_AMOUNTS or max(amounts) < LEAST_SPREAD * min(amounts):
         return ratio(plain[-1], seconds[-1])
     # What luck does to τ it does to the speed-up, in its unit.
     per_token = float(np.sum(of_trials[-1].rounds(way)) / np.sum(of_trials[-1].tokens))

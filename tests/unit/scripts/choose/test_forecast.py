@@ -61,6 +61,13 @@ def test_more_text_is_forecast_along_the_curve():
     assert flat.forecast.value == pytest.approx(flat.now.value, abs=0.05)
 
 
+def test_amounts_that_are_too_close_promise_nothing():
+    close = outlook("draft", [trial(1000, 1.3), trial(1300, 1.4)], TABLE, "0", 1, 9000.0)
+    assert close.forecast == close.now and close.forecast.ci95 is not None
+    far = outlook("draft", [trial(1000, 1.3), trial(2000, 1.4)], TABLE, "0", 1, 9000.0)
+    assert far.forecast.value > far.now.value
+
+
 def test_the_score_is_the_geometric_mean_over_settings():
     found = outlooks(
         "draft", [Trial("dir", 1000, 1.0, {"0": replayed(1.5), "1": replayed(1.2)})], {"0": TABLE, "1": TABLE}, [1], 1e3
