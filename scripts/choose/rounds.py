@@ -21,7 +21,7 @@ from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.train.data.generate import load_completions
-from draftsmith.train.kinds.drafter import Pair
+from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
@@ -114,10 +114,7 @@ def replayed(
     for drafter in wanted:
         # A tree would need a search of its own: all are judged by chains.
         chain, most = drafter.family.chain(drafter, max(config.draft_length))
-        if config.server is not None and drafter.family.whole_blocks and chain.longest is not None:
-            lengths_of[drafter.name] = [chain.longest]
-        else:
-            lengths_of[drafter.name] = [k for k in config.draft_length if k <= most] or [most]
+        lengths_of[drafter.name] = _lengths(config, drafter, chain, most)
         if drafter.name in COPIES or config.server is not None:  # servers draft in one way
             ways[drafter.name, ALONE] = chain
             continue
@@ -145,6 +142,13 @@ def replayed(
                 for k in (lengths_of[name] if drafters_of == ALONE else config.draft_length)
             }
     return found
+
+
+def _lengths(config: ChooseConfig, drafter: Drafter, chain: Proposer, most: int) -> list[int]:
+    """Return γ at which a drafter is tried alone."""
+    if config.server is not None and drafter.family.whole_blocks and chain.longest is not None:
+        return [chain.longest]
+    return [k for k in config.draft_length if k <= most] or [most]
 
 
 @dataclass(frozen=True)
@@ -206,17 +210,18 @@ def _measured(config: ChooseConfig, drafters: Mapping[str, str], heldout: Mappin
         # Not the longest: the rest of a round grows with it, and what is chosen is mostly short.
         middle = config.draft_length[len(config.draft_length) // 2]
         whole = float(np.mean([len(sample["input_ids"]) for sample in samples]))
+        longest = 1 + max(k for each in pair.drafters for k in _lengths(config, each, *chains[each.name]))
         tables = measure_costs(
             pair.target,
             {name: chain for name, (chain, _) in chains.items()},
-            # Not the longest: the rest of a round grows with it, and what is chosen is mostly short.
             {name: min(most, middle) for name, (_, most) in chains.items()},
             torch.tensor([token for sample in samples for token in sample["input_ids"]]),
             {temperature: config.at(temperature).sampler() for temperature in config.temperature},
             config.batch_size,
             max(2, round((prompt + whole) / 2)),
             prompt,
-            sorted({*BLOCKS, 1 + max(config.draft_length)}),
+            # None of what no way to draft needs: each is compiled, for a minute where the target is large.
+            sorted({*(block for block in BLOCKS if block < longest), longest}),
             compiled=settings.compiled,
         )
     finally:
