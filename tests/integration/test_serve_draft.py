@@ -1,9 +1,12 @@
 """The draft service: what it answers to many at once, what it refuses, and how it ends."""
 
 import asyncio
+import shutil
 import socket
 import threading
+import time
 from contextlib import suppress
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -14,10 +17,14 @@ from engine import free_port
 from prometheus_client import generate_latest
 from transformers import AutoModelForCausalLM
 
+from draftsmith.decode import PromptLookupProposer, Switch
 from draftsmith.scripts import cli
+from draftsmith.scripts.adapt.command import move_link
 from draftsmith.scripts.services import draft_protocol as protocol
 from draftsmith.scripts.services.draft_protocol import ClientReport, DraftRequest, DraftRow, Service
 from draftsmith.scripts.services.serve_draft.app import DraftApp
+from draftsmith.scripts.services.serve_draft.copies import Copies
+from draftsmith.scripts.services.serve_draft.follow import Follower
 from draftsmith.scripts.services.serve_draft.metrics import PREFIX, ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import PendingDrafts, Worker
@@ -170,6 +177,53 @@ def test_ended_texts_are_forgotten(draft):
     assert len(inside.texts) == 2
 
 
+def test_another_draft_takes_the_place_of_the_one_that_is_served(draft, tmp_path, capsys, caplog):
+    inside, link = Inside(draft), tmp_path / "current"
+    new, other = tiny_llama(5), tiny_llama(5, 50)
+    models = {"old": draft, "new": new, "other": other, "broken": None}
+    for name in models:
+        (tmp_path / name).mkdir()
+
+    def load(directory: str) -> DraftTexts:
+        return DraftTexts(models[Path(directory).name], MAX_LENGTH, 8, 4096)
+
+    link.symlink_to("old", target_is_directory=True)
+    old = str((tmp_path / "old").resolve())
+    inside.texts.copies = Copies([PromptLookupProposer()], Switch(match=3))
+    follower = Follower(str(link), inside.texts, old, load, inside.worker, inside.metrics, 0.01)
+    inside.worker.start()
+    text = [5, 6, 7]
+
+    def drafted(start: int = 0, given: list[int] = text) -> list[int] | None:
+        (answer,) = inside.ask(protocol.encode_request(request("a", DraftRow(1, start, given, 3))))
+        return answer.json()["drafts"][0]
+
+    follower.look()
+    assert drafted() == chain(draft, text, 3)
+    for name in ("other", "broken"):
+        move_link(link, str(tmp_path / name))
+        follower.look()
+        assert (
+            f"{name}: not served, the draft before goes on" in caplog.text and inside.counted()["replaced_total"] == 0
+        )
+        assert drafted(3, []) == chain(draft, text, 3)
+    assert "found 50 and 200" in caplog.text and capsys.readouterr().out == ""
+    move_link(link, str(tmp_path / "new"))
+    follower.look()
+    assert drafted(3, []) is None  # the client sends the text once more
+    assert drafted() == chain(new, text, 3) != chain(draft, text, 3)
+    assert drafted(0, [1, 2, 3, 4, 9, 1, 2, 3]) == [4, 9, 1]  # copies go on
+    assert capsys.readouterr().out == f"serving {(tmp_path / 'new').resolve()} now\n"
+    assert inside.counted()["replaced_total"] == 1
+    move_link(link, str(tmp_path / "old"))
+    follower.start()
+    while inside.counted()["replaced_total"] == 1:
+        time.sleep(0.01)
+    follower.stop()
+    assert drafted() == chain(draft, text, 3)
+    inside.worker.stop()
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("draft")
@@ -239,19 +293,33 @@ def test_the_command_serves_a_hybrid_that_learns(pair_dirs, tmp_path):
         body = protocol.encode_request(request(client, DraftRow(len(text), 0, text, 3), ended=ended))
         return post(url, body).json()["drafts"][0]
 
-    drafter = f"hybrid:suffix+{directory}@match=3,score=0.5"
-    with draft_service(drafter, port, tmp_path / "log", "--max-length", "200", "--learn") as process:
-        assert httpx2.get(f"{url}/health").json()["model"] == f"suffix+{directory.name}"
+    link = tmp_path / "current"
+    link.symlink_to(directory, target_is_directory=True)
+    drafter, flags = (
+        f"hybrid:suffix+{link}@match=3,score=0.5",
+        ("--max-length", "200", "--learn", "--follow-seconds=0.1"),
+    )
+    with draft_service(drafter, port, tmp_path / "log", *flags) as process:
+        assert httpx2.get(f"{url}/health").json()["model"] == "suffix+current"
         assert ask("a", written) == [13, 14, 15]
         assert ask("b", [3, 13, 14, 15]) == chain(model, [3, 13, 14, 15], 3)
         assert ask("a", [5, 6], ended=(len(written),)) == chain(model, [5, 6], 3)
         assert ask("b", [4, 4, 13, 14, 15]) == [9, 10, 11]  # what the other client's text has there
         counted = totals(httpx2.get(f"{url}/metrics").text, f"{PREFIX}_")
         assert (counted["rows_total"], counted["copied_drafts_total"]) == (4, 2)
+        new = tmp_path / "new"
+        shutil.copytree(directory, new)
+        (other := tiny_llama(7, model.config.vocab_size)).save_pretrained(new)
+        move_link(link, str(new))
+        while f"serving {new.resolve()} now" not in (tmp_path / "log").read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        assert ask("b", [3, 13, 14, 8]) == chain(other, [3, 13, 14, 8], 3)
+        assert ask("b", [4, 4, 13, 14, 15]) == [9, 10, 11]  # what was learned is known to the new one, too
         process.terminate()
         assert process.wait(30) == 0
     log = (tmp_path / "log").read_text()
-    assert f"serving suffix+{directory.name} on {url}" in log and "Traceback" not in log
+    assert f"serving suffix+current on {url}" in log and "Traceback" not in log
 
 
 @pytest.mark.parametrize(
@@ -260,7 +328,7 @@ def test_the_command_serves_a_hybrid_that_learns(pair_dirs, tmp_path):
         (["--draft", "nowhere"], "draft: expected"),
         (["--draft", "d", "--port", "70000"], "port: expected"),
         (["--draft", "d", "--device", "auto"], "device: expected"),
-        (["--draft", "d", "--timeout", "0"], "timeout: expected more than 0"),
+        (["--draft", "d", "--timeout", "0"], "timeout: expected a finite number, more than 0"),
         (
             ["--draft", "d", "--max-length", "100", "--cache-tokens", "99"],
             "cache_tokens: expected room",

@@ -1,11 +1,13 @@
 """`draftsmith serve-draft`: load a draft model or a hybrid, listen, and draft until a signal ends it."""
 
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -19,9 +21,10 @@ from draftsmith.decode.proposers.suffix.proposer import SuffixProposer
 from draftsmith.decode.proposers.suffix.store import SuffixStore
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import drafter_specs, kind_named
-from draftsmith.scripts.services.draft_protocol import VERSION, DraftRow, Service
+from draftsmith.scripts.services.draft_protocol import VERSION, Service
 from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
 from draftsmith.scripts.services.serve_draft.copies import Copies
+from draftsmith.scripts.services.serve_draft.follow import Follower, warm_up
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import Worker
@@ -102,14 +105,19 @@ def _copies_of(served: _Served, config: ServeDraftConfig, model: PreTrainedModel
     return Copies(hybrid.first, hybrid.switch, stores, hybrid.last_length)
 
 
-def load_texts(config: ServeDraftConfig) -> DraftTexts:
+def load_texts(config: ServeDraftConfig, directory: str | None = None, copying: bool = True) -> DraftTexts:
     """Load the draft model, and what copies before it drafts.
+
+    Args:
+        config: the settings.
+        directory: where the draft model lies, in place of what `drafter` says.
+        copying: load what copies, too.
 
     Raises:
         InputError: no model that can draft, or lengths that do not fit it; no store in the file of a suffix drafter.
     """
     served = _served(config)
-    path = served.path
+    path = directory or served.path
     model = load_draft(
         path,
         dtype=config.dtype,
@@ -128,7 +136,7 @@ def load_texts(config: ServeDraftConfig) -> DraftTexts:
             f"cache_tokens: expected room for a text of {longest} tokens, found {config.cache_tokens}; max_length may "
             "be less"
         )
-    copies = _copies_of(served, config, model)
+    copies = _copies_of(served, config, model) if copying else None
     return DraftTexts(model, longest, config.max_draft_length, config.cache_tokens, copies)
 
 
@@ -147,12 +155,15 @@ def serve(config: ServeDraftConfig) -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
     door = listening(config.host, config.port)
-    texts, metrics = load_texts(config), ServiceMetrics()
-    # The first forwards allocate, and show that it can draft; a text that repeats itself might be copied.
-    texts.draft(["warm-up"], [DraftRow(0, 0, [0, 1], 2)])
-    texts.clear()
+    served, metrics = _served(config), ServiceMetrics()
+    directory = os.path.realpath(served.path) if os.path.isdir(served.path) else None  # None: of a hub
+    texts = load_texts(config, directory)
+    warm_up(texts)
     worker = Worker(texts, config.max_batch, config.max_waiting, metrics)
-    name = _served(config).name
+    name, follower = served.name, None
+    if directory is not None:
+        load = partial(load_texts, config, copying=False)
+        follower = Follower(served.path, texts, directory, load, worker, metrics, config.follow_seconds)
     service = Service(VERSION, name, texts.vocab_size, texts.max_length, config.max_batch, config.max_draft_length)
     app = DraftApp(worker, service, metrics, config.timeout, key).app
     server = bounded_server(app, KEEP_ALIVE, GRACE)
@@ -165,6 +176,8 @@ def serve(config: ServeDraftConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     worker.start()
+    if follower is not None:
+        follower.start()
     bytes_ = (cached_numbers(texts.model) or 0) * texts.model.dtype.itemsize * config.cache_tokens
     where = "[{}]:{}" if door.family == socket.AF_INET6 else "{}:{}"
     where = where.format(*door.getsockname()[:2])
@@ -174,6 +187,8 @@ def serve(config: ServeDraftConfig) -> int:
         flush=True,
     )
     server.run(sockets=[door])
+    if follower is not None:
+        follower.stop()
     worker.stop()
     print("ended", flush=True)
     return 0

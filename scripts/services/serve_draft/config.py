@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from draftsmith.decode.errors import InputError, Range, at_least, at_most, more_than, require
+from draftsmith.decode.errors import InputError, Range, at_least, at_most, finite, more_than, require
 from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
 from draftsmith.train.options import DEVICE, DRAFT_LENGTH, THREADS, ModelOptions
 
@@ -24,6 +24,9 @@ class ServeDraftConfig(ModelOptions):
     """The draft model: a directory or hub id. Its tokenizer must be the target's; the target itself is not read, so
     that drafters which need it cannot be served. Or a hybrid whose last drafter is one, such as
     hybrid:suffix+DIR@match=4: where its switch takes what was found in the text, that is the draft."""
+    follow_seconds: float = 2.0
+    """Seconds between looks at the draft's directory, where that is a link: once it points elsewhere, the draft there
+    is loaded beside the old one, and takes its place."""
     learn: bool = False
     """Let texts that end go into the store of the suffix drafter, for other requests: what they share is copied. A
     client may then be drafted what another has written."""
@@ -65,7 +68,7 @@ class ServeDraftConfig(ModelOptions):
         require(self, DRAFT_LENGTH, "max_draft_length")
         require(self, at_least(1), "max_length", "max_batch", "cache_tokens", "max_waiting")
         require(self, LEAST_STORE, "store_bytes")
-        require(self, more_than(0), "timeout")
+        require(self, finite(more_than(0)), "timeout", "follow_seconds")
         if self.max_length is not None and self.cache_tokens < self.max_length:
             raise InputError(
                 f"cache_tokens: expected room for a text of {self.max_length} tokens, found {self.cache_tokens}"

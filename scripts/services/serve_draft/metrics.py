@@ -24,6 +24,7 @@ class ServiceMetrics:
         self.copied = Counter(name("copied_drafts"), "Drafts that were copied.", registry=registry)
         self.batch_rows = Histogram(name("batch_rows"), "Rows drafted for together.", buckets=ROWS, registry=registry)
         self.evictions = Counter(name("evictions"), "Texts forgotten to make room.", registry=registry)
+        self.replaced = Counter(name("replaced"), "Drafts that took another's place.", registry=registry)
         self.waiting = Gauge(name("waiting_requests"), "Requests that wait.", registry=registry)
         self.texts = Gauge(name("texts"), "Texts that are known.", registry=registry)
         self.cached_tokens = Gauge(name("cached_tokens"), "Tokens whose keys and values are kept.", registry=registry)

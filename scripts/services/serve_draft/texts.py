@@ -78,7 +78,8 @@ class DraftTexts:
         cache_tokens: int,
         copies: Copies | None = None,
     ):
-        self._copies = copies
+        self.copies = copies
+        """What drafts before the model."""
         self._ended: list[list[int]] = []  # to be learnt
         self.model, self.max_draft_length, self.cache_tokens = model, max_draft_length, cache_tokens
         limit = rotary_limit(model)
@@ -108,7 +109,7 @@ class DraftTexts:
         """Drop texts; those that are not known are none."""
         for key in keys:
             text = self._texts.pop(key, None)
-            if text is not None and self._copies is not None and self._copies.learns:
+            if text is not None and self.copies is not None and self.copies.learns:
                 self._ended.append(text.tokens)
         if not self._texts.keys() >= set(self._batch):
             self._put_aside()
@@ -117,8 +118,8 @@ class DraftTexts:
         """Let drafts be copied from the texts that were dropped since the last call, where the drafters learn."""
         ended, self._ended = self._ended, []
         for tokens in ended:
-            assert self._copies is not None
-            self._copies.learn(tokens)
+            assert self.copies is not None
+            self.copies.learn(tokens)
 
     def clear(self) -> None:
         """Forget everything, after an error that may have left a batch half written."""
@@ -136,7 +137,7 @@ class DraftTexts:
         """
         drafts: list[list[int] | None] = []
         wanted: dict[Hashable, int] = {}
-        longest = None if self._copies is None else self._copies.last_length
+        longest = None if self.copies is None else self.copies.last_length
         for key, row in zip(keys, rows, strict=True):
             text = self._texts.get(key, CachedText())
             if row.start > len(text.tokens):
@@ -161,11 +162,11 @@ class DraftTexts:
 
     def _copied(self, text: CachedText, length: int) -> list[int]:
         """Return the copied draft of a text, of at most `length` tokens; none where the model is to draft."""
-        if self._copies is None:
+        if self.copies is None:
             return []
         if text.copies is None or len(text.tokens) > text.copies.room:
             # Twice its tokens, not `max_length`: the room is memory, and it is filled anew as seldom as lists are.
-            text.copies = self._copies.of_text(max(LEAST_ROOM, 2 * len(text.tokens)))
+            text.copies = self.copies.of_text(max(LEAST_ROOM, 2 * len(text.tokens)))
         draft = text.copies.find(text.tokens, length)
         # A text may have tokens that only the target has. No draft has: the protocol says so.
         end = next((place for place, token in enumerate(draft) if token >= self.vocab_size), len(draft))

@@ -36,7 +36,7 @@ class Worker(threading.Thread):
     """Drafts for one batch after another, until it is stopped.
 
     Args:
-        texts: the drafter, which is this thread's from now on.
+        texts: the drafter, which is this thread's from now on, until `replace` gives another.
         max_batch: rows drafted for together at most; no request has more.
         max_waiting: requests that wait at most.
         metrics: what it counts in.
@@ -45,6 +45,7 @@ class Worker(threading.Thread):
     def __init__(self, texts: DraftTexts, max_batch: int, max_waiting: int, metrics: ServiceMetrics):
         super().__init__(name="draft", daemon=True)
         self._texts, self._max_batch, self._max_waiting, self._metrics = texts, max_batch, max_waiting, metrics
+        self._next: DraftTexts | None = None
         self._waiting: deque[PendingDrafts] = deque()
         self._changed = threading.Condition()
         self._stopped = False
@@ -58,6 +59,11 @@ class Worker(threading.Thread):
             self._metrics.waiting.set(len(self._waiting))
             self._changed.notify()
         return True
+
+    def replace(self, texts: DraftTexts) -> None:
+        """Draft by another drafter from the next batch on, which knows no text yet: clients send each once more."""
+        with self._changed:
+            self._next = texts
 
     def stop(self) -> None:
         """Draft for what waits, and end."""
@@ -115,6 +121,8 @@ class Worker(threading.Thread):
                         room -= len(work.request.rows)
                         keys |= set(work.keys)
             self._metrics.waiting.set(len(self._waiting))
+            if self._next is not None:
+                self._texts, self._next = self._next, None
             return batch
 
     def _count(self, drafts: Sequence[list[int] | None], evictions: int, copied: int) -> None:
