@@ -147,6 +147,14 @@ def move_over(new: Path, path: Path) -> None:
         os.replace(new, path)
 
 
+def move_link(link: Path, directory: str) -> None:
+    """Let a link point to another directory; whoever opens it finds the one or the other."""
+    aside = link.with_name(f".{link.name}.new")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(os.path.abspath(directory), target_is_directory=True)
+    os.replace(aside, link)
+
+
 def remove(path: Path) -> None:
     """Remove a file, or a directory with all that it holds; do nothing where there is none."""
     if path.is_dir():

@@ -35,6 +35,8 @@ TREE_NODES = at_least(1) & at_most(1024)
 """Of a tree: the mask of a round has their square."""
 THREADS = at_least(1) & at_most(1024)
 """Of far more the thread library crashes."""
+UNITS = {"h": 3600, "m": 60, "s": 1}
+"""Of time, in seconds."""
 
 
 @dataclass(kw_only=True)
@@ -206,3 +208,23 @@ class LoraOptions:
         require(self, at_least(0) & less_than(1), "dropout", prefix="lora.")
         if self.target_modules is not None:
             require_some(self, "target_modules", "name", prefix="lora.")
+
+
+def seconds_of(text: str, name: str) -> float:
+    """Return a time in seconds.
+
+    Args:
+        text: such as 40m, 2h or 1h30m.
+        name: the field that it was given in, for messages.
+
+    Raises:
+        InputError: a text that says none.
+    """
+    found = re.fullmatch(
+        r"(?:(?P<h>\d+(?:\.\d+)?)h)?(?:(?P<m>\d+(?:\.\d+)?)m)?(?:(?P<s>\d+(?:\.\d+)?)s)?", text.strip()
+    )
+    parts = found.groupdict(default="0") if found else {}
+    seconds = sum(float(part) * UNITS[unit] for unit, part in parts.items())
+    if not seconds > 0:
+        raise InputError(f"{name}: expected a time such as 40m, 2h or 1h30m, found {text!r}")
+    return seconds

@@ -2,11 +2,13 @@
 
 The older requests of the log are learned from, on top of the deployed drafter and beside some of its old text. Both are
 then replayed on what the target answers to the newest requests, which nothing has learned from. The new drafter is
-taken only if it is better there. All stages are ordinary commands; a step that was stopped goes on.
+taken only if it is better there, and given back if the server does not accept as much (`watch`). All stages are
+ordinary commands; a step that was stopped goes on.
 """
 
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +21,13 @@ from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.validation import Count, parse_json, read
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.adapt.traffic import Compared, Traffic, compare, foreign_share, read_traffic
+from draftsmith.scripts.adapt.watch import check, look, loop, replaced
 from draftsmith.scripts.kinds import kind_of
 from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
-from draftsmith.train.files import require_writable
-from draftsmith.train.options import given_fields
+from draftsmith.train.files import move_link, require_writable
+from draftsmith.train.options import given_fields, seconds_of
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
@@ -33,6 +36,7 @@ SLACK = 0.03
 """Of α: by how much a server's may be below the lower end of what replay promises, before it is a fall; its interval is
 as wide again."""
 STEP, STATE, RESULT = "step-", "state.json", "adapt.json"
+Verdict = Literal["better", "refused", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Step:
     """What a step did."""
 
     schema: str
-    verdict: Literal["better", "refused", "foreign"]
+    verdict: Verdict
     reason: str
     deployed: str
     """The drafter before."""
@@ -62,8 +66,12 @@ class Step:
     compared: Compared | None
 
 
-def adapt(config: AdaptConfig) -> Step | None:
+def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
     """Do one step, and return what it did; None where the log has too little that is new.
+
+    Args:
+        config: the settings.
+        fell: the server accepts less than it did: then as many new requests are enough as drafters are compared on.
 
     Raises:
         InputError: a log, a drafter or a target that cannot be used, or a stage that failed.
@@ -74,7 +82,8 @@ def adapt(config: AdaptConfig) -> Step | None:
         raise InputError(f"drafter: expected a link to the deployed drafter, which swap moves, found {link} itself")
     state = _state(output)
     if not state.open:
-        traffic = read_traffic(config, state.requests)
+        least = min(config.least, config.newest) if fell else config.least
+        traffic = read_traffic(config, state.requests, least)
         if traffic is None:
             return None
         state = State(steps=state.steps + 1, requests=traffic.requests, open=True)
@@ -88,6 +97,7 @@ def adapt(config: AdaptConfig) -> Step | None:
     write_json(step / RESULT, found)
     if found.verdict == "better" and config.swap:
         move_link(link, str(found.drafter))
+        replaced(config, output, step, found.deployed, _measuring(config, found))
     write_json(output / STATE, State(steps=state.steps, requests=state.requests))  # last: a step that was stopped swaps
     return found
 
@@ -122,13 +132,13 @@ def _step(config: AdaptConfig, step: Path) -> Step:
             return Step(SCHEMA, "foreign", reason, deployed, None, learned, None)
     else:
         temperatures = ",".join(f"{temperature:g}" for temperature in config.temperature)
-        fields = values | {"temperatures": temperatures} | config.server()
+        fields = values | {"temperatures": temperatures} | config.writer()
         stages.run("learned", ["prepare", *flags_of(fields)])
     texts = {}
     for temperature in config.temperature:
         texts[temperature] = str(step / f"completions/newest-{temperature:g}")
         fields = answers | {"prompts": step / "newest.jsonl", "output": texts[temperature], "temperature": temperature}
-        fields |= config.server()
+        fields |= config.writer()
         stages.run(f"newest-{temperature:g}", ["prepare", *flags_of(fields)])
     recipe = kind_of(deployed).recipe
     if recipe is None:
@@ -158,51 +168,73 @@ def _kept_number(path: Path, compute: Any) -> float:
     return float(parse_json(path.read_text(encoding="utf-8")))
 
 
-def move_link(link: Path, directory: str) -> None:
-    """Let a link point to another directory; whoever opens it finds the one or the other."""
-    aside = link.with_name(f".{link.name}.new")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(os.path.abspath(directory), target_is_directory=True)
-    os.replace(aside, link)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do one step, and say what came of it; 3 where the new drafter is refused."""
-    config = parse_config(AdaptConfig, argv, prog="draftsmith adapt")
-    step, console = adapt(config), Console()
-
-    def say(words: str) -> None:
-        console.print(words, highlight=False, soft_wrap=True, markup=False)
-
+    """Do one step, or one after the other, and say what came of it; 3 where a new drafter is refused or taken back."""
+    arguments = sys.argv[1:] if argv is None else argv
+    config = parse_config(AdaptConfig, arguments, prog="draftsmith adapt")
+    if config.watch is not None:
+        return loop(arguments, seconds_of(config.watch, "watch"))
+    output, fell = require_writable(config.output), False
+    if config.server is not None:
+        if not _checked(config, output):
+            return NO_GO
+        said, fell = look(config, output)
+        if said is not None:
+            _say(said)
+    step = adapt(config, fell)
     if step is None:
-        say(f"nothing to do: the log has fewer than {config.least} requests since the last step")
+        _say(f"nothing to do: the log has fewer than {config.least} requests since the last step")
         return 0
     if step.compared is not None:
-        say(f"\nτ on the newest requests: deployed {_tau(step.compared.old)}, new {_tau(step.compared.new)}")
+        _say(f"\nτ on the newest requests: deployed {_tau(step.compared.old)}, new {_tau(step.compared.new)}")
         for where, gain in step.compared.by_temperature.items():
-            say(f"  T={where}: {format_estimate(gain, '+.2f', spread='interval')}")
+            _say(f"  T={where}: {format_estimate(gain, '+.2f', spread='interval')}")
         for category, gain in step.compared.by_category.items():
-            say(f"  {category}: {format_estimate(gain, '+.2f', spread='interval')}")
-    say(f"{'better' if step.verdict == 'better' else 'refused'}: {step.reason}")
+            _say(f"  {category}: {format_estimate(gain, '+.2f', spread='interval')}")
+    _say(f"{'better' if step.verdict == 'better' else 'refused'}: {step.reason}")
     if step.verdict != "better":
         return NO_GO
-    say(f"drafter: {step.drafter}")
-    if step.compared is not None:
-        say(f"to watch it, with γ = {config.draft_length}:\n  {_watch(config, step, step.compared)}")
+    _say(f"drafter: {step.drafter}")
     if config.swap:
-        say(f"{config.drafter} points there now: restart the server, or serve-draft, so that it loads it")
+        _say(
+            f"{config.drafter} points there now{'' if config.restart else ': the server loads it when it starts again'}"
+        )
+    if config.swap and config.server is not None and config.restart is not None:
+        return 0 if _checked(config, output) else NO_GO
+    if config.server is None:
+        command = shlex.join(["draftsmith", "measure", *_measuring(config, step)])
+        _say(f"to check it on the server, with γ = {config.draft_length}:\n  {command}")
     return 0
 
 
-def _watch(config: AdaptConfig, step: Step, compared: Compared) -> str:
-    """Return the command that finds a server's acceptance below what was promised; exit code 3 says roll back."""
-    temperature, alpha = next(iter(compared.promised.items()))
+def _checked(config: AdaptConfig, output: Path) -> bool:
+    """Check the drafter that came last on the server, if it was not yet; return whether it stays."""
+    found = check(config, output)
+    if found is None:
+        return True
+    said, stays = found
+    _say(said)
+    if not stays:
+        _say(f"taken back: {config.drafter} points to {os.path.realpath(config.drafter)} again")
+    return stays
+
+
+def _say(words: str) -> None:
+    Console().print(words, highlight=False, soft_wrap=True, markup=False)
+
+
+def _measuring(config: AdaptConfig, step: Step) -> list[str]:
+    """Return the arguments of `measure` that find a server's acceptance below what was promised; 3 says go back."""
+    assert step.compared is not None
+    temperature, alpha = next(iter(step.compared.promised.items()))
     low = alpha.ci95[0] if alpha.ci95 else alpha.value or 0.0
     folder = Path(str(step.drafter)).parent
-    fields = {"server": "URL", "target": config.target, "prompts": folder / "newest.jsonl", "temperature": temperature}
-    fields |= {"min_alpha": round(low - SLACK, 3), "output": folder / "server"}
+    fields: dict[str, Any] = {"server": config.server or "URL", "target": config.target}
+    fields |= {"prompts": folder / "newest.jsonl", "temperature": temperature}
+    fields |= {"min_alpha": round(max(low - SLACK, 0.0), 3), "output": folder / "server"}
     fields |= given_fields(config, ("max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs"))
-    return shlex.join(["draftsmith", "measure", *flags_of(fields)])
+    fields |= given_fields(config, ("server_key_env",))
+    return flags_of(fields)
 
 
 def _tau(estimate: Any) -> str:

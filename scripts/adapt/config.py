@@ -6,7 +6,7 @@ from typing import Any
 from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, one_of, require, require_some
 from draftsmith.decode.options import Filters
 from draftsmith.train.cli import Floats, numbers
-from draftsmith.train.options import DRAFT_LENGTH, TemplateOptions, given_fields
+from draftsmith.train.options import DRAFT_LENGTH, TemplateOptions, checked_url, given_fields, seconds_of
 
 ANSWERS = ("given", "target")
 
@@ -62,6 +62,17 @@ class AdaptConfig(Filters, TemplateOptions):
     """Its name there."""
     swap: bool = False
     """Move the link `drafter` to the new drafter if it is better."""
+    server: str | None = None
+    """The URL of the server that drafts with it, vLLM or SGLang: each call looks at what it has counted, and measures
+    the drafter that the last `swap` brought; if its α is below what was promised, the link is moved back."""
+    server_key_env: str | None = None
+    """The environment variable that holds the server's API key."""
+    restart: str | None = None
+    """A command that restarts the server, such as 'systemctl restart vllm', run whenever the link has moved; none for
+    servers that load a new drafter by themselves, as `serve-draft` does. The new drafter is measured behind it; without
+    it at the next call."""
+    watch: str | None = None
+    """Go on: one step after the other, with so much time between them, such as 10m; null: one step."""
     seed: int = 0
     """Seeds the sampling and the training."""
 
@@ -77,10 +88,17 @@ class AdaptConfig(Filters, TemplateOptions):
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, between(0, 1), "foreign")
         require(self, finite(more_than(0)), "epochs", "old_share")
+        if self.server is not None:
+            self.server = checked_url(self.server, "server")
+        for name, beside in (("restart", "swap"), ("server_key_env", "server")):
+            if getattr(self, name) is not None and not getattr(self, beside):
+                raise InputError(f"{name}: expected --{beside} beside it, found none")
+        if self.watch is not None:
+            seconds_of(self.watch, "watch")
         if self.endpoint_model is not None and self.endpoint is None:
             raise InputError("endpoint_model: expected --endpoint beside it, found none")
 
-    def server(self) -> dict[str, Any]:
+    def writer(self) -> dict[str, Any]:
         """Return the server that writes texts, as fields of `prepare`."""
         return given_fields(self, ("endpoint", "endpoint_model"))
 

@@ -41,8 +41,8 @@ class Traffic:
     """In the log, from its beginning."""
 
 
-def read_traffic(config: AdaptConfig, seen: int) -> Traffic | None:
-    """Read what the log has; None where too little of it is new since `seen` requests.
+def read_traffic(config: AdaptConfig, seen: int, least: int) -> Traffic | None:
+    """Read what the log has; None where fewer than `least` requests are new since the first `seen`.
 
     Raises:
         InputError: a log that cannot be read, or too short to compare anything on.
@@ -51,7 +51,7 @@ def read_traffic(config: AdaptConfig, seen: int) -> Traffic | None:
     requests = [prompt for path in config.log for prompt in read_prompts(path, answers=mode)]
     if len(requests) < seen:
         seen = 0  # files were rotated away: all that is left is taken for new
-    if len(requests) - seen < config.least:
+    if len(requests) - seen < least:
         return None
     if len(requests) < 2 * config.newest:
         raise InputError(f"log: expected at least {2 * config.newest} requests with answers, found {len(requests)}")

@@ -10,9 +10,8 @@ from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.kinds.export import ENGINES
-from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget, checked_url, given_fields
+from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget, checked_url, given_fields, seconds_of
 
-UNITS = {"h": 3600, "m": 60, "s": 1}
 NONE = "none"
 """The winner where no drafter pays."""
 COPIES = ("suffix", "prompt_lookup")
@@ -90,7 +89,7 @@ class ChooseConfig(Filters, PromptedTarget):
         for name in ("endpoint_model", "endpoint_key_env"):
             if getattr(self, name) is not None and self.endpoint is None:
                 raise InputError(f"{name}: expected --endpoint beside it, found none")
-        seconds_of(self.budget)
+        seconds_of(self.budget, "budget")
         for name, fields in self.candidates.items():
             if name in (*COPIES, NONE) or not re.fullmatch(r"\w[\w.-]*", name):
                 raise InputError(
@@ -132,7 +131,7 @@ class ChooseConfig(Filters, PromptedTarget):
     @property
     def seconds(self) -> float:
         """The time for all of it."""
-        return seconds_of(self.budget)
+        return seconds_of(self.budget, "budget")
 
 
 @dataclass(kw_only=True)
@@ -156,19 +155,3 @@ class AlignConfig(ChooseConfig):
         require(self, one_of(ENGINES), "verify")
         if self.server is None:
             self.server = "vllm"
-
-
-def seconds_of(text: str) -> float:
-    """Return a time in seconds.
-
-    Raises:
-        InputError: a text that says none.
-    """
-    found = re.fullmatch(
-        r"(?:(?P<h>\d+(?:\.\d+)?)h)?(?:(?P<m>\d+(?:\.\d+)?)m)?(?:(?P<s>\d+(?:\.\d+)?)s)?", text.strip()
-    )
-    parts = found.groupdict(default="0") if found else {}
-    seconds = sum(float(part) * UNITS[unit] for unit, part in parts.items())
-    if not seconds > 0:
-        raise InputError(f"budget: expected a time such as 40m, 2h or 1h30m, found {text!r}")
-    return seconds

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.decode import PromptLookupProposer, Switch
 from draftsmith.scripts import cli
-from draftsmith.scripts.adapt.command import move_link
 from draftsmith.scripts.services import draft_protocol as protocol
 from draftsmith.scripts.services.draft_protocol import ClientReport, DraftRequest, DraftRow, Service
 from draftsmith.scripts.services.serve_draft.app import DraftApp
@@ -28,6 +27,7 @@ from draftsmith.scripts.services.serve_draft.follow import Follower
 from draftsmith.scripts.services.serve_draft.metrics import PREFIX, ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import PendingDrafts, Worker
+from draftsmith.train.files import move_link
 
 MAX_LENGTH = 200
 

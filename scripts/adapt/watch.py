@@ -1,0 +1,219 @@
+"""What a server makes of a drafter: what it counts of live traffic, and whether a new one holds what replay promised.
+
+Live traffic is seen in the server's counters alone. They have no interval of their own, so that one is computed from
+the accepted tokens by position, as if each text had `ALIKE` drafts that say the same.
+"""
+
+import asyncio
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.intervals import Estimate, format_estimate
+from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.decode.progress import time_text
+from draftsmith.decode.validation import parse_json, read
+from draftsmith.scripts.adapt.config import AdaptConfig
+from draftsmith.scripts.serving.client import Client
+from draftsmith.scripts.stages import NO_GO, Stages
+from draftsmith.train.cli import INTERRUPTED, TERMINATED
+from draftsmith.train.endpoint.http import ServerFailure
+from draftsmith.train.files import move_link
+from draftsmith.train.job.processes import terminable
+from draftsmith.train.provenance import write_json
+
+STATE, LOOKS = "server.json", "looks.jsonl"
+LEAST_DRAFTS = 500
+"""Of a look: with fewer since the last one, nothing is said."""
+ALIKE = 4.0
+"""Drafts of a text are alike: of so many one is counted."""
+NORMAL = 1.96
+"""Standard deviations of a 95 % interval."""
+STARTING = 600.0
+"""Seconds in which a server that was started again must answer."""
+
+
+@dataclass(frozen=True)
+class Unchecked:
+    """A drafter that took the deployed one's place, and was not looked at on the server yet."""
+
+    step: str
+    """The folder of its step."""
+    before: str
+    """The drafter that it replaced."""
+    command: list[str]
+    """What measures it: arguments of `measure`."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What is known of the server."""
+
+    drafter: str | None = None
+    """What the link pointed to at the last look."""
+    totals: ServerCounts | None = None
+    """Its counters then; None before the first one."""
+    at_first: ServerCounts | None = None
+    """What it counted in the first look behind this drafter's coming, with which later ones are compared."""
+    unchecked: Unchecked | None = None
+
+
+def watched(output: Path) -> Watched:
+    """Return what earlier calls have seen."""
+    path = output / STATE
+    return read(Watched, path) if path.is_file() else Watched()
+
+
+def length_of(counts: ServerCounts) -> Estimate:
+    """Return τ of what a server counted, 1 + accepted ÷ drafts, with an approximate interval."""
+    drafts, per_pos = counts.num_drafts, counts.num_accepted_tokens_per_pos
+    mean = counts.num_accepted_tokens / drafts
+    # Of a draft with x accepted tokens x² is the sum of 2 i − 1 over its accepted positions i.
+    square = sum((2 * i - 1) * accepted for i, accepted in enumerate(per_pos, 1)) / drafts
+    spread = NORMAL * math.sqrt(max(square - mean**2, 0.0) * ALIKE / drafts)
+    return Estimate(1 + mean, (1 + mean - spread, 1 + mean + spread), int(drafts))
+
+
+def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
+    """Read the server's counters; return what to say of the traffic since the last look, and whether τ fell.
+
+    Looks are kept in `looks.jsonl`. A server that does not answer is said, and nothing more.
+    """
+    try:
+        totals = asyncio.run(_counters(config))
+    except ServerFailure as failure:
+        return str(failure), False
+    before, drafter = watched(output), os.path.realpath(config.drafter)
+    now = replace(before, drafter=drafter, totals=totals)
+    if before.totals is None or before.drafter != drafter:
+        _keep(output, replace(now, at_first=None))
+        return None, False
+    restarted = totals.num_drafts < before.totals.num_drafts
+    counted = totals if restarted else totals - before.totals
+    if counted.num_drafts < LEAST_DRAFTS:  # they count with what comes, unless the server has forgotten the others
+        if restarted:
+            _keep(output, replace(now, totals=ServerCounts()))
+        return None, False
+    first = before.at_first or counted
+    length, reference = length_of(counted), length_of(first)
+    assert length.ci95 is not None and reference.ci95 is not None
+    fell = length.ci95[1] < reference.ci95[0]
+    line = {"time": time.time(), "drafter": drafter, "counts": counted.to_dict(), "fell": fell}
+    with (output / LOOKS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line | {"mean_acceptance_length": asdict(length)}) + "\n")
+    _keep(output, replace(now, at_first=first))
+    said = f"the server's τ since the last look: {format_estimate(length, spread='interval')}"
+    if first is not counted:
+        said += f"; {format_estimate(reference, spread='interval')} when this drafter came"
+    return said + (": it fell" if fell else ""), fell
+
+
+def replaced(config: AdaptConfig, output: Path, step: Path, before: str, command: list[str]) -> None:
+    """Note a drafter that the link points to now, and restart the server where that is how it comes to load it."""
+    unchecked = None if config.server is None else Unchecked(str(step), before, command)
+    _keep(output, Watched(unchecked=unchecked))
+    _restart(config)
+
+
+def check(config: AdaptConfig, output: Path) -> tuple[str, bool] | None:
+    """Measure the drafter that came last on the server, and take it back if acceptance is below what was promised.
+
+    Returns:
+        What to say, and whether the drafter stays; None where there is nothing to check.
+
+    Raises:
+        InputError: a server that does not answer, or whose counters cannot be read.
+    """
+    unchecked = watched(output).unchecked
+    if unchecked is None:
+        return None
+    step = Path(unchecked.step)
+    Stages(step / "check").run("server", ["measure", *unchecked.command])
+    report = parse_json((step / "server/report.json").read_text(encoding="utf-8"))
+    alpha, gate = report["runs"][0]["alpha"], report["gate"]
+    # What is not known is no reason to go back.
+    stays = gate["passed"] or alpha["ci95"] is None
+    if not stays:
+        if os.path.realpath(config.drafter) == os.path.realpath(step / "drafter"):
+            move_link(Path(config.drafter), unchecked.before)
+        _restart(config)
+    # Counted from now on: what the check asked for was no traffic.
+    _keep(output, Watched())
+    why = gate["failures"][0] if gate["failures"] else "α is above what was promised"
+    found = "holds" if gate["passed"] else "is not known" if stays else "fell"
+    return f"acceptance on the server {found}: {why}", stays
+
+
+def loop(argv: Sequence[str], seconds: float) -> int:
+    """Do one step after the other, each in a process of its own, which leaves nothing in memory; return an exit code.
+
+    The first step must be possible; what goes wrong later is said, and tried again.
+    """
+    command, first = [sys.executable, "-m", "draftsmith.scripts.cli", "adapt", *argv, "--watch=null"], True
+    with terminable():
+        while True:
+            code = _ended(command)
+            if code in (INTERRUPTED, TERMINATED, -signal.SIGINT, -signal.SIGTERM):
+                return INTERRUPTED if code in (INTERRUPTED, -signal.SIGINT) else TERMINATED
+            if first and code not in (0, NO_GO):
+                return code
+            first = False
+            print(f"next look in {time_text(seconds)}", flush=True)
+            time.sleep(seconds)
+
+
+def _ended(command: list[str]) -> int:
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()  # it says what it keeps
+            process.wait()
+            raise
+
+
+async def _counters(config: AdaptConfig) -> ServerCounts:
+    async with Client(str(config.server), "server", config.server_key_env, timeout=10.0) as client:
+        return await client.counters()
+
+
+def _keep(output: Path, state: Watched) -> None:
+    write_json(output / STATE, state)
+
+
+def _restart(config: AdaptConfig) -> None:
+    """Run the command that restarts the server, and wait until it answers.
+
+    Raises:
+        InputError: it fails, or the server does not answer.
+    """
+    if config.restart is None:
+        return
+    words = shlex.split(config.restart)
+    print(f"restart: {config.restart}", flush=True)
+    try:
+        code = subprocess.run(words, check=False).returncode
+    except OSError as error:
+        raise InputError(f"restart: expected a command that can be run, found {words[0]}: {error.strerror}") from error
+    if code != 0:
+        raise InputError(f"restart: expected exit code 0 of {config.restart}, found {code}")
+    if config.server is None:
+        return
+    end = time.monotonic() + STARTING
+    while time.monotonic() < end:
+        try:
+            asyncio.run(_counters(config))
+        except (ServerFailure, InputError):
+            time.sleep(1.0)
+        else:
+            return
+    raise InputError(f"restart: expected {config.server} to answer within {time_text(STARTING)}, found no answer")

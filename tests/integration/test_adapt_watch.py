@@ -1,0 +1,230 @@
+"""`draftsmith adapt --server`: live counters are looked at, a new drafter is checked, and taken back where it falls."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from local_server import LocalHandler, LocalServer
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.scripts import cli
+from draftsmith.scripts.adapt import command, watch
+from draftsmith.scripts.adapt.config import AdaptConfig
+from draftsmith.scripts.adapt.watch import Watched, check, length_of, look, replaced, watched
+from draftsmith.train.cli import parse_config
+
+POS = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{}"}} {}\n'
+
+
+class Counting:
+    """A server that shows counters."""
+
+    def __init__(self):
+        self.counts = ServerCounts()
+        counting = self
+
+        class Handler(LocalHandler):
+            def do_GET(self):
+                counts = counting.counts
+                names = ("drafts", "draft_tokens", "accepted_tokens")
+                values = counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens
+                text = "".join(
+                    f"vllm:spec_decode_num_{name}_total {value}\n" for name, value in zip(names, values, strict=True)
+                )
+                text += "".join(
+                    POS.format(place, accepted) for place, accepted in enumerate(counts.num_accepted_tokens_per_pos)
+                )
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(text.encode())))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+        self.server = LocalServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def write(self, drafts: int, *per_pos: int) -> None:
+        self.counts += ServerCounts(drafts, drafts * len(per_pos), sum(per_pos), per_pos)
+
+
+@pytest.fixture
+def server():
+    found = Counting()
+    yield found
+    found.server.shutdown()
+
+
+@pytest.fixture
+def config(tmp_path, server):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "current").symlink_to("old", target_is_directory=True)
+    return AdaptConfig(
+        target="t", drafter=str(tmp_path / "current"), log=["log"], output=str(tmp_path), server=server.url, swap=True
+    )
+
+
+def test_live_acceptance_that_falls_is_seen(config, server, tmp_path):
+    server.write(9000, 8000, 7000)  # of what was before the first look, nothing is known
+    assert look(config, tmp_path) == (None, False)
+    server.write(300, 200, 100)
+    assert look(config, tmp_path) == (None, False)  # too few: they count with the next ones
+    server.write(700, 500, 300)
+    said, fell = look(config, tmp_path)
+    assert said == "the server's τ since the last look: 2.10 [2.00, 2.20]" and not fell
+    server.write(1000, 690, 390)
+    said, fell = look(config, tmp_path)
+    assert said.endswith("2.08 [1.98, 2.18]; 2.10 [2.00, 2.20] when this drafter came") and not fell
+    server.write(1000, 400, 150)
+    said, fell = look(config, tmp_path)
+    assert said.endswith("1.55 [1.46, 1.64]; 2.10 [2.00, 2.20] when this drafter came: it fell") and fell
+    lines = [json.loads(line) for line in (tmp_path / "looks.jsonl").read_text().splitlines()]
+    assert [line["fell"] for line in lines] == [False, False, True]
+    assert [line["counts"]["num_drafts"] for line in lines] == [1000, 1000, 1000]
+
+
+def test_a_server_that_was_started_again_counts_from_nothing(config, server, tmp_path):
+    server.write(5000, 4000)
+    look(config, tmp_path)
+    server.counts = ServerCounts()
+    server.write(100, 60)
+    assert look(config, tmp_path) == (None, False)
+    server.write(500, 300)
+    assert look(config, tmp_path)[0] == "the server's τ since the last look: 1.60 [1.52, 1.68]"
+    server.server.shutdown()
+    server.server.server_close()
+    said, fell = look(config, tmp_path)
+    assert server.url in said and not fell and watched(tmp_path).totals.num_drafts == 600
+
+
+def test_the_interval_is_that_of_drafts_with_their_spread():
+    alike, spread = ServerCounts(1000, 4000, 2000, (500, 500, 500, 500)), ServerCounts(1000, 4000, 2000, (1000, 1000))
+    assert length_of(alike).value == length_of(spread).value == 3.0
+    assert length_of(spread).ci95 == (3.0, 3.0)  # each accepts two
+    low, high = length_of(alike).ci95  # half of them accept four, half none: a standard deviation of 2
+    assert high - low == pytest.approx(2 * 1.96 * 2 * 2 / 1000**0.5)
+
+
+def report(step: Path, alpha: float | None, passed: bool) -> None:
+    (step / "server").mkdir(parents=True, exist_ok=True)
+    found = {"value": alpha, "ci95": None if alpha is None else [alpha - 0.02, alpha + 0.02], "n": 9}
+    failures = [] if passed else ["α must exceed 0.4"]
+    text = json.dumps({"runs": [{"alpha": found}], "gate": {"passed": passed, "failures": failures}})
+    (step / "server/report.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "passed", "stays", "word"),
+    [(0.5, True, True, "holds"), (0.3, False, False, "fell: α must exceed 0.4"), (None, False, True, "is not known")],
+)
+def test_a_new_drafter_stays_unless_the_server_accepts_less(
+    config, server, tmp_path, monkeypatch, alpha, passed, stays, word
+):
+    step, ran = tmp_path / "step-0001", list[list[str]]()
+    (step / "drafter").mkdir(parents=True)
+    monkeypatch.setattr(watch.Stages, "run", lambda self, name, argv: ran.append(argv) or report(step, alpha, passed))
+    restarted = tmp_path / "restarted"
+    config.restart = f"sh -c 'echo again >> {restarted}'"
+    assert check(config, tmp_path) is None
+    command.move_link(tmp_path / "current", str(step / "drafter"))
+    replaced(config, tmp_path, step, str(tmp_path / "old"), ["--server=x"])
+    assert restarted.read_text() == "again\n"
+    said, stayed = check(config, tmp_path)
+    assert word in said and stayed is stays and ran == [["measure", "--server=x"]]
+    assert (tmp_path / "current").resolve() == (step / "drafter" if stays else tmp_path / "old").resolve()
+    assert restarted.read_text() == "again\n" * (1 if stays else 2)
+    assert check(config, tmp_path) is None and watched(tmp_path) == Watched()
+
+
+def test_a_restart_that_fails_is_a_line(config, tmp_path, monkeypatch):
+    for line, message in (
+        ("false", "restart: expected exit code 0 of false, found 1"),
+        ("no-such-program now", "restart: expected a command that can be run, found no-such-program"),
+    ):
+        config.restart = line
+        with pytest.raises(InputError, match=message):
+            replaced(config, tmp_path, tmp_path / "s", "old", [])
+        assert watched(tmp_path).unchecked is not None  # the step is not closed: it is done again
+    config.restart, config.server = "true", "http://127.0.0.1:9"
+    monkeypatch.setattr(watch, "STARTING", 0.5)
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
+    with pytest.raises(
+        InputError, match=r"restart: expected http://127.0.0.1:9 to answer within 0:00, found no answer"
+    ):
+        replaced(config, tmp_path, tmp_path / "s", "old", [])
+
+
+def flags(config: AdaptConfig) -> list[str]:
+    return [
+        "--target", config.target, "--drafter", config.drafter, "--log", json.dumps(config.log), "--output",
+        config.output, "--server", str(config.server), "--swap",
+    ]  # fmt: skip
+
+
+def test_one_call_checks_looks_and_learns(config, server, tmp_path, monkeypatch, capsys):
+    asked = list[bool]()
+    monkeypatch.setattr(command, "adapt", lambda config, fell: asked.append(fell))
+    server.write(1000, 700)
+    assert cli.main(["adapt", *flags(config)]) == 0
+    server.write(1000, 700)
+    assert cli.main(["adapt", *flags(config)]) == 0
+    server.write(1000, 400)
+    assert cli.main(["adapt", *flags(config)]) == 0
+    assert asked == [False, False, True]
+    assert "it fell\nnothing to do" in capsys.readouterr().out
+    step = tmp_path / "step-0001"
+    (step / "drafter").mkdir(parents=True)
+    command.move_link(tmp_path / "current", str(step / "drafter"))
+    replaced(config, tmp_path, step, str(tmp_path / "old"), ["--server=x"])
+    monkeypatch.setattr(watch.Stages, "run", lambda self, name, argv: report(step, 0.2, passed=False))
+    assert cli.main(["adapt", *flags(config)]) == 3
+    said = capsys.readouterr().out
+    assert "fell: α must exceed 0.4" in said and f"points to {(tmp_path / 'old').resolve()} again" in said
+    assert len(asked) == 3  # nothing is learned in a call that takes a drafter back
+
+
+def test_a_loop_goes_on_until_it_is_told(config, tmp_path):
+    asked = tmp_path / "asked"
+    script = (
+        "import sys\nfrom draftsmith.scripts.adapt import watch\n"
+        f"asked = open({str(asked)!r}, 'a')\n"
+        "class Child:\n"
+        "    def __init__(self, argv): asked.write(' '.join(argv[3:]) + '\\n'); asked.flush()\n"
+        "    def __enter__(self): return self\n"
+        "    def __exit__(self, *given): pass\n"
+        "    def wait(self): return int(sys.argv[1])\n"
+        "watch.subprocess.Popen = Child\n"
+        "sys.exit(watch.loop(['--x', '1'], 0.05))\n"
+    )
+    failed = subprocess.run([sys.executable, "-c", script, "2"], check=False, timeout=60)
+    assert failed.returncode == 2 and asked.read_text() == "adapt --x 1 --watch=null\n"
+    process = subprocess.Popen([sys.executable, "-c", script, "3"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while asked.read_text().count("\n") < 4:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGTERM)
+    process.wait(30)
+    assert process.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--restart", "true", "--swap", "false"], "restart: expected --swap beside it"),
+        (["--watch", "soon"], "watch: expected a time such as 40m, 2h or 1h30m, found 'soon'"),
+        (["--server", "x"], "server: expected a URL"),
+    ],
+)
+def test_what_cannot_be_is_refused(config, more, message):
+    with pytest.raises(InputError, match=message):
+        parse_config(AdaptConfig, [*flags(config), *more])
+
+
+def test_the_loops_own_call_is_one_step(config):
+    assert parse_config(AdaptConfig, [*flags(config), "--watch", "10m", "--watch=null"]).watch is None
