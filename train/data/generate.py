@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from draftsmith.decode.progress import each, phase
 from draftsmith.train.checkpoint import load_generation_config
 from draftsmith.train.data.begun import BegunShard, WritingProgress
 from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
+from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.decoding import complete, end_of_sequence_ids, set_generation_config
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
@@ -45,7 +47,9 @@ from draftsmith.train.data.shards import (
     settle_manifest,
     write_shard,
 )
+from draftsmith.train.data.turns import PROMPTS, answer_texts, next_turn, turn_directory, turn_record
 from draftsmith.train.endpoint.completions import Vocabulary, complete_remotely, served_model
+from draftsmith.train.files import require_writable
 from draftsmith.train.job.processes import Processes, launched, terminable
 from draftsmith.train.models import (
     check_head,
@@ -74,7 +78,7 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
     """
     with launched() as processes, terminable():
         config.require_own_device(processes.count)
-        summary = _prepare(config, processes)
+        summary = (_prepare if config.turns == "first" else _prepare_turns)(config, processes)
     done = summary.kept + summary.written
     if processes.first and summary.cut > done / 2:  # a draft would learn how texts go on, and not how they end
         logger.warning(
@@ -84,6 +88,27 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
             done,
         )
     return summary
+
+
+def _prepare_turns(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
+    """Complete the first turn of all prompts, then the next one of those that have one, to the last."""
+    asked = read_prompts(config.prompts, split=config.split, limit=config.limit)
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    output, number, summaries, records = Path(config.output), 0, list[CompletionsSummary](), list[dict[str, Any]]()
+    require_writable(output)
+    while asked:
+        number += 1
+        turns = [turn_record(prompt, number) for prompt in asked]
+        records += turns
+        path, directory = output / f"turn-{number}.jsonl", turn_directory(output, number)
+        processes.after_the_first(partial(write_prompts, path, turns))
+        one = replace(config, prompts=str(path), output=str(directory), split="train", limit=None)
+        summaries.append(_prepare(one, processes))
+        answers = answer_texts(list(load_completions(str(directory))), number, tokenizer)
+        templated = tokenizer.chat_template is not None
+        asked = [next_turn(prompt, answers[prompt.id], templated) for prompt in asked if prompt.later]
+    processes.after_the_first(partial(write_prompts, output / PROMPTS, records))
+    return CompletionsSummary.of_turns(output, summaries)
 
 
 def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:

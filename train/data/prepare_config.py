@@ -8,6 +8,7 @@ from draftsmith.train.cli import Floats, numbers
 from draftsmith.train.options import TargetOptions, TemplateOptions, checked_url
 
 ANSWERS = ("target", "given")
+TURNS = ("first", "all")
 MAX_NEW_TOKENS = 1024
 """Of a completion, where nothing else is said: most answers end before."""
 SHARD_BATCHES = 8
@@ -50,6 +51,9 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     """`target`: it completes the prompts. `given`: the records hold whole conversations, and the assistant's turns in
     them are the completions; no model is loaded, the sampling is ignored, and samples longer than the target's
     positions are left out and counted."""
+    turns: str = "first"
+    """Of records with several user `turns`: `first`, or `all`, each behind the target's answers to those before it. The
+    completions are then in output/turn-1, output/turn-2, …, and output/prompts.jsonl has all turns as prompts."""
     endpoint: str | None = None
     """Let a server that runs the target complete the prompts: the base URL of an OpenAI-compatible API
     (http://localhost:8000/v1), or SGLang's native http://localhost:30000/generate."""
@@ -78,6 +82,12 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
         require(self, finite(at_least(0)), "temperatures")
         if self.temperatures and self.answers == "given":
             raise InputError("temperatures: expected none with --answers given, which samples nothing")
+        require(self, one_of(TURNS), "turns")
+        if self.turns == "all" and (self.answers == "given" or len(self.plan()) > 1):
+            raise InputError(
+                "turns: expected first where a prompt has several completions, or given ones: what comes behind an "
+                "answer has one before it"
+            )
         hottest = max(self.temperatures, default=self.temperature)
         if self.samples > 1 and (hottest == 0 or self.answers == "given"):
             raise InputError(
@@ -118,7 +128,7 @@ def decisive_settings(config: PrepareConfig) -> tuple[str, ...]:
     """
     if config.answers == "given":
         return ("split", "limit", "shard_size", "system_prompt", "chat_template_kwargs")
-    elsewhere = {"target", "prompts", "output", "trust_remote_code", "answers", "samples"}  # samples have ids
+    elsewhere = {"target", "prompts", "output", "trust_remote_code", "answers", "samples", "turns"}  # samples have ids
     elsewhere.add("target_device")
     if config.endpoint is not None:
         elsewhere |= {"dtype", "target_quantization", "batch_size"}  # these are the server's business

@@ -5,8 +5,8 @@ A record is recognised by its field; where it has several, the first of these co
 * `prompt`: a string, encoded as it is; or a list of messages (TRL's conversational format);
 * `messages`: a list of `{"role": …, "content": …}`;
 * `conversations`: ShareGPT, a list of `{"from": …, "value": …}`;
-* `turns`: Spec-Bench and MT-Bench, the user's turns. Only the first is used: the later ones need an answer to the
-  one before, which nobody has given yet.
+* `turns`: Spec-Bench, MT-Bench, SPEED-Bench and DeepSpec, the user's turns. The first is the prompt; the later ones
+  need an answer to the one before, which nobody has given yet (`turns.py`).
 
 A line of a log of requests, in the shapes of `train/endpoint/request_logs.py`, is a conversation and its answer.
 
@@ -55,6 +55,8 @@ class Prompt:
     category: str | None
     cut: bool = False
     """Its answer was cut at a length, so that it ends in the middle."""
+    later: tuple[str, ...] = ()
+    """What the user says behind the answer to this, turn by turn."""
     where: str | None = field(default=None, compare=False)
     """Where it stands, as `prompts.jsonl:7`; None where it was not read."""
 
@@ -299,7 +301,8 @@ def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) 
         expected = WITH_ANSWER if answers == "required" else expected
         raise InputError(f"{where}: {field}: expected {expected}, found {_kind(record[field])}")
     if field == "turns":
-        return Prompt(name, None, _first_turn(record[field], where, answers), category)
+        first, *later = _turns(record[field], where, answers)
+        return Prompt(name, None, [{"role": "user", "content": first}], category, later=tuple(later))
     messages = _messages(record[field], where, field)
     answer = _answer_field(record, answers) if field == "prompt" else None
     if answer is not None:
@@ -327,13 +330,13 @@ def _plain_prompt(
     return text, None
 
 
-def _first_turn(turns: list[Any], where: str, answers: AnswersMode) -> list[dict[str, str]]:
-    """Read the first of the user's `turns`."""
+def _turns(turns: list[Any], where: str, answers: AnswersMode) -> list[str]:
+    """Read the user's `turns`."""
     if answers == "required":
         raise InputError(f"{where}: turns: expected {WITH_ANSWER}, found the user's turns alone")
     if not turns:
         raise InputError(f"{where}: turns: expected at least one turn, found none")
-    return [{"role": "user", "content": _text(turns[0], where, "turns[0]")}]
+    return [_text(turn, where, f"turns[{number}]") for number, turn in enumerate(turns)]
 
 
 def _ended(messages: list[dict[str, str]], where: str, field: str, answers: AnswersMode) -> list[dict[str, str]]:

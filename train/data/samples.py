@@ -77,6 +77,15 @@ class CompletionsSummary:
             setattr(whole, name, sum(values[1:], values[0]))
         return whole
 
+    @classmethod
+    def of_turns(cls, output: Path, parts: Sequence["CompletionsSummary"]) -> "CompletionsSummary":
+        """Add up what was written of one turn after the other."""
+        whole = CompletionsSummary(output, 0)
+        for name in {each.name for each in fields(cls)} - {"output"}:
+            values = [getattr(part, name) for part in parts]
+            setattr(whole, name, sum(values[1:], values[0]))
+        return whole
+
     def add(self, shard: pa.Table) -> None:
         """Count a shard's tokens, n-grams and ways to end."""
         columns = (shard[name].to_pylist() for name in ("id", "input_ids", "loss_mask", "finish_reason"))

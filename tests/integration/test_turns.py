@@ -1,0 +1,92 @@
+"""Prompts of several turns: each is asked behind the target's own answers to those before it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts import cli
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.data.prompts import read_prompts
+from draftsmith.train.models import load_model, load_tokenizer
+from draftsmith.train.runs import save_model
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+RECORDS = [
+    # As SPEED-Bench has them: a category, and fields that nobody here reads.
+    {"question_id": "a7", "category": "coding", "sub_category": "x", "turns": ["def f(x):", "return x", "import os"]},
+    {"question_id": 8, "category": "qa", "turns": ["class A:"]},
+    {"question_id": 9, "turns": ["for i in", "while True"]},
+]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "templated"])
+def config(request, pair_dirs, tmp_path) -> PrepareConfig:
+    target = str(pair_dirs[0])
+    if request.param:
+        tokenizer = load_tokenizer(target)
+        tokenizer.chat_template = TEMPLATE
+        target = str(tmp_path / "chat")
+        Path(target).mkdir()
+        save_model(load_model(str(pair_dirs[0]), device="cpu"), tokenizer, Path(target))
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return PrepareConfig(
+        target=target, prompts=str(tmp_path / "p.jsonl"), output=str(tmp_path / "out"), turns="all", temperature=0,
+        max_new_tokens=6,
+    )  # fmt: skip
+
+
+def test_each_turn_stands_behind_the_answers_before_it(config, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(config.target)
+    summary = prepare(config)
+    assert summary.written == 6 and summary.prompts == 6 and summary.output == tmp_path / "out"
+    whole = dict[str, str]()
+    for number, ids in enumerate([["a7.1", "8.1", "9.1"], ["a7.2", "9.2"], ["a7.3"]], 1):
+        samples = {sample["id"]: sample for sample in load_completions(str(tmp_path / f"out/turn-{number}"))}
+        assert sorted(samples) == sorted(ids)
+        for name, sample in samples.items():
+            assert sample["category"] == {"a7": "coding", "8": "qa"}.get(name[:-2])
+            prompt = tokenizer.decode(sample["input_ids"][: sample["prompt_length"]])
+            own = tokenizer.decode(sample["input_ids"][sample["prompt_length"] :], skip_special_tokens=True)
+            turn = next(r["turns"] for r in RECORDS if str(r["question_id"]) == name[:-2])[number - 1]
+            if tokenizer.chat_template is None:
+                before = whole.get(name[:-2], "")
+                assert prompt == f"{before}{turn}"
+                whole[name[:-2]] = f"{before}{turn}\n\n{own}\n\n"
+            else:
+                before = whole.get(name[:-2], "")
+                assert prompt == f"{before}user: {turn}\nassistant: "
+                whole[name[:-2]] = f"{before}user: {turn}\nassistant: {own}{tokenizer.eos_token}\n"
+    assert not (tmp_path / "out/turn-4").exists()
+    prompts = read_prompts(str(tmp_path / "out/prompts.jsonl"))
+    assert [prompt.id for prompt in prompts] == ["a7.1", "8.1", "9.1", "a7.2", "9.2", "a7.3"]
+    again = prepare(config)
+    assert (again.written, again.kept) == (0, 6)
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_what_turns_wrote_is_what_other_commands_read(config, tmp_path):
+    flags = ["--target", config.target, "--prompts", config.prompts, "--max_new_tokens", "6", "--temperature", "0"]
+    assert cli.main(["prepare", *flags, "--turns", "all", "--output", str(tmp_path / "turns")]) == 0
+    read = ["--target", config.target, "--prompts", str(tmp_path / "turns/prompts.jsonl"), "--max_new_tokens", "6"]
+    assert cli.main(["prepare", *read, "--temperature", "0", "--output", str(tmp_path / "again")]) == 0
+    answers = {sample["id"]: sample["input_ids"] for sample in load_completions(str(tmp_path / "again"))}
+    for number in (1, 2, 3):
+        for sample in load_completions(str(tmp_path / f"turns/turn-{number}")):
+            assert answers[sample["id"]] == sample["input_ids"]
+
+
+@pytest.mark.parametrize("fields", [{"samples": 2, "temperature": 1.0}, {"temperatures": [0, 1]}, {"answers": "given"}])
+def test_several_answers_to_a_turn_have_no_next_one(fields):
+    with pytest.raises(InputError, match="turns: expected first where a prompt has several completions, or given ones"):
+        PrepareConfig(target="t", prompts="p", output="o", turns="all", **fields)
+
+
+def test_a_later_turn_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"turns": ["a", 3]}))
+    with pytest.raises(InputError, match=r"turns\[1\]: expected a string, found the number 3"):
+        read_prompts(str(tmp_path / "p.jsonl"))
