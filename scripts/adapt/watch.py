@@ -30,6 +30,7 @@ from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import move_link
 from draftsmith.train.job.processes import terminable
 from draftsmith.train.provenance import write_json
+from draftsmith.train.runs import note_on_interrupt
 
 STATE, LOOKS = "server.json", "looks.jsonl"
 LEAST_DRAFTS = 500
@@ -159,7 +160,7 @@ def loop(argv: Sequence[str], seconds: float) -> int:
     The first step must be possible; what goes wrong later is said, and tried again.
     """
     command, first = [sys.executable, "-m", "draftsmith.scripts.cli", "adapt", *argv, "--watch=null"], True
-    with terminable():
+    with terminable(), note_on_interrupt(lambda: "no step is begun any more; the same command goes on"):
         while True:
             code = _ended(command)
             if code in (INTERRUPTED, TERMINATED, -signal.SIGINT, -signal.SIGTERM):

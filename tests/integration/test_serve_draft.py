@@ -90,6 +90,21 @@ def test_what_waits_is_drafted_together(draft):
     assert counted["tokens_total"] == 3 * (4 + 2) + 4 and counted["texts"] == 6
 
 
+def test_a_full_client_is_drafted_less_for(draft):
+    """γ by a request's own rows, whatever else is in the batch."""
+    worker = Worker(DraftTexts(draft, MAX_LENGTH, 8, 4096), 8, 8, ServiceMetrics(), lambda rows: 3 - rows)
+    works = [
+        PendingDrafts(request(name, *(DraftRow(row, 0, [5, row], 4) for row in range(1, 1 + rows))))
+        for name, rows in (("a", 1), ("b", 2), ("c", 3))
+    ]
+    for work in works:
+        worker.submit(work)
+    worker.start()
+    assert [[len(drafted) for drafted in work.answer.result(60)] for work in works] == [[2], [1, 1], [0, 0, 0]]
+    assert works[0].answer.result() == [chain(draft, [5, 1], 2)]
+    worker.stop()
+
+
 def test_a_batch_has_no_more_rows_than_allowed(draft):
     inside = Inside(draft, max_batch=3)
     works = [PendingDrafts(request(name, DraftRow(1, 0, [5], 1), DraftRow(2, 0, [6], 1))) for name in ("a", "b")]
@@ -347,6 +362,10 @@ def test_the_command_serves_a_hybrid_that_learns(pair_dirs, tmp_path):
             "drafter: expected a draft model, which drafts without the target, found n-grams",
         ),
         (["--drafter", "hybrid:suffix+prompt_lookup@graft"], "drafter: expected drafters that take turns"),
+        (
+            ["--draft", "TINY", "--draft-lengths", "d"],
+            "draft_lengths: expected a file that `measure` wrote at d, found",
+        ),
         (["--draft", "d", "--store-bytes", "9"], "store_bytes: expected at least 32768"),
     ],
 )

@@ -100,16 +100,38 @@ def of_drafter(file: str, path: str) -> OfDrafter:
     Raises:
         InputError: no such file, or none of this drafter.
     """
-    try:
-        drafters = read(DraftLengths, Path(file), "draft_lengths")["drafters"]
-    except FileNotFoundError as error:
-        raise InputError(f"draft_lengths: expected a file that `measure` wrote at {file}, found none") from error
+    drafters = _drafters(file, "draft_lengths")
     here = [each for each in drafters.values() if each["path"] is not None and _same(each["path"], path)]
     found = here[0] if here else next(iter(drafters.values())) if len(drafters) == 1 else None
     if found is None:
         names = ", ".join(drafters) or "none"
         raise InputError(f"draft_lengths: expected a drafter at {path} in {file}, found {names}")
     return found
+
+
+def named(file: str, name: str, field: str) -> OfDrafter:
+    """Return the entry of the drafter of a name; `field` is the option that named the file, for messages.
+
+    Raises:
+        InputError: no such file, or no drafter of that name.
+    """
+    drafters = _drafters(file, field)
+    if name not in drafters:
+        raise InputError(f"{field}: expected {name} in {file}, found {', '.join(drafters) or 'none'}")
+    return drafters[name]
+
+
+def _drafters(file: str, field: str) -> dict[str, OfDrafter]:
+    try:
+        return read(DraftLengths, Path(file), field)["drafters"]
+    except FileNotFoundError as error:
+        raise InputError(f"{field}: expected a file that `measure` wrote at {file}, found none") from error
+
+
+def length_at(of: OfDrafter, rows: int) -> int:
+    """Return γ for a batch of so many rows; beyond the last range its length goes on."""
+    ranges = of["num_speculative_tokens_per_batch_size"]
+    return next((length for _, last, length in ranges if rows <= last), ranges[-1][2])
 
 
 def speculative_fields(file: str, path: str) -> dict[str, object]:

@@ -34,6 +34,8 @@ class ServedPair:
     """Which of the report's drafters runs on these servers; the recommended one if not given."""
     draft_length: int | None = None
     """γ on these servers; 0: they decode plainly. The recommended one if not given."""
+    draft_lengths: str | None = None
+    """draft_lengths.json of `measure` or `tune`, in place of one γ: these servers draft by their load."""
     drafts: str = GREEDY
     """How these servers draft under sampling: `greedy` (vLLM's and SGLang's default) or `probabilistic`."""
 
@@ -47,6 +49,8 @@ class ServedPair:
         require(self, at_least(1), "max_concurrency", prefix=where)
         require(self, at_least(0), "draft_length", prefix=where)
         require(self, one_of((GREEDY, PROBABILISTIC)), "drafts", prefix=where)
+        if self.draft_lengths is not None and (self.report is None or self.draft_length is not None):
+            raise InputError(f"{where}draft_lengths: expected a report beside it and no draft_length, found otherwise")
         _require_once(self.endpoints, f"{where}endpoints")
 
 

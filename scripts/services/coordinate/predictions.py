@@ -15,6 +15,7 @@ from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.validation import MOST, Amount, Count, Said, read
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.rates import Rates
+from draftsmith.train.kinds.draft_lengths import length_at, named
 
 MOST_ROWS = 1024
 """Requests at once that speeds are tabled for; beyond the measured batch sizes costs are a line."""
@@ -108,30 +109,45 @@ def _plain(table: CostTable) -> Iterator[float]:
 def _speculative(pair: ServedPair, report: MeasuredReport, tables: Sequence[CostTable], where: str) -> Rates:
     name = pair.drafter or report.recommendation.proposer
     length = pair.draft_length or report.recommendation.draft_length
-    if name is None or length is None:
+    if name is None or (length is None and pair.draft_lengths is None):
         raise InputError(f"{where}: expected drafter and draft_length beside a report that recommends none, found none")
     curves = [curve for curve in report.curves if curve.proposer.name == name]
     if not curves or any(name not in table.drafters for table in tables):
         found = ", ".join(dict.fromkeys(curve.proposer.name for curve in report.curves)) or "none"
         raise InputError(f"pairs.{pair.name}.drafter: expected one of the report's drafters, {found}, found {name!r}")
+    field = "draft_length"
+    by_rows = [length or 0] * MOST_ROWS
+    if pair.draft_lengths is not None:
+        field, table_of_lengths = "draft_lengths", named(pair.draft_lengths, name, f"pairs.{pair.name}.draft_lengths")
+        by_rows = [length_at(table_of_lengths, rows) for rows in range(1, MOST_ROWS + 1)]
     by_temperature = {}
     for temperature in dict.fromkeys(curve.temperature for curve in curves):
         table = next((table for table in tables if table.temperature == temperature), tables[0])
         # At T=0 both verifiers accept the same, and the report has the probabilistic one alone.
         of_it = {curve.verifier: curve for curve in curves if curve.temperature == temperature}
         curve = of_it.get(pair.drafts, next(iter(of_it.values())))
-        if length not in curve.mean_acceptance_length:
+        drafted = sorted({*by_rows} - {0})
+        if unknown := [k for k in drafted if k not in curve.mean_acceptance_length]:
             known = ", ".join(map(str, curve.mean_acceptance_length))
             raise InputError(
-                f"pairs.{pair.name}.draft_length: expected one that the report has, {known}, found {length}"
+                f"pairs.{pair.name}.{field}: expected one that the report has, {known}, found {unknown[0]}"
             )
         lengths: dict[str | None, Lengths] = {None: curve.mean_acceptance_length}
         lengths |= {category: figures.mean_acceptance_length for category, figures in curve.by_category.items()}
-        nodes = curve.proposer.tree_nodes
-        seconds = [table.at(name, rows).round_seconds(length, nodes) for rows in range(1, MOST_ROWS + 1)]
+        nodes, plain = curve.proposer.tree_nodes, _plain(table)
+        speeds = [
+            (k, speed if k == 0 else 1 / table.at(name, rows).round_seconds(k, nodes))
+            for rows, (k, speed) in enumerate(zip(by_rows, plain, strict=True), 1)
+        ]
         by_temperature[temperature] = {
-            category: [estimate.value / round_seconds for round_seconds in seconds]
+            category: [speed * taus[k] for k, speed in speeds]
             for category, estimates in lengths.items()
-            if (estimate := estimates.get(length)) is not None and estimate.value is not None
+            if len(taus := _values(estimates, drafted)) == 1 + len(drafted)
         }
     return Rates(by_temperature)
+
+
+def _values(estimates: Lengths, draft_lengths: Sequence[int]) -> dict[int, float]:
+    """Return τ by γ, of those that are known; plain decoding writes one token a step."""
+    found = {k: each.value for k in draft_lengths if (each := estimates.get(k)) is not None and each.value is not None}
+    return {0: 1.0} | found

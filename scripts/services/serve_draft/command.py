@@ -30,6 +30,7 @@ from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import Worker
 from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.http import api_key
+from draftsmith.train.kinds.draft_lengths import length_at, of_drafter
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.kinds.kind import DrafterKind
@@ -159,7 +160,10 @@ def serve(config: ServeDraftConfig) -> int:
     directory = os.path.realpath(served.path) if os.path.isdir(served.path) else None  # None: of a hub
     texts = load_texts(config, directory)
     warm_up(texts)
-    worker = Worker(texts, config.max_batch, config.max_waiting, metrics)
+    most = None
+    if config.draft_lengths is not None:
+        most = partial(length_at, of_drafter(config.draft_lengths, served.path))
+    worker = Worker(texts, config.max_batch, config.max_waiting, metrics, most)
     name, follower = served.name, None
     if directory is not None:
         load = partial(load_texts, config, copying=False)

@@ -49,6 +49,9 @@ class ServeDraftConfig(ModelOptions):
     """Tokens of a text at most, drafted ones included; as many as the model has positions if None."""
     max_draft_length: int = 16
     """γ at most; a request for more gets as many."""
+    draft_lengths: str | None = None
+    """draft_lengths.json of `measure` or `tune`: γ by the number of texts that a client decodes together, at most, so
+    that a full server is drafted less for, or nothing."""
     max_batch: int = 256
     """Rows drafted for together at most, and so rows of a request."""
     cache_tokens: int = 65536

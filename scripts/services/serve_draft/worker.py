@@ -4,11 +4,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import cast
 
-from draftsmith.scripts.services.draft_protocol import DraftRequest
+from draftsmith.scripts.services.draft_protocol import DraftRequest, DraftRow
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 
@@ -40,12 +41,20 @@ class Worker(threading.Thread):
         max_batch: rows drafted for together at most; no request has more.
         max_waiting: requests that wait at most.
         metrics: what it counts in.
+        most: from the rows of a request to the tokens that are drafted for each of them at most; None: all it wants.
     """
 
-    def __init__(self, texts: DraftTexts, max_batch: int, max_waiting: int, metrics: ServiceMetrics):
+    def __init__(
+        self,
+        texts: DraftTexts,
+        max_batch: int,
+        max_waiting: int,
+        metrics: ServiceMetrics,
+        most: Callable[[int], int] | None = None,
+    ):
         super().__init__(name="draft", daemon=True)
         self._texts, self._max_batch, self._max_waiting, self._metrics = texts, max_batch, max_waiting, metrics
-        self._next: DraftTexts | None = None
+        self._most, self._next = most, cast(DraftTexts | None, None)
         self._waiting: deque[PendingDrafts] = deque()
         self._changed = threading.Condition()
         self._stopped = False
@@ -79,7 +88,7 @@ class Worker(threading.Thread):
             start = time.perf_counter()
             try:
                 self._texts.forget([(work.request.client, id_) for work in batch for id_ in work.request.ended])
-                rows = [row for work in batch for row in work.request.rows]
+                rows = [row for work in batch for row in self._rows(work.request)]
                 drafts = self._texts.draft([key for work in batch for key in work.keys], rows)
             except Exception as error:
                 LOGGER.exception("expected drafts of %d requests, found an error; all texts are forgotten", len(batch))
@@ -94,6 +103,13 @@ class Worker(threading.Thread):
                 work.answer.set_result(drafts[:count])
                 drafts = drafts[count:]
             self._learn()
+
+    def _rows(self, request: DraftRequest) -> list[DraftRow]:
+        """Return a request's rows, with no more wanted than pays at its load."""
+        if self._most is None:
+            return request.rows
+        most = self._most(len(request.rows))
+        return [replace(row, want=min(row.want, most)) for row in request.rows]
 
     def _learn(self) -> None:
         """Learn from texts that have ended, once nobody waits for this batch any more."""

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.kinds.draft_lengths import SCHEMA, speculative_fields
+from draftsmith.train.kinds.draft_lengths import SCHEMA, length_at, named, of_drafter, speculative_fields
 from draftsmith.train.runs import vllm_command, with_speculative
 
 RANGES = [[1, 4, 3], [5, 8, 1], [9, 16, 0]]
@@ -65,3 +65,11 @@ def test_what_no_server_would_take_is_refused_in_one_line(tmp_path, drafters, me
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match=r"expected a file that `measure` wrote at .*none\.json, found none"):
         speculative_fields(str(tmp_path / "none.json"), "here")
+
+
+def test_a_load_has_the_length_of_its_range_and_the_last_one_beyond(tmp_path):
+    file = written(tmp_path, draft=("here", RANGES), other=("elsewhere", [[1, 1, 2]]))
+    assert [length_at(of_drafter(file, "here"), rows) for rows in (1, 4, 5, 8, 9, 16, 99)] == [3, 3, 1, 1, 0, 0, 0]
+    assert length_at(named(file, "other", "x"), 7) == 2
+    with pytest.raises(InputError, match=r"x: expected third in .*, found draft, other"):
+        named(file, "third", "x")

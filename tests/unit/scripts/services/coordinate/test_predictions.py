@@ -73,6 +73,27 @@ def test_plain_decoding_costs_a_forward_of_one_token(pair):
     assert plain.tokens_per_second(8, 0.7) == pytest.approx(1 / 0.012)
 
 
+def test_servers_that_draft_by_their_load_are_priced_so(pair, tmp_path):
+    entry = {"path": None, "temperatures": [0], "num_speculative_tokens": 4}
+    entry["num_speculative_tokens_per_batch_size"] = [[1, 3, 4], [4, 8, 0]]
+    path = tmp_path / "draft_lengths.json"
+    path.write_text(json.dumps({"schema": "draftsmith.draft_lengths/1", "target": "t", "drafters": {"draft": entry}}))
+    rates, always = predicted_rates(pair(draft_lengths=str(path))), predicted_rates(pair())
+    plain = predicted_rates(pair(draft_length=0))
+    for rows, like in ((1, always), (3, always), (4, plain), (8, plain), (500, plain)):
+        for where in ((rows, 0.0), (rows, 1.0), (rows, 0.0, "code")):
+            expected = like.tokens_per_second(*(where if like is always else where[:2]))
+            assert rates.tokens_per_second(*where) == pytest.approx(expected)
+    with pytest.raises(InputError, match=r"pairs.drafted.draft_lengths: expected draft in .*, found other"):
+        path.write_text(path.read_text().replace('"draft":', '"other":'))
+        predicted_rates(pair(draft_lengths=str(path)))
+    path.write_text(path.read_text().replace('"other":', '"draft":').replace("[1, 3, 4]", "[1, 3, 2]"))
+    with pytest.raises(InputError, match=r"draft_lengths: expected one that the report has, 4, found 2"):
+        predicted_rates(pair(draft_lengths=str(path)))
+    with pytest.raises(InputError, match=r"draft_lengths: expected a report beside it and no draft_length"):
+        pair(draft_lengths=str(path), draft_length=4)
+
+
 def test_drafting_is_left_off_where_full_batches_make_it_a_loss(pair):
     drafted, plain = pair(), pair(name="plain", draft_length=0)  # the same machine: their loads are one
     config = CoordinatorConfig([drafted, plain], [RoutingRule(best=["drafted", "plain"])])
