@@ -1,8 +1,8 @@
 """`draftsmith choose --target T --prompts P --budget 2h --output DIR`: which drafter to train for a target.
 
-Prompts are dealt out; the target answers the held-out ones. Then, on one amount of its text after the other, candidates
-are trained from the beginning, each by its own command, and replayed on the held-out answers. Costs of rounds are
-measured once, all candidates side by side. All that has ended is kept.
+The target is checked. Prompts are dealt out; the target answers the held-out ones. Then, on one amount of its text
+after the other, candidates are trained from the beginning, each by its own command, and replayed on the held-out
+answers. Costs of rounds are measured once, all candidates side by side. All that has ended is kept.
 """
 
 import hashlib
@@ -206,6 +206,10 @@ def choose(config: ChooseConfig) -> Choice:
     heldout, train = prompts[: config.heldout_prompts], prompts[config.heldout_prompts :]
     run = Choosing(config, checked_candidates(config), output, train, Stages(output / "stages"))
     with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
+        # By itself: what it looks at may change without a change to what comes behind it.
+        words = {"target": config.target, "trust_remote_code": config.trust_remote_code}
+        words |= {} if config.draft is None else {"draft": config.draft}
+        Stages(output / "doctor").run("doctor", ["doctor", *flags_of(words)])
         path = output / "prompts/heldout.jsonl"
         write_prompts(path, [prompt.record() for prompt in heldout])
         wrote = 0.0

@@ -5,7 +5,7 @@ from conftest import tiny_llama
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.choose import candidates
-from draftsmith.scripts.choose.config import ChooseConfig, seconds_of
+from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.stages import flags_of
 from draftsmith.train.cli import parse_config
@@ -17,7 +17,7 @@ GIVEN = {"target": "t", "prompts": "p", "output": "o", "budget": "20m"}
     ("text", "seconds"), [("90s", 90), ("20m", 1200), ("2h", 7200), ("1h30m", 5400), ("1.5h", 5400), ("1m30s", 90)]
 )
 def test_times_are_read(text, seconds):
-    assert seconds_of(text) == seconds
+    assert ChooseConfig(**GIVEN | {"budget": text}).seconds == seconds
 
 
 @pytest.mark.parametrize("text", ["", "20", "0m", "m", "1.2.3h", "30m1h", "two hours", "-5m", "infh"])
