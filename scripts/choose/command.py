@@ -25,7 +25,7 @@ from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Amount, Count, parse_json, read
 from draftsmith.scripts.choose.candidates import checked_candidates, say_plan
 from draftsmith.scripts.choose.config import COPIES, NONE, ChooseConfig
-from draftsmith.scripts.choose.forecast import LEAST_AMOUNTS, Trial, outlook, outlooks
+from draftsmith.scripts.choose.forecast import LEAST_AMOUNTS, LEAST_SPREAD, Trial, outlook, outlooks
 from draftsmith.scripts.choose.page import print_choice, write_page
 from draftsmith.scripts.choose.result import SCHEMA, Choice, Standing, best_way, by_name, settings_text, shell, verdict
 from draftsmith.scripts.choose.rounds import CostFile, Replayed, measured_costs, replayed
@@ -250,6 +250,8 @@ def _halve(run: Choosing, first: int) -> Choice:
             run.seconds - run.spent, rung, run.written, [run.paces[name] for name in names], len(run.candidates),
             write, per_prompt * len(run.train),
         )  # fmt: skip
+        if rung == 1:  # with less, those that are dropped first have no forecast; prompts differ in length
+            factor = max(factor, 1.1 * LEAST_SPREAD)
         # The prompts that are left are enough for one more of each amount that comes.
         most = len(run.train) - run.used - (RUNGS - rung - 1)
         prompts = max(1, min(most, round(run.used * (factor - 1))))
