@@ -1,7 +1,7 @@
 """What a server makes of a drafter: what it counts of live traffic, and whether a new one holds what replay promised.
 
-Live traffic is seen in the server's counters alone. They have no interval of their own, so that one is computed from
-the accepted tokens by position, as if each text had `ALIKE` drafts that say the same.
+Live traffic is seen in the server's counters alone, which do not tell texts apart. So the interval of τ is computed
+from the accepted tokens by position and the number of texts, with a usual correlation of the drafts of one text.
 """
 
 import asyncio
@@ -21,9 +21,10 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import time_text
-from draftsmith.decode.validation import parse_json, read
+from draftsmith.decode.validation import Count, parse_json, read
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.serving.client import Client
+from draftsmith.scripts.serving.counters import ServerMetrics
 from draftsmith.scripts.stages import NO_GO, Stages
 from draftsmith.train.cli import INTERRUPTED, TERMINATED
 from draftsmith.train.endpoint.http import ServerFailure
@@ -35,8 +36,8 @@ from draftsmith.train.runs import note_on_interrupt
 STATE, LOOKS = "server.json", "looks.jsonl"
 LEAST_DRAFTS = 500
 """Of a look: with fewer since the last one, nothing is said."""
-ALIKE = 4.0
-"""Drafts of a text are alike: of so many one is counted."""
+ALIKE = 0.2
+"""Correlation of the accepted tokens of two drafts of one text: 0.15 to 0.19 at T=0 (docs/log/choose.md)."""
 NORMAL = 1.96
 """Standard deviations of a 95 % interval."""
 STARTING = 600.0
@@ -63,8 +64,10 @@ class Watched:
     """What the link pointed to at the last look."""
     totals: ServerCounts | None = None
     """Its counters then; None before the first one."""
-    at_first: ServerCounts | None = None
-    """What it counted in the first look behind this drafter's coming, with which later ones are compared."""
+    texts: Count = 0
+    """Those it had finished then."""
+    at_first: Estimate | None = None
+    """τ of the first look behind this drafter's coming, with which later ones are compared."""
     unchecked: Unchecked | None = None
 
 
@@ -74,13 +77,14 @@ def watched(output: Path) -> Watched:
     return read(Watched, path) if path.is_file() else Watched()
 
 
-def length_of(counts: ServerCounts) -> Estimate:
-    """Return τ of what a server counted, 1 + accepted ÷ drafts, with an approximate interval."""
+def length_of(counts: ServerCounts, texts: int) -> Estimate:
+    """Return τ of what a server counted in some texts, 1 + accepted ÷ drafts, with an approximate interval."""
     drafts, per_pos = counts.num_drafts, counts.num_accepted_tokens_per_pos
     mean = counts.num_accepted_tokens / drafts
     # Of a draft with x accepted tokens x² is the sum of 2 i − 1 over its accepted positions i.
     square = sum((2 * i - 1) * accepted for i, accepted in enumerate(per_pos, 1)) / drafts
-    spread = NORMAL * math.sqrt(max(square - mean**2, 0.0) * ALIKE / drafts)
+    alone = ALIKE / max(texts, 1) + (1 - ALIKE) / drafts
+    spread = NORMAL * math.sqrt(max(square - mean**2, 0.0) * alone)
     return Estimate(1 + mean, (1 + mean - spread, 1 + mean + spread), int(drafts))
 
 
@@ -90,31 +94,33 @@ def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
     Looks are kept in `looks.jsonl`. A server that does not answer is said, and nothing more.
     """
     try:
-        totals = asyncio.run(_counters(config))
+        metrics = asyncio.run(_metrics(config))
     except ServerFailure as failure:
         return str(failure), False
     before, drafter = watched(output), os.path.realpath(config.drafter)
-    now = replace(before, drafter=drafter, totals=totals)
+    totals, texts = metrics.counters, metrics.finished or 0
+    now = replace(before, drafter=drafter, totals=totals, texts=texts)
     if before.totals is None or before.drafter != drafter:
         _keep(output, replace(now, at_first=None))
         return None, False
-    restarted = totals.num_drafts < before.totals.num_drafts
-    counted = totals if restarted else totals - before.totals
-    if counted.num_drafts < LEAST_DRAFTS:  # they count with what comes, unless the server has forgotten the others
-        if restarted:
-            _keep(output, replace(now, totals=ServerCounts()))
+    since, texts_before = before.totals, before.texts
+    if totals.num_drafts < since.num_drafts:  # the server was started again, and counts from nothing
+        since, texts_before = ServerCounts(), 0
+        _keep(output, replace(before, totals=since, texts=texts_before))
+    counted, ended = totals - since, texts - texts_before
+    if counted.num_drafts < LEAST_DRAFTS:  # they count with what comes
         return None, False
-    first = before.at_first or counted
-    length, reference = length_of(counted), length_of(first)
-    assert length.ci95 is not None and reference.ci95 is not None
-    fell = length.ci95[1] < reference.ci95[0]
-    line = {"time": time.time(), "drafter": drafter, "counts": counted.to_dict(), "fell": fell}
+    length = length_of(counted, ended)
+    first = before.at_first or length
+    assert length.ci95 is not None and first.ci95 is not None
+    fell = length.ci95[1] < first.ci95[0]
+    line = {"time": time.time(), "drafter": drafter, "counts": counted.to_dict(), "texts": ended, "fell": fell}
     with (output / LOOKS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line | {"mean_acceptance_length": asdict(length)}) + "\n")
     _keep(output, replace(now, at_first=first))
     said = f"the server's τ since the last look: {format_estimate(length, spread='interval')}"
-    if first is not counted:
-        said += f"; {format_estimate(reference, spread='interval')} when this drafter came"
+    if first is not length:
+        said += f"; {format_estimate(first, spread='interval')} when this drafter came"
     return said + (": it fell" if fell else ""), fell
 
 
@@ -182,9 +188,9 @@ def _ended(command: list[str]) -> int:
             raise
 
 
-async def _counters(config: AdaptConfig) -> ServerCounts:
+async def _metrics(config: AdaptConfig) -> ServerMetrics:
     async with Client(str(config.server), "server", config.server_key_env, timeout=10.0) as client:
-        return await client.counters()
+        return await client.metrics()
 
 
 def _keep(output: Path, state: Watched) -> None:
@@ -212,7 +218,7 @@ def _restart(config: AdaptConfig) -> None:
     end = time.monotonic() + STARTING
     while time.monotonic() < end:
         try:
-            asyncio.run(_counters(config))
+            asyncio.run(_metrics(config))
         except (ServerFailure, InputError):
             time.sleep(1.0)
         else:

@@ -19,10 +19,11 @@ UNDER_WAY = (
     "sglang:num_running_reqs",
     "sglang:num_queue_reqs",
 )
+FINISHED = "vllm:request_success_total"
 VERIFY_CALLS = "sglang:spec_verify_calls_total"
 MEAN_LENGTH = "sglang:spec_accept_length"
 SPECULATED = tuple(f"{PREFIX}{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
-COUNTED = {*SPECULATED, *GENERATED, *UNDER_WAY, VERIFY_CALLS}
+COUNTED = {*SPECULATED, *GENERATED, *UNDER_WAY, FINISHED, VERIFY_CALLS}
 MOST_POSITIONS = 4096
 """Of a draft: servers draft a hundred tokens at most."""
 Whole = Annotated[Count, Strict(False)]
@@ -41,6 +42,8 @@ class ServerMetrics:
     """That it wrote since its start, for whomever; None where it does not say."""
     requests: int
     """Running or waiting."""
+    finished: int | None
+    """vLLM's requests that ended well since its start; None of other servers."""
     verify_calls: int | None
     """SGLang's steps that verified a draft; None of other servers and of older versions."""
     mean_acceptance_length: float | None
@@ -85,6 +88,7 @@ def read_metrics(text: str, where: str) -> ServerMetrics:
         ServerCounts(drafts, drafted, accepted, tuple(positions.get(i, 0) for i in range(depth))),
         generated_tokens=sum(generated) if generated else None,
         requests=sum(totals.get(name, 0) for name in UNDER_WAY),
+        finished=totals.get(FINISHED),
         verify_calls=totals.get(VERIFY_CALLS),
         mean_acceptance_length=sum(lengths) / len(lengths) if lengths else None,
     )

@@ -27,7 +27,7 @@ class Counting:
     """A server that shows counters."""
 
     def __init__(self):
-        self.counts = ServerCounts()
+        self.counts, self.texts = ServerCounts(), 0
         counting = self
 
         class Handler(LocalHandler):
@@ -38,6 +38,7 @@ class Counting:
                 text = "".join(
                     f"vllm:spec_decode_num_{name}_total {value}\n" for name, value in zip(names, values, strict=True)
                 )
+                text += f'vllm:request_success_total{{finished_reason="stop"}} {counting.texts}\n'
                 text += "".join(
                     POS.format(place, accepted) for place, accepted in enumerate(counts.num_accepted_tokens_per_pos)
                 )
@@ -51,6 +52,7 @@ class Counting:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def write(self, drafts: int, *per_pos: int) -> None:
+        self.texts += drafts // 20
         self.counts += ServerCounts(drafts, drafts * len(per_pos), sum(per_pos), per_pos)
 
 
@@ -78,13 +80,13 @@ def test_live_acceptance_that_falls_is_seen(config, server, tmp_path):
     assert look(config, tmp_path) == (None, False)  # too few: they count with the next ones
     server.write(700, 500, 300)
     said, fell = look(config, tmp_path)
-    assert said == "the server's τ since the last look: 2.10 [2.00, 2.20]" and not fell
+    assert said == "the server's τ since the last look: 2.10 [1.99, 2.21]" and not fell
     server.write(1000, 690, 390)
     said, fell = look(config, tmp_path)
-    assert said.endswith("2.08 [1.98, 2.18]; 2.10 [2.00, 2.20] when this drafter came") and not fell
+    assert said.endswith("2.08 [1.97, 2.19]; 2.10 [1.99, 2.21] when this drafter came") and not fell
     server.write(1000, 400, 150)
     said, fell = look(config, tmp_path)
-    assert said.endswith("1.55 [1.46, 1.64]; 2.10 [2.00, 2.20] when this drafter came: it fell") and fell
+    assert said.endswith("1.55 [1.45, 1.65]; 2.10 [1.99, 2.21] when this drafter came: it fell") and fell
     lines = [json.loads(line) for line in (tmp_path / "looks.jsonl").read_text().splitlines()]
     assert [line["fell"] for line in lines] == [False, False, True]
     assert [line["counts"]["num_drafts"] for line in lines] == [1000, 1000, 1000]
@@ -93,11 +95,11 @@ def test_live_acceptance_that_falls_is_seen(config, server, tmp_path):
 def test_a_server_that_was_started_again_counts_from_nothing(config, server, tmp_path):
     server.write(5000, 4000)
     look(config, tmp_path)
-    server.counts = ServerCounts()
+    server.counts, server.texts = ServerCounts(), 0
     server.write(100, 60)
     assert look(config, tmp_path) == (None, False)
     server.write(500, 300)
-    assert look(config, tmp_path)[0] == "the server's τ since the last look: 1.60 [1.52, 1.68]"
+    assert look(config, tmp_path)[0] == "the server's τ since the last look: 1.60 [1.51, 1.69]"
     server.server.shutdown()
     server.server.server_close()
     said, fell = look(config, tmp_path)
@@ -106,10 +108,13 @@ def test_a_server_that_was_started_again_counts_from_nothing(config, server, tmp
 
 def test_the_interval_is_that_of_drafts_with_their_spread():
     alike, spread = ServerCounts(1000, 4000, 2000, (500, 500, 500, 500)), ServerCounts(1000, 4000, 2000, (1000, 1000))
-    assert length_of(alike).value == length_of(spread).value == 3.0
-    assert length_of(spread).ci95 == (3.0, 3.0)  # each accepts two
-    low, high = length_of(alike).ci95  # half of them accept four, half none: a standard deviation of 2
-    assert high - low == pytest.approx(2 * 1.96 * 2 * 2 / 1000**0.5)
+    assert length_of(alike, 50).value == length_of(spread, 50).value == 3.0
+    assert length_of(spread, 50).ci95 == (3.0, 3.0)  # each accepts two
+    # Half of them accept four, half none: a standard deviation of 2. Of 50 texts with 20 drafts each the effect of the
+    # design is 1 + 19 × 0.2; of 1,000 texts with one draft there is none.
+    for texts, effect in ((50, 4.8), (1000, 1.0)):
+        low, high = length_of(alike, texts).ci95
+        assert high - low == pytest.approx(2 * 1.96 * 2 * (effect / 1000) ** 0.5)
 
 
 def report(step: Path, alpha: float | None, passed: bool) -> None:

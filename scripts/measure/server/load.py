@@ -97,7 +97,7 @@ class AskedServer:
         except InputError:
             if self.engine.kind != "sglang":
                 raise
-            return ServerMetrics(ServerCounts(), None, 0, None, None)
+            return ServerMetrics(ServerCounts(), None, 0, None, None, None)
 
     def check(self, asked: LoadPrompt) -> None:
         """Require that a prompt of known length and its completion fit the model.
