@@ -21,22 +21,19 @@ from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.validation import Count, parse_json, read
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.adapt.traffic import Compared, Traffic, compare, foreign_share, read_traffic
-from draftsmith.scripts.adapt.watch import check, look, loop, replaced
+from draftsmith.scripts.adapt.watch import check, look, look_anew, loop, replaced
 from draftsmith.scripts.kinds import kind_of
 from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.files import move_link, require_writable
+from draftsmith.train.job.lock import locked
 from draftsmith.train.options import given_fields, seconds_of
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
 SCHEMA: Literal["draftsmith.adapt/1"] = "draftsmith.adapt/1"
-SLACK = 0.03
-"""Of α: by how much a server's may be below the lower end of what replay promises, before it is a fall; its interval is
-as wide again."""
 STEP, STATE, RESULT = "step-", "state.json", "adapt.json"
-Verdict = Literal["better", "refused", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Step:
     """What a step did."""
 
     schema: str
-    verdict: Verdict
+    verdict: Literal["better", "refused", "foreign"]
     reason: str
     deployed: str
     """The drafter before."""
@@ -82,7 +79,7 @@ def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
         raise InputError(f"drafter: expected a link to the deployed drafter, which swap moves, found {link} itself")
     state = _state(output)
     if not state.open:
-        least = min(config.least, config.newest) if fell else config.least
+        least = enough(config, state.requests, fell)
         traffic = read_traffic(config, state.requests, least)
         if traffic is None:
             return None
@@ -100,6 +97,13 @@ def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
         replaced(config, output, step, found.deployed, _measuring(config, found))
     write_json(output / STATE, State(steps=state.steps, requests=state.requests))  # last: a step that was stopped swaps
     return found
+
+
+def enough(config: AdaptConfig, seen: int, fell: bool) -> int:
+    """Return how many requests must be new; `seen` are not."""
+    if not fell:
+        return config.least
+    return max(min(config.least, config.newest), 2 * config.newest - seen)
 
 
 def _state(output: Path) -> State:
@@ -174,17 +178,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_config(AdaptConfig, arguments, prog="draftsmith adapt")
     if config.watch is not None:
         return loop(arguments, seconds_of(config.watch, "watch"))
-    output, fell = require_writable(config.output), False
+    with locked(Path(config.output)):
+        return _once(config, Path(config.output))
+
+
+def _once(config: AdaptConfig, output: Path) -> int:
+    """Check, look and learn; return the exit code."""
+    fell = False
     if config.server is not None:
-        if not _checked(config, output):
+        # A step that was stopped behind its swap is ended first: the server may not have been started again.
+        if not _state(output).open and not _checked(config, output):
             return NO_GO
         said, fell = look(config, output)
         if said is not None:
             _say(said)
     step = adapt(config, fell)
     if step is None:
-        _say(f"nothing to do: the log has fewer than {config.least} requests since the last step")
+        least = enough(config, _state(output).requests, fell)
+        _say(f"nothing to do: the log has fewer than {least} requests since the last step")
         return 0
+    if config.server is not None:
+        look_anew(output)
     if step.compared is not None:
         _say(f"\nτ on the newest requests: deployed {_tau(step.compared.old)}, new {_tau(step.compared.new)}")
         for where, gain in step.compared.by_temperature.items():
@@ -196,14 +210,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NO_GO
     _say(f"drafter: {step.drafter}")
     if config.swap:
-        _say(
-            f"{config.drafter} points there now{'' if config.restart else ': the server loads it when it starts again'}"
-        )
-    if config.swap and config.server is not None and config.restart is not None:
-        return 0 if _checked(config, output) else NO_GO
-    if config.server is None:
-        command = shlex.join(["draftsmith", "measure", *_measuring(config, step)])
-        _say(f"to check it on the server, with γ = {config.draft_length}:\n  {command}")
+        when = "" if config.restart else ": serve-draft loads it by itself, other servers when they start again"
+        _say(f"{config.drafter} points there now{when}")
+    if config.swap and config.server is not None:
+        return 0 if config.restart is None or _checked(config, output) else NO_GO
+    command = shlex.join(["draftsmith", "measure", *_measuring(config, step)])
+    _say(f"to check it on the server, with γ = {config.draft_length}:\n  {command}")
     return 0
 
 
@@ -227,14 +239,17 @@ def _measuring(config: AdaptConfig, step: Step) -> list[str]:
     """Return the arguments of `measure` that find a server's acceptance below what was promised; 3 says go back."""
     assert step.compared is not None
     temperature, alpha = next(iter(step.compared.promised.items()))
-    low = alpha.ci95[0] if alpha.ci95 else alpha.value or 0.0
+    value = alpha.value or 0.0
+    half = value - alpha.ci95[0] if alpha.ci95 else value
     folder = Path(str(step.drafter)).parent
     fields: dict[str, Any] = {"server": config.server or "URL", "target": config.target}
-    fields |= {"prompts": folder / "newest.jsonl", "temperature": temperature}
-    fields |= {"min_alpha": round(max(low - SLACK, 0.0), 3), "output": folder / "server"}
-    fields |= given_fields(config, ("max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs"))
+    fields |= {"prompts": folder / "newest.jsonl", "temperature": temperature, "output": folder / "server"}
+    # The server's interval, on the same requests as wide as the promised one, lies below that where its lower end is
+    # so low.
+    fields |= {"min_alpha": round(max(value - 3 * half, 0.001), 3), "model": config.server_model}
+    fields |= {name: value for name, value in config.texts().items() if name != "no_repeat_ngram_size"}
     fields |= given_fields(config, ("server_key_env",))
-    return flags_of(fields)
+    return flags_of({name: value for name, value in fields.items() if value is not None})
 
 
 def _tau(estimate: Any) -> str:

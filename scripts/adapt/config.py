@@ -1,5 +1,6 @@
 """Settings of `draftsmith adapt`."""
 
+import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,14 +64,16 @@ class AdaptConfig(Filters, TemplateOptions):
     swap: bool = False
     """Move the link `drafter` to the new drafter if it is better."""
     server: str | None = None
-    """The URL of the server that drafts with it, vLLM or SGLang: each call looks at what it has counted, and measures
-    the drafter that the last `swap` brought; if its α is below what was promised, the link is moved back."""
+    """The URL of the server that drafts with it: each call measures the drafter that the last `swap` brought, and moves
+    the link back if the server's α is below what was promised; and it looks at what a vLLM has counted since."""
+    server_model: str | None = None
+    """The target's name on that server; the only one that it lists if None."""
     server_key_env: str | None = None
     """The environment variable that holds the server's API key."""
     restart: str | None = None
-    """A command that restarts the server, such as 'systemctl restart vllm', run whenever the link has moved; none for
-    servers that load a new drafter by themselves, as `serve-draft` does. The new drafter is measured behind it; without
-    it at the next call."""
+    """A command that restarts the server, such as 'systemctl restart vllm', run whenever the link has moved; it must
+    return when the old one has ended. The new drafter is measured right behind it. Null: the server has loaded the new
+    drafter by itself when the next call measures it, as `serve-draft` does within seconds."""
     watch: str | None = None
     """Go on: one step after the other, with so much time between them, such as 10m; null: one step."""
     seed: int = 0
@@ -90,13 +93,29 @@ class AdaptConfig(Filters, TemplateOptions):
         require(self, finite(more_than(0)), "epochs", "old_share")
         if self.server is not None:
             self.server = checked_url(self.server, "server")
-        for name, beside in (("restart", "swap"), ("server_key_env", "server")):
+        for name, beside in (("restart", "swap"), ("server_model", "server"), ("server_key_env", "server")):
             if getattr(self, name) is not None and not getattr(self, beside):
                 raise InputError(f"{name}: expected --{beside} beside it, found none")
+        if self.restart is not None:
+            self.restart_words()
         if self.watch is not None:
             seconds_of(self.watch, "watch")
         if self.endpoint_model is not None and self.endpoint is None:
             raise InputError("endpoint_model: expected --endpoint beside it, found none")
+
+    def restart_words(self) -> list[str]:
+        """Return the words of the command that restarts the server.
+
+        Raises:
+            InputError: there are none, or a quote is not closed.
+        """
+        try:
+            words = shlex.split(str(self.restart))
+        except ValueError as error:
+            raise InputError(f"restart: expected a command, found {self.restart!r}: {error}") from error
+        if not words:
+            raise InputError("restart: expected a command, found none")
+        return words
 
     def writer(self) -> dict[str, Any]:
         """Return the server that writes texts, as fields of `prepare`."""

@@ -99,7 +99,8 @@ class Compared:
     """The gain."""
     by_category: dict[str, Estimate]
     promised: dict[str, Estimate]
-    """α of the new drafter by temperature, as `measure --server` has it: accepted ÷ tried tokens, at this γ."""
+    """α of the new drafter by temperature, as `measure --server` has it: accepted ÷ tried tokens, at this γ. Of a draft
+    model that drafts its likeliest token, as servers do unless they are told otherwise, and accept less of."""
 
 
 def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str]) -> Compared:
@@ -116,6 +117,10 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
     pair = load_pair(config.target, tokenizer, specs, trust_remote_code=config.trust_remote_code)
     chains = {each.name: each.family.chain(each, config.draft_length) for each in pair.drafters}
     draft_length = min(most for _, most in chains.values())
+    proposers = {name: chain for name, (chain, _) in chains.items()}
+    greedy = next(each.greedy for each in pair.drafters if each.name == "new")
+    served = "new" if greedy is None else "served"
+    proposers |= {} if greedy is None else {served: greedy}
     columns: dict[str, dict[str, list[list[float]]]] = {}  # by temperature and drafter: tokens and rounds of each text
     categories: list[str | None] = []
     promised = dict[str, Estimate]()
@@ -124,19 +129,20 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
         categories = [sample["category"] for sample in samples]
         replays = replay_drafters(
             pair.target,
-            {name: chain for name, (chain, _) in chains.items()},
+            proposers,
             [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in samples],
             [sample["prompt_length"] for sample in samples],
             [draft_length],
             config.at(temperature).sampler(),
             config.max_new_tokens,
         )
-        counts = [text.counts[draft_length] for text in replays["new"].texts]
+        counts = [text.counts[draft_length] for text in replays[served].texts]
         tried = [float(sum(its.num_reached_per_pos)) for its in counts]
         promised[f"{temperature:g}"] = ratio([float(its.num_accepted_tokens) for its in counts], tried)
         columns[f"{temperature:g}"] = {
             name: [list(map(float, column)) for column in replay.tokens_and_rounds(draft_length)]
             for name, replay in replays.items()
+            if name != served or served == "new"
         }
     # Of each request its texts at all temperatures are one sample.
     pooled = {

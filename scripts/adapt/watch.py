@@ -8,7 +8,6 @@ import asyncio
 import json
 import math
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -26,18 +25,21 @@ from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.serving.client import Client
 from draftsmith.scripts.serving.counters import ServerMetrics
 from draftsmith.scripts.stages import NO_GO, Stages
-from draftsmith.train.cli import INTERRUPTED, TERMINATED
+from draftsmith.train.cli import INTERRUPTED, TERMINATED, Terminated
 from draftsmith.train.endpoint.http import ServerFailure
-from draftsmith.train.files import move_link
+from draftsmith.train.files import move_link, remove
 from draftsmith.train.job.processes import terminable
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
 STATE, LOOKS = "server.json", "looks.jsonl"
-LEAST_DRAFTS = 500
+LEAST_DRAFTS, LEAST_TEXTS = 500, 16
 """Of a look: with fewer since the last one, nothing is said."""
 ALIKE = 0.2
 """Correlation of the accepted tokens of two drafts of one text: 0.15 to 0.19 at T=0 (docs/log/choose.md)."""
+UNEQUAL = 2.0
+"""Σ m² · texts ÷ (Σ m)² over texts of m drafts, which counters do not tell: 1 where all have as many, 2 where their
+standard deviation is their mean."""
 NORMAL = 1.96
 """Standard deviations of a 95 % interval."""
 STARTING = 600.0
@@ -83,7 +85,7 @@ def length_of(counts: ServerCounts, texts: int) -> Estimate:
     mean = counts.num_accepted_tokens / drafts
     # Of a draft with x accepted tokens x² is the sum of 2 i − 1 over its accepted positions i.
     square = sum((2 * i - 1) * accepted for i, accepted in enumerate(per_pos, 1)) / drafts
-    alone = ALIKE / max(texts, 1) + (1 - ALIKE) / drafts
+    alone = ALIKE * UNEQUAL / texts + (1 - ALIKE) / drafts
     spread = NORMAL * math.sqrt(max(square - mean**2, 0.0) * alone)
     return Estimate(1 + mean, (1 + mean - spread, 1 + mean + spread), int(drafts))
 
@@ -91,11 +93,11 @@ def length_of(counts: ServerCounts, texts: int) -> Estimate:
 def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
     """Read the server's counters; return what to say of the traffic since the last look, and whether τ fell.
 
-    Looks are kept in `looks.jsonl`. A server that does not answer is said, and nothing more.
+    Looks are kept in `looks.jsonl`. A server that does not answer, or shows no counters, is said, and nothing more.
     """
     try:
         metrics = asyncio.run(_metrics(config))
-    except ServerFailure as failure:
+    except (ServerFailure, InputError) as failure:
         return str(failure), False
     before, drafter = watched(output), os.path.realpath(config.drafter)
     totals, texts = metrics.counters, metrics.finished or 0
@@ -104,11 +106,12 @@ def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
         _keep(output, replace(now, at_first=None))
         return None, False
     since, texts_before = before.totals, before.texts
-    if totals.num_drafts < since.num_drafts:  # the server was started again, and counts from nothing
-        since, texts_before = ServerCounts(), 0
-        _keep(output, replace(before, totals=since, texts=texts_before))
     counted, ended = totals - since, texts - texts_before
-    if counted.num_drafts < LEAST_DRAFTS:  # they count with what comes
+    least = counted.num_drafts, counted.num_draft_tokens, ended, *counted.num_accepted_tokens_per_pos
+    if min(least) < 0:  # the server was started again, and counts from nothing
+        _keep(output, replace(before, totals=ServerCounts(), texts=0))
+        counted, ended = totals, texts
+    if counted.num_drafts < LEAST_DRAFTS or ended < LEAST_TEXTS:  # they count with what comes
         return None, False
     length = length_of(counted, ended)
     first = before.at_first or length
@@ -124,9 +127,16 @@ def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
     return said + (": it fell" if fell else ""), fell
 
 
+def look_anew(output: Path) -> None:
+    """Compare later looks with the next one: what was to be learned from the traffic until now is learned."""
+    _keep(output, replace(watched(output), at_first=None))
+
+
 def replaced(config: AdaptConfig, output: Path, step: Path, before: str, command: list[str]) -> None:
     """Note a drafter that the link points to now, and restart the server where that is how it comes to load it."""
     unchecked = None if config.server is None else Unchecked(str(step), before, command)
+    for stale in ("check", "server"):  # of a server that was not started again
+        remove(step / stale)
     _keep(output, Watched(unchecked=unchecked))
     _restart(config)
 
@@ -156,7 +166,7 @@ def check(config: AdaptConfig, output: Path) -> tuple[str, bool] | None:
     # Counted from now on: what the check asked for was no traffic.
     _keep(output, Watched())
     why = gate["failures"][0] if gate["failures"] else "α is above what was promised"
-    found = "holds" if gate["passed"] else "is not known" if stays else "fell"
+    found = "holds" if gate["passed"] else "is not known" if stays else "is below what was promised"
     return f"acceptance on the server {found}: {why}", stays
 
 
@@ -182,15 +192,25 @@ def _ended(command: list[str]) -> int:
     with subprocess.Popen(command) as process:
         try:
             return process.wait()
-        except KeyboardInterrupt:
-            process.terminate()  # it says what it keeps
-            process.wait()
+        except KeyboardInterrupt as interruption:
+            if isinstance(interruption, Terminated):  # Ctrl-C went to both
+                process.terminate()
+            process.wait()  # it keeps what it has
             raise
 
 
 async def _metrics(config: AdaptConfig) -> ServerMetrics:
-    async with Client(str(config.server), "server", config.server_key_env, timeout=10.0) as client:
+    async with _client(config) as client:
         return await client.metrics()
+
+
+async def _models(config: AdaptConfig) -> None:
+    async with _client(config) as client:
+        await client.models()
+
+
+def _client(config: AdaptConfig) -> Client:
+    return Client(str(config.server), "server", config.server_key_env, timeout=10.0)
 
 
 def _keep(output: Path, state: Watched) -> None:
@@ -205,7 +225,7 @@ def _restart(config: AdaptConfig) -> None:
     """
     if config.restart is None:
         return
-    words = shlex.split(config.restart)
+    words = config.restart_words()
     print(f"restart: {config.restart}", flush=True)
     try:
         code = subprocess.run(words, check=False).returncode
@@ -218,8 +238,8 @@ def _restart(config: AdaptConfig) -> None:
     end = time.monotonic() + STARTING
     while time.monotonic() < end:
         try:
-            asyncio.run(_metrics(config))
-        except (ServerFailure, InputError):
+            asyncio.run(_models(config))
+        except ServerFailure:
             time.sleep(1.0)
         else:
             return

@@ -206,7 +206,7 @@ def choose(config: ChooseConfig) -> Choice:
     heldout, train = prompts[: config.heldout_prompts], prompts[config.heldout_prompts :]
     run = Choosing(config, checked_candidates(config), output, train, Stages(output / "stages"))
     with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
-        # By itself: what it looks at may change without a change to what comes behind it.
+        # Stages of its own: another --draft must not undo the stages that follow.
         words = {"target": config.target, "trust_remote_code": config.trust_remote_code}
         words |= {} if config.draft is None else {"draft": config.draft}
         Stages(output / "doctor").run("doctor", ["doctor", *flags_of(words)])

@@ -187,7 +187,9 @@ def measured_costs(
         table = tables.get(f"{temperature:g}")
         if table is None:
             raise InputError(f"costs: expected those at T={temperature:g} in {given or path}, found none")
+        longest = max(k for seconds in table.target_seconds.values() for k in seconds)
         for kind, wanted, there in (
+            ("γ", config.draft_length, range(longest)),
             ("drafter", drafters, table.drafters),
             ("batch size", config.batch_size, range(1, 1 + max(table.target_seconds))),
         ):

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 import yaml
@@ -66,6 +67,7 @@ def test_a_choice_is_made_and_handed_on_and_goes_on_where_it_was_stopped(pair_di
         with pytest.raises(KeyboardInterrupt) as stop:
             command.choose(settings)
     assert "the same command goes on from there" in stop.value.__notes__[0]
+    assert ran[0][:2] == ["doctor", f"--target={settings.target}"]
     before = len(ran)
     choice = command.choose(settings)
     trained = [argv[0] for argv in ran if argv[0] in recipes()]
@@ -188,3 +190,13 @@ def test_a_dry_run_says_what_would_be_tried_and_does_nothing(pair_dirs, tmp_path
     said = capsys.readouterr().out
     assert "20:00 of 40:00 to choose among" in said and "eagle" in said
     assert not (tmp_path / "no").exists() and not ran
+
+
+def test_a_target_that_doctor_refuses_is_not_chosen_for(pair_dirs, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    shutil.copytree(pair_dirs[0], broken)
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    settings = config((broken, None), tmp_path)
+    with pytest.raises(InputError, match=r"doctor: expected the stage to end, found exit code 2"):
+        command.choose(settings)
+    assert "✗" in capsys.readouterr().out and not (tmp_path / "choice/completions").exists()

@@ -1,6 +1,10 @@
 """Prompts of several turns: each is asked behind the target's own answers to those before it."""
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,7 +90,37 @@ def test_several_answers_to_a_turn_have_no_next_one(fields):
         PrepareConfig(target="t", prompts="p", output="o", turns="all", **fields)
 
 
-def test_a_later_turn_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "p.jsonl").write_text(json.dumps({"turns": ["a", 3]}))
+def test_a_later_turn_that_is_no_text_is_refused_where_it_is_asked(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"turns": ["a", 3]}))
+    assert read_prompts(str(path))[0].later == ()
     with pytest.raises(InputError, match=r"turns\[1\]: expected a string, found the number 3"):
-        read_prompts(str(tmp_path / "p.jsonl"))
+        read_prompts(str(path), later=True)
+
+
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_a_turn_that_no_longer_fits_is_left_out_and_counted(config, tmp_path):
+    positions = load_model(config.target).config.max_position_embeddings
+    long = "for x in y " * positions
+    records = [{"question_id": 1, "turns": ["def f", long, "more"]}, {"question_id": 2, "turns": ["class A:", "pass"]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    summary = prepare(config)
+    assert summary.left_out == ["1.2"] and summary.written == 3
+    prompts = read_prompts(str(tmp_path / "out/prompts.jsonl"))
+    assert [prompt.id for prompt in prompts] == ["1.1", "2.1", "2.2"]
+    cut = prepare(replace(config, max_prompt_tokens=40, output=str(tmp_path / "cut")))
+    assert cut.left_out == [] and cut.written == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [False], indirect=True)
+def test_several_processes_write_the_same_turns(config, tmp_path):
+    flags = ["--target", config.target, "--prompts", config.prompts, "--max_new_tokens", "6", "--temperature", "0"]
+    command = [sys.executable, "-m", "draftsmith.scripts.cli", "prepare", *flags, "--turns", "all"]
+    for count in ("1", "2"):
+        output = ["--output", str(tmp_path / count), "--processes", count, "--batch_size", "1", "--shard_size", "1"]
+        subprocess.run([*command, *output], check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert (tmp_path / "1/prompts.jsonl").read_text() == (tmp_path / "2/prompts.jsonl").read_text()
+    for number in (1, 2, 3):
+        one, two = (load_completions(str(tmp_path / count / f"turn-{number}")).to_list() for count in ("1", "2"))
+        assert one == two

@@ -92,23 +92,38 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
 
 def _prepare_turns(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     """Complete the first turn of all prompts, then the next one of those that have one, to the last."""
-    asked = read_prompts(config.prompts, split=config.split, limit=config.limit)
+    asked = read_prompts(config.prompts, split=config.split, limit=config.limit, later=True)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    model_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     output, number, summaries, records = Path(config.output), 0, list[CompletionsSummary](), list[dict[str, Any]]()
-    require_writable(output)
+    too_long = list[str]()
+
+    def writable() -> None:
+        require_writable(output)
+
+    processes.after_the_first(writable)
     while asked:
         number += 1
         turns = [turn_record(prompt, number) for prompt in asked]
         records += turns
         path, directory = output / f"turn-{number}.jsonl", turn_directory(output, number)
         processes.after_the_first(partial(write_prompts, path, turns))
+        processes.require_shared(path)
         one = replace(config, prompts=str(path), output=str(directory), split="train", limit=None)
         summaries.append(_prepare(one, processes))
         answers = answer_texts(list(load_completions(str(directory))), number, tokenizer)
         templated = tokenizer.chat_template is not None
         asked = [next_turn(prompt, answers[prompt.id], templated) for prompt in asked if prompt.later]
+        if limit is not None and config.max_prompt_tokens is None:
+            room = limit - config.new_tokens(limit)
+            fits = [len(encode_prompt(prompt, tokenizer, **config.encoding)) <= room for prompt in asked]
+            too_long += [f"{each.id}.{number + 1}" for each, its in zip(asked, fits, strict=True) if not its]
+            asked = [each for each, its in zip(asked, fits, strict=True) if its]
     processes.after_the_first(partial(write_prompts, output / PROMPTS, records))
-    return CompletionsSummary.of_turns(output, summaries)
+    summary = CompletionsSummary.of_turns(output, summaries)
+    summary.left_out += too_long
+    return summary
 
 
 def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:

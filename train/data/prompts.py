@@ -56,7 +56,7 @@ class Prompt:
     cut: bool = False
     """Its answer was cut at a length, so that it ends in the middle."""
     later: tuple[str, ...] = ()
-    """What the user says behind the answer to this, turn by turn."""
+    """What the user says behind the answer to this, turn by turn; where it was asked for."""
     where: str | None = field(default=None, compare=False)
     """Where it stands, as `prompts.jsonl:7`; None where it was not read."""
 
@@ -73,7 +73,12 @@ class Prompt:
 
 
 def read_prompts(
-    source: str, *, split: str = "train", limit: int | None = None, answers: AnswersMode = "dropped"
+    source: str,
+    *,
+    split: str = "train",
+    limit: int | None = None,
+    answers: AnswersMode = "dropped",
+    later: bool = False,
 ) -> list[Prompt]:
     """Read prompts, or whole conversations, from a file, a directory or a data set on the hub.
 
@@ -86,6 +91,7 @@ def read_prompts(
         answers: "dropped": conversations end with their last user turn. "required": they hold a user turn and end with
             an assistant turn, in `messages`; a `prompt` has its `completion` or `response` beside it, and both are two
             strings, or two lists of messages. "kept": as "required" where there is an answer, as "dropped" elsewhere.
+        later: of `turns`, keep those behind the first one, too.
 
     Returns:
         The prompts in their order, with unique ids: those given, and the position (from 0) for those without one.
@@ -113,6 +119,9 @@ def read_prompts(
                 name += "_"
             taken[name] = where
         prompt = _parse(record, where, name, answers)
+        if later and record.get("turns") is not None and prompt.messages is not None:
+            turns = [_text(turn, where, f"turns[{n}]") for n, turn in enumerate(record["turns"][1:], 1)]
+            prompt = replace(prompt, later=tuple(turns))
         prompts.append(replace(prompt, cut=record.get("finish_reason") == CUT, where=where))
     return prompts
 
@@ -301,8 +310,7 @@ def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) 
         expected = WITH_ANSWER if answers == "required" else expected
         raise InputError(f"{where}: {field}: expected {expected}, found {_kind(record[field])}")
     if field == "turns":
-        first, *later = _turns(record[field], where, answers)
-        return Prompt(name, None, [{"role": "user", "content": first}], category, later=tuple(later))
+        return Prompt(name, None, _first_turn(record[field], where, answers), category)
     messages = _messages(record[field], where, field)
     answer = _answer_field(record, answers) if field == "prompt" else None
     if answer is not None:
@@ -330,13 +338,13 @@ def _plain_prompt(
     return text, None
 
 
-def _turns(turns: list[Any], where: str, answers: AnswersMode) -> list[str]:
-    """Read the user's `turns`."""
+def _first_turn(turns: list[Any], where: str, answers: AnswersMode) -> list[dict[str, str]]:
+    """Read the first of the user's `turns`."""
     if answers == "required":
         raise InputError(f"{where}: turns: expected {WITH_ANSWER}, found the user's turns alone")
     if not turns:
         raise InputError(f"{where}: turns: expected at least one turn, found none")
-    return [_text(turn, where, f"turns[{number}]") for number, turn in enumerate(turns)]
+    return [{"role": "user", "content": _text(turns[0], where, "turns[0]")}]
 
 
 def _ended(messages: list[dict[str, str]], where: str, field: str, answers: AnswersMode) -> list[dict[str, str]]:

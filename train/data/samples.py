@@ -41,7 +41,7 @@ class CompletionsSummary:
     untrainable: list[str] = field(default_factory=list)
     """Ids of samples without a single token to learn from."""
     left_out: list[str] = field(default_factory=list)
-    """Ids of given conversations that are longer than the target's positions; they become no samples."""
+    """Ids of given conversations, and of turns, that are longer than the target's positions; they become no samples."""
     unfinished: list[str] = field(default_factory=list)
     """Ids of given conversations whose answer was cut, as a log says of them; they become no samples."""
     uncertain: int = 0
@@ -69,12 +69,10 @@ class CompletionsSummary:
     @classmethod
     def over(cls, parts: Sequence["CompletionsSummary"]) -> "CompletionsSummary":
         """Add up what several processes wrote of the same prompts."""
-        given = {name: getattr(parts[0], name) for name in ("left_out", "unfinished")}  # all processes read the same
-        whole = CompletionsSummary(parts[0].output, parts[0].prompts, **given)
+        whole = cls.of_turns(parts[0].output, parts)
+        for name in ("prompts", "left_out", "unfinished"):  # all processes read the same
+            setattr(whole, name, getattr(parts[0], name))
         whole.seconds = max(part.seconds for part in parts)
-        for name in {each.name for each in fields(cls)} - {"output", "prompts", "seconds", *given}:
-            values = [getattr(part, name) for part in parts]
-            setattr(whole, name, sum(values[1:], values[0]))
         return whole
 
     @classmethod

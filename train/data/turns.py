@@ -33,7 +33,11 @@ def answer_texts(
     end = len(f".{number}")
     return {
         sample["id"][:-end]: str(
-            tokenizer.decode(sample["input_ids"][sample["prompt_length"] :], skip_special_tokens=True)
+            tokenizer.decode(
+                sample["input_ids"][sample["prompt_length"] :],
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
         )
         for sample in samples
     }

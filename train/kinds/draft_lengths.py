@@ -110,12 +110,19 @@ def of_drafter(file: str, path: str) -> OfDrafter:
 
 
 def named(file: str, name: str, field: str) -> OfDrafter:
-    """Return the entry of the drafter of a name; `field` is the option that named the file, for messages.
+    """Return the entry of the drafter of a name; the only drafter of a file is called whatever it is called.
+
+    Args:
+        file: that `measure` or `tune` wrote.
+        name: the drafter's, in a report.
+        field: the option that named the file, for messages.
 
     Raises:
         InputError: no such file, or no drafter of that name.
     """
     drafters = _drafters(file, field)
+    if len(drafters) == 1:
+        return next(iter(drafters.values()))
     if name not in drafters:
         raise InputError(f"{field}: expected {name} in {file}, found {', '.join(drafters) or 'none'}")
     return drafters[name]
@@ -150,4 +157,4 @@ def speculative_fields(file: str, path: str) -> dict[str, object]:
 
 
 def _same(one: str, other: str) -> bool:
-    return Path(one).absolute() == Path(other).absolute()
+    return Path(one).resolve() == Path(other).resolve()

@@ -50,7 +50,8 @@ class ServedPair:
         require(self, at_least(0), "draft_length", prefix=where)
         require(self, one_of((GREEDY, PROBABILISTIC)), "drafts", prefix=where)
         if self.draft_lengths is not None and (self.report is None or self.draft_length is not None):
-            raise InputError(f"{where}draft_lengths: expected a report beside it and no draft_length, found otherwise")
+            found = "no report" if self.report is None else "a draft_length"
+            raise InputError(f"{where}draft_lengths: expected a report beside it and no draft_length, found {found}")
         _require_once(self.endpoints, f"{where}endpoints")
 
 

@@ -158,11 +158,11 @@ def serve(config: ServeDraftConfig) -> int:
     door = listening(config.host, config.port)
     served, metrics = _served(config), ServiceMetrics()
     directory = os.path.realpath(served.path) if os.path.isdir(served.path) else None  # None: of a hub
-    texts = load_texts(config, directory)
-    warm_up(texts)
     most = None
     if config.draft_lengths is not None:
-        most = partial(length_at, of_drafter(config.draft_lengths, served.path))
+        most = partial(length_at, of_drafter(config.draft_lengths, str(served.spec.path)))
+    texts = load_texts(config, directory)
+    warm_up(texts)
     worker = Worker(texts, config.max_batch, config.max_waiting, metrics, most)
     name, follower = served.name, None
     if directory is not None:
@@ -190,6 +190,7 @@ def serve(config: ServeDraftConfig) -> int:
         f"{config.cache_tokens} tokens ({bytes_ / 2**20:.0f} MiB)",
         flush=True,
     )
+    del texts  # the worker has it, until another takes its place
     server.run(sockets=[door])
     if follower is not None:
         follower.stop()

@@ -57,7 +57,7 @@ class Follower(threading.Thread):
     def look(self) -> None:
         """Replace the draft if the link points elsewhere than at the last look."""
         directory = os.path.realpath(self._link)
-        if directory == self._directory:
+        if directory == self._directory or not os.path.isdir(directory):  # it may be gone for a moment
             return
         self._directory = directory
         try:

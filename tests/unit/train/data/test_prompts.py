@@ -83,7 +83,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ),
         (
             {"question_id": 81, "category": "writing", "turns": ["a", "needs an answer to a"]},
-            Prompt("81", None, [user("a")], "writing", later=("needs an answer to a",)),
+            Prompt("81", None, [user("a")], "writing"),
         ),
     ],
 )

@@ -84,10 +84,13 @@ def test_servers_that_draft_by_their_load_are_priced_so(pair, tmp_path):
         for where in ((rows, 0.0), (rows, 1.0), (rows, 0.0, "code")):
             expected = like.tokens_per_second(*(where if like is always else where[:2]))
             assert rates.tokens_per_second(*where) == pytest.approx(expected)
-    with pytest.raises(InputError, match=r"pairs.drafted.draft_lengths: expected draft in .*, found other"):
-        path.write_text(path.read_text().replace('"draft":', '"other":'))
+    two = json.loads(path.read_text())
+    two["drafters"] = {"other": entry, "third": entry}
+    path.write_text(json.dumps(two))
+    with pytest.raises(InputError, match=r"pairs.drafted.draft_lengths: expected draft in .*, found other, third"):
         predicted_rates(pair(draft_lengths=str(path)))
-    path.write_text(path.read_text().replace('"other":', '"draft":').replace("[1, 3, 4]", "[1, 3, 2]"))
+    two["drafters"] = {"whatever": entry | {"num_speculative_tokens_per_batch_size": [[1, 3, 2]]}}  # the only one is it
+    path.write_text(json.dumps(two))
     with pytest.raises(InputError, match=r"draft_lengths: expected one that the report has, 4, found 2"):
         predicted_rates(pair(draft_lengths=str(path)))
     with pytest.raises(InputError, match=r"draft_lengths: expected a report beside it and no draft_length"):
