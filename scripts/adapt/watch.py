@@ -69,7 +69,7 @@ class Watched:
     texts: Count = 0
     """Those it had finished then."""
     at_first: Estimate | None = None
-    """τ of the first look behind this drafter's coming, with which later ones are compared."""
+    """τ of the first look after the last step, with which later ones are compared."""
     unchecked: Unchecked | None = None
 
 
@@ -123,7 +123,7 @@ def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
     _keep(output, replace(now, at_first=first))
     said = f"the server's τ since the last look: {format_estimate(length, spread='interval')}"
     if first is not length:
-        said += f"; {format_estimate(first, spread='interval')} when this drafter came"
+        said += f"; {format_estimate(first, spread='interval')} in the first one after the last step"
     return said + (": it fell" if fell else ""), fell
 
 

@@ -89,10 +89,10 @@ def test_live_acceptance_that_falls_is_seen(config, server, tmp_path):
     assert said == "the server's τ since the last look: 2.10 [1.95, 2.25]" and not fell
     server.write(1000, 690, 390)
     said, fell = look(config, tmp_path)
-    assert said.endswith("2.08 [1.93, 2.23]; 2.10 [1.95, 2.25] when this drafter came") and not fell
+    assert said.endswith("2.08 [1.93, 2.23]; 2.10 [1.95, 2.25] in the first one after the last step") and not fell
     server.write(1000, 400, 150)
     said, fell = look(config, tmp_path)
-    assert said.endswith("1.55 [1.41, 1.69]; 2.10 [1.95, 2.25] when this drafter came: it fell") and fell
+    assert said.endswith("1.55 [1.41, 1.69]; 2.10 [1.95, 2.25] in the first one after the last step: it fell") and fell
     lines = [json.loads(line) for line in (tmp_path / "looks.jsonl").read_text().splitlines()]
     assert [line["fell"] for line in lines] == [False, False, True]
     assert [line["counts"]["num_drafts"] for line in lines] == [1000, 1000, 1000]
