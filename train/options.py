@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +17,7 @@ from draftsmith.decode.errors import (
     require,
     require_some,
 )
-from draftsmith.decode.options import Options
+from draftsmith.decode.options import Filters, Options
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 """Values of a field `dtype`."""
@@ -122,11 +122,14 @@ TEXT_FIELDS = (
     "repetition_penalty", "no_repeat_ngram_size", "trust_remote_code",
 )  # fmt: skip
 """How prompts are read and texts sampled, at whatever temperature."""
+NEUTRAL: dict[str, Any] = {each.name: each.default for each in fields(Filters)} | {"trust_remote_code": False}
+"""Values that every command has by default."""
 
 
 def given_fields(config: object, names: Iterable[str] = TEXT_FIELDS) -> dict[str, Any]:
     """Return those of a config's fields that say something, to be handed on to another command."""
-    return {name: value for name in names if (value := getattr(config, name)) not in (None, {})}
+    given = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in given.items() if value not in (None, {}, NEUTRAL.get(name))}
 
 
 @dataclass(kw_only=True)

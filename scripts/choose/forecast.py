@@ -52,6 +52,11 @@ class Outlook:
     forecast: Estimate
     """Speed-up then, with the luck of one further run; without an interval of fewer than four trials."""
 
+    @property
+    def foretold(self) -> bool:
+        """Whether a curve was drawn: of one amount of text, or of close ones, the forecast is what was found."""
+        return self.forecast != self.now
+
 
 def outlook(
     name: str, trials: Sequence[Trial], table: CostTable, temperature: str, rows: int, tokens: float

@@ -40,10 +40,11 @@ def _panels(choice: Choice) -> list[Panel]:
         for its in choice.standings:
             here = _now(its, outlook.temperature, outlook.rows)
             now = here.now
-            if here.tokens > its.trials[-1].tokens and here.forecast.ci95 is None:
+            ahead = here.foretold and here.tokens > its.trials[-1].tokens
+            if ahead and here.forecast.ci95 is None:
                 now = replace(now, ci95=None)  # a band that ends in a point would say that the forecast is sure
             points = {its.trials[-1].tokens / 1000: now}
-            if here.tokens > its.trials[-1].tokens:
+            if ahead:
                 points[here.tokens / 1000] = here.forecast
             known = {x: each for x, each in points.items() if each.value is not None}
             estimates += known.values()
@@ -88,8 +89,8 @@ def print_choice(choice: Choice, output: Path, console: Console | None = None) -
                 way_text(here),
                 format_estimate(here.mean_acceptance_length, spread="none"),
                 format_estimate(here.now, unit="×", spread="none"),
-                _forecast(here.forecast) if trained else "–",
-                count(round(here.tokens)) if trained else "–",
+                _forecast(here.forecast) if trained and here.foretold else "–",
+                count(round(here.tokens)) if trained and here.foretold else "–",
                 style="bold" if its.name == choice.winner else "",
             )
         console.print(table)
