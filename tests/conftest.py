@@ -132,7 +132,7 @@ def draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    from draftsmith.train.data.tokenizer import train_bpe
+    from draftsmith.train.data.corpus import train_bpe
 
     return train_bpe(TEXTS, 300)
 

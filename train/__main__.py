@@ -25,8 +25,7 @@ from transformers import (
 
 from draftsmith.decode.errors import at_least, require
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data.corpus import Module, stdlib_modules
-from draftsmith.train.data.tokenizer import train_bpe
+from draftsmith.train.data.corpus import Module, stdlib_modules, train_bpe
 from draftsmith.train.job.arguments import require_possible
 from draftsmith.train.job.checkpointed import CheckpointedTrainer
 from draftsmith.train.optimizer import MuonAdamW

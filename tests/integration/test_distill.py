@@ -29,10 +29,10 @@ from draftsmith.distill.config import DraftInit
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator
+from draftsmith.train.data.corpus import train_bpe
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.first_look import SCALES
 from draftsmith.train.data.shards import write_shard
-from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.job.telemetry import PHASES
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.positions import IGNORED

@@ -38,8 +38,8 @@ from draftsmith.scripts.doctor import checks as pair_checks
 from draftsmith.scripts.doctor import costs as pair_costs
 from draftsmith.scripts.doctor.command import main
 from draftsmith.scripts.doctor.loss_masks import MaskedSample, Samples, bracketed, check_masks, coloured, show
+from draftsmith.train.data.corpus import train_bpe
 from draftsmith.train.data.generate import PrepareConfig, prepare
-from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.kinds import costs as round_costs
 from draftsmith.train.kinds.costs import TimedDrafter
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading

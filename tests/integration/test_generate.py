@@ -38,7 +38,7 @@ from draftsmith.scripts.configs import GenerateConfig
 from draftsmith.scripts.generate import generate, main
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal, kinds_of, row_end
 from draftsmith.train import cli
-from draftsmith.train.data.tokenizer import train_bpe
+from draftsmith.train.data.corpus import train_bpe
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 

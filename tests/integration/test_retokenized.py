@@ -18,8 +18,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.proposers.retokenized import RetokenizedProposer
-from draftsmith.train.data.corpus import stdlib_prompts
-from draftsmith.train.data.tokenizer import train_bpe
+from draftsmith.train.data.corpus import stdlib_prompts, train_bpe
 from draftsmith.train.models import load_model, load_tokenizer
 
 ASSETS = Path(__file__).parents[2] / "assets"

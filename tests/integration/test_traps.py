@@ -36,7 +36,7 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure import build
 from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.train import models
-from draftsmith.train.data.tokenizer import train_bpe
+from draftsmith.train.data.corpus import train_bpe
 
 VOCAB = 97
 CHOICES = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]

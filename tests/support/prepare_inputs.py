@@ -7,7 +7,7 @@ import torch
 from fake_server import OTHER_END
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from draftsmith.train.data.tokenizer import train_bpe
+from draftsmith.train.data.corpus import train_bpe
 
 WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)", "class A:", "x = [1, 2]"]
 

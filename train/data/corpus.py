@@ -1,4 +1,4 @@
-"""The corpus that every Python installation carries: the sources of its standard library.
+"""The corpus that every Python installation carries, the sources of its standard library, and a tokenizer for it.
 
 The embedded target and the stock draft are trained on it, and quickstart takes its prompts from it, so that neither
 needs a download. A module is held out by a hash of its dotted name: the split is the same on every machine and for
@@ -9,12 +9,13 @@ import hashlib
 import json
 import random
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each
@@ -28,6 +29,8 @@ EXCLUDED_PARTS = frozenset(
 HELDOUT_ONE_IN = 10
 PROMPT_LINES = 8
 """Lines of a prompt, from the one before a definition on."""
+END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|pad|>"
 
 
 @dataclass(frozen=True)
@@ -122,3 +125,30 @@ def write_prompts(path: Path, records: Sequence[dict[str, str]]) -> None:
     """Write prompts as jsonl."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer: every string encodes, and decodes back to itself.
+
+    Args:
+        texts: the training texts.
+        vocab_size: entries, the 256 bytes and two special tokens (end of text, padding) included.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )

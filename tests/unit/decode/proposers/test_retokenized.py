@@ -14,7 +14,7 @@ from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.renumbered import matching_ids, renumbered
 from draftsmith.decode.proposers.retokenized import RetokenizedProposer
 from draftsmith.decode.sampling import Sampler
-from draftsmith.train.data.tokenizer import END_OF_TEXT, PADDING, train_bpe
+from draftsmith.train.data.corpus import END_OF_TEXT, PADDING, train_bpe
 
 CJK = ["你好，世界！你好吗？", "naïve café — naïve café", "😀😀👩‍👩‍👧 x = '😀'", "  four   spaces\n\n\ttab"]
 

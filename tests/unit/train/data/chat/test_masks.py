@@ -11,8 +11,8 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.chat import masks
 from draftsmith.train.data.chat.masks import has_generation_markers, mask_conversation
+from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
-from draftsmith.train.data.tokenizer import END_OF_TEXT, train_bpe
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "[INST]", "[/INST]"]
 THINK = ["<think>", "</think>"]  # added, but not special, as in Qwen3
