@@ -101,7 +101,7 @@ def watch(
     stopped: threading.Event,
     say: Callable[[str], None],
     there: Callable[[], bool],
-    every: float = 2.0,
+    every: float = 0.5,
 ) -> list[str]:
     """ReplicaWatch until stopped, or until a deployment stays away; return those that do.
 
@@ -111,7 +111,7 @@ def watch(
         stopped: ends the watch.
         say: takes lines on what has changed.
         there: says whether the coordinator's own port answers.
-        every: seconds between two looks.
+        every: seconds between two looks; a replica that dies is replaced in one or two.
     """
     status, replicas = Status(application, every), ReplicaWatch(wanted)
     while not stopped.wait(every):
