@@ -84,6 +84,8 @@ class Choosing:
     trials: dict[str, list[Trial]] = field(default_factory=dict)
     paces: dict[str, Pace] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Candidates whose training failed, and how; they are tried again when the same command runs again."""
     amounts: list[int] = field(default_factory=list)
 
     @property
@@ -124,8 +126,15 @@ class Choosing:
         """The directories of held-out answers, by temperature."""
         return {t: str(self.completions(f"heldout-{t:g}")) for t in self.config.temperature}
 
-    def rung(self, rung: int, names: Sequence[str]) -> None:
-        """Train candidates on an amount of text and replay them; or read what an earlier run left of that."""
+    def rung(self, rung: int, names: Sequence[str]) -> list[str]:
+        """Train candidates on an amount of text and replay them; or read what an earlier run left of that.
+
+        Returns:
+            Those whose training did not fail.
+
+        Raises:
+            InputError: all of them failed.
+        """
         tokens = self.tokens(self.texts(rung))
         self.written = tokens
         self.amounts.append(tokens)
@@ -134,10 +143,24 @@ class Choosing:
         for name in names:
             output, stage = self.output / "trials" / str(rung) / name, f"train-{rung}-{name}"
             flags = flags_of(self.training(name, rung, output) | JUDGED_LATER)
-            commands[name] = [self.candidates[name]["command"], *self.config.launcher(), *flags]
-            if self.stages.changed(stage, commands[name]) and output.is_dir():
+            argv = [self.candidates[name]["command"], *self.config.launcher(), *flags]
+            if self.stages.changed(stage, argv) and output.is_dir():
                 shutil.rmtree(output)  # it was trained otherwise
-            took[name] = self.run(stage, commands[name])
+            begin = time.perf_counter()
+            try:
+                took[name] = self.run(stage, argv)
+            except (InputError, RuntimeError) as error:  # the latter are torch's: memory, a kernel that is missing
+                self.spent += time.perf_counter() - begin
+                if name == names[-1] and not commands:
+                    raise
+                line = str(error).partition("\n")[0]
+                self.failed[name] = f"{name} is left out, its training failed on amount {rung}: {line}"
+                print(self.failed[name], flush=True)
+                if name in self.trials:
+                    self.dropped[name] = rung - 1
+                continue
+            commands[name] = argv
+        names = list(commands)
         path = self.output / "trials" / f"{rung}.json"
         drafters = {name: str(self.output / "trials" / str(rung) / name) for name in names}
         copies = [] if rung > 1 else list(COPIES)
@@ -158,6 +181,7 @@ class Choosing:
             if name in took:
                 beside = max(0.0, took[name] - training_seconds) + rounds.seconds / len(rounds.replayed)
                 self.paces[name] = Pace(training_seconds / tokens, beside)
+        return names
 
     def tokens(self, directories: Sequence[str]) -> int:
         """Return how many tokens the target wrote there."""
@@ -229,7 +253,7 @@ def _halve(run: Choosing, first: int) -> Choice:
         new = run.train[run.used : run.used + prompts]
         seconds += run.write(f"text-{rung}", new)
         run.used += len(new)
-        run.rung(rung, names)
+        names = run.rung(rung, names)
         write = seconds / run.written
         if rung == 1:
             tables = _costs(run)
@@ -312,7 +336,7 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable], write: float) -> Cho
     costs = read(CostFile, Path(config.costs) if config.costs else output / "costs.json", "costs")
     choice = Choice(
         SCHEMA, config.target, costs.environment | {"compiled": costs.compiled}, config.seconds, run.spent, run.amounts,
-        standings, winner, reason, more, where, commands,
+        standings, winner, reason, more, where, commands, run.failed,
     )  # fmt: skip
     write_json(output / "choose.json", choice)
     write_page(choice, output / "choose.html")

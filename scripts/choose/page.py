@@ -95,6 +95,8 @@ def print_choice(choice: Choice, output: Path, console: Console | None = None) -
             )
         console.print(table)
         console.print()
+    for line in choice.failed.values():
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(f"{choice.winner}: {choice.reason}", highlight=False, soft_wrap=True)
     for command in choice.commands:
         console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

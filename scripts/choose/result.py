@@ -81,6 +81,8 @@ class Choice:
     """At which temperature and batch size: those of its best forecast."""
     commands: list[str]
     """What to do next, one behind the other."""
+    failed: dict[str, str]
+    """By candidate, how its training failed; it was left out from there on."""
 
 
 def verdict(standings: Sequence[Standing]) -> tuple[str, str]:

@@ -121,6 +121,49 @@ def test_few_candidates_settings_and_seconds_are_enough(pair_dirs, tmp_path, fie
     assert its.dropped_after is None and (tmp_path / "choice/choose.html").is_file()
 
 
+@pytest.mark.parametrize(
+    ("failure", "amount"), [(2, 1), (RuntimeError("out of memory\nbeside much else"), 2)], ids=["refused", "memory"]
+)
+def test_a_candidate_whose_training_fails_is_left_out_and_said(pair_dirs, tmp_path, monkeypatch, capsys, failure, amount):
+    own, trained = cli.main, []
+
+    def main(argv):
+        if argv[0] == "medusa" and argv not in trained:
+            trained.append(argv)
+        if len(trained) == amount and argv[0] == "medusa":
+            if isinstance(failure, int):
+                return failure
+            raise failure
+        return own(argv)
+
+    monkeypatch.setattr(stages.cli, "main", main)
+    settings = config(pair_dirs, tmp_path)
+    choice = command.choose(settings)
+    reason = "found exit code 2" if failure == 2 else "out of memory"
+    assert choice.failed.keys() == {"heads"} and reason in choice.failed["heads"]
+    assert f"amount {amount}" in choice.failed["heads"] and "\n" not in choice.failed["heads"]
+    standings = {its.name: its for its in choice.standings}
+    assert len(standings["carved"].trials) == 4
+    assert ("heads" in standings) == (amount == 2)
+    if amount == 2:
+        assert standings["heads"].dropped_after == 1 and len(standings["heads"].trials) == 1
+    assert choice.failed["heads"] in (tmp_path / "choice/choose.html").read_text()
+    capsys.readouterr()
+    command.print_choice(choice, tmp_path / "choice")
+    assert choice.failed["heads"] in capsys.readouterr().out
+    # Once it can be trained, the same command does so.
+    monkeypatch.setattr(stages.cli, "main", own)
+    again = command.choose(settings)
+    assert again.failed == {} and "heads" in {its.name for its in again.standings}
+
+
+def test_where_every_training_fails_the_reason_is_an_error(pair_dirs, tmp_path, monkeypatch):
+    own = cli.main
+    monkeypatch.setattr(stages.cli, "main", lambda argv: 2 if argv[0] in recipes() else own(argv))
+    with pytest.raises(InputError, match=r"train-1-carved: expected the stage to end, found exit code 2"):
+        command.choose(config(pair_dirs, tmp_path))
+
+
 def choosing(settings, tmp_path, prompts: int, used: int, written: float) -> command.Choosing:
     """A run whose target has answered some of its prompts."""
     train = [Prompt(str(number), f"text {number}", None, None) for number in range(prompts)]
