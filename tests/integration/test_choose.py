@@ -124,7 +124,7 @@ def test_few_candidates_settings_and_seconds_are_enough(pair_dirs, tmp_path, fie
 @pytest.mark.parametrize(
     ("failure", "amount"), [(2, 1), (RuntimeError("out of memory\nbeside much else"), 2)], ids=["refused", "memory"]
 )
-def test_a_candidate_whose_training_fails_is_left_out_and_said(pair_dirs, tmp_path, monkeypatch, capsys, failure, amount):
+def test_a_candidate_whose_training_fails_is_left_out(pair_dirs, tmp_path, monkeypatch, capsys, failure, amount):
     own, trained = cli.main, []
 
     def main(argv):
