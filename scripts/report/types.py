@@ -171,8 +171,8 @@ class Run(Entry):
     """One drafter, decoded with one draft length, temperature and batch size."""
 
     proposer: ProposerEntry
-    draft_length: Positive
-    """γ; of what has a tree of its own the depth of the tree."""
+    draft_length: Count
+    """γ; of what has a tree of its own the depth of the tree; 0 of a server that drafts nothing."""
     rule: Literal["exact"]
     temperature: Temperature
     batch_size: Positive
@@ -357,7 +357,7 @@ class Recommendation(Entry):
     go: bool
     reason: Annotated[str, Says(minLength=1)]
     proposer: Name | None = None
-    draft_length: Positive | None = None
+    draft_length: Count | None = None
     batch_size: Positive | None = None
     temperature: Temperature | None = None
     predicted_speedup: Estimate | None = None

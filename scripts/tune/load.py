@@ -1,7 +1,8 @@
 """`draftsmith tune --reports`: the draft length for each load, from measurements of the server itself.
 
 `measure --server` has measured the server at several draft lengths, each beside a server without drafts, with several
-numbers of requests at once. What was fastest at each of them is the table. Nothing is predicted.
+numbers of requests at once. What was fastest at each of them is the table. Nothing is predicted. A draft length of 0
+counts as plain decoding, unless that was measured as well.
 """
 
 import math
@@ -90,12 +91,16 @@ def print_load(goodput: Mapping[int, Mapping[int, float]], console: Console | No
     """Print the speed-ups, and which draft length is taken at each load."""
     console = console or Console()
     chosen, lengths = chosen_lengths(goodput), sorted(next(iter(goodput.values())))
-    columns = ["at once", *(f"γ = {length}" if length else "plain" for length in lengths), "taken"]
+    measured = any(of[0] != 1 for of in goodput.values())
+    columns = ["at once", *(f"γ = {length}" if length or measured else "plain" for length in lengths), "taken"]
     table = figures_table(columns, "at once", "speed-up over the server without drafts")
     for requests, of in goodput.items():
         taken = f"γ = {chosen[requests]}" if chosen[requests] else "none"
         table.add_row(str(requests), *(f"{of[length]:.2f}×" for length in lengths), taken)
     console.print(table)
+    for requests, of in goodput.items():
+        if max(of.values()) < 1:
+            console.print(f"{requests} at once: a server without a drafter is faster than all of these")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

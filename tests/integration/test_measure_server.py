@@ -173,6 +173,19 @@ def test_two_servers_take_turns_and_the_speed_up_is_a_gate(measure, prompts):
         assert code == 3 and "the speed-up must exceed 1e+06" in report["gate"]["failures"][0]
 
 
+def test_what_a_draft_length_of_0_costs_is_measured(measure, prompts):
+    """A server whose table says 0 at every load still runs what belongs to its drafter."""
+    with simulated_server(draft_length=0) as server, simulated_server(draft_length=0) as plain:
+        code, report, _ = measure(server, prompts, "--draft_length", "0", baseline=plain)
+    (run,) = report["runs"]
+    assert code == 0 and report["server"]["warnings"] == []
+    assert run["draft_length"] == 0 and run["speedup"]["value"] > 0 and run["lossless"]["passed"]
+    assert run["mean_acceptance_length"]["value"] is run["alpha"]["value"] is None
+    with simulated_server() as server:
+        code, _, err = measure(server, prompts, "--draft_length", "0")
+    assert code == 2 and "draft_length: expected a server that drafts nothing" in last_line(err)
+
+
 def test_requests_arrive_at_a_rate(measure, prompts):
     with simulated_server() as server:
         code, report, _ = measure(server, prompts, "--rate", "200", "--concurrency", "8")

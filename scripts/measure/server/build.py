@@ -127,6 +127,12 @@ def categories(observed: Observed) -> dict[str, list[int]]:
 
 def _require_drafts(observed: Observed, accepted: Sequence[Acceptance]) -> None:
     for each in accepted:
+        if observed.config.draft_length == 0:
+            if each.mean is not None or (each.total is not None and each.total.num_drafts):
+                raise InputError(
+                    f"draft_length: expected a server that drafts nothing at {observed.urls['server']}, found drafts"
+                )
+            continue
         if (each.total is None and each.mean is None) or (each.total is not None and not each.total.num_drafts):
             raise InputError(
                 f"server: expected one that speculates at {observed.urls['server']}, found none that counts a draft"
@@ -136,7 +142,9 @@ def _require_drafts(observed: Observed, accepted: Sequence[Acceptance]) -> None:
 
 
 def _draft_length(observed: Observed, accepted: Acceptance) -> int | None:
-    return observed.config.draft_length or accepted.draft_length or observed.engines["server"].draft_tokens
+    if observed.config.draft_length is not None:
+        return observed.config.draft_length
+    return accepted.draft_length or observed.engines["server"].draft_tokens
 
 
 def _run(observed: Observed, setting: Setting, accepted: Acceptance) -> Run:
@@ -164,7 +172,7 @@ def _run(observed: Observed, setting: Setting, accepted: Acceptance) -> Run:
     ids = [record.token_ids for record in records if record.token_ids is not None]
     return Run(
         proposer=ProposerEntry(config.drafter or (method or "drafter").lower(), "server", None, None, None),
-        draft_length=length or 1,
+        draft_length=1 if length is None else length,
         rule="exact",
         temperature=temperature,
         batch_size=concurrency,

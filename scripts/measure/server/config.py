@@ -66,7 +66,8 @@ class MeasureServerConfig(Filters):
     max_prompt_tokens: int | None = None
     """Tokens of a prompt at most, with `target`: of longer ones the beginning is cut."""
     draft_length: int | None = None
-    """γ, drafted tokens a round; null: drafted tokens ÷ drafts, as the server counts them."""
+    """γ, drafted tokens a round; null: drafted tokens ÷ drafts, as the server counts them; 0: a server whose table says 0
+    at every load, and what that costs."""
     min_speedup: float | None = None
     """A gate: what the speed-up over the baseline server must exceed, by its interval's lower end."""
     min_alpha: float | None = None
@@ -98,7 +99,8 @@ class MeasureServerConfig(Filters):
         require(self, finite(at_least(0)), "temperature")
         require(self, finite(more_than(0)), "rate", "timeout", "min_speedup")
         require(self, between(0, 1), "min_alpha", "confidence")
-        require(self, DRAFT_LENGTH, "draft_length")
+        if self.draft_length != 0:
+            require(self, DRAFT_LENGTH, "draft_length")
         require(self, one_of(("probabilistic", "greedy")), "expect_verifier")
         if self.no_repeat_ngram_size:
             raise InputError("no_repeat_ngram_size: expected 0, for servers know no such filter, found another number")

@@ -26,7 +26,7 @@ def warnings_of(observed: Observed, accepted: Mapping[Setting, Acceptance]) -> l
         )
     for setting, each in accepted.items():
         where = f"T = {setting[0]:g}, {setting[1]} at once"
-        if each.source in COUNTED_BY:
+        if each.source in COUNTED_BY and observed.config.draft_length != 0:
             warnings.append(f"{where}: {COUNTED_BY[each.source]}.")
         if each.tree:
             warnings.append(f"{where}: the server drafts trees, so α is not known.")

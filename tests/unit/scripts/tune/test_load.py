@@ -50,6 +50,18 @@ def test_temperatures_count_alike_by_the_time_of_a_token(tmp_path):
     assert load.tune_load(config(tmp_path, one)) == {1: {0: 1.0, 2: pytest.approx(4 / 3)}}
 
 
+def test_a_server_that_drafts_nothing_is_not_plain_decoding_once_it_was_measured(tmp_path, capsys):
+    """vLLM 0.32 with a draft length of 0 is slower than with 1: then 1 is taken, and it is said what is faster."""
+    none = report(tmp_path / "none", 0, {1: 0.9, 4: 0.8, 8: 0.7})
+    short = report(tmp_path / "one", 1, {1: 1.2, 4: 1.1, 8: 0.85})
+    flags = ["--reports", json.dumps([none, short]), "--target", "target", "--output", str(tmp_path / "out")]
+    assert load.main([*flags, "--drafter", "draft:runs/draft"]) == 0
+    file = json.loads((tmp_path / "out/draft_lengths.json").read_text())
+    assert file["drafters"]["draft"]["num_speculative_tokens_per_batch_size"] == [[1, 8, 1]]
+    said = capsys.readouterr().out
+    assert "0.70×" in said and "8 at once: a server without a drafter is faster" in said
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
