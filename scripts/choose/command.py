@@ -25,11 +25,11 @@ from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Amount, Count, parse_json, read
 from draftsmith.scripts.choose.candidates import checked_candidates, say_plan
 from draftsmith.scripts.choose.config import COPIES, NONE, ChooseConfig
-from draftsmith.scripts.choose.forecast import LEAST_AMOUNTS, LEAST_SPREAD, Trial, outlook, outlooks
+from draftsmith.scripts.choose.forecast import LEAST_SPREAD, Trial, outlook, outlooks
 from draftsmith.scripts.choose.page import print_choice, write_page
 from draftsmith.scripts.choose.result import SCHEMA, Choice, Standing, best_way, by_name, settings_text, shell, verdict
 from draftsmith.scripts.choose.rounds import CostFile, Replayed, measured_costs, replayed
-from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable, growth, kept, survivors
+from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable, begins, growth, kept, survivors
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.stages import JUDGED_LATER, Stages, flags_of, nested
 from draftsmith.train.cli import parse_config
@@ -87,6 +87,8 @@ class Choosing:
     failed: dict[str, str] = field(default_factory=dict)
     """Candidates whose training failed, and how; they are tried again when the same command runs again."""
     amounts: list[int] = field(default_factory=list)
+    over: bool = False
+    """Whether no more is tried: what is left of the time for choosing is then the winner's."""
 
     @property
     def seconds(self) -> float:
@@ -201,7 +203,8 @@ class Choosing:
         trained = float(self.trials[name][-1].tokens)
         if self.config.budget_tokens is not None:
             return max(float(self.config.budget_tokens), trained)
-        left = max(self.config.seconds - max(self.spent, self.seconds), 0.0)
+        choosing = self.spent if self.over else max(self.spent, self.seconds)
+        left = max(self.config.seconds - choosing, 0.0)
         # No more than the target can write from these prompts.
         most = self.written / self.used * len(self.train) * self.answers_of(MOST_SAMPLES) / self.answers_of(1)
         return max(min(affordable(left, self.paces[name], self.written, write), most), trained)
@@ -259,7 +262,8 @@ def _halve(run: Choosing, first: int) -> Choice:
             tables = _costs(run)
         if rung == RUNGS:
             break
-        if rung >= LEAST_AMOUNTS and run.spent >= run.seconds:
+        left, paces = run.seconds - run.spent, [run.paces[name] for name in names]
+        if not begins(left, rung, run.written, paces, len(run.candidates), write):
             print("the time is spent: nothing more is trained", flush=True)
             break
         going_on = survivors(rung + 1, len(run.candidates))
@@ -271,8 +275,8 @@ def _halve(run: Choosing, first: int) -> Choice:
             names = remain
         per_prompt = run.written / run.used
         factor = growth(
-            run.seconds - run.spent, rung, run.written, [run.paces[name] for name in names], len(run.candidates),
-            write, per_prompt * len(run.train),
+            left, rung, run.written, [run.paces[name] for name in names], len(run.candidates), write,
+            per_prompt * len(run.train),
         )  # fmt: skip
         if rung == 1:  # with less, those that are dropped first have no forecast; prompts differ in length
             factor = max(factor, 1.1 * LEAST_SPREAD)
@@ -318,6 +322,7 @@ def _standing(run: Choosing, name: str, tables: Mapping[str, CostTable], write: 
 
 def _chosen(run: Choosing, tables: Mapping[str, CostTable], write: float) -> Choice:
     config, output = run.config, run.output
+    run.over = True
     standings = [_standing(run, name, tables, write) for name in run.trials]
     # Those that were dropped are behind those that were not: their forecasts rest on less.
     standings.sort(key=lambda its: (its.dropped_after is not None, [-part for part in its.worth]))

@@ -14,9 +14,8 @@ from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.measurement.learning_curve import LUCK, learning_curve
 from draftsmith.scripts.choose.rounds import Replayed, Way
+from draftsmith.scripts.choose.schedule import LEAST_AMOUNTS
 
-LEAST_AMOUNTS = 2
-"""Amounts of text from which a curve is drawn; of one the forecast is what was found."""
 LEAST_SPREAD = 2.0
 """Times that the greatest of them must be the least: a curve that may not fall is drawn upwards by the luck of closer
 ones (docs/log/choose.md)."""

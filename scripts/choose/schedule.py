@@ -11,6 +11,8 @@ from typing import Any
 
 RUNGS = 4
 """Amounts of text; a forecast with an interval needs as many."""
+LEAST_AMOUNTS = 2
+"""Amounts that all learn from, and from which a curve is drawn; of one the forecast is what was found."""
 LEAST_GROWTH, MOST_GROWTH = 1.3, 6.0
 """Times that an amount of text is the one before it."""
 FINALISTS = 2
@@ -32,9 +34,23 @@ class Pace:
 
 def survivors(rung: int, candidates: int) -> int:
     """Return how many candidates learn from amount `rung`, from 1."""
-    if rung <= 2:
+    if rung <= LEAST_AMOUNTS:
         return candidates
     return min(candidates, max(FINALISTS, math.ceil(candidates / 2)) if rung < RUNGS else FINALISTS)
+
+
+def begins(seconds: float, rung: int, tokens: float, paces: Sequence[Pace], candidates: int, write: float) -> bool:
+    """Return whether another amount of text is tried: of the least one that may follow, half must fit the time.
+
+    The arguments are those of `growth`. A second amount is always tried.
+    """
+    return rung < LEAST_AMOUNTS or _trials(rung + 1, tokens, LEAST_GROWTH, paces, candidates, write) <= 2 * seconds
+
+
+def _trials(rung: int, tokens: float, factor: float, paces: Sequence[Pace], candidates: int, write: float) -> float:
+    """Return the seconds of amount `rung`, `factor` times the one before it: text, and trials at a mean pace."""
+    mean = sum(pace.trial(tokens * factor) for pace in paces) / len(paces)
+    return write * tokens * (factor - 1) + survivors(rung, candidates) * mean
 
 
 def growth(
@@ -54,11 +70,8 @@ def growth(
     ahead = RUNGS - rung
 
     def needed(factor: float) -> float:
-        total = write * tokens * (factor**ahead - 1)
-        for step in range(1, ahead + 1):
-            mean = sum(pace.trial(tokens * factor**step) for pace in paces) / len(paces)
-            total += survivors(rung + step, candidates) * mean
-        return total
+        amounts = [(rung + 1 + step, tokens * factor**step) for step in range(ahead)]
+        return sum(_trials(of, before, factor, paces, candidates, write) for of, before in amounts)
 
     low, high = LEAST_GROWTH, min(MOST_GROWTH, max(LEAST_GROWTH, (most / tokens) ** (1 / ahead)))
     if needed(high) <= seconds:

@@ -66,8 +66,8 @@ class MeasureServerConfig(Filters):
     max_prompt_tokens: int | None = None
     """Tokens of a prompt at most, with `target`: of longer ones the beginning is cut."""
     draft_length: int | None = None
-    """γ, drafted tokens a round; null: drafted tokens ÷ drafts, as the server counts them; 0: a server whose table says 0
-    at every load, and what that costs."""
+    """γ, drafted tokens a round; null: drafted tokens ÷ drafts, as the server counts them; 0: a server whose table says
+    0 at every load, and what that costs."""
     min_speedup: float | None = None
     """A gate: what the speed-up over the baseline server must exceed, by its interval's lower end."""
     min_alpha: float | None = None

@@ -8,6 +8,7 @@ from draftsmith.scripts.choose.schedule import (
     RUNGS,
     Pace,
     affordable,
+    begins,
     growth,
     kept,
     survivors,
@@ -54,6 +55,15 @@ def test_all_that_go_on_are_counted_where_some_were_dropped():
     assert LEAST_GROWTH < both < growth(700.0, 2, 1000.0, PACES, 3, 0.0, 1e9)
     mean = [sum(pace.trial(1000.0 * both**step) for pace in PACES) / 3 for step in (1, 2)]
     assert 3 * mean[0] + 2 * mean[1] == pytest.approx(700.0)
+
+
+@pytest.mark.parametrize("rung", [1, 2, 3])
+def test_an_amount_of_which_less_than_half_fits_is_not_begun(rung):
+    least = LEAST_GROWTH * 1000.0
+    needed = 0.002 * 300.0 + survivors(rung + 1, 6) * sum(pace.trial(least) for pace in PACES) / 3
+    # Without two amounts nothing is known of how candidates grow, whatever the time.
+    assert begins(needed / 2 - 1, rung, 1000.0, PACES, 6, 0.002) == (rung < 2)
+    assert begins(needed / 2 + 1, rung, 1000.0, PACES, 6, 0.002)
 
 
 def test_what_a_time_buys_is_training_and_the_text_that_is_missing():
