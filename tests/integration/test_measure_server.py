@@ -175,7 +175,7 @@ def test_two_servers_take_turns_and_the_speed_up_is_a_gate(measure, prompts):
 
 def test_what_a_draft_length_of_0_costs_is_measured(measure, prompts):
     """A server whose table says 0 at every load still runs what belongs to its drafter."""
-    with simulated_server(draft_length=0) as server, simulated_server(draft_length=0) as plain:
+    with simulated_server(draft_length=0, has_drafter=True) as server, simulated_server(draft_length=0) as plain:
         code, report, _ = measure(server, prompts, "--draft_length", "0", baseline=plain)
     (run,) = report["runs"]
     assert code == 0 and report["server"]["warnings"] == []

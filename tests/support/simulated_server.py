@@ -39,6 +39,8 @@ class Simulated:
     alpha: float = 0.6
     draft_length: int = 4
     """0: it decodes plainly."""
+    has_drafter: bool = False
+    """Whether a vLLM with a draft length of 0 counts, as one whose table says 0: drafts, none of them."""
     step_seconds: float = 0.0
     counts_answers: bool = False
     """vLLM's `--per-request-spec-decode-metrics summary`."""
@@ -94,15 +96,16 @@ class Simulated:
             lines += counter("sglang:spec_verify_calls", len(steps)) if self.verify_calls else []
             return "\n".join(lines) + "\n"
         lines = gauge("vllm:num_requests_running", 0) + counter("vllm:generation_tokens", self.generated)
-        if self.draft_length:
+        if self.draft_length or self.has_drafter:
             counts = {
-                "drafts": len(steps),
+                "drafts": len(steps) if self.draft_length else 0,
                 "draft_tokens": len(steps) * self.draft_length,
                 "accepted_tokens": sum(steps),
             }
             for name, value in counts.items():
                 lines += counter(f"vllm:spec_decode_num_{name}", value)
-            per_pos = {f'{{position="{i}"}}': sum(step > i for step in steps) for i in range(self.draft_length)}
+            positions = range(max(1, self.draft_length))
+            per_pos = {f'{{position="{i}"}}': sum(step > i for step in steps) for i in positions}
             lines += counter("vllm:spec_decode_num_accepted_tokens_per_pos", per_pos)
         return "\n".join(lines) + "\n"
 

@@ -153,7 +153,8 @@ def _run(observed: Observed, setting: Setting, accepted: Acceptance) -> Run:
     method = observed.engines["server"].method
     total, length = accepted.total, _draft_length(observed, accepted)
     drafts = 0 if total is None else int(total.num_drafts)
-    per_pos = () if total is None else tuple(map(int, total.num_accepted_tokens_per_pos))
+    # Of no draft there is no position, though vLLM counts the first one.
+    per_pos = () if total is None or not drafts else tuple(map(int, total.num_accepted_tokens_per_pos))
     reached = (drafts, *per_pos)[: len(per_pos)]
     counts = None
     if total is not None:
