@@ -220,7 +220,8 @@ def _tokens(config: CertifyConfig, client: Client, question: SentPrompt, answer:
     where = f"{client.name}: expected"
     if answer.token_ids is None:
         raise InputError(
-            f"{where} token ids (return_token_ids, as vLLM and SGLang have it) from {client.url}, found none"
+            f"{where} the ids of all tokens (return_token_ids, as vLLM and SGLang have it) from {client.url}, found none, "
+            "or fewer than its usage counts"
         )
     if question.ids is not None and answer.prompt_ids not in (None, question.ids):
         raise InputError(

@@ -11,7 +11,7 @@ from typing import Any
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
 from draftsmith.scripts.serving.counters import ServerMetrics, read_metrics
-from draftsmith.train.endpoint.answers import Delta, ModelList, StreamPart
+from draftsmith.train.endpoint.answers import Delta, ModelList, StreamPart, whole_ids
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure, server_words
 from draftsmith.train.options import checked_url
 
@@ -106,7 +106,8 @@ class Client(HttpClient):
                 `temperature` and what else shapes the text. How it is sent back is added here: streamed, with its
                 usage and, from servers that give them, its tokens' ids.
             path: /v1/completions, or /v1/chat/completions for `messages`.
-            token_ids: ask for the tokens' ids; SGLang refuses that of chats that are streamed.
+            token_ids: ask for the tokens' ids; SGLang refuses that of chats that are streamed. Ids of which some are
+                missing are none.
 
         Raises:
             InputError: the request is refused (4xx).
@@ -125,6 +126,9 @@ class Client(HttpClient):
         answer.ended = time.perf_counter()
         if answer.finish_reason is None:
             raise self.broken_off(path)
+        if not whole_ids(answer.token_ids, answer.completion_tokens, answer.finish_reason):
+            # Servers that parse thinking or calls leave out parts whose text they hold back, and their ids.
+            answer.token_ids, answer.arrivals = None, [(time, 0) for time, _ in answer.arrivals]
         return answer
 
     def impossible(self, path: str, what: str) -> ServerFailure:

@@ -159,6 +159,25 @@ def test_a_completion_ends_with_the_first_end_of_sequence_token(answer, expected
     assert settle(answer, [4], Vocabulary(remote_tokenizer, 290, 320, [1, 2]), "prompt 'p'") == expected
 
 
+@pytest.mark.parametrize(
+    ("change", "uncertain"),
+    [
+        (lambda ids, end: (ids, None), False),
+        (lambda ids, end: ([*ids, end], None), False),  # the end is listed, and not in the text
+        (lambda ids, end: (ids, len(ids) + 1), False),  # the end is counted, and not listed
+        (lambda ids, end: (ids, len(ids) + 2), True),
+        (lambda ids, end: (ids[:2] + ids[3:], None), True),
+        (lambda ids, end: (ids[:2] + ids[3:], len(ids)), True),
+        (lambda ids, end: ([*ids, ids[0], ids[1]], None), True),
+    ],
+)
+def test_ids_that_are_not_the_answers_text_or_number_are_told(change, uncertain, remote_tokenizer):
+    text, end = "return self.value + 1", remote_tokenizer.eos_token_id
+    ids, count = change(remote_tokenizer(text, add_special_tokens=False).input_ids, end)
+    vocabulary = Vocabulary(remote_tokenizer, len(remote_tokenizer), len(remote_tokenizer), [end])
+    assert settle(Served(text, "stop", None, ids, None, count), [65, 66], vocabulary, "p").uncertain is uncertain
+
+
 def test_text_that_spells_a_token_without_a_logit_is_cut_there():
     """The target wrote it in pieces; ids of a server that names it are another model's."""
     tokenizer = gemma_tokenizer()

@@ -42,8 +42,8 @@ class Delta(Said):
 
     @property
     def text(self) -> str:
-        """Its text, of the answer or of the thinking before it."""
-        return self.content or self.reasoning_content or self.reasoning or ""
+        """Its text: the thinking, by either name, and then the answer; a part of several tokens may have both."""
+        return (self.reasoning_content or self.reasoning or "") + (self.content or "")
 
 
 class Choice(Said):
@@ -141,3 +141,8 @@ class WholeGeneration(Generated):
 
     text: str
     meta_info: WholeMeta
+
+
+def whole_ids(ids: Sequence[int] | None, count: int | None, finish_reason: str | None) -> bool:
+    """Return whether ids are as many as the server's usage counts, where both are known; the end may be left out."""
+    return ids is None or count is None or len(ids) == count or (finish_reason == "stop" and len(ids) == count - 1)

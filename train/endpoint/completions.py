@@ -6,8 +6,10 @@ the ids:
 * `"return_token_ids": true` gives `choices[].token_ids` and `prompt_token_ids`: vLLM since 0.10.2 (its pull request
   22587) and SGLang (pull request 30917), both on `/v1/completions`;
 * SGLang's native `/generate` gives `output_ids`, whatever its age; it is used where the URL ends with that name;
-* of other servers the text is tokenized again: it is decoded once more and the tokens are counted, and where either
-  disagrees with what the server answered, the sample is one that may differ from what the target wrote.
+* of other servers the text is tokenized again: it is decoded once more and the tokens are counted.
+
+Where ids, text and number of tokens of one answer disagree, the sample is one that may differ from what the target
+wrote.
 
 Both servers list the end-of-sequence token among the ids; where one does not, it is added.
 """
@@ -23,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.prepare_config import PrepareConfig
 from draftsmith.train.data.samples import Completion, Sample, ShardBatch
-from draftsmith.train.endpoint.answers import ModelList, WholeCompletion, WholeGeneration
+from draftsmith.train.endpoint.answers import ModelList, WholeCompletion, WholeGeneration, whole_ids
 from draftsmith.train.endpoint.retries import RetryingServer
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 
@@ -227,7 +229,9 @@ def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabula
     """
     tokenizer, ends = vocabulary.tokenizer, vocabulary.ends
     ids, reason, uncertain = answer.token_ids, answer.finish_reason or "", False
-    if ids is None:
+    if ids is not None:
+        uncertain = not whole_ids(ids, answer.count, reason) or not spells(ids, answer.text, prompt_ids, tokenizer)
+    else:
         text = answer.text or ""
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         before, together = str(tokenizer.decode(prompt_ids)), str(tokenizer.decode(prompt_ids + ids))
@@ -255,6 +259,24 @@ def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabula
     if padding is not None:
         return Completion(ids[:padding], "length", uncertain, padded=True)
     return Completion(ids, reason, uncertain)
+
+
+def spells(ids: list[int], text: str | None, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether ids spell the text that the server gave with them; True where it gave none.
+
+    Servers may leave out special tokens, the token that ended the text, spaces at either end, and the half of a
+    character.
+    """
+    wanted = (text or "").strip().rstrip("\ufffd")
+    for written in (ids, ids[:-1]):
+        for skips in (False, True):
+            before, together, alone = (
+                str(tokenizer.decode(of, skip_special_tokens=skips))
+                for of in (prompt_ids, prompt_ids + written, written)
+            )
+            if wanted in (spelled.strip().rstrip("\ufffd") for spelled in (alone, together.removeprefix(before))):
+                return True
+    return not wanted
 
 
 def _id(value: Any) -> int | None:

@@ -67,6 +67,19 @@ def test_an_answer_without_end_is_given_up(body, monkeypatch):
         complete(monkeypatch, body)
 
 
+@pytest.mark.parametrize(
+    ("ids", "reason", "known"),
+    [([5, 6, 7], "length", True), ([5, 6], "length", False), ([5, 6], "stop", True), ([5], "stop", False)],
+)
+def test_ids_that_are_fewer_than_the_usage_counts_are_none(monkeypatch, ids, reason, known):
+    """The end of a text need not be listed; a token of a part that was never sent is lost."""
+    body = event(choices=[{"text": "abc", "token_ids": ids, "finish_reason": reason}])
+    body += event(choices=[], usage={"completion_tokens": 3}) + b"data: [DONE]\n\n"
+    answer = complete(monkeypatch, body)
+    assert answer.token_ids == (ids if known else None)
+    assert [count for _, count in answer.arrivals] == [len(ids) if known else 0]
+
+
 def drafted(**counts) -> bytes:
     return event(choices=[], metrics={"speculative_decoding": counts})
 
@@ -107,6 +120,8 @@ def test_what_no_completion_says_is_refused_in_one_line(part, field, monkeypatch
         (ServerInfo, '{"speculative_num_draft_tokens": 0}', {"speculative_num_draft_tokens": None}),
         (answers.Delta, '{"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}', {"text": "ab"}),
         (answers.Delta, '{"content": null, "reasoning": "why"}', {"text": "why"}),
+        (answers.Delta, '{"content": "so", "reasoning_content": "why "}', {"text": "why so"}),
+        (answers.Delta, '{"content": "so", "reasoning": "why ", "reasoning_content": "why "}', {"text": "why so"}),
         (answers.Delta, '{"content": "cut \\ud83d"}', {"text": "cut \ufffd"}),
         (answers.Choice, '{"text": null, "token_ids": [1]}', {"text": None, "finish_reason": None}),
     ],
