@@ -76,9 +76,9 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
         InputError: a run without held-out directories or with a target that is trained, an output of other
             settings, or a training run that failed.
     """
-    output = require_writable(config.output)
-    path = output / "learning_curve.json"
-    settings = {**asdict(config), "run": Path(config.run).read_text("utf-8") if Path(config.run).is_file() else ""}
+    output = require_writable(config.output, "learning_curve.json", "learning_curve.svg")
+    path, run = output / "learning_curve.json", Path(config.run)
+    settings = {**asdict(config), "run": run.read_text("utf-8", errors="replace") if run.is_file() else ""}
     settings = {name: settings[name] for name in ("run", "drafter", "flags", "draft_length")}
     points = _earlier_points(path, settings)
     report: dict[str, Any] = {"schema": SCHEMA, "settings": settings}

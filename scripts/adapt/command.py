@@ -18,7 +18,7 @@ from rich.console import Console
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import format_estimate
-from draftsmith.decode.validation import Count, parse_json, read
+from draftsmith.decode.validation import Count, read
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.adapt.traffic import Compared, Traffic, compare, foreign_share, read_traffic
 from draftsmith.scripts.adapt.watch import check, look, look_anew, loop, replaced
@@ -118,7 +118,7 @@ def _write(traffic: Traffic, step: Path) -> None:
 
 def _step(config: AdaptConfig, step: Path) -> Step:
     """Go through the stages of a step."""
-    stages, deployed = Stages(step / "stages"), parse_json((step / "deployed.json").read_text(encoding="utf-8"))
+    stages, deployed = Stages(step / "stages"), read(str, step / "deployed.json")
     text, drafter = step / "completions/learned", step / "drafter"
     learned = sum(1 for _ in (step / "learned.jsonl").open(encoding="utf-8"))
     answers: dict[str, Any] = {"target": config.target, "seed": config.seed} | config.texts()
@@ -169,7 +169,7 @@ def _kept_number(path: Path, compute: Any) -> float:
     """Return a number that is computed once."""
     if not path.is_file():
         write_json(path, compute())
-    return float(parse_json(path.read_text(encoding="utf-8")))
+    return read(float, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

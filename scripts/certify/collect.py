@@ -113,12 +113,13 @@ LINE: Any = tuple[Amount, Count, list[TokenId], Literal["stop", "length"]]
 class TextStore:
     """The texts that a server has written, a line each in a file: token ids and why each ended."""
 
-    def __init__(self, path: Path, most: int):
+    def __init__(self, path: Path, most: int, vocab_size: int | None):
         """Read what an earlier run left; a line that a kill cut off, or that is no text, is asked for again.
 
         Args:
             path: the file.
             most: tokens of a text.
+            vocab_size: what ids must be below; None where it is not known here.
         """
         self._path = path
         self.texts: dict[tuple[float, int], tuple[list[int], str]] = {}
@@ -127,7 +128,7 @@ class TextStore:
                 temperature, place, tokens, reason = parsed(LINE, line, str(path))
             except InputError:
                 continue
-            if len(tokens) <= most:
+            if len(tokens) <= most and (vocab_size is None or max(tokens, default=0) < vocab_size):
                 self.texts[temperature, place] = tokens, reason
 
     def add(self, request: TextRequest, tokens: list[int], reason: str) -> None:
@@ -220,8 +221,8 @@ def _tokens(config: CertifyConfig, client: Client, question: SentPrompt, answer:
     where = f"{client.name}: expected"
     if answer.token_ids is None:
         raise InputError(
-            f"{where} the ids of all tokens (return_token_ids, as vLLM and SGLang have it) from {client.url}, found none, "
-            "or fewer than its usage counts"
+            f"{where} token ids (return_token_ids, as vLLM and SGLang have it) from {client.url}, as many as its usage "
+            "counts, found none or fewer"
         )
     if question.ids is not None and answer.prompt_ids not in (None, question.ids):
         raise InputError(

@@ -13,7 +13,13 @@ from draftsmith.decode.measurement.uniformity import detectable
 from draftsmith.scripts.certify.collect import SentPrompt, stages
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.certify.servers import Servers, target_identity
-from draftsmith.scripts.certify.verdicts import GreedyVerdict, SampledVerdict, judge_greedy, judge_sampled
+from draftsmith.scripts.certify.verdicts import (
+    GreedyVerdict,
+    SampledVerdict,
+    judge_greedy,
+    judge_sampled,
+    require_judge,
+)
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair, read_tokens
 from draftsmith.train.cli import parse_config
@@ -41,6 +47,7 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     output = require_writable(config.output, CERTIFICATE)
     questions, pair = _load(config)
+    require_judge(config, pair, questions)
     ends = [] if pair is None else end_of_sequence_ids(pair.target.generation_config, pair.tokenizer)
     with locked(output):
         size = None if pair is None else pair.target.config.get_text_config().vocab_size

@@ -68,7 +68,7 @@ class Servers:
         return kept
 
     def _asked(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
-        kept = TextStore(self.directory / f"{name}.jsonl", self.config.max_new_tokens)
+        kept = self._store(name)
         if all((request.temperature, request.place) in kept.texts for stage in stages for request in stage):
             self.counters[name] = None
             return kept
@@ -99,13 +99,12 @@ class Servers:
 
     def kept(self) -> str | None:
         """Say what is kept of a run that is interrupted."""
-        there = {
-            name: len(TextStore(path, self.config.max_new_tokens).texts)
-            for name in SERVERS
-            if (path := self.directory / f"{name}.jsonl").is_file()
-        }
+        there = {name: len(self._store(name).texts) for name in SERVERS}
         texts = " and ".join(f"{count} texts of {name}" for name, count in there.items() if count)
         return f"{texts} are kept in {self.directory}" if texts else None
+
+    def _store(self, name: str) -> TextStore:
+        return TextStore(self.directory / f"{name}.jsonl", self.config.max_new_tokens, self.vocab_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is known of them, as plain JSON types."""

@@ -67,6 +67,16 @@ class GreedyVerdict:
         return all(bool(found.passed) for found in (self.first, self.again) if found is not None)
 
 
+def require_judge(config: CertifyConfig, pair: Pair | None, questions: Sequence[SentPrompt]) -> None:
+    """Require that texts of T=0 can be written here where they have to be, before any is asked for.
+
+    Raises:
+        InputError: the target cannot be decoded.
+    """
+    if pair is not None and config.plain_server is None and 0 in config.temperature:
+        plain_texts(pair.target, _on([torch.tensor(questions[0].ids)], pair), max_new_tokens=1)
+
+
 def judge_greedy(
     config: CertifyConfig,
     pair: Pair | None,
@@ -191,11 +201,6 @@ def _by_target(
             "early: ask for more, into another --output"
         )
     target, sampler = pair.target, config.at(temperature).sampler().on(pair.target.device)
-    size = target.config.get_text_config().vocab_size
-    if (most := max(map(max, filter(None, texts)))) >= size:
-        raise InputError(
-            f"target: expected the server's, found one of {size} tokens where the server writes token {most}"
-        )
     drafter = pair.drafters[0].proposer.distributions_after(target, sampler) if pair.drafters else None
     ids = [questions[prompt].ids or [] for prompt in asked]
     written = [

@@ -18,7 +18,7 @@ from typing import Any
 
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.validation import parse_json, read
 from draftsmith.scripts import cli
 from draftsmith.scripts.choose import command as choose
 from draftsmith.scripts.choose.candidates import checked_candidates, say_plan
@@ -194,8 +194,8 @@ def _launch(config: AlignConfig, made: Made, output: Path, draft_length: int, py
         values |= {"verify": config.verify, "engine": python}
     argv, kept = ["export", *flags_of(values)], output / "stages/export.json"
     of = [argv, lengths.read_text(encoding="utf-8") if lengths.is_file() else None]
-    before = parse_json(kept.read_text(encoding="utf-8")) if kept.is_file() else None
-    if before is None or before["of"] != of:
+    before = read(dict[str, Any], kept) if kept.is_file() else None
+    if before is None or before.get("of") != of:
         shutil.rmtree(output / "export", ignore_errors=True)  # of an export that was stopped, or of another
         said = io.StringIO()
         print(f"export: draftsmith {' '.join(argv)}", flush=True)

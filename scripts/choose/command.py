@@ -290,14 +290,14 @@ def _costs(run: Choosing) -> dict[str, CostTable]:
     path = run.output / "costs.json"
     kept = run.output / "stages" / "costs.json"
     of = as_json([read(KeptRung, run.output / "trials/1.json").commands, run.config.loading()])
-    before = parse_json(kept.read_text(encoding="utf-8")) if kept.is_file() else None
-    if before is None or before["of"] != of:
+    before = read(dict[str, Any], kept) if kept.is_file() else None
+    if before is None or before.get("of") != of:
         path.unlink(missing_ok=True)  # of others
     print("\ncosts of rounds, all candidates side by side", flush=True)
     drafters = {name: trials[-1].drafter for name, trials in run.trials.items()}
     begin = time.perf_counter()
     tables = measured_costs(run.config, drafters, run.heldout, path)
-    if before is None or before["of"] != of:
+    if before is None or before.get("of") != of:
         before = {"of": of, "seconds": time.perf_counter() - begin}
         write_json(kept, before)
     run.spent += float(before["seconds"])
@@ -405,7 +405,7 @@ def settle(config: ChooseConfig, output: Path, prompts: Sequence[dict[str, Any]]
     settings = {name: value for name, value in as_json(config).items() if name not in free}
     settings["prompts"] = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
     if path.is_file():
-        earlier = parse_json(path.read_text(encoding="utf-8"))
+        earlier = read(dict[str, Any], path)
         for name, value in settings.items():
             if earlier.get(name) != value:
                 raise InputError(

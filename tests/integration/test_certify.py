@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 import signal
 import threading
 from collections import defaultdict
@@ -10,7 +11,9 @@ from collections import defaultdict
 import pytest
 import torch
 from conftest import tiny_llama
+from families import tiny_model
 from server_fixtures import server  # noqa: F401
+from transformers import AutoConfig
 
 from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.errors import InputError
@@ -346,13 +349,23 @@ def test_temperatures_can_be_mixed():
 
 
 def test_a_line_that_was_cut_off_is_asked_for_again(tmp_path):
-    kept = TextStore(tmp_path / "texts.jsonl", 4)
+    kept = TextStore(tmp_path / "texts.jsonl", 4, 300)
     kept.add(TextRequest(1.0, 0, 0), [1, 2], "length")
     with (tmp_path / "texts.jsonl").open("a") as file:
-        file.write("\n[1.0, 1, [3")
-    again = TextStore(tmp_path / "texts.jsonl", 4)
+        file.write('\n[1.0, 1, [3\n[1.0, 3, [2147483647], "stop"]\n[1.0, 4, [300], "stop"]')
+    again = TextStore(tmp_path / "texts.jsonl", 4, 300)
     again.add(TextRequest(1.0, 2, 0), [4], "stop")
-    assert TextStore(tmp_path / "texts.jsonl", 4).of(1.0) == [([1, 2], "length"), ([4], "stop")]
+    assert TextStore(tmp_path / "texts.jsonl", 4, 300).of(1.0) == [([1, 2], "length"), ([4], "stop")]
+
+
+def test_a_target_that_cannot_write_texts_is_refused_before_any_is_asked_for(files, writes, tmp_path, capsys):
+    """One whose recurrent state cannot go back; sampled text it can judge."""
+    asked, target = writes(), tmp_path / "hybrid"
+    shutil.copytree(files / "target", target, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    config = AutoConfig.from_pretrained(files / "target")
+    tiny_model("lfm2", vocab_size=config.vocab_size).save_pretrained(target)
+    assert certify(files, asked, tmp_path / "out", "--target", str(target)) == 2
+    assert "target: expected" in capsys.readouterr().err.splitlines()[-1] and not completions(asked)
 
 
 def test_tokens_beyond_the_vocabulary_are_no_text(tmp_path):
@@ -362,7 +375,7 @@ def test_tokens_beyond_the_vocabulary_are_no_text(tmp_path):
         async def complete(self, body, path):
             return StreamedCompletion(token_ids=[1, 300], finish_reason="stop")
 
-    kept, questions = TextStore(tmp_path / "texts.jsonl", 4), [SentPrompt(Prompt("a", "x", None, None), [1])]
+    kept, questions = TextStore(tmp_path / "texts.jsonl", 4, 300), [SentPrompt(Prompt("a", "x", None, None), [1])]
     with pytest.raises(InputError, match=r"^server: http://127\.0\.0\.1: .*300"):
         asyncio.run(
             ask(config(), Wrong(), "m", questions, [TextRequest(0.0, 0, 0)], [], 300, kept, lambda tokens: None)

@@ -273,8 +273,8 @@ READERS: dict[str, Reader] = {
     "kept settings": Reader(lines(asdict(Settings("float32", 1, False, {}, None))), lambda path: read(Settings, path)),
     "kept texts": Reader(
         lines([0.0, 0, [1, 2], "stop"], [1.0, 3, [4], "length"]),
-        lambda path: TextStore(path, MOST).texts,
-        lambda texts: [ids_below(2**31, tokens) for tokens, _ in texts.values()],
+        lambda path: TextStore(path, MOST, 300).texts,
+        lambda texts: [ids_below(300, tokens) for tokens, _ in texts.values()],
     ),
     "costs.json": Reader(lines(COST_FILE), lambda path: read(CostFile, path, "costs")),
     "report.json": Reader(lines(REPORT), rates_of, speeds),

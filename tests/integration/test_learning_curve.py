@@ -173,3 +173,28 @@ def test_what_cannot_be_measured_is_refused(pipeline, recipe, tmp_path, monkeypa
     command.measure_curve(config)
     with pytest.raises(InputError, match=r"output: expected .*learning_curve\.json of the same draft_length"):
         command.measure_curve(replace(config, draft_length=2))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.write_bytes(bytes(range(256))), "expected JSON, found"),
+        (lambda path: path.mkdir(), "output: expected a file or nothing at"),
+        (lambda path: path.with_suffix(".svg").mkdir(), "output: expected a file or nothing at"),
+    ],
+    ids=["binary", "a directory", "the chart a directory"],
+)
+def test_an_output_that_cannot_be_is_refused_before_anything_is_trained(recipe, tmp_path, spoil, message):
+    write, trained = recipe
+    (tmp_path / "curve").mkdir()
+    spoil(tmp_path / "curve" / "learning_curve.json")
+    with pytest.raises(InputError, match=message) as error:
+        command.measure_curve(LearningCurveConfig(write(), str(tmp_path / "curve"), shares=[0.3, 0.6, 1.0]))
+    assert "\n" not in str(error.value) and not trained
+
+
+def test_a_run_that_is_no_text_is_refused_in_one_line(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(bytes(range(256)))
+    with pytest.raises(InputError) as error:
+        command.measure_curve(LearningCurveConfig(str(tmp_path / "run.yaml"), str(tmp_path / "curve")))
+    assert "\n" not in str(error.value)
