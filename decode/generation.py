@@ -116,7 +116,9 @@ def paddings_of(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]
         InputError: an input of the model's beside tokens and mask, positions that do not count the tokens, a cache that
             holds tokens already, or a mask that is not zeros and then ones.
     """
-    others = sorted(n for n, v in model_inputs.items() if n not in SERVED_INPUTS and v is not None and v is not False)
+    others = sorted(
+        name for name, value in model_inputs.items() if name not in SERVED_INPUTS and not _is_left_out(value)
+    )
     if others:
         raise InputError(f"inputs: expected input_ids and attention_mask alone, found {', '.join(others)}")
     cache = model_inputs.get("past_key_values")
@@ -143,6 +145,11 @@ def paddings_of(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]
         if other:
             raise InputError(f"position_ids: expected each token's place in the text, found others in row {row}")
     return facts[0]
+
+
+def _is_left_out(value: Any) -> bool:
+    """Say whether an input asks for nothing: `generate` adds an empty dict for the images of multimodal classes."""
+    return value is None or value is False or value == {}
 
 
 def row_processors(processors: LogitsProcessorList, row: int, padding: int) -> LogitsProcessorList:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from families import tiny_model
+from gemma import seeing_gemma, tiny_gemma
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -99,6 +100,20 @@ def test_a_target_that_is_not_a_number_is_refused_where_it_happens(draft, do_sam
         decode(broken, draft, ids, do_sample=do_sample, rule=rule)
     with pytest.raises(InputError, match=rf"target: expected finite logits, found NaN after {place} tokens of row 0"):
         autoregressive_generate(broken, ids, do_sample=do_sample, max_new_tokens=8)
+
+
+def test_the_multimodal_class_writes_what_the_library_writes():
+    """`generate` hands it an empty dict in place of images."""
+    text = tiny_gemma()
+    model = seeing_gemma(text)
+    batch = {"input_ids": torch.tensor([[0, 0, 0, 9, 50, 90], [9, 50, 90, 70, 50, 90]])}
+    batch["attention_mask"] = (batch["input_ids"] > 0).long()
+    options = {"max_new_tokens": 24, "do_sample": False}
+    expected = text.generate(**batch, **options)
+    assert torch.equal(model.generate(**batch, **options), expected)
+    out = speculative_generate(model, PromptLookupProposer(), **batch, draft_length=3, **options)
+    assert torch.equal(out.sequences, expected) and out.counts.num_draft_tokens > 0
+    assert torch.equal(autoregressive_generate(model, **batch, **options).sequences, expected)
 
 
 def test_inputs_that_would_not_be_fed_are_refused(target, draft):

@@ -17,6 +17,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     TrainingArguments,
 )
@@ -147,6 +149,25 @@ def test_a_forward_without_gradients_is_what_it_allocates(fake):
     assert planned(ROWS) == live.peak
     cache = trace_cache(*fake, BatchShape(LENGTH, ROWS), "float32")
     assert cache(ROWS) == pytest.approx(2 * 2 * ROWS * 2 * LENGTH * 64 * 4, rel=0.01)  # k and v, layers, B, heads, T, D
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixture_of_experts_takes_what_it_allocates_in_either_dtype(dtype):
+    """The product of experts has shapes without data in bfloat16 alone."""
+    config = MixtralConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, num_local_experts=4, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    mode = FakeTensorMode()
+    with mode:
+        shape = MixtralForCausalLM._from_config(config, dtype=dtype)
+    planned = trace_forward(mode, shape, BatchShape(LENGTH, ROWS), "float32")
+    model, inputs = MixtralForCausalLM._from_config(config, dtype=dtype).eval(), BatchShape(LENGTH, ROWS).inputs(ROWS)
+    with LiveBytes([*model.parameters(), *model.buffers(), *inputs.values()]) as live, torch.no_grad():
+        BatchShape(LENGTH, ROWS).chosen(last_hidden(model, **inputs))
+    assert planned(ROWS) == live.peak
+    step = trace_step(mode, shape, BatchShape(LENGTH, ROWS), "float32", checkpointing=False)
+    assert step.backward(ROWS) > step.after_loss(ROWS) > planned(ROWS)
 
 
 def test_a_layer_in_half_precision_is_that_of_the_formula():

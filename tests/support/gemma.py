@@ -14,7 +14,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AddedToken, Gemma3ForCausalLM, Gemma3TextConfig, GemmaTokenizer, GenerationConfig
+from transformers import (
+    AddedToken,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GemmaTokenizer,
+    GenerationConfig,
+)
 
 from draftsmith.train.runs import save_model
 
@@ -122,6 +130,22 @@ def tiny_gemma(seed: int = 0, layers: int = 3, scale: float = 4.0, **config: obj
     model.model.norm.weight.copy_((1 + model.model.norm.weight) * gain - 1)
     turn_ends = gemma_tokenizer(image=False).convert_tokens_to_ids(TURN_ENDS)
     model.generation_config = GenerationConfig(**tokens | {"eos_token_id": [1, turn_ends]})
+    return model
+
+
+def seeing_gemma(text: Gemma3ForCausalLM) -> Gemma3ForConditionalGeneration:
+    """Return the multimodal class of Gemma 3, with the weights of a text model and a random vision tower."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = Gemma3Config(
+        text_config=text.config.to_dict(),
+        vision_config={**vision, "image_size": 4, "patch_size": 2},
+        mm_tokens_per_image=4,
+        image_token_index=text.config.vocab_size - 1,
+    )
+    model = Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.tie_weights()
+    model.generation_config = text.generation_config
     return model
 
 
