@@ -14,7 +14,6 @@ from draftsmith.distill.parallel.model import choose_attention, make_parallel, r
 from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.distill.vocabulary import keep_tokens
-from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.data.first_look import few_texts
 from draftsmith.train.job.ranks import leave, run_rank
@@ -67,9 +66,11 @@ class DistillRun(TrainingRun[DistillConfig]):
             require_masks(draft)
         else:
             set_attention(draft, config.attn_implementation)
+        draft.generation_config.eos_token_id = self.ends or None  # type: ignore[union-attr]
         if init.draft_vocabulary is not None:
-            ends = end_of_sequence_ids(draft.generation_config, self.tokenizer)
-            frequent = frequent_tokens(self.data, init.draft_vocabulary, self.tokens, ends, "init.draft_vocabulary")
+            frequent = frequent_tokens(
+                self.data, init.draft_vocabulary, self.tokens, self.ends, "init.draft_vocabulary"
+            )
             keep_tokens(draft, frequent.tolist())
         return draft
 

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.on_policy import continued, prompts_of
-from draftsmith.train.data.decoding import end_of_sequence_ids
+from draftsmith.train.checkpoint import end_of_sequence_ids
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.job.first_loss import Learner

@@ -58,7 +58,7 @@ class HeadsRun(TrainingRun[Config]):
     def token_map(self) -> Tensor | None:
         """The tokens that new heads may draft; None for all."""
         count = self.config.draft_vocabulary
-        return None if count is None else frequent_tokens(self.data, count, self.tokens)
+        return None if count is None else frequent_tokens(self.data, count, self.tokens, self.ends)
 
 
 FeatureConfig = TypeVar("FeatureConfig", bound=FeaturesConfig)

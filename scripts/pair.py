@@ -8,6 +8,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.decode.progress import each
 from draftsmith.scripts.kinds import kind_named
+from draftsmith.train.checkpoint import end_of_sequence_ids
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading, Pair
 from draftsmith.train.models import check_head, load_model, load_tokenizer, resolve_dtype, vocabulary_size
@@ -43,7 +44,7 @@ def load_pair(
     loading.dtype = resolve_dtype(dtype, path, trust_remote_code=trust_remote_code)
     target = load_model(path, field="target", dtype=loading.dtype, trust_remote_code=trust_remote_code)
     check_head(target.config, tokenizer, "target")
-    ends = target.generation_config.eos_token_id  # type: ignore[union-attr]
+    ends = end_of_sequence_ids(target.generation_config, tokenizer) or None
     target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     loading.model = target
     return Pair(target, tokenizer, loading.dtype, [k.load(s, loading) for k, s in zip(kinds, drafters, strict=True)])

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError, at_least, first_line, lacks_memory
 from draftsmith.decode.validation import Said, parse_json, read
@@ -285,16 +285,16 @@ def load_generation_config(path: str | Path, config: PretrainedConfig, *, field:
             if (Path(path) / "generation_config.json").is_file():
                 raise
             generation = GenerationConfig.from_model_config(config)
-    end_ids(generation, f"{field}: {path}")
+    _end_ids(generation, f"{field}: {path}")
     return generation
 
 
-def end_ids(generation: GenerationConfig | None, field: str = "model") -> list[int]:
-    """Return the ids that end a text by a generation config, possibly none.
+def end_of_sequence_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that end a target's texts, in every command: its generation config's, else its tokenizer's."""
+    return _end_ids(generation) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
 
-    Raises:
-        InputError: something else stands there.
-    """
+
+def _end_ids(generation: GenerationConfig | None, field: str = "model") -> list[int]:
     ends = None if generation is None else generation.eos_token_id
     ids = [ends] if isinstance(ends, int) else list(ends or [])
     if not all(isinstance(token, int) for token in ids):

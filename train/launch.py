@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
+from draftsmith.train.checkpoint import end_of_sequence_ids, load_generation_config
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.examples import TrainingData, require_apart, split_off, take_share, training_examples
 from draftsmith.train.data.generate import other_target
@@ -151,6 +152,13 @@ class TrainingRun(ABC, Generic[Config]):
         trainer.kept = self.kept
         run_training(trainer, lambda output: self.finish(trainer, output))
         return trainer
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The tokens that end the target's texts, which every draft must be able to propose."""
+        config = self.config
+        stored = load_generation_config(config.target, self.target_config, field="target")
+        return [token for token in end_of_sequence_ids(stored, self.tokenizer) if token < self.tokens]
 
     @cached_property
     def begins(self) -> bool:

@@ -244,12 +244,16 @@ def empty_model(
     Raises:
         InputError: not the config of a causal LM.
     """
-    source = config.name_or_path if isinstance(config, PretrainedConfig) else config
-    if not isinstance(config, PretrainedConfig):
+    source, generation = config, None
+    if isinstance(config, PretrainedConfig):
+        source = config.name_or_path
+    else:
         config = load_config(config, field=field, trust_remote_code=trust_remote_code)
+        generation = load_generation_config(source, config, field=field)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"), whole_weights(), reading(field, f"a causal LM in {source}"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    model.generation_config = generation or model.generation_config
     return model.eval()
 
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.checkpoint import load_generation_config
 from draftsmith.train.models import DTYPES, empty_model, load_config, load_model
 
 
@@ -83,5 +82,4 @@ def load_sharded(path: str, device: torch.device, *, dtype: str, trust_remote_co
         else:
             torch.distributed.broadcast(whole, 0)
             tensor.copy_(whole)
-    model.generation_config = load_generation_config(path, config, field="target")
     return model

@@ -22,8 +22,8 @@ from draftsmith.scripts.certify.verdicts import (
 )
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair, read_tokens
+from draftsmith.train.checkpoint import end_of_sequence_ids
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove, require_writable

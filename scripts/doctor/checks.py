@@ -167,7 +167,9 @@ def _chat_template(target: Side, drafts: Sequence[Side]) -> Finding:
 def _special_tokens(target: Side, drafts: Sequence[Side]) -> Finding:
     name, tokenizer = "special tokens", target.tokenizer
     ends = {token: f"{tokenizer.decode([token])!r} ({token})" for token in target.ends}
-    text = f"texts end with {', '.join(ends.values())}" if ends else "nothing ends a text in generation_config.json"
+    text = f"texts end with {', '.join(ends.values())}" if ends else "nothing ends a text"
+    by_tokenizer = bool(ends) and target.model.generation_config.eos_token_id is None
+    text += " by the tokenizer alone" if by_tokenizer else ""
     text += f", padding is {tokenizer.pad_token!r}"
     wanted = {} if tokenizer.eos_token_id is None else {tokenizer.eos_token_id: "the tokenizer's end of sequence"}
     if tokenizer.chat_template is not None:
@@ -190,6 +192,7 @@ def _special_tokens(target: Side, drafts: Sequence[Side]) -> Finding:
             )
     for draft in drafts:
         if draft.ends and set(draft.ends) != set(target.ends):
-            text += f"; the {draft.role}'s generation config says {list(draft.ends)}, "
-            text += "which does not matter: the target decides"
-    return Finding("ok" if ends else "warning", name, text, "" if ends else "put eos_token_id there, or texts run on")
+            text += f"; the {draft.role}'s would end with {list(draft.ends)}, which does not matter: the target decides"
+    if by_tokenizer or not ends:
+        return Finding("warning", name, text, "put eos_token_id into generation_config.json, or `generate` runs on")
+    return Finding("ok", name, text)

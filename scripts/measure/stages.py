@@ -77,9 +77,8 @@ def _completions(measured: Measured, temperature: float, first: int, unfinished:
     """Return texts of the prompts from one on, written in batches; those of finished batches are kept."""
     config, target = measured.config, measured.pair.target
     base: Any = target.generation_config
-    ends = [base.eos_token_id] if isinstance(base.eos_token_id, int) else base.eos_token_id
     generation = GenerationConfig(
-        eos_token_id=ends,
+        eos_token_id=base.eos_token_id,
         pad_token_id=base.pad_token_id,
         max_new_tokens=config.max_new_tokens,
         **config.at(temperature).generate_kwargs(),

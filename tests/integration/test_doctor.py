@@ -181,7 +181,7 @@ def other_tokenizer(path, tokenizer):
         (lambda path, tokenizer: restore(path, lambda t: {k: v.to(torch.int8) for k, v in t.items()}), "draft",
          "✗ LlamaForCausalLM, 1 layer, 28.5 K parameters, but model.embed_tokens.weight in I8"),
         (lambda path, tokenizer: rewrite(path, "generation_config.json", eos_token_id=7), "special tokens",
-         "✓ texts end with '<|endoftext|>' (0), padding is '<|pad|>'; the draft's generation config says [7]"),
+         "✓ texts end with '<|endoftext|>' (0), padding is '<|pad|>'; the draft's would end with [7], which does"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_draft_is_said_in_its_line(damage, name, expected, pair_dirs, tokenizer, capsys):
@@ -220,7 +220,7 @@ def test_ends_of_text_that_nothing_stops_at_are_warned_of(chat, tmp_path, capsys
         (end, CHATML, f"✓ texts end with '<|im_end|>' ({end}), padding is"),
         (end, None, f"! texts end with '<|im_end|>' ({end}), padding is '<|pad|>', but not with '<|endoftext|>' (0), "
          "the tokenizer's end of sequence → "),
-        (None, None, "! nothing ends a text in generation_config.json"),
+        (None, None, "! texts end with '<|endoftext|>' (0) by the tokenizer alone, padding is '<|pad|>' → put eos_"),
         (end, CHATML.replace("m.content", "'gone'"), f"! texts end with '<|im_end|>' ({end}), padding is '<|pad|>'; "
          "sample 'Hello': expected a chat template that writes the last answer"),
     ):  # fmt: skip

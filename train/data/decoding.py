@@ -10,7 +10,7 @@ from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.cache import check_model, rotary_limit
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.options import Sampling
-from draftsmith.train.checkpoint import end_ids
+from draftsmith.train.checkpoint import end_of_sequence_ids
 from draftsmith.train.data.samples import Completion, mixed_seed
 
 
@@ -144,9 +144,3 @@ def set_generation_config(
         **settings.generate_kwargs(),
     )
     return model.generation_config
-
-
-def end_of_sequence_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that end a text: those of the model's generation config, else the tokenizer's; maybe none."""
-    ends = end_ids(generation)
-    return ends or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])

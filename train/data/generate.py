@@ -26,11 +26,11 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
-from draftsmith.train.checkpoint import load_generation_config
+from draftsmith.train.checkpoint import end_of_sequence_ids, load_generation_config
 from draftsmith.train.data.begun import BegunShard, WritingProgress
 from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.corpus import write_prompts
-from draftsmith.train.data.decoding import complete, end_of_sequence_ids, set_generation_config
+from draftsmith.train.data.decoding import complete, set_generation_config
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
 from draftsmith.train.data.prompts import encode_prompt, read_prompts

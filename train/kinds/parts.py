@@ -14,10 +14,9 @@ from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import (
     Stored,
-    end_ids,
+    end_of_sequence_ids,
     integer_weight,
     is_quantized,
-    load_generation_config,
     of_any_layer,
     stored_tensors,
 )
@@ -63,7 +62,7 @@ class Side(Part):
 
     tokenizer: PreTrainedTokenizerBase
     ends: tuple[int, ...]
-    """The ids that end a text, by its generation config."""
+    """The ids that end a text (`end_of_sequence_ids`)."""
 
     @property
     def config(self) -> Any:
@@ -112,7 +111,7 @@ def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | Non
         tokenizer = load_tokenizer(path, field=role, trust_remote_code=trust_remote_code)
         # In bfloat16: grouped products of experts have no shapes in another dtype.
         model = empty_model(path, field=role, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
-        ends = end_ids(load_generation_config(path, model.config, field=role), role)
+        ends = end_of_sequence_ids(model.generation_config, tokenizer)
     except InputError as error:
         text = str(error).removeprefix(f"{role}: ")
         return None, Finding("error", role, text, "give the directory of a causal LM and its tokenizer")

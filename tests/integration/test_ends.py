@@ -1,0 +1,61 @@
+"""Texts end alike in every command: by the target's generation config, or by its tokenizer where that says nothing."""
+
+import json
+import shutil
+
+import pytest
+from pipelines import block_configured, configured, eagle_configured, heads_configured
+
+from draftsmith.distill.__main__ import DistillRun
+from draftsmith.distill.config import DraftInit
+from draftsmith.medusa.__main__ import MedusaRun
+from draftsmith.medusa.block.__main__ import BlockRun
+from draftsmith.medusa.eagle.__main__ import EagleRun
+from draftsmith.scripts.pair import load_pair
+from draftsmith.train.data.examples import training_examples
+from draftsmith.train.models import empty_model, load_tokenizer
+
+END = 299  # no completion of `pipeline` holds it
+
+
+@pytest.fixture
+def two_ends(pipeline, tmp_path, tokenizer):
+    """A target that ends texts with two tokens, in a directory next to its completions."""
+    shutil.copytree(pipeline / "target", tmp_path / "target")
+    ends = [tokenizer.eos_token_id, END]
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return tmp_path / "target", ends
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [(MedusaRun, heads_configured), (EagleRun, eagle_configured), (BlockRun, block_configured)],
+)
+def test_a_cut_vocabulary_of_heads_has_all_ends_of_the_target(kind, config, two_ends, pipeline, tmp_path):
+    target, ends = two_ends
+    run = kind(config(pipeline, tmp_path / "out", target=str(target), draft_vocabulary=20))
+    run.data = training_examples([str(pipeline / "short")])
+    assert END not in {label for row in run.data for label in row["labels"]}
+    assert set(ends) <= set(run.token_map.tolist()) and len(run.token_map) == 20
+
+
+@pytest.mark.parametrize("given", ["draft", "layers", "config"])
+def test_a_draft_ends_as_its_target_does(given, two_ends, pipeline, tmp_path):
+    target, ends = two_ends
+    made = {"draft": {}, "layers": {"layers": 1}, "config": {"config": {"num_hidden_layers": 1}}}[given]
+    draft = str(pipeline / "draft") if given == "draft" else None
+    options = {"draft": draft, "init": DraftInit(draft_vocabulary=20, **made)}
+    run = DistillRun(configured(pipeline, tmp_path / "out", target=str(target), **options))
+    run.data, run.target = training_examples([str(pipeline / "short")]), None  # as with a teacher cache
+    model = run.make_model()
+    assert set(ends) <= set(model.config.draft_vocabulary)
+    assert model.generation_config.eos_token_id == ends
+
+
+def test_the_tokenizer_ends_texts_where_the_generation_config_does_not(two_ends, tokenizer):
+    target, ends = two_ends
+    assert empty_model(target).generation_config.eos_token_id == ends
+    assert load_pair(str(target), load_tokenizer(target)).target.generation_config.eos_token_id == ends
+    (target / "generation_config.json").write_text("{}")
+    pair = load_pair(str(target), load_tokenizer(target))
+    assert pair.target.generation_config.eos_token_id == [tokenizer.eos_token_id]
