@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+DOUBTFUL = "These costs were measured twice and do not agree, so predicted speed-ups may be wrong; measure again"
+
 
 def print_summary(rows: Mapping[str, str], title: str, output: Path) -> None:
     """Print a table of names and values, and in a line of its own, to be copied, where the directory is."""
@@ -17,6 +19,14 @@ def print_summary(rows: Mapping[str, str], title: str, output: Path) -> None:
     console = Console()
     console.print(table)
     console.print(f"{title}: {output}", soft_wrap=True, highlight=False, markup=False)
+
+
+def print_doubts(console: Console, doubts: Sequence[str]) -> None:
+    """Print what was measured twice of the costs and does not agree."""
+    if doubts:
+        console.print(f"{DOUBTFUL}:", highlight=False, soft_wrap=True)
+    for line in doubts:
+        console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
 
 
 def figures_table(columns: Sequence[str], names: str, title: str, caption: str | None = None) -> Table:

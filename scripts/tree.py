@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import endless, loop_seconds
 from draftsmith.decode.measurement.intervals import format_estimate, ratio_difference
 from draftsmith.decode.measurement.tree_search import (
     Budget,
@@ -27,6 +26,7 @@ from draftsmith.decode.measurement.tree_search import (
     search_budgets,
     search_tree,
 )
+from draftsmith.decode.measurement.turns import Parts, agreeing, loop_turns
 from draftsmith.decode.planner import RoundCosts, verification_costs
 from draftsmith.decode.progress import each, phase
 from draftsmith.decode.proposers.draft_tree import TreeProposer
@@ -38,7 +38,7 @@ from draftsmith.scripts.configs import TreeConfig
 from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_named
 from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.settings import load_fastest
-from draftsmith.scripts.summary import figures_table
+from draftsmith.scripts.summary import figures_table, print_doubts
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.files import require_writable
@@ -91,9 +91,10 @@ def search(config: TreeConfig) -> dict[str, Any]:
     require_split(target, "target")
     texts, median = replayed_texts(config, target, drafter, token_count(tokenizer, target.config))
     parts = _dealt_out(texts, config.seed)
-    budgets: list[Budget] = []
+    budgets, doubts = list[Budget](), list[str]()
     if config.nodes is None:
-        costs = partial(round_costs, target, drafter, calibration_text(config), config.rows, median, settings.compiled)
+        text = calibration_text(config)
+        costs = partial(round_costs, target, drafter, text, config.rows, median, settings.compiled, doubts=doubts)
         with phase("trees of each size, and what they cost"):
             budgets = search_budgets(parts["search"], LADDER, costs, parts["selection"])
         tree = max(budgets, key=lambda budget: budget.speedup).tree
@@ -128,6 +129,7 @@ def search(config: TreeConfig) -> dict[str, Any]:
     if budgets:
         rows = [_budget_row(budget) for budget in budgets]
         report["costs"] = {"rows": config.rows, "context": median, "compiled": settings.compiled, "budgets": rows}
+        report["costs"]["doubts"] = doubts
     _write(Path(config.output or path), report, tree)
     if config.output is None:
         file = Path(path) / "config.json"
@@ -214,30 +216,40 @@ def round_costs(
     context: int,
     compiled: bool,
     trees: Sequence[Tree],
+    doubts: list[str],
 ) -> list[RoundCosts]:
     """Measure what rounds with these trees cost: the loop's whole rounds, in turns with plain decoding.
 
     Compiled, each tree is a program of its own, which takes much longer to make than to time: the smallest of the
     deepest ones is timed, and of the others a round takes beside its forward what their depth is of its depth.
+    What was timed twice and does not agree is added to `doubts`.
     """
-    forwards = verification_costs(
-        target, rows, context, [1, *(len(tree) + 1 for tree in trees)], repeats=9, compiled=compiled
-    )
     timed = [max(trees, key=lambda tree: (tree.depth, -len(tree)))] if compiled else trees
-    proposers = {str(i): drafter.with_tree(tree) for i, tree in enumerate(timed)}
-    depths = {str(i): tree.depth for i, tree in enumerate(timed)}
-    with endless(target):
-        token, rounds = loop_seconds(
-            target, proposers, depths, text.to(target.device), rows, context, Sampler.of(0), REPEATS, compiled
+    named = {f"{len(tree)} nodes": tree for tree in timed}
+    proposers = {name: drafter.with_tree(tree) for name, tree in named.items()}
+    depths = {name: tree.depth for name, tree in named.items()}
+
+    def parts() -> Parts:
+        forwards = verification_costs(
+            target, rows, context, [1, *(len(tree) + 1 for tree in trees)], repeats=9, compiled=compiled
         )
-    # More tokens never cost less: where they seem to, the smaller block was disturbed.
-    seconds = {k: min(t for tokens, t in forwards.items() if tokens >= k) for k in forwards}
-    beside = [rounds[name][0] - seconds[len(tree) + 1] for name, tree in zip(rounds, timed, strict=True)]
+        # More tokens never cost less: where they seem to, the smaller block was disturbed.
+        seconds = {k: min(t for tokens, t in forwards.items() if tokens >= k) for k in forwards}
+        return Parts(seconds, {0.0: dict.fromkeys(named, (0.0, 0.0, 0.0))})
+
+    loops = partial(
+        loop_turns, target, proposers, depths, text.to(target.device), rows, context, {0.0: Sampler.of(0)}, REPEATS,
+        compiled,
+    )  # fmt: skip
+    timing = agreeing(loops, parts, depths)
+    doubts += timing.doubts()[0.0]
+    beside = [timing.rest(0.0, name) for name in named]
     if compiled:
         rest = [max(0.0, beside[0]) * tree.depth / timed[0].depth for tree in trees]
     else:
         rest = levelled(trees, beside)
-    return [RoundCosts(seconds, 0.0, overhead=each, plain_overhead=token - forwards[1]) for each in rest]
+    plain = timing.plain_overhead(0.0)
+    return [RoundCosts(timing.parts.target, 0.0, overhead=each, plain_overhead=plain) for each in rest]
 
 
 def levelled(trees: Sequence[Tree], seconds: Sequence[float]) -> list[float]:
@@ -298,6 +310,7 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
                 style="bold" if chosen else "",
             )
         console.print(table)
+        print_doubts(console, costs["doubts"])
     title = "τ at T=0, replayed on the same texts; ±: half of the 95 % interval over texts"
     table = figures_table(("tree", "nodes", "τ", "searched over it"), "tree", title)
     for name, row in report["trees"].items():

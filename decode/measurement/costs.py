@@ -1,16 +1,17 @@
 """The costs of a round: seconds measured on this machine, behind a context and for a number of rows.
 
 t(k) is a forward of the target over k tokens a row, d(γ) the drafting of γ tokens, o the rest of the loop.
-Everything is warm, taken in turns, and a median; measured through the decoder's own cache, proposers and loop.
+Everything is warm, taken in turns, and a median; measured through the decoder's own cache, proposers and loop. Whole
+rounds are timed before and after their parts. What must agree is compared, measured again where it does not, and if it
+still does not, the table says so.
 
 Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean, median, median_high
+from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,9 +20,9 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.clock import median_seconds, now, timed
+from draftsmith.decode.clock import median_seconds, timed
+from draftsmith.decode.measurement.turns import Parts, Timing, agreeing, contexts_of, loop_turns
 from draftsmith.decode.planner import (
     RoundCosts,
     beside_others,
@@ -33,7 +34,6 @@ from draftsmith.decode.planner import (
 from draftsmith.decode.progress import each
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposer
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.speculative import Round, speculative_generate
 from draftsmith.decode.validation import Amount
 
 BLOCKS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
@@ -44,8 +44,6 @@ Forward = Annotated[float, Field(ge=LEAST_SECONDS, lt=MOST_SECONDS)]
 Spent = Annotated[float, Field(ge=0, lt=MOST_SECONDS)]
 Rest = Annotated[float, Field(ge=-MOST_SECONDS, lt=MOST_SECONDS)]
 """Seconds, of a file too: of a forward, of drafting, and beside them, which noise may leave below nothing."""
-WRITTEN = 24
-"""Tokens written to time the loop."""
 
 
 def forward_behind_text(
@@ -87,6 +85,8 @@ class CostTable:
     """B → the target's forward over `prompt` tokens."""
     drafters: dict[str, dict[Size, DraftCosts]]
     """Name → B → what its drafting costs."""
+    doubts: list[str] = field(default_factory=list)
+    """What was measured twice and does not agree, a line each."""
 
     def at(self, name: str, rows: int) -> RoundCosts:
         """Return a drafter's costs for a number of rows, interpolated between those measured."""
@@ -204,6 +204,7 @@ def measure_costs(
     blocks: Sequence[int] = BLOCKS,
     repeats: int = 5,
     compiled: bool = False,
+    seconds: float | None = None,
 ) -> list[CostTable]:
     """Measure what rounds cost behind texts of `context` tokens.
 
@@ -219,42 +220,53 @@ def measure_costs(
         blocks: k, tokens of a forward.
         repeats: each is measured so often, once more to warm up.
         compiled: of compiled forwards.
+        seconds: about what all of it may take once everything is compiled; fewer turns and attempts are made for it.
     """
-    sizes = sorted(set(batch_sizes))
-    of_blocks = sorted(set(blocks) | {1})
-    forwards = {
-        b: verification_costs(target, b, context, of_blocks, repeats, compiled)
-        for b in each(sizes, "costs of the target's forwards", "batch sizes")
-    }
-    prefill = {
-        b: _prefill_seconds(target, b, prompt, repeats, compiled)
-        for b in each(sizes, "costs of prompts", "batch sizes")
-    }
-    tables = []
-    for temperature, sampler in samplers.items():
-        plain: dict[int, float] = {}
-        drafters: dict[str, dict[int, DraftCosts]] = {name: {} for name in proposers}
-        title = f"costs of drafting and of rounds at T={temperature:g}"
-        for rows, forward in each(forwards.items(), title, "batch sizes"):
-            drafts = {
-                name: _drafts(
-                    target, proposer, text, rows, context, prompt, sampler, draft_lengths[name], repeats, compiled
-                )
-                for name, proposer in proposers.items()
-            }
-            with endless(target):
-                token, rounds = loop_seconds(
-                    target, proposers, draft_lengths, text, rows, context, sampler, repeats, compiled
-                )
-            plain[rows] = token - forward[1]
-            for name, (start, step, first) in drafts.items():
-                costs, (seconds, nodes) = RoundCosts(forward, step, draft_start=start), rounds[name]
-                # Block by block: a forward of many tokens takes more than the mean block, so that the rest would be
-                # too large where drafts are of different lengths.
-                rest = seconds - fmean(costs.round_seconds(draft_lengths[name], each) for each in nodes)
-                drafters[name][rows] = DraftCosts(start, step, rest, first)
-        tables.append(CostTable(context, temperature, forwards, plain, prompt, prefill, drafters))
-    return tables
+    sizes, of_blocks = sorted(set(batch_sizes)), sorted(set(blocks) | {1})
+    share = None if seconds is None else seconds / len(sizes)
+
+    def parts(rows: int) -> Parts:
+        forward = verification_costs(target, rows, context, of_blocks, repeats, compiled)
+        drafting = partial(_drafts, target, text=text, rows=rows, context=context, prompt=prompt)
+        return Parts(
+            forward,
+            {
+                t: {
+                    name: drafting(proposer, sampler, draft_lengths[name], repeats, compiled)
+                    for name, proposer in proposers.items()
+                }
+                for t, sampler in samplers.items()
+            },
+        )
+
+    prefill: dict[int, float] = {}
+    timings: dict[int, Timing] = {}
+    for rows in each(sizes, "costs of rounds", "batch sizes"):
+        prefill[rows] = _prefill_seconds(target, rows, prompt, repeats, compiled)
+        loops = partial(
+            loop_turns, target, proposers, draft_lengths, text, rows, context, samplers, repeats, compiled,
+            None if share is None else share / 3,
+        )  # fmt: skip
+        timings[rows] = agreeing(loops, partial(parts, rows), draft_lengths, share)
+    forwards = {rows: timing.parts.target for rows, timing in timings.items()}
+    return [
+        CostTable(
+            context,
+            t,
+            forwards,
+            {rows: timing.plain_overhead(t) for rows, timing in timings.items()},
+            prompt,
+            prefill,
+            {name: {rows: _of_drafter(timing, t, name) for rows, timing in timings.items()} for name in proposers},
+            [f"T={t:g}, {rows} at a time: {line}" for rows, timing in timings.items() for line in timing.doubts()[t]],
+        )
+        for t in samplers
+    ]
+
+
+def _of_drafter(timing: Timing, temperature: float, name: str) -> DraftCosts:
+    start, step, first = timing.parts.drafts[temperature][name]
+    return DraftCosts(start, step, timing.rest(temperature, name), first)
 
 
 def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: int, compiled: bool) -> float:
@@ -264,112 +276,21 @@ def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: i
     return median_seconds(calls, repeats, target.device)["prefill"]
 
 
-@contextmanager
-def endless(target: PreTrainedModel) -> Iterator[None]:
-    """Decode without an end of text, which would cut a measurement short."""
-    generation: Any = target.generation_config
-    ends, generation.eos_token_id = generation.eos_token_id, None
-    try:
-        yield
-    finally:
-        generation.eos_token_id = ends
-
-
-def _options(sampler: Sampler, tokens: int, compiled: bool) -> dict[str, Any]:
-    # The sampler's processors as they are, and no other settings.
-    processors = {"logits_processor": sampler.processors} if sampler.processors else {}
-    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampler.do_sample else {}
-    return {"max_new_tokens": tokens, "do_sample": sampler.do_sample, "compiled": compiled, **sampling, **processors}
-
-
-def _contexts(text: Tensor, rows: int, length: int) -> Tensor:
-    """Return rows of real text, (B, length), each from another place."""
-    enough = text.repeat(-(-(length + rows) // len(text)) + 1)
-    shift = max(1, (len(enough) - length) // rows)
-    return torch.stack([enough[row * shift : row * shift + length] for row in range(rows)])
-
-
-def loop_seconds(
-    target: PreTrainedModel,
-    proposers: Mapping[str, Proposer],
-    draft_lengths: Mapping[str, int],
-    text: Tensor,
-    rows: int,
-    context: int,
-    sampler: Sampler,
-    repeats: int = 5,
-    compiled: bool = False,
-) -> tuple[float, dict[str, tuple[float, list[int]]]]:
-    """Return what a token of plain decoding takes, and a round of each drafter and all rounds' nodes, in turns.
-
-    See `measure_costs` for the arguments. The target must not end texts.
-    """
-    prompts = _contexts(text, rows, max(1, context - WRITTEN // 2))
-
-    tokens: list[float] = []
-    rounds: dict[str, list[tuple[float, list[int]]]] = {name: [] for name in proposers}
-    for repeat in range(repeats + 1):
-        seconds = _token_seconds(target, prompts, sampler, compiled)
-        latest = {
-            name: _round_seconds(target, proposer, prompts, draft_lengths[name], sampler, compiled)
-            for name, proposer in proposers.items()
-        }
-        if repeat:  # the first is for warming up
-            tokens.append(seconds)
-            for name, one in latest.items():
-                rounds[name].append(one)
-    # A repeat's nodes go with its seconds: n-grams find more in one text than in another.
-    return median(tokens), {name: median_high(of_drafter) for name, of_drafter in rounds.items()}
-
-
-def _token_seconds(target: PreTrainedModel, prompts: Tensor, sampler: Sampler, compiled: bool) -> float:
-    """Return what a token of plain decoding takes, behind the first two, which hold the prompt.
-
-    Of one text, not of two whose seconds are subtracted: that may leave less than nothing on a busy machine.
-    """
-    ends = list[float]()
-    options = _options(sampler, WRITTEN + 2, compiled)
-    autoregressive_generate(target, prompts, observer=lambda row, token: ends.append(now(target.device)), **options)
-    return (ends[-1] - ends[2 * len(prompts) - 1]) / WRITTEN
-
-
-def _round_seconds(
-    target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, sampler: Sampler, compiled: bool
-) -> tuple[float, list[int]]:
-    """Return what a round takes, and the tokens that each verifies beside the last one.
-
-    Of all rounds but the first, which holds the prompt, as long as every row has room to draft.
-    """
-    rows, most = len(prompts), max(WRITTEN, 4 * (draft_length + 1))
-    ends, nodes, written = list[float](), list[int](), [0] * rows
-
-    def observe(round: Round) -> None:
-        if max(written) <= most or len(ends) % rows:
-            ends.append(now(target.device))
-            nodes.append(round.nodes)
-        written[round.row] += len(round.tokens)
-
-    options = _options(sampler, most + draft_length + 1, compiled)
-    speculative_generate(target, proposer, prompts, draft_length=draft_length, observer=observe, **options)
-    # A round ends with its last row, and is as wide as its widest.
-    widest = [max(nodes[at : at + rows]) for at in range(rows, len(nodes), rows)]
-    return (ends[-1] - ends[rows - 1]) / len(widest), widest
-
-
 def _drafts(
     target: PreTrainedModel,
     proposer: Proposer,
-    text: Tensor,
-    rows: int,
-    context: int,
-    prompt: int,
     sampler: Sampler,
     draft_length: int,
     repeats: int,
     compiled: bool,
+    *,
+    text: Tensor,
+    rows: int,
+    context: int,
+    prompt: int,
 ) -> tuple[float, float, float]:
     """Return start and step of d(γ), and what the first draft behind a prompt takes on top."""
-    texts = _contexts(text, rows, max(prompt, context) + repeats + 2)
+    texts = contexts_of(text, rows, max(prompt, context) + repeats + 2)
 
     def drafting(length: int, draft_length: int) -> tuple[float, float, int]:
         return drafting_seconds(target, proposer, texts, length, draft_length, sampler, repeats, compiled)

@@ -16,7 +16,7 @@ from draftsmith.decode.measurement.intervals import (
     ratio,
     ratio_difference,
 )
-from draftsmith.decode.measurement.repetition import repeated_ngram_share
+from draftsmith.decode.repetition import repeated_ngram_share
 from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, same_length, speed, speedup
 from draftsmith.scripts.measure.predictions import (

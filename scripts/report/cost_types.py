@@ -39,6 +39,11 @@ class Costs(Entry):
     tables: Some[CostTable]
     """As they were measured: one for each context and temperature."""
 
+    @property
+    def doubts(self) -> list[str]:
+        """Lines on what was measured twice and does not agree."""
+        return [line for table in self.tables for line in table.doubts]
+
 
 @dataclass(frozen=True)
 class Prediction(Entry):

@@ -22,6 +22,7 @@ from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.serving_types import Latency
 from draftsmith.scripts.report.types import Comparison, Report, Run
 from draftsmith.scripts.report.words import load_words, turns
+from draftsmith.scripts.summary import DOUBTFUL
 from draftsmith.train.files import write_aside
 from draftsmith.train.kinds.quantities import size
 
@@ -76,6 +77,7 @@ def render_page(report: Report) -> str:
         loads=figures.load_panels(report, style),
         load_words=load_words,
         costs=figures.cost_panels(report, style),
+        doubtful=DOUBTFUL,
         check=figures.check_panel(report, style),
         comparisons=_comparisons(report),
         certificate=_certificate(report),

@@ -9,7 +9,7 @@ from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
 from draftsmith.scripts.report.words import load_words, turns
-from draftsmith.scripts.summary import figures_table
+from draftsmith.scripts.summary import figures_table, print_doubts
 from draftsmith.train.kinds.quantities import counted
 
 
@@ -65,6 +65,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     chosen = report.recommendation
     style = {"GO": "bold green", "NO-GO": "bold red"}.get(report.verdict, "bold")
     console.print(Text.assemble((f"{report.verdict}  ", style), chosen.reason))  # as one text, for it wraps as a whole
+    print_doubts(console, report.costs.doubts if report.costs else [])
     for warning in report.server.warnings if report.server else ():
         console.print(Text.assemble(("warning  ", "yellow"), warning))
     for one in report.server.reconciliations if report.server else ():

@@ -14,8 +14,8 @@ from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import confidence_of_each
-from draftsmith.decode.measurement.repetition import count_repeated_ngrams
 from draftsmith.decode.progress import each, phase
+from draftsmith.decode.repetition import count_repeated_ngrams
 from draftsmith.decode.rows import Departure
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import left_padded, load_pair, read_tokens

@@ -24,7 +24,7 @@ from draftsmith.decode.progress import each
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import left_padded, read_tokens
 from draftsmith.scripts.settings import load_fastest
-from draftsmith.scripts.summary import figures_table
+from draftsmith.scripts.summary import figures_table, print_doubts
 from draftsmith.scripts.tune.config import SwitchConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompts import Prompt, read_prompts
@@ -320,6 +320,7 @@ def print_switch(report: dict[str, Any], console: Console | None = None) -> None
         highlight=False,
         soft_wrap=True,
     )
+    print_doubts(console, report["costs"]["doubts"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.clock import median_seconds
-from draftsmith.decode.measurement import costs
+from draftsmith.decode.measurement import turns
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import quickstart, tree
 from draftsmith.scripts.measure import cost_file
@@ -85,7 +85,7 @@ def short(monkeypatch):
         quickstart, "_config", lambda kind, folder, fields: configured(kind, folder, fields | tokens.get(folder, {}))
     )
     monkeypatch.setattr(cost_file, "measure_costs", partial(cost_file.measure_costs, repeats=1))
-    monkeypatch.setattr(costs, "WRITTEN", 8)
+    monkeypatch.setattr(turns, "WRITTEN", 8)
     monkeypatch.setattr(tree, "LADDER", tree.LADDER[:2])
     monkeypatch.setattr(tree, "REPEATS", 1)
     monkeypatch.setattr(planner, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))

@@ -27,6 +27,7 @@ import draftsmith.scripts.measure.command as command
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import costs as round_costs
 from draftsmith.decode.measurement import intervals
+from draftsmith.decode.measurement import turns as loops
 from draftsmith.decode.measurement.certificate import Certificate, certify_sampled
 from draftsmith.decode.options import Sampling
 from draftsmith.decode.replay.rounds import expected_counts
@@ -62,7 +63,7 @@ def _quick():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intervals, "RESAMPLES", 100)
         patch.setattr(cost_file, "measure_costs", functools.partial(round_costs.measure_costs, repeats=1))
-        patch.setattr(round_costs, "WRITTEN", 8)
+        patch.setattr(loops, "WRITTEN", 8)
         yield
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from toy_kind.kind import Toy
 
-from draftsmith.decode.measurement import costs
+from draftsmith.decode.measurement import turns
 from draftsmith.scripts import kinds
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.measure import cost_file
@@ -42,8 +42,8 @@ def test_it_is_trained_and_its_acceptance_replayed(toy):
 
 
 def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypatch):
-    monkeypatch.setattr(cost_file, "measure_costs", partial(costs.measure_costs, repeats=1))
-    monkeypatch.setattr(costs, "WRITTEN", 8)
+    monkeypatch.setattr(cost_file, "measure_costs", partial(cost_file.measure_costs, repeats=1))
+    monkeypatch.setattr(turns, "WRITTEN", 8)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f(x):\nimport os\nclass A:\n")
     code = main([

@@ -15,7 +15,7 @@ from trained_heads import train_heads
 from trained_parallel import train_parallel
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
-from draftsmith.decode.measurement import costs
+from draftsmith.decode.measurement import turns
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import EagleHeads, MedusaHeads, MedusaProposer
 from draftsmith.scripts import tree as command
@@ -117,7 +117,7 @@ def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(
 ):
     monkeypatch.setattr(command, "LADDER", (1, 2, 4, 8, 16))
     monkeypatch.setattr(command, "REPEATS", 2)
-    monkeypatch.setattr(costs, "WRITTEN", 8)
+    monkeypatch.setattr(turns, "WRITTEN", 8)
     before = (heads / "config.json").read_bytes()
     assert main(tree_of(pipeline, made, heads, "--output", str(tmp_path / "out"), "--rows", "2", "--limit", "12")) == 0
     assert (heads / "config.json").read_bytes() == before and not (heads / "tree.json").exists()
@@ -254,13 +254,15 @@ def test_each_trees_block_and_round_are_timed_as_they_will_run(monkeypatch, comp
 
     def rounds(*args):
         asked.append(args[-1])
-        return 0.7, {"0": (1.4, [3])} if compiled else {"0": (1.0, [1]), "1": (1.4, [3])}
+        large = {"3 nodes": [(1.4, [3])]}
+        return {0.0: turns.Turns([0.7], large if compiled else {"1 nodes": [(1.0, [1])], **large})}
 
     monkeypatch.setattr(command, "verification_costs", seconds)
-    monkeypatch.setattr(command, "loop_seconds", rounds)
+    monkeypatch.setattr(command, "loop_turns", rounds)
     trees = [Tree.chain(1), Tree.from_choices([(0,), (1,), (0, 0)])]
-    small, large = command.round_costs(target, MedusaProposer(heads), torch.arange(40) % 7, 1, 30, compiled, trees)
-    assert asked == [(compiled, (1, 2, 4)), compiled]
+    text, doubts = torch.arange(40) % 7, list[str]()
+    small, large = command.round_costs(target, MedusaProposer(heads), text, 1, 30, compiled, trees, doubts)
+    assert asked == [compiled, (compiled, (1, 2, 4)), compiled] and not doubts
     assert small.verification(2) == pytest.approx(0.7) and large.verification(4) == pytest.approx(0.9)
     assert small.overhead == pytest.approx(0.25 if compiled else 0.3) and large.overhead == pytest.approx(0.5)
     assert small.plain_overhead == pytest.approx(0.1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from draftsmith.decode.measurement.repetition import count_repeated_ngrams
+from draftsmith.decode.repetition import count_repeated_ngrams
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.shards import COLUMNS, MIXED
 

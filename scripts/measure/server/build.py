@@ -12,7 +12,7 @@ from draftsmith.decode import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.intervals import Estimate
-from draftsmith.decode.measurement.repetition import repeated_ngram_share
+from draftsmith.decode.repetition import repeated_ngram_share
 from draftsmith.scripts.measure.server.estimates import (
     NOTHING,
     Acceptance,

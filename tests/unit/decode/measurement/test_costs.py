@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, Tree, planner
 from draftsmith.decode import clock as decode_clock
 from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.measurement import costs
+from draftsmith.decode.measurement import costs, turns
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts, ValidTable, measure_costs
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.sampling import Sampler
@@ -141,7 +141,7 @@ def test_every_drafter_has_costs_at_every_batch_size_and_law(monkeypatch):
         "draft": DraftModelProposer(perturbed(target, 0.05)), "medusa": heads, "lookup": PromptLookupProposer(),
     }  # fmt: skip
     text = torch.arange(40) % 7
-    monkeypatch.setattr(costs, "WRITTEN", 3)
+    monkeypatch.setattr(turns, "WRITTEN", 3)
     distributions = {0.0: Sampler.of(0.0), 0.8: Sampler.of(0.8, top_k=20)}
     lengths, nodes = {"draft": 3, "medusa": 2, "lookup": 3}, {"draft": 3, "medusa": 3, "lookup": None}
     tables = measure_costs(target, proposers, lengths, text, distributions, [2, 1], 30, 12, blocks=(2, 4), repeats=1)
@@ -233,7 +233,7 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize(("accepted", "draft_length"), [(True, 16), (False, 4)])
 def test_each_part_gets_back_the_time_that_it_took(clock, monkeypatch, accepted, draft_length):
-    monkeypatch.setattr(costs, "WRITTEN", 12)
+    monkeypatch.setattr(turns, "WRITTEN", 12)
     target = tiny_llama(0)
     target.lm_head.weight.zero_()  # it always writes token 0, which would end the text
     target.generation_config.eos_token_id = 0
@@ -253,7 +253,7 @@ def test_each_part_gets_back_the_time_that_it_took(clock, monkeypatch, accepted,
 
 
 def test_a_slow_prompt_takes_no_time_from_the_tokens_behind_it(clock, monkeypatch):
-    monkeypatch.setattr(costs, "WRITTEN", 12)
+    monkeypatch.setattr(turns, "WRITTEN", 12)
     target, calls, own = tiny_llama(0), itertools.count(), CachedModel.prefill
 
     def noisy(self, tokens, *args, **kwargs):
@@ -262,9 +262,95 @@ def test_a_slow_prompt_takes_no_time_from_the_tokens_behind_it(clock, monkeypatc
 
     monkeypatch.setattr(CachedModel, "prefill", noisy)
     sampler = Sampler(LogitsProcessorList([Warper(clock)]), do_sample=False)
-    with costs.endless(target):
-        seconds, _ = costs.loop_seconds(target, {}, {}, torch.arange(60), 1, 30, sampler, repeats=2)
-    assert seconds == pytest.approx(forward(1, 1) + WARPING)
+    found = turns.loop_turns(target, {}, {}, torch.arange(60), 1, 30, {0.0: sampler}, repeats=2)
+    assert found[0.0].token == pytest.approx(forward(1, 1) + WARPING)
+
+
+class Slow(Timed):
+    """Takes longer for a round at T=0, for as long as it is slow."""
+
+    rounds = 10**9
+
+    def start(self, task):
+        self.greedy = not task.sampler.do_sample
+        return super().start(task)
+
+    def commit(self, outcomes):
+        super().commit(outcomes)
+        if self.greedy and self.rounds > 0:
+            self.rounds -= 1
+            self.clock.seconds += REST + 1.0
+
+
+@pytest.mark.parametrize(("rounds", "attempts"), [(10**9, turns.ATTEMPTS), (40, 2), (0, 1)])
+def test_a_drafter_whose_rounds_are_dearer_at_one_temperature_is_measured_again_and_named(
+    clock, monkeypatch, rounds, attempts
+):
+    """By this the wrong winner was once chosen: only rounds of two drafters, and only at T=0, were too dear."""
+    monkeypatch.setattr(turns, "WRITTEN", 12)
+    forwards, own = [], costs.verification_costs
+    monkeypatch.setattr(costs, "verification_costs", lambda *args: forwards.append(args[1]) or own(*args))
+    target = tiny_llama(0)
+    slow = Slow(clock, 1)
+    slow.rounds = rounds
+    samplers = {0.0: Sampler.of(0.0), 1.0: Sampler.of(1.0)}
+    proposers, text = {"slow": slow, "other": Timed(clock, 1)}, torch.arange(60)
+    tables = measure_costs(target, proposers, dict.fromkeys(proposers, 3), text, samplers, [1], 30, 12, (1, 4), 2)
+    assert forwards == [1] * attempts
+    if rounds < 10**9:
+        assert [table.doubts for table in tables] == [[], []]
+        assert tables[0].drafters["slow"][1].overhead == pytest.approx(tables[0].drafters["other"][1].overhead)
+        return
+    greedy, sampled = tables
+    assert greedy.doubts == []
+    (line,) = sampled.doubts
+    assert line.startswith("T=1, 1 at a time: apart from draft and forward a round of slow, of ")
+    assert "1400.00 ms at T=0, 200.00 ms at T=1" in line
+
+
+@pytest.mark.parametrize(("slower", "doubts"), [(1.0, 0), (1.05, 0), (1.3, 1)])
+def test_plain_decoding_after_the_rounds_takes_what_it_took_before(clock, monkeypatch, slower, doubts):
+    monkeypatch.setattr(turns, "WRITTEN", 12)
+    pace, own = [1.0], costs.verification_costs
+    monkeypatch.setitem(globals(), "forward", lambda rows, tokens: pace[0] * (2.0 + 0.1 * tokens))
+
+    def slowed(*args):
+        pace[0] *= slower
+        return own(*args)
+
+    monkeypatch.setattr(costs, "verification_costs", slowed)
+    (table,) = measure_costs(tiny_llama(0), {}, {}, torch.arange(60), {0.0: Sampler.of(0.0)}, [1], 30, 12, (1, 4), 2)
+    assert len(table.doubts) == doubts
+    assert all(" a token of plain decoding takes " in line for line in table.doubts)
+
+
+def test_little_time_makes_few_turns_and_no_second_attempt(clock, monkeypatch):
+    monkeypatch.setattr(turns, "WRITTEN", 12)
+    slow, texts, own = Slow(clock, 1), [], turns.autoregressive_generate
+    monkeypatch.setattr(turns, "autoregressive_generate", lambda *args, **kw: texts.append(1) or own(*args, **kw))
+    samplers = {0.0: Sampler.of(0.0), 1.0: Sampler.of(1.0)}
+
+    def measured(seconds):
+        texts.clear()
+        measure_costs(
+            tiny_llama(0),
+            {"slow": slow},
+            {"slow": 3},
+            torch.arange(60),
+            samplers,
+            [1],
+            30,
+            12,
+            (1, 4),
+            5,
+            False,
+            seconds,
+        )
+        return len(texts)
+
+    # Of each temperature one to warm up and two or five, before the parts and after them.
+    assert measured(1.0) == 2 * 2 * (1 + 2)
+    assert measured(None) == 2 * (1 + turns.ATTEMPTS) * (1 + 5)
 
 
 class Now(Timed):
@@ -283,7 +369,7 @@ class Now(Timed):
 
 def test_forwards_of_many_tokens_are_priced_block_by_block(clock, monkeypatch):
     """Were the mean block priced, what its forwards take beyond it would pass for work beside them."""
-    monkeypatch.setattr(costs, "WRITTEN", 12)
+    monkeypatch.setattr(turns, "WRITTEN", 12)
     monkeypatch.setitem(globals(), "forward", lambda rows, tokens: 2.0 if tokens < 4 else 5.0)
     target = tiny_llama(0)
     target.lm_head.weight.zero_()

@@ -10,7 +10,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.repetition import count_repeated_ngrams, repeated_ngram_share
+from draftsmith.decode.repetition import count_repeated_ngrams, repeated_ngram_share
 from draftsmith.train.data import prompts
 from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts

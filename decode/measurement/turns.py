@@ -1,0 +1,256 @@
+"""Seconds of whole loops: plain decoding and every drafter in turns, at every temperature, and what must agree of them.
+
+Shape suffixes: B rows, T tokens.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.autoregressive import autoregressive_generate
+from draftsmith.decode.clock import now
+from draftsmith.decode.planner import RoundCosts
+from draftsmith.decode.proposers.base import Proposer
+from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.speculative import Round, speculative_generate
+
+WRITTEN = 24
+"""Tokens written to time the loop."""
+TOLERANCE = 0.1
+"""The share of a round, or of a token of plain decoding, by which two measurements of it may differ."""
+ATTEMPTS = 3
+"""How often seconds are measured at most, until they agree."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of the parts of rounds."""
+
+    target: dict[int, float]
+    """k → t(k)."""
+    drafts: dict[float, dict[str, tuple[float, float, float]]]
+    """By temperature and drafter: start and step of d(γ), and what the first draft takes beyond another."""
+
+    def costs(self, temperature: float, name: str) -> RoundCosts:
+        """Return what the parts of a drafter's round cost."""
+        start, step, _ = self.drafts[temperature][name]
+        return RoundCosts(self.target, step, draft_start=start)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Seconds of whole loops at one temperature: in each turn plain decoding and every drafter write a text."""
+
+    tokens: list[float] = field(default_factory=list)
+    """Of a token of plain decoding, by turn."""
+    rounds: dict[str, list[tuple[float, list[int]]]] = field(default_factory=lambda: defaultdict(list))
+    """By drafter and turn: of a round, and the tokens that each of the turn's rounds verifies beside the last one."""
+
+    def and_later(self, later: "Turns") -> "Turns":
+        """Return these turns and later ones."""
+        return Turns(
+            self.tokens + later.tokens, {name: turns + later.rounds[name] for name, turns in self.rounds.items()}
+        )
+
+    @property
+    def token(self) -> float:
+        """Seconds of a token of plain decoding."""
+        return median(self.tokens)
+
+    def round_seconds(self, name: str) -> float:
+        """Return what a drafter's round takes."""
+        return median(seconds for seconds, _ in self.rounds[name])
+
+    def rest(self, name: str, parts: RoundCosts, draft_length: int) -> float:
+        """Return what a drafter's round takes beside its draft and its forward, which `parts` price."""
+        # Block by block: a forward of many tokens takes more than the mean block, so that the rest would be too large
+        # where drafts are of different lengths.
+        return median(
+            seconds - fmean(parts.round_seconds(draft_length, each) for each in nodes)
+            for seconds, nodes in self.rounds[name]
+        )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Loops before and after the parts of their rounds were timed."""
+
+    before: dict[float, Turns]
+    """By temperature."""
+    parts: Parts
+    after: dict[float, Turns]
+    draft_lengths: Mapping[str, int]
+
+    def plain_overhead(self, temperature: float) -> float:
+        """Return what plain decoding does for a token beside its forward."""
+        return self._all(temperature).token - self.parts.target[1]
+
+    def rest(self, temperature: float, name: str) -> float:
+        """Return o, what a drafter's round takes beside its draft and its forward."""
+        return self._rest(self._all(temperature), temperature, name)
+
+    def doubts(self) -> dict[float, list[str]]:
+        """Say by temperature what was timed twice and does not agree, within the tolerated share of a round.
+
+        Plain decoding before and after must, and the rest of a round, which must be alike at all temperatures too:
+        there sampling has work of its own, once for a token of plain decoding, and for a round at most as often as its
+        block has tokens.
+        """
+        first, found = next(iter(self.before)), dict[float, list[str]]()
+        for t, before in self.before.items():
+            after, found[t] = self.after[t], []
+            early, late = before.token, after.token
+            if abs(early - late) > TOLERANCE * min(early, late):
+                found[t].append(f"a token of plain decoding takes {_ms(early)} at first, {_ms(late)} later")
+            own = self._all(t).token - self._all(first).token
+            for name in before.rounds:
+                whole = self._all(t).round_seconds(name)
+                block = 1 + max(max(nodes) for _, nodes in self._all(t).rounds[name])
+                early, late = self._rest(before, t, name), self._rest(after, t, name)
+                here, there = self.rest(t, name), self.rest(first, name)
+                said = f"apart from draft and forward a round of {name}, of {_ms(whole)}, takes"
+                if abs(early - late) > TOLERANCE * whole:
+                    found[t].append(f"{said} {_ms(early)} at first, {_ms(late)} later")
+                outside = max(min(own, block * own) - here + there, here - there - max(own, block * own))
+                if outside > TOLERANCE * whole:
+                    found[t].append(f"{said} {_ms(there)} at T={first:g}, {_ms(here)} at T={t:g}")
+        return found
+
+    def _all(self, temperature: float) -> Turns:
+        return self.before[temperature].and_later(self.after[temperature])
+
+    def _rest(self, turns: Turns, temperature: float, name: str) -> float:
+        return turns.rest(name, self.parts.costs(temperature, name), self.draft_lengths[name])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def agreeing(
+    loops: Callable[[], dict[float, Turns]],
+    parts: Callable[[], Parts],
+    draft_lengths: Mapping[str, int],
+    seconds: float | None = None,
+) -> Timing:
+    """Time loops, then the parts of their rounds, then loops again; all of it once more where they do not agree.
+
+    Args:
+        loops: times whole loops, by temperature.
+        parts: times the parts of rounds.
+        draft_lengths: γ of each drafter.
+        seconds: in which it should end; None for as long as it takes.
+    """
+    begin, before = now(), loops()
+    for attempt in range(1, ATTEMPTS + 1):
+        timing = Timing(before, parts(), loops(), draft_lengths)
+        spent = now() - begin
+        if not any(timing.doubts().values()) or (seconds is not None and spent * (attempt + 1) > seconds * attempt):
+            break
+        before = timing.after
+    return timing
+
+
+def loop_turns(
+    target: PreTrainedModel,
+    proposers: Mapping[str, Proposer],
+    draft_lengths: Mapping[str, int],
+    text: Tensor,
+    rows: int,
+    context: int,
+    samplers: Mapping[float, Sampler],
+    repeats: int = 5,
+    compiled: bool = False,
+    seconds: float | None = None,
+) -> dict[float, Turns]:
+    """Time plain decoding and rounds of each drafter at each temperature, all in turns; see `measure_costs`.
+
+    Where a time is given, there are as many turns as fit it after a first one, two at least.
+    """
+    prompts = contexts_of(text, rows, max(1, context - WRITTEN // 2))
+    turns = {t: Turns() for t in samplers}
+    with endless(target):
+        for turn in count():
+            begin = now(target.device)
+            for t, sampler in samplers.items():
+                token = _token_seconds(target, prompts, sampler, compiled)
+                rounds = {
+                    name: _round_seconds(target, proposer, prompts, draft_lengths[name], sampler, compiled)
+                    for name, proposer in proposers.items()
+                }
+                if turn:  # the first is for warming up
+                    turns[t].tokens.append(token)
+                    for name, one in rounds.items():
+                        turns[t].rounds[name].append(one)
+            if turn == 1 and seconds is not None:
+                repeats = min(repeats, max(2, round(seconds / (now(target.device) - begin))))
+            if turn == repeats:
+                break
+    return turns
+
+
+@contextmanager
+def endless(target: PreTrainedModel) -> Iterator[None]:
+    """Decode without an end of text, which would cut a measurement short."""
+    generation: Any = target.generation_config
+    ends, generation.eos_token_id = generation.eos_token_id, None
+    try:
+        yield
+    finally:
+        generation.eos_token_id = ends
+
+
+def _options(sampler: Sampler, tokens: int, compiled: bool) -> dict[str, Any]:
+    # The sampler's processors as they are, and no other settings.
+    processors = {"logits_processor": sampler.processors} if sampler.processors else {}
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampler.do_sample else {}
+    return {"max_new_tokens": tokens, "do_sample": sampler.do_sample, "compiled": compiled, **sampling, **processors}
+
+
+def contexts_of(text: Tensor, rows: int, length: int) -> Tensor:
+    """Return rows of real text, (B, length), each from another place."""
+    enough = text.repeat(-(-(length + rows) // len(text)) + 1)
+    shift = max(1, (len(enough) - length) // rows)
+    return torch.stack([enough[row * shift : row * shift + length] for row in range(rows)])
+
+
+def _token_seconds(target: PreTrainedModel, prompts: Tensor, sampler: Sampler, compiled: bool) -> float:
+    """Return what a token of plain decoding takes, behind the first two, which hold the prompt.
+
+    Of one text, not of two whose seconds are subtracted: that may leave less than nothing on a busy machine.
+    """
+    ends = list[float]()
+    options = _options(sampler, WRITTEN + 2, compiled)
+    autoregressive_generate(target, prompts, observer=lambda row, token: ends.append(now(target.device)), **options)
+    return (ends[-1] - ends[2 * len(prompts) - 1]) / WRITTEN
+
+
+def _round_seconds(
+    target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, sampler: Sampler, compiled: bool
+) -> tuple[float, list[int]]:
+    """Return what a round takes, and the tokens that each verifies beside the last one.
+
+    Of all rounds but the first, which holds the prompt, as long as every row has room to draft.
+    """
+    rows, most = len(prompts), max(WRITTEN, 4 * (draft_length + 1))
+    ends, nodes, written = list[float](), list[int](), [0] * rows
+
+    def observe(round: Round) -> None:
+        if max(written) <= most or len(ends) % rows:
+            ends.append(now(target.device))
+            nodes.append(round.nodes)
+        written[round.row] += len(round.tokens)
+
+    options = _options(sampler, most + draft_length + 1, compiled)
+    speculative_generate(target, proposer, prompts, draft_length=draft_length, observer=observe, **options)
+    # A round ends with its last row, and is as wide as its widest.
+    widest = [max(nodes[at : at + rows]) for at in range(rows, len(nodes), rows)]
+    return (ends[-1] - ends[rows - 1]) / len(widest), widest
