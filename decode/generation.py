@@ -47,6 +47,8 @@ class DecodeOutput:
     row_sources: tuple[tuple[Counts, ...], ...] = ()
     """Where drafters take turns, the counts of each row's rounds by drafter, in their order; those at the end that
     drafted in no row are left out."""
+    finish_reasons: tuple[str, ...] = ()
+    """Why each row ended: `stop` by an end of texts or another criterion, `length` by the limit."""
 
     @property
     def departure(self) -> Departure | None:
@@ -226,7 +228,8 @@ def collect_output(
         return sequences
     counts = tuple(Counts.total(row.rounds) for row in rows)
     departures = tuple(row.departure for row in rows) if lossy else ()
-    return DecodeOutput(sequences, Counts.total(counts), counts, departures, _by_source(rows))
+    reasons = tuple(row.finish_reason for row in rows)
+    return DecodeOutput(sequences, Counts.total(counts), counts, departures, _by_source(rows), reasons)
 
 
 def _by_source(rows: Sequence[TextRow]) -> tuple[tuple[Counts, ...], ...]:
@@ -258,12 +261,9 @@ def generate_arguments(
     """
     if kwargs.get("assistant_model") is not None:
         raise InputError("assistant_model: expected it to be left out, for the proposer drafts, found one")
-    config: GenerationConfig = kwargs.get("generation_config") or target.generation_config  # type: ignore[assignment]
-    stop_strings = kwargs.pop("stop_strings", None)
-    if stop_strings is None and config.stop_strings is not None:
-        stop_strings, config = config.stop_strings, copy.deepcopy(config)
-        config.stop_strings = None
-        kwargs["generation_config"] = config
+    given, own = (kwargs.get("generation_config"), target.generation_config)
+    stop_strings = own.stop_strings if given is None or given.stop_strings is None else given.stop_strings
+    stop_strings = kwargs.pop("stop_strings", stop_strings)
     if stop_strings is not None:
         if tokenizer is None:
             raise InputError("tokenizer: expected the target's tokenizer with stop_strings, found none")
@@ -272,16 +272,25 @@ def generate_arguments(
         kwargs["stopping_criteria"] = criteria
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     kwargs |= {"inputs": input_ids, "attention_mask": mask}
-    if kwargs.get("generation_config") is None:
+    if given is None:
         return kwargs | {"return_dict_in_generate": True}
-    config = copy.deepcopy(config)  # the library warns of arguments beside a config
-    config.return_dict_in_generate = True
+    config = copy.deepcopy(given)  # the library warns of arguments beside a config
+    config.return_dict_in_generate, config.stop_strings = True, None
     return kwargs | {"generation_config": config}
 
 
 def decoded(target: PreTrainedModel, decoder: Any, arguments: Mapping[str, Any]) -> DecodeOutput:
-    """Let `target.generate` run a decoder of ours; what comes back is an ordinary tensor, not one of inference mode."""
+    """Let `target.generate` run a decoder of ours; what comes back is an ordinary tensor, not one of inference mode.
+
+    Stop strings are among the criteria already: it would look for them in the target's own config, and for a tokenizer.
+    """
     generate: Any = target.generate
-    with torch.inference_mode():
-        output = generate(custom_generate=decoder, **arguments)
+    own: Any = target.generation_config
+    target.generation_config = copy.copy(own)
+    target.generation_config.stop_strings = None
+    try:
+        with torch.inference_mode():
+            output = generate(custom_generate=decoder, **arguments)
+    finally:
+        target.generation_config = own
     return replace(output, sequences=output.sequences.clone())

@@ -41,7 +41,11 @@ class Filters(Options):
 
     def at(self, temperature: float) -> "Sampling":
         """Return them with a temperature."""
-        return Sampling(temperature=temperature, **{name: getattr(self, name) for name in Filters.__annotations__})
+        return Sampling(temperature=temperature, **self.filters())
+
+    def filters(self) -> dict[str, Any]:
+        """Return them by name."""
+        return {name: getattr(self, name) for name in Filters.__annotations__}
 
 
 @dataclass(kw_only=True)

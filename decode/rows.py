@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +66,8 @@ class TextRow:
     """Of each round, which drafter of several that take turns drafted."""
     departure: Departure = field(default_factory=Departure)
     done: bool = False
+    finish_reason: str = "length"
+    """`stop` once a token or another criterion has ended the text, as servers say it."""
     _on_host: np.ndarray | None = field(default=None, init=False)
     """The same room as `text` on the host, from the first use of `tokens`."""
 
@@ -102,9 +105,10 @@ class TextRow:
             self._on_host[start : start + len(tokens)] = tokens
         for i, token in enumerate(tokens, start=1):
             self.length = start + i
-            self.done = self.room == 0 or token in self.eos
-            if not self.done and self.criteria:
-                self.done = bool(self.criteria(self.context[None], None).all())  # type: ignore[arg-type]
+            criteria: Any = self.criteria
+            if token in self.eos or (criteria and bool(criteria(self.context[None], None).all())):
+                self.finish_reason = "stop"
+            self.done = self.room == 0 or self.finish_reason == "stop"
             if self.done:
                 return list(tokens[:i])
         return list(tokens)

@@ -1,6 +1,7 @@
 """A target and its drafters, as every command loads them: checked, and in one dtype."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.decode.progress import each
 from draftsmith.scripts.kinds import kind_named
-from draftsmith.train.checkpoint import end_of_sequence_ids
+from draftsmith.train.checkpoint import end_of_sequence_ids, left_out
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading, Pair
 from draftsmith.train.models import check_head, load_model, load_tokenizer, resolve_dtype, vocabulary_size
@@ -21,11 +22,12 @@ def load_pair(
     drafters: Sequence[DrafterSpec] = (),
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    again: bool = False,
 ) -> Pair:
     """Load a target and its drafters; tokenizers are compared before any weights are read.
 
     The target's generation config is replaced by one that only says where a text ends: `generate` fills what a call
-    leaves open from there, and the target's own temperature or penalties are not to creep in.
+    leaves open from there, and the target's own temperature or penalties are not to creep in. A warning names them.
 
     Args:
         path: the target's directory or hub id.
@@ -33,6 +35,7 @@ def load_pair(
         drafters: what to load.
         dtype: of all models that have none of their own; "auto" is the target's (`resolve_dtype`).
         trust_remote_code: run model code that repositories ship.
+        again: in another dtype, so that nothing is said twice.
 
     Raises:
         InputError: models that cannot be loaded or do not fit the target.
@@ -44,10 +47,12 @@ def load_pair(
     loading.dtype = resolve_dtype(dtype, path, trust_remote_code=trust_remote_code)
     target = load_model(path, field="target", dtype=loading.dtype, trust_remote_code=trust_remote_code)
     check_head(target.config, tokenizer, "target")
-    ends = end_of_sequence_ids(target.generation_config, tokenizer) or None
+    own: Any = target.generation_config
+    settings, ends = left_out(own, None if again else path), end_of_sequence_ids(own, tokenizer) or None
     target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     loading.model = target
-    return Pair(target, tokenizer, loading.dtype, [k.load(s, loading) for k, s in zip(kinds, drafters, strict=True)])
+    loaded = [kind.load(spec, loading) for kind, spec in zip(kinds, drafters, strict=True)]
+    return Pair(target, tokenizer, loading.dtype, loaded, settings)
 
 
 def read_tokens(

@@ -123,7 +123,7 @@ def load_fastest(
     if {settings.dtype, *settings.draft_dtypes.values()} != {pair.dtype}:
         specs = [replace(spec, dtype=settings.draft_dtypes.get(str(spec.path))) for spec in drafters]
         del pair  # or there would be two of a large target
-        pair = load_pair(path, tokenizer, specs, settings.dtype, trust_remote_code)
+        pair = load_pair(path, tokenizer, specs, settings.dtype, trust_remote_code, again=True)
     torch.set_num_threads(settings.threads)
     return pair, settings
 

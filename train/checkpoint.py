@@ -6,6 +6,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError, at_least, first_line, lacks_memory
+from draftsmith.decode.options import Sampling
 from draftsmith.decode.validation import Said, parse_json, read
 
 WEIGHTS = "model.safetensors"
@@ -27,6 +29,16 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STORED_FLOATS = ("F64", "F32", "BF16", "F16")
 STORED_AS = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL",)}
 """How safetensors calls what is taken for floating point, ids and marks: the library would turn anything into them."""
+
+OWN_SETTINGS: dict[str, Any] = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "sequence_bias": None, "min_length": 0,
+    "min_new_tokens": None, "exponential_decay_length_penalty": None, "guidance_scale": 1.0, "num_beams": 1,
+    "watermarking_config": None, "stop_strings": None,
+}  # fmt: skip
+"""What a generation config may say of how texts are written, and the values that say nothing."""
 
 logger = logging.getLogger(__name__)
 
@@ -292,6 +304,29 @@ def load_generation_config(path: str | Path, config: PretrainedConfig, *, field:
 def end_of_sequence_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that end a target's texts, in every command: its generation config's, else its tokenizer's."""
     return _end_ids(generation) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+
+
+def left_out(generation: GenerationConfig, path: str | Path | None = None) -> list[str]:
+    """Return what a target's generation config says of how texts are written, which no command applies.
+
+    Options that are not given are neutral, here and in each request to a server. The ends of texts are not among it.
+
+    Args:
+        generation: of the target.
+        path: where the target lies, to warn of what is left out; None warns of nothing.
+    """
+    stored = {name: getattr(generation, name, None) for name in OWN_SETTINGS}
+    stored = {name: value for name, value in stored.items() if value not in (None, [], {}, OWN_SETTINGS[name])}
+    settings = [f"{name} {value}" if len(str(value)) < 60 else name for name, value in stored.items()]
+    if settings and path is not None:
+        options = " ".join(f"--{field.name} {stored[field.name]}" for field in fields(Sampling) if field.name in stored)
+        logger.warning(
+            "target: %s has %s in its generation config, which is not applied%s",
+            path,
+            ", ".join(settings),
+            f": vLLM does by default, and options do here: {options}" if options else "",
+        )
+    return settings
 
 
 def _end_ids(generation: GenerationConfig | None, field: str = "model") -> list[int]:

@@ -95,7 +95,7 @@ def build_report(measured: Measured, require_law: bool = True) -> Report:
             settings_by=settings.why,
             compilation_seconds=round(sum(clock.PROGRAMS), 1) if settings.compiled else None,
         ),
-        target=Target(config.target, pair.target.num_parameters(), pair.dtype),
+        target=Target(config.target, pair.target.num_parameters(), pair.dtype, config.filters(), pair.left_out),
         prompts=Prompts(
             config.prompts,
             count=max(len(rows_of(groups)) for groups in plain.values()),

@@ -66,6 +66,10 @@ class Target(Entry):
     """On a server, its name there."""
     parameters: Count | None
     dtype: str | None
+    filters: Mapping[str, float] | None = None
+    """What was left of its distribution at each temperature, by the options; null in reports that do not say."""
+    left_out: Sequence[str] = ()
+    """What its generation config says of how texts are written, and was not applied."""
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,9 @@ def test_stop_strings_end_the_text_inside_a_block(tokenizer):
     target.generation_config.pad_token_id = tokenizer.pad_token_id
     ids = torch.tensor([[40, 41, 42]])
     mask = torch.ones_like(ids)
-    plain = autoregressive_generate(target, ids, **GREEDY).sequences
-    places = set()
+    whole = autoregressive_generate(target, ids, **GREEDY)
+    assert whole.finish_reasons == ("length",)
+    plain, places = whole.sequences, set()
     for text in map(tokenizer.decode, plain[0, 4:-1].tolist()):
         if not (text.isascii() and text.isprintable()):
             continue  # half a character is no text
@@ -88,6 +89,7 @@ def test_stop_strings_end_the_text_inside_a_block(tokenizer):
         library = target.generate(ids, attention_mask=mask, **options)
         out = speculative_generate(target, DraftModelProposer(target), ids, draft_length=5, **options)
         assert torch.equal(out.sequences, library) and library.shape[1] < plain.shape[1]
+        assert out.finish_reasons == ("stop",)
         assert torch.equal(autoregressive_generate(target, ids, **options).sequences, library)
         assert out.counts.draft_acceptance_rate() in (1.0, None)
         places.add((library.shape[1] - 4) % 6)

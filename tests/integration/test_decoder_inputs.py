@@ -237,7 +237,7 @@ def test_a_streamer_is_served_and_a_dict_may_be_asked_for(target, draft, tokeniz
     assert capsys.readouterr().out.strip() == tokenizer.decode(text).strip()
 
 
-def test_stop_strings_of_a_generation_config_are_obeyed(target, draft, tokenizer):
+def test_stop_strings_of_a_generation_config_are_obeyed(target, draft, tokenizer, monkeypatch):
     ids = prompt()
     text = autoregressive_generate(target, ids, **GREEDY).sequences[0]
     stop = tokenizer.decode(text[8:9])
@@ -247,6 +247,14 @@ def test_stop_strings_of_a_generation_config_are_obeyed(target, draft, tokenizer
         out = speculative_generate(target, DraftModelProposer(draft), ids, tokenizer=tokenizer, **options)
         assert torch.equal(out.sequences, library)
     assert config.stop_strings == [stop]
+    monkeypatch.setattr(target, "generation_config", own := GenerationConfig(stop_strings=[stop], pad_token_id=0))
+    given = {"generation_config": GenerationConfig(**GREEDY | {"max_new_tokens": 8})}
+    for options in (given, GREEDY | {"max_new_tokens": 8}):
+        out = speculative_generate(target, DraftModelProposer(draft), ids, tokenizer=tokenizer, **options)
+        assert torch.equal(out.sequences, library)
+    assert target.generation_config is own and own.stop_strings == [stop]
+    whole = autoregressive_generate(target, ids, stop_strings=None, **GREEDY)
+    assert torch.equal(whole.sequences[0], text)
     with pytest.raises(InputError, match="tokenizer: expected the target's tokenizer with stop_strings, found none"):
         speculative_generate(target, DraftModelProposer(draft), ids, generation_config=config)
 

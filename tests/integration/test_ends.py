@@ -13,6 +13,8 @@ from draftsmith.medusa.block.__main__ import BlockRun
 from draftsmith.medusa.eagle.__main__ import EagleRun
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.data.examples import training_examples
+from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.data.shards import read_manifest
 from draftsmith.train.models import empty_model, load_tokenizer
 
 END = 299  # no completion of `pipeline` holds it
@@ -59,3 +61,26 @@ def test_the_tokenizer_ends_texts_where_the_generation_config_does_not(two_ends,
     (target / "generation_config.json").write_text("{}")
     pair = load_pair(str(target), load_tokenizer(target))
     assert pair.target.generation_config.eos_token_id == [tokenizer.eos_token_id]
+
+
+def test_what_the_target_says_of_its_texts_and_is_not_applied_is_said_once(two_ends, pipeline, tmp_path, caplog):
+    target, ends = two_ends
+    own = {"eos_token_id": ends, "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1.0, "max_new_tokens": 99}
+    own |= {"repetition_penalty": 1.05, "stop_strings": ["x ="], "bad_words_ids": [[1, 2]]}
+    (target / "generation_config.json").write_text(json.dumps(own))
+    settings = [
+        "temperature 0.7",
+        "top_k 20",
+        "repetition_penalty 1.05",
+        "bad_words_ids [[1, 2]]",
+        "stop_strings ['x =']",
+    ]
+    line = f"target: {target} has {', '.join(settings)} in its generation config, which is not applied: vLLM does by "
+    line += "default, and options do here: --top_k 20 --repetition_penalty 1.05 --temperature 0.7"
+    assert load_pair(str(target), load_tokenizer(target)).left_out == settings
+    assert caplog.messages == [line]
+    caplog.clear()
+    config = PrepareConfig(str(target), str(pipeline / "short.txt"), str(tmp_path / "texts"), max_new_tokens=2)
+    prepare(config)
+    assert caplog.messages.count(line) == 1
+    assert read_manifest(tmp_path / "texts")["left_out"] == settings

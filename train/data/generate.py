@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
-from draftsmith.train.checkpoint import end_of_sequence_ids, load_generation_config
+from draftsmith.train.checkpoint import end_of_sequence_ids, left_out, load_generation_config
 from draftsmith.train.data.begun import BegunShard, WritingProgress
 from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.corpus import write_prompts
@@ -78,6 +78,9 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
     """
     with launched() as processes, terminable():
         config.require_own_device(processes.count)
+        if processes.first and config.answers == "target":
+            target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+            left_out(load_generation_config(config.target, target_config, field="target"), config.target)
         summary = (_prepare if config.turns == "first" else _prepare_turns)(config, processes)
     done = summary.kept + summary.written
     if processes.first and summary.cut > done / 2:  # a draft would learn how texts go on, and not how they end
@@ -148,6 +151,8 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     config = replace(config, shard_size=shard_size, max_new_tokens=new_tokens)
     summary = CompletionsSummary(output, 0)
     source: dict[str, Any] = {"answers": config.answers}
+    stored = load_generation_config(config.target, model_config, field="target")
+    own = left_out(stored) if config.answers == "target" else []
     if config.answers == "given":
         samples = _given(config, tokenizer, size, limit, summary)
     else:
@@ -157,7 +162,8 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     if config.endpoint is not None:
         source |= {"endpoint": config.endpoint, "model": served_model(config)}
     with output_directory(output, lambda: str(summary), processes.first):
-        processes.after_the_first(lambda: settle_manifest(output, _manifest(config, source, samples, len(batches))))
+        manifest = _manifest(config, source, samples, len(batches), own)
+        processes.after_the_first(lambda: settle_manifest(output, manifest))
         processes.require_shared(output / MANIFEST)
         missing = []
         for batch in each(processes.share(batches), "shards that are there", "shards"):
@@ -169,7 +175,8 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
             else:
                 missing.append(batch)
         if missing:
-            _complete(config, tokenizer, model_config, source.get("model"), missing, summary, processes)
+            ends = end_of_sequence_ids(stored, tokenizer)
+            _complete(config, tokenizer, model_config, source.get("model"), ends, missing, summary, processes)
         return CompletionsSummary.over(processes.gathered(summary))
 
 
@@ -283,6 +290,7 @@ def _complete(
     tokenizer: PreTrainedTokenizerBase,
     model_config: PretrainedConfig,
     served: str | None,
+    ends: list[int],
     missing: list[ShardBatch],
     summary: CompletionsSummary,
     processes: Processes,
@@ -309,8 +317,6 @@ def _complete(
             write(batch, batch.given())
         return
     if served is not None:
-        stored = load_generation_config(config.target, model_config, field="target")
-        ends = end_of_sequence_ids(stored, tokenizer)
         vocabulary = Vocabulary(tokenizer, tokens, size, ends)
         with phase(processes.title("prepare"), texts * most, "tokens") as writing:
             counted = WritingProgress(writing, texts, most)
@@ -364,7 +370,9 @@ def _completed(
     return completions
 
 
-def _manifest(config: PrepareConfig, source: dict[str, Any], samples: list[Sample], shards: int) -> dict[str, Any]:
+def _manifest(
+    config: PrepareConfig, source: dict[str, Any], samples: list[Sample], shards: int, own: list[str]
+) -> dict[str, Any]:
     """Say what determines every token of the completions; where the inputs lay and the versions are for the reader."""
     digest = hashlib.sha256()
     for sample in samples:
@@ -379,5 +387,6 @@ def _manifest(config: PrepareConfig, source: dict[str, Any], samples: list[Sampl
         "prompts": {"path": config.prompts, "sha256": digest.hexdigest(), "count": len(samples)},
         "target": {"path": config.target} | identity(config.target, decides, config.trust_remote_code),
         "shards": shards,
+        "left_out": own,
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")},
     }

@@ -125,6 +125,8 @@ class Pair:
     dtype: str
     """The name of the target's dtype, which drafters have too unless they were given their own."""
     drafters: list[Drafter]
+    left_out: Sequence[str] = ()
+    """What the target's generation config says, and texts are written without (`checkpoint.left_out`)."""
 
     @property
     def proposers(self) -> "dict[str, Proposer]":

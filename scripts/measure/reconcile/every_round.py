@@ -7,7 +7,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode.measurement.replay import replay_drafters
-from draftsmith.decode.options import Filters
 from draftsmith.decode.progress import each, phase
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
@@ -32,9 +31,8 @@ def rounds_settings(measured: Measured) -> RoundsSettings:
     """Return the first line of a measurement's file."""
     config, pair = measured.config, measured.pair
     drafters: dict[str, NamedDrafter] = {each.name: {"kind": each.kind, "path": each.path} for each in pair.drafters}
-    filters: Any = {name: getattr(config, name) for name in Filters.__annotations__}
     return RoundsSettings(
-        SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(measured), drafters, filters
+        SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(measured), drafters, config.filters()
     )
 
 

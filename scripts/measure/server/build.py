@@ -88,7 +88,7 @@ def build_report(observed: Observed, expectation: Expectation | None = None) -> 
             draft_dtypes=[],
             settings_by=None,
         ),
-        target=Target(observed.models["server"], None, None),
+        target=Target(observed.models["server"], None, None, config.filters()),
         prompts=Prompts(
             config.prompts,
             count=len(observed.prompts),

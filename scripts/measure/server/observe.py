@@ -23,12 +23,13 @@ from draftsmith.scripts.measure.unfinished import DIRECTORY, SCHEMA, Kept, ident
 from draftsmith.scripts.serving.client import Client
 from draftsmith.scripts.serving.counters import ServerMetrics
 from draftsmith.scripts.serving.sglang import Engine
+from draftsmith.train.checkpoint import left_out, load_generation_config
 from draftsmith.train.data.chat.templates import with_system_prompt
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove
-from draftsmith.train.models import load_tokenizer, vocabulary_size
+from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import git_sha
 
 Role = Literal["server", "baseline_server"]
@@ -103,7 +104,9 @@ def read_asked(config: MeasureServerConfig) -> list[LoadPrompt]:
     if config.target is None:
         return [_as_it_is(prompt, config) for prompt in prompts]
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
+    target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    left_out(load_generation_config(config.target, target_config, field="target"), config.target)
+    size = target_config.get_text_config().vocab_size
     asked = []
     for prompt in prompts:
         ids = encode_prompt(
