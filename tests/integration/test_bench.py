@@ -3,12 +3,15 @@
 import json
 import re
 import shlex
+import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-from pages import GUIDES, shell_blocks
+from pages import GUIDES
+from rich.console import Console
 
 from draftsmith.decode import DraftModelProposer, Tree, speculative_generate
 from draftsmith.decode.errors import InputError
@@ -20,7 +23,6 @@ from draftsmith.scripts.bench import (
     decode,
     divergence,
     floor,
-    gpu,
     prepare,
     real_model,
     replay,
@@ -28,6 +30,7 @@ from draftsmith.scripts.bench import (
     study,
     throughput,
 )
+from draftsmith.scripts.bench.gpu import __main__ as gpu
 from draftsmith.scripts.bench.rounds import count, random_drafts
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import parse_config
@@ -307,33 +310,66 @@ def test_completions_are_written_mapped_and_read(tmp_path, monkeypatch):
     assert list((tmp_path / "completions" / ".mapped").glob("*.arrow"))
 
 
-def test_the_first_run_on_a_gpu_is_that_of_its_page():
-    lines = [words for block in shell_blocks(gpu.PAGE) for words in block.lines]
-    assert lines[2:] == [shlex.split(command.line) for command in gpu.COMMANDS] and len(gpu.COMMANDS) == 10
-    assert all(command.prints for command in gpu.COMMANDS)
-    assert sum(bool(command.leaves) for command in gpu.COMMANDS) == 9  # doctor leaves nothing
+WORKER = """
+import json, os, sys, time
+file = sys.argv[1]
+results = json.load(open(file))
+def write():
+    with open(file + ".new", "w") as aside:
+        json.dump(results, aside)
+    os.replace(file + ".new", file)
+name = next(name for name, of_case in results["cases"].items() if of_case["state"] == "waiting")
+results["cases"][name] = {"state": "running", "began": time.time()}
+write()
+if name == "loss tvd":
+    os._exit(7)
+if name == "loss lk_hybrid":
+    time.sleep(60)
+results["cases"][name] = {"state": "passed", "seconds": 0.1}
+write()
+"""
 
 
-def test_a_first_run_keeps_what_came_of_each_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    written = tmp_path / "left.txt"
-    commands = (
-        gpu.Command(f"python -c \"print('loss: 3'); open('{written}', 'w')\"", (r"loss: \d",), ("left.txt",)),
-        gpu.Command("python -c 'print(1); exit(2)'", ("2",), ("none.txt",)),
-        gpu.Command("draftsmith-of-another-name", ()),
-    )
-    monkeypatch.setattr(gpu, "COMMANDS", commands)
-    assert gpu.main(["--output", "kept/first-run.json", "--numbers", "[1, 2, 3]"]) == 1
-    kept = json.loads((tmp_path / "kept/first-run.json").read_text())
-    found = kept["commands"]
-    assert [(found[n]["passed"], found[n]["exit_code"]) for n in "123"] == [(True, 0), (False, 2), (False, None)]
-    assert found["2"]["missing"] == ["2", "none.txt"] and found["2"]["last_lines"] == ["1"]
-    assert kept["environment"]["gpu"] is None and kept["environment"]["torch"]
+def test_a_gpu_run_outlives_cases_that_crash_and_hang(tmp_path, monkeypatch, capsys):
+    (tmp_path / "worker.py").write_text(WORKER)
+    names = ["loss forward_kl", "loss tvd", "loss lk_hybrid", "completions"]
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"cases": {name: {"state": "waiting"} for name in names}}))
+    run = gpu.Run(file, time.time() + 60, Console(), [sys.executable, str(tmp_path / "worker.py")])
+    monkeypatch.setattr(gpu, "POLL", 0.01)
+    run._limits["loss lk_hybrid"] = 0.5
+    run.work()
+    states = {name: entry["state"] for name, entry in run.results()["cases"].items()}
+    assert states == dict(zip(names, ("passed", "failed", "failed", "passed"), strict=True))
     said = capsys.readouterr().out
-    assert "no CUDA GPU was found" in said and "FAILED, exit code 2" in said and "without 2, none.txt" in said
-    assert gpu.main(["--numbers", "[1]"]) == 0 and (tmp_path / "runs/gpu/first-run.json").is_file()
-    with pytest.raises(InputError, match="numbers: expected at least 1 and at most 3, found 4"):
-        gpu.main(["--numbers", "[4]"])
+    assert "exit code 7" in said and "it took longer than 0 s" in said
+
+
+def test_a_gpu_run_stops_in_time(tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text(WORKER)
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"cases": {name: {"state": "waiting"} for name in ("loss lk_hybrid", "completions")}}))
+    run = gpu.Run(file, time.time() + 1, Console(), [sys.executable, str(tmp_path / "worker.py")])
+    monkeypatch.setattr(gpu, "POLL", 0.01)
+    run.work()
+    cut, waiting = run.results()["cases"].values()
+    assert cut == {"state": "failed", "error": ["the time was over"]} and waiting == {"state": "waiting"}
+
+
+def test_a_gpu_run_enters_its_cases_on_a_cpu_and_keeps_no_figures(tmp_path, capsys):
+    file = tmp_path / "kept/first-run.json"
+    only = ["loss forward_kl", "rounds 1.7B eager", "step medusa qwen3-8b, sdpa", "law float32 prompt_lookup"]
+    assert gpu.main(["--output", str(file), "--only", json.dumps(only), "--minutes", "30"]) == 0
+    kept = json.loads(file.read_text())
+    assert set(kept["cases"]) == set(only) and kept["environment"]["torch"]
+    assert {entry["state"] for entry in kept["cases"].values()} == {"passed"}
+    law = kept["cases"]["law float32 prompt_lookup"]
+    assert law["identical"] == 4 and law["p_value"] > 1e-3
+    assert kept["environment"]["gpu"] is None
+    assert set(kept["cases"]["rounds 1.7B eager"]["figures"]["draft"].values()) == {None}
+    assert kept["cases"]["step medusa qwen3-8b, sdpa"]["figures"]["tokens_per_second"] is None
+    with pytest.raises(InputError, match=r"only: expected beginnings of completions, .*, found lauw"):
+        gpu.main(["--only", "[lauw]"])
 
 
 def test_a_real_models_tables_are_made_once(pair_dirs, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,76 @@
+"""What the first run on a GPU tries, in order: the most telling cases come first, for the time may end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.scripts.bench.gpu import law, speed, steps
+from draftsmith.train.models import default_device
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where cases run."""
+
+    folder: Path
+    """Keeps what one case leaves for the next."""
+    device: torch.device = field(default_factory=default_device)
+
+    @property
+    def full(self) -> bool:
+        """Whether models have their real sizes: on a GPU. On a CPU tiny ones enter the same code."""
+        return self.device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a case."""
+
+    passed: bool
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What holds on any device, such as p-values."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """What is measured on the device, such as tokens per second: no figures of a CPU are kept."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that is tried."""
+
+    run: Callable[[Place], Outcome]
+    seconds: float
+    """The most that it may take, before it is taken to hang."""
+
+
+def cases() -> dict[str, Case]:
+    """Return all cases by name, in the order in which they run."""
+    found = {"completions": Case(partial(of_law, law.complete), 120)}
+    found |= {f"train {name}": Case(partial(of_law, law.train, name), 120) for name in law.TRAINED}
+    for dtype in ("float32", "bfloat16"):
+        for name in law.DRAFTERS:
+            found[f"law {dtype} {name}"] = Case(partial(of_law, law.certify, name, dtype), 90)
+    for name in steps.CONFIGS:
+        found[f"step {name}"] = Case(partial(measured, steps.step, name, None), 120)
+    for name in speed.LOSSES:
+        found[f"loss {name}"] = Case(partial(measured, speed.loss, name), 60)
+    for size in speed.SIZES:
+        for way in speed.WAYS:
+            found[f"rounds {size} {way}"] = Case(partial(measured, speed.rounds, size, way), 240)
+    for attention in steps.ATTENTION:
+        for name in steps.CONFIGS:
+            found[f"step {name}, {attention}"] = Case(partial(measured, steps.step, name, attention), 120)
+    return found
+
+
+def of_law(check: Callable[..., tuple[bool, dict[str, Any]]], *arguments: Any) -> Outcome:
+    """Return the outcome of a check that passes or fails; the place comes last."""
+    return Outcome(*check(*arguments))
+
+
+def measured(measure: Callable[..., dict[str, Any]], *arguments: Any) -> Outcome:
+    """Return the outcome of a measurement, which passes unless it raises; the place comes last."""
+    return Outcome(True, figures=measure(*arguments))

@@ -1,0 +1,123 @@
+"""Whether the road is right on this device: completions, trainings in bfloat16, and the law of every kind's texts.
+
+All on the embedded target, whose drafters train in seconds.
+"""
+
+import json
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from draftsmith.decode.measurement.certificate import certify_greedy, certify_sampled
+from draftsmith.decode.measurement.distribution_test import plain_texts, speculative_texts
+from draftsmith.scripts.bench.common import ASSETS
+from draftsmith.scripts.kinds import drafter_specs, recipes
+from draftsmith.scripts.pair import load_pair
+from draftsmith.train.data.corpus import encoded_prompts, stdlib_prompts, write_prompts
+from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.models import load_tokenizer
+
+if TYPE_CHECKING:
+    from draftsmith.scripts.bench.gpu.cases import Place
+
+TARGET = str(ASSETS / "tiny-target")
+CONFIGS = ASSETS.parent / "configs"
+TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "draft": ("distill", "tiny", {}),
+    "parallel": ("distill", "tiny-parallel", {}),
+    "medusa": ("medusa", "tiny", {"hydra": False}),
+    "hydra": ("medusa", "tiny", {}),
+    "eagle": ("eagle", "tiny", {"packing": True, "max_length": 256}),
+    "block": ("block", "tiny", {"packing": True, "max_length": 256}),
+}
+"""By the drafter's name: the command that trains it, its config for the embedded target, and other fields."""
+UNTRAINED = {
+    "prompt_lookup": "prompt_lookup",
+    "suffix": "suffix",
+    "lookahead": "lookahead",
+    "early_exit": "early_exit:2",
+    "hybrid": "hybrid:suffix+{folder}/draft@match=4",
+}
+DRAFTERS = (*TRAINED, *UNTRAINED)
+DRAFT_LENGTH, MAX_NEW_TOKENS = 4, 48
+PROMPTS, TOGETHER = 16, 64
+
+
+def complete(place: "Place") -> tuple[bool, dict[str, Any]]:
+    """Let the target complete prompts, for the trainings."""
+    count, counts = (192 if place.full else 16), {}
+    for side, heldout, temperature in (("sampled", False, 1.0), ("greedy", False, 0.0), ("heldout", True, 1.0)):
+        prompts = place.folder / f"{side}.jsonl"
+        write_prompts(prompts, stdlib_prompts(count, heldout=heldout))
+        output = str(place.folder / "completions" / side)
+        written = PrepareConfig(TARGET, str(prompts), output, temperature=temperature, max_new_tokens=64)
+        counts[side] = prepare(written).tokens
+    return min(counts.values()) > 0, {"tokens": counts}
+
+
+def train(name: str, place: "Place") -> tuple[bool, dict[str, Any]]:
+    """Train a drafter for a few steps under bfloat16, and see that it learns."""
+    command, file, fields = TRAINED[name]
+    recipe, data = recipes()[command], place.folder / "completions"
+    steps = 40 if place.full else 2
+    values: dict[str, Any] = {
+        "config": CONFIGS / command / f"{file}.yaml",
+        "target": TARGET,
+        "completions": [str(data / side) for side in ("sampled", "greedy")],
+        "heldout": [str(data / "heldout")],
+        "training.output_dir": place.folder / name,
+        "training.max_steps": steps,
+        "training.eval_steps": steps,
+        "training.save_steps": steps,
+        "training.logging_steps": 1,
+        "training.bf16": True,
+        "training.use_cpu": not place.full,
+        "training.report_to": "none",
+        **fields,
+    }
+    main_module: Any = import_module(f"{recipe.package}.__main__")
+    main_module.main(flags(values))
+    state = json.loads((place.folder / name / "trainer_state.json").read_text(encoding="utf-8"))
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    facts = {"first_loss": losses[0], "last_loss": losses[-1]}
+    return losses[-1] < losses[0] or not place.full, facts
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    """Return a command line that says these fields."""
+    return [
+        f"--{name}={json.dumps(value) if isinstance(value, bool | list | dict | None) else value}"
+        for name, value in values.items()
+    ]
+
+
+def certify(name: str, dtype: str, place: "Place") -> tuple[bool, dict[str, Any]]:
+    """Compare a drafter's texts at T=0 with plain decoding's, and test the law of its sampled ones."""
+    text = UNTRAINED.get(name, f"{place.folder}/{name}").format(folder=place.folder)
+    tokenizer = load_tokenizer(TARGET)
+    pair = load_pair(TARGET, tokenizer, drafter_specs([text], [DRAFT_LENGTH]), dtype)
+    (drafter,), target = pair.drafters, pair.target
+    count = PROMPTS if place.full else 4
+    encoded = encoded_prompts(None, tokenizer, count, MAX_NEW_TOKENS)
+    prompts = [torch.tensor(ids, device=target.device) for ids in encoded]
+    lengths = {"draft_length": drafter.draft_lengths[0], "max_new_tokens": MAX_NEW_TOKENS if place.full else 12}
+    plain = plain_texts(target, prompts, batch_size=count, max_new_tokens=lengths["max_new_tokens"])
+    drafted = speculative_texts(target, drafter.proposer, prompts, batch_size=count, **lengths)
+    new = [
+        [text[len(prompt) :].tolist() for text, prompt in zip(texts, prompts, strict=True)]
+        for texts in (plain, drafted)
+    ]
+    greedy = certify_greedy(target, new[0], new[1], prompts)
+    tokens = 20_000 if place.full else 2_000
+    sampled = certify_sampled(target, drafter.proposer, prompts, tokens, batch_size=TOGETHER, **lengths)
+    facts = {
+        "identical": greedy.prompts_identical,
+        "near_ties": greedy.near_ties,
+        "departures": greedy.departures,
+        "p_value": sampled.p_value,
+        "tokens": sampled.tokens,
+        "reasons": [each.reason for each in (greedy, sampled) if each.reason],
+    }
+    exact = greedy.identical if dtype == "float32" else greedy.passed
+    return bool(exact and sampled.passed), facts

@@ -1,0 +1,72 @@
+"""Rounds at real sizes, eager, compiled and in CUDA graphs; and the loss over a vocabulary of 152 thousand tokens."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.decode import DraftModelProposer
+from draftsmith.decode.cache import graphs
+from draftsmith.decode.planner import verification_costs
+from draftsmith.scripts.bench import divergence
+from draftsmith.scripts.bench.gpu.shapes import SHARED, random_model
+from draftsmith.scripts.bench.gpu.shapes import SIZES as SHAPES
+from draftsmith.scripts.bench.timing import methods, options_at, prompts, timed_rounds
+from draftsmith.scripts.kinds import kind_named
+from draftsmith.train.kinds.drafter import Drafter
+
+if TYPE_CHECKING:
+    from draftsmith.scripts.bench.gpu.cases import Place
+
+LOSSES = ("forward_kl", "tvd", "lk_hybrid")
+SIZES = ("1.7B", "8B")
+"""Of the target; the draft has 0.6 B."""
+WAYS = ("eager", "compiled", "graphs")
+DRAFT_LENGTH, PROMPT, NEW_TOKENS, REPEATS = 4, 64, 64, 3
+
+
+def loss(name: str, place: "Place") -> dict[str, Any]:
+    """Compare the chunked loss with the eager one at Qwen3's vocabulary: time, memory, error."""
+    sizes: dict[str, Any] = {"tokens": 16, "vocab_size": 1000, "hidden": 32, "target_hidden": 64, "repeats": 1}
+    if place.full:
+        hidden = {"hidden": SHAPES["0.6B"]["hidden_size"], "target_hidden": SHAPES["8B"]["hidden_size"]}
+        sizes = {"tokens": 4096, "vocab_size": SHARED["vocab_size"], **hidden, "repeats": 5}
+    return divergence.bench(divergence.BenchDivergenceConfig(divergence=name, dtype="bfloat16", **sizes))
+
+
+def rounds(size: str, way: str, place: "Place") -> dict[str, Any]:
+    """Time rounds of plain decoding and of a draft's chains, and what of them passes outside the models' forwards."""
+    target, draft = random_model(size, place), random_model("0.6B", place)
+    kind = kind_named("draft")
+    drafter = Drafter("draft", kind.name, kind, None, DraftModelProposer(draft), draft_lengths=(DRAFT_LENGTH,))
+    compiled = way != "eager"
+    options = options_at(0.0, NEW_TOKENS if place.full else 24) | {"compiled": compiled}
+    ids = prompts(range(2, 2 + PROMPT), 1).to(place.device)
+    with _graphs(way == "graphs"):
+        timed = timed_rounds(methods(target, [drafter], ids, options), REPEATS if place.full else 1)
+        context = PROMPT + NEW_TOKENS // 2
+        verify = verification_costs(target, 1, context, (1, 1 + DRAFT_LENGTH), repeats=20, compiled=compiled)
+        (step,) = verification_costs(draft, 1, context, (1,), repeats=20, compiled=compiled).values()
+    forwards = {"plain": verify[1], "draft": verify[1 + DRAFT_LENGTH] + DRAFT_LENGTH * step}
+    figures: dict[str, Any] = {}
+    for name, seconds in forwards.items():
+        figures[name] = {
+            "round_ms": timed[name]["round_ms"],
+            "forwards_ms": 1e3 * seconds,
+            "outside_share": 1 - 1e3 * seconds / timed[name]["round_ms"],
+        }
+    return figures
+
+
+@contextmanager
+def _graphs(on: bool) -> Iterator[None]:
+    """Run compiled forwards as CUDA graphs, or not."""
+    before = os.environ.get(graphs.FLAG)
+    os.environ[graphs.FLAG] = str(int(on))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[graphs.FLAG]
+        else:
+            os.environ[graphs.FLAG] = before
