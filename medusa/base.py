@@ -3,6 +3,7 @@
 Shape suffixes: V the target's vocabulary, D the tokens that heads may draft.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -13,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import InputError
-from draftsmith.train.checkpoint import load_heads, reading, require_config
+from draftsmith.train.checkpoint import check_rope, load_heads, reading, require_config
 from draftsmith.train.losses.output_head import head_of
 
 
@@ -61,6 +62,54 @@ class NamedConfig(PretrainedConfig):
         """Save as the library does."""
         self.architectures = [self.architecture]
         super().save_pretrained(*args, **kwargs)
+
+
+FEW = 8
+"""Ids from which on a vocabulary without two neighbours is none."""
+WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+
+
+def check_windows(raw: Mapping[str, Any], positions: int) -> None:
+    """Raise an InputError where layers are to see a window of a text alone; one of all positions is none.
+
+    Qwen's configs have a window that `use_sliding_window` turns off, or that begins behind all layers; Mistral's have
+    one where they name its size; all newer ones name the kind of each layer.
+
+    Args:
+        raw: a config as its file has it.
+        positions: how many it reads.
+    """
+    size, kinds = raw.get("sliding_window"), raw.get("layer_types")
+    if type(size) is int and size >= positions:
+        return
+    other = [kind for kind in kinds or [] if kind != "full_attention"] if isinstance(kinds, list | None) else [kinds]
+    if other:
+        raise InputError(
+            f"layer_types: expected layers of full_attention, as our heads have, found {other[0]} in a window of {size}"
+        )
+    used, first = raw.get("use_sliding_window"), raw.get("max_window_layers")
+    if "sliding_window" in raw and size is None:
+        return
+    behind = type(first) is int and first >= raw.get("num_hidden_layers", 1)
+    if used and not behind:
+        raise InputError(f"use_sliding_window: expected false, as our heads see the whole text, found {used}")
+    if used is None and kinds is None and size is not None:
+        raise InputError(f"sliding_window: expected none, or the {positions} positions, found {size}")
+
+
+class LayersConfig(NamedConfig):
+    """A config of decoder layers, whose rotation and attention a file may describe in several fields."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the config of fields as a file has them.
+
+        Raises:
+            InputError: they contradict each other, or ask for attention in a window, which no heads of ours have.
+        """
+        check_rope(config_dict)
+        check_windows(config_dict, config_dict.get("max_position_embeddings") or cls.max_position_embeddings)
+        return super().from_dict({k: v for k, v in config_dict.items() if k not in WINDOWS}, **kwargs)
 
 
 class DraftingHeads(PreTrainedModel):
@@ -144,3 +193,20 @@ def check_ids(ids: Tensor, vocab_size: int, field: str) -> None:
     """Raise an InputError where ids of a cut vocabulary name a token twice, or one out of range."""
     if bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) != len(ids):
         raise InputError(f"{field}: expected different ids below {vocab_size}, found others")
+
+
+def check_named(ids: Tensor, t2d: Tensor, field: str) -> None:
+    """Raise an InputError where `t2d`, (V,) bool, names other tokens than the ids of a cut vocabulary."""
+    if not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
+        raise InputError(f"{field}: expected the tokens that t2d names, found others")
+
+
+def check_distances(d2t: Tensor, field: str) -> None:
+    """Raise an InputError where `d2t`, (D,), of which no `t2d` tells, holds ids in place of distances to places.
+
+    Distances stay the same from one id to the next one of the target's, and so do those of any vocabulary of use.
+    """
+    if len(d2t) >= FEW and bool((d2t.diff() > 0).all()):
+        raise InputError(
+            f"{field}: expected each id's distance to its place, found numbers that always grow, as ids do"
+        )

@@ -1,11 +1,15 @@
 """Checks of `draftsmith doctor` for all kinds of heads: whether heads fit the target, and the tree the heads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
+from draftsmith.medusa.checkpoint_files import read_safetensors, shards
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import SEARCH, Part, Side
 
@@ -61,32 +65,44 @@ def learning_rate(rate: float, width: int) -> Finding:
 
 
 def rotation(name: str, raw: Mapping[str, Any]) -> Finding:
-    """Say by which angles places turn, where two fields of a config may say it.
+    """Say by which angles places turn, and whether the config says so.
 
     Args:
         name: of the finding.
         raw: config.json, of any tool.
     """
     layer = raw.get("transformer_layer_config") or raw
-    old, new = layer.get("rope_theta"), (layer.get("rope_parameters") or {}).get("rope_theta")
-    if old is not None and new is not None and old != new:
-        text = f"rope_theta is {old:g}, which transformers 4 reads, and in rope_parameters, which 5 reads, {new:g}"
-        return Finding("error", name, text, "let both be what it was trained with")
-    theta = old if new is None else new
+    fields = [layer, layer.get("rope_parameters") or {}, layer.get("rope_scaling") or {}]
+    theta = next((each["rope_theta"] for each in fields if each.get("rope_theta") is not None), None)
     said = "the library's rope_theta, for its config has none" if theta is None else f"a rope_theta of {theta:g}"
     return Finding("ok", name, f"the halves of a head turn together (neox), by {said}")
 
 
-def check_map(heads: Any) -> None:
-    """Require that `d2t` names different tokens, and say so where it holds their ids.
+def whole_files(name: str, target: Side, heads: Part, read: Callable[..., Any], remedy: str) -> Iterator[Finding]:
+    """Read the files as `export --import_from` does, weights and copies of the target's own included.
 
-    Raises:
-        InputError: it does not.
+    Args:
+        name: of the finding.
+        target: without weights; its embedding and its head are read from its files.
+        heads: without weights.
+        read: takes their directory and the target.
+        remedy: where they are not taken.
     """
+    directory = Path(heads.path)
+    if not directory.is_dir():
+        return
+    model: Any = deepcopy(target.model)
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    modules = {f"{prefix}.weight": module for prefix, module in model.named_modules() if module in ends}
     try:
-        heads.check_tokens("d2t")
+        for key, tensor in read_safetensors(shards(Path(target.path)), modules.__contains__).items():
+            modules[key].weight = nn.Parameter(tensor, requires_grad=False)
+    except InputError:
+        return  # the target's finding says so
+    model.tie_weights()
+    try:
+        read(directory, target=model)
     except InputError as error:
-        d2t, vocab_size = heads.d2t, heads.config.vocab_size
-        ids = int(d2t.min()) >= 0 and int(d2t.max()) < vocab_size and len(d2t.unique()) == len(d2t)
-        said = ": ids, it seems, where servers look for each one's distance to its place" if ids else ""
-        raise InputError(f"{error}{said}") from error
+        yield Finding("error", name, str(error).removeprefix(f"{directory}: "), remedy)
+    else:
+        yield Finding("ok", name, "whole, and as export --import_from takes them")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,67 @@ def check_sizes(config: PretrainedConfig, path: str | Path, field: str) -> None:
         value = getattr(text, name, None)
         if isinstance(value, int):
             at_least(1).check(f"{field}: {name} of {path}", value)
+
+
+ROPE_TYPES = {"mrope": "default", "su": "longrope"}
+"""Types of rotation by the names that they had before; places of a text turn by `mrope` as by the default."""
+FILLED = ["rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"]
+"""Keys of a rotation that the library fills as it reads, or that are compared by themselves."""
+ROPE_KEYS = [
+    *FILLED, "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
+]  # fmt: skip
+"""Keys of any rotation; some families have further ones."""
+
+
+def check_rope(raw: Mapping[str, Any], where: str = "") -> None:
+    """Require that all fields of a config that say how places turn say the same, for each reader takes another.
+
+    Version 5 of the library writes `rope_parameters`, and reads `rope_scaling` before it; version 4 reads `rope_theta`
+    and `rope_scaling`.
+
+    Args:
+        raw: the config as its file has it.
+        where: what the message begins with.
+
+    Raises:
+        InputError: fields that differ, one that is no object, or a misspelt key.
+    """
+    said: dict[str, Mapping[str, Any]] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = {} if raw.get(name) is None else raw[name]
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where}{name}: expected fields and their values, found {value!r}")
+        by_layer = {kind: each for kind, each in value.items() if isinstance(each, Mapping)}
+        for each in by_layer.values() or [value]:
+            for key in each.keys() - ROPE_KEYS:
+                if close := get_close_matches(key, ROPE_KEYS, 1, 0.8):
+                    raise InputError(f"{where}{name}: expected {close[0]}, found {key}")
+        value = by_layer.get("full_attention", {}) if by_layer else value
+        said |= {name: value} if value else {}
+    thetas = {name: value["rope_theta"] for name, value in said.items() if value.get("rope_theta") is not None}
+    if said and raw.get("rope_theta") is not None:
+        thetas["the field rope_theta"] = raw["rope_theta"]
+    _require_one("rope_theta", thetas, where)
+    kinds = {name: _rope_type(value, f"{where}{name}") for name, value in said.items()}
+    _require_one("rope_type", kinds, where)
+    if len(said) == 2 and "default" not in kinds.values():
+        for key in sorted(set().union(*said.values()).difference(FILLED)):
+            _require_one(key, {name: value.get(key) for name, value in said.items()}, where)
+
+
+def _require_one(key: str, by_field: Mapping[str, Any], where: str) -> None:
+    values = list(by_field.values())
+    if values.count(values[0] if values else None) < len(values):
+        found = " and ".join(f"{value} in {name}" for name, value in by_field.items())
+        raise InputError(f"{where}{key}: expected the same wherever the config says it, found {found}")
+
+
+def _rope_type(value: Mapping[str, Any], field: str) -> str:
+    """Return the type of a rotation, whose key was `type` before."""
+    kinds = [ROPE_TYPES.get(str(value[key]), str(value[key])) for key in ("rope_type", "type") if value.get(key)]
+    _require_one("rope_type", dict(zip(("rope_type", "type"), kinds, strict=False)), f"{field}: ")
+    return kinds[0] if kinds else "default"
 
 
 def stored_tensors(path: str | Path, field: str) -> Stored:

@@ -30,6 +30,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.train import options
 from draftsmith.train.checkpoint import (
     check_loaded,
+    check_rope,
     check_sizes,
     load_generation_config,
     reading,
@@ -72,6 +73,9 @@ def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bo
     require_config(path, field)
     with reading(field, f"a causal LM in {path}"):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        raw, _ = PretrainedConfig.get_config_dict(path)
+    for part in (raw, raw.get("text_config") or {}):
+        check_rope(part, f"{field}: {path}: ")
     check_sizes(config, path, field)
     return config
 

@@ -17,12 +17,12 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, at_most
 from draftsmith.medusa.block.blocks import SHARE
 from draftsmith.medusa.block.config import BlockTrainingConfig
-from draftsmith.medusa.block.formats.importing import OF_TARGET, TRAINING_ALONE, read_block_config
+from draftsmith.medusa.block.formats.importing import OF_TARGET, TRAINING_ALONE, import_block, read_block_config
 from draftsmith.medusa.block.formats.writing import is_dflash
 from draftsmith.medusa.block.initial import RANK, beginning, mask_token, new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import read_config, read_safetensors, shards
-from draftsmith.medusa.checks import check_map, learning_rate, rotation, shape, trained_on, unfit
+from draftsmith.medusa.checks import learning_rate, rotation, shape, trained_on, unfit, whole_files
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import SEARCH, Part, Side, load_part
@@ -58,12 +58,12 @@ def _empty(path: str) -> BlockDrafter:
     if model.d2t is None:
         return model
     try:
-        known = read_safetensors(shards(Path(path)), {"d2t"}.__contains__)
+        known = read_safetensors(shards(Path(path)), {"d2t", "t2d", "lm_head.weight"}.__contains__)
     except InputError:
         return model  # its checkpoint's finding says so
     if "d2t" in known and known["d2t"].shape == model.d2t.shape:
         model.d2t = known["d2t"].long()
-        check_map(model)
+        model.check_tokens("d2t", known)
     return model
 
 
@@ -97,6 +97,7 @@ def compare(target: Side, part: Part) -> Iterator[Finding]:
     yield mask(target, config.mask_token_id)
     yield rotation("block rotation", raw)
     yield slots(raw, drafter)
+    yield from whole_files("block files", target, part, import_block, "train a drafter on the target's own embedding")
 
 
 def layers_seen(raw: Mapping[str, Any], drafter: BlockDrafter, target: Side) -> Finding:

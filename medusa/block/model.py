@@ -16,7 +16,7 @@ Shape suffixes: B rows, T tokens of the text, N anchors, S slots, K guesses, F f
 rank, V the target's vocabulary, D the drafter's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,12 +29,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedd
 from draftsmith.decode.cache.features import check_layers, decoder_layers
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
-from draftsmith.medusa.base import DraftingHeads, LMHead, NamedConfig, Norm, check_ids
+from draftsmith.medusa.base import DraftingHeads, LayersConfig, LMHead, Norm, check_distances, check_ids, check_named
 from draftsmith.medusa.seen import KeysValues, rope_of
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 
-class BlockConfig(NamedConfig, Qwen3Config):
+class BlockConfig(LayersConfig, Qwen3Config):
     """The shape of a block drafter, in the names of DeepSpec (`Qwen3DSparkModel`)."""
 
     architecture = "Qwen3DSparkModel"
@@ -282,6 +282,17 @@ class BlockDrafter(DraftingHeads):
     def token_map(self) -> Tensor | None:
         """The target's ids that it may draft, ascending, (D,) int64; None where it may draft all."""
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def check_tokens(self, field: str = "d2t", tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Check `d2t` as ids of all heads are, and with the other tensors of its file whether it holds distances."""
+        super().check_tokens(field)
+        ids, tensors = self.token_map, tensors or {}
+        if ids is None or self.d2t is None or ids.device.type == "meta":
+            return
+        if "t2d" in tensors:
+            check_named(ids, tensors["t2d"].bool(), field)
+        elif "lm_head.weight" not in tensors:  # whose rows are compared with those of the target
+            check_distances(self.d2t, field)
 
     def check_fits(self, target: PreTrainedModel) -> None:
         """Raise an InputError where a target has another width, vocabulary or number of layers than it needs."""

@@ -11,9 +11,17 @@ from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, at_most
 from draftsmith.medusa.checkpoint_files import CONFIG, read_config, read_safetensors, shards
-from draftsmith.medusa.checks import check_map, learning_rate, rotation, shape, trained_on, unfit
+from draftsmith.medusa.checks import learning_rate, rotation, shape, trained_on, unfit, whole_files
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
-from draftsmith.medusa.eagle.formats.importing import DEPTHS, EMBEDDINGS, TRAINING_ALONE, our_name, read_eagle_config
+from draftsmith.medusa.eagle.formats.importing import (
+    DEPTHS,
+    EMBEDDINGS,
+    TRAINING_ALONE,
+    complete_maps,
+    import_eagle,
+    our_name,
+    read_eagle_config,
+)
 from draftsmith.medusa.eagle.heads import TREE, EagleHeads
 from draftsmith.medusa.eagle.initial import beginning, new_heads
 from draftsmith.medusa.seen import rope_of
@@ -35,7 +43,7 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
         return f"EAGLE-3 heads, features after layers {', '.join(map(str, model.layer_ids))}"
 
     def ours(name: str) -> str | None:
-        return None if name == EMBEDDINGS or TRAINING_ALONE.search(name) else our_name(name)
+        return None if our_name(name) == EMBEDDINGS or TRAINING_ALONE.search(name) else our_name(name)
 
     optional = () if _foreign(Path(str(spec.path))) is None else ("t2d",)
     return load_part(spec, _empty, described, remedy, lambda model: model.cached_numbers, ours, optional)
@@ -57,35 +65,36 @@ def _empty(path: str) -> EagleHeads:
     else:
         with torch.device("meta"):
             model = EagleHeads(read_eagle_config(directory, unsaid=UNSAID))
-    if model.d2t is None:
+    if model.d2t is None or model.t2d is None:
         return model
     try:
         known = read_safetensors(shards(directory), {"d2t", "t2d"}.__contains__)
     except InputError:
         return model  # its checkpoint's finding says so
     if "d2t" in known and known["d2t"].shape == model.d2t.shape:
-        model.d2t = known["d2t"].long()
-        vocab_size, ids = model.config.vocab_size, model.d2t + torch.arange(len(model.d2t))
-        named = known.get("t2d", torch.zeros(0))
-        if len(named) != vocab_size:  # servers do without it
-            named = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids.clamp(0, vocab_size - 1), True)
-        model.t2d = named.bool()
-        check_map(model)
+        complete_maps(directory, model.config, known)
+        t2d = known.get("t2d", torch.zeros(model.t2d.shape))
+        if t2d.shape == model.t2d.shape:
+            model.d2t, model.t2d = known["d2t"].long(), t2d.bool()
+            model.check_tokens("d2t")
     return model
 
 
 def compare(target: Side, heads: Part) -> Iterator[Finding]:
     """Check whether EAGLE-3 heads fit the target, their tree them, and what files of other tools leave unsaid."""
-    raw = _foreign(Path(heads.path))
-    if raw is None:
-        yield _compared(target, heads)
-        return
-    layers = len(decoder_layers(target.model))
-    said = layers_seen(raw, Path(heads.path), layers)
-    heads.model.config.eagle_aux_hidden_state_layer_ids = said[0]
-    yield _compared(target, heads)
-    yield said[1]
-    yield rotation("eagle rotation", raw)
+    raw, directory = _foreign(Path(heads.path)), Path(heads.path)
+    if raw is not None:
+        layers, seen = layers_seen(raw, directory, len(decoder_layers(target.model)))
+        heads.model.config.eagle_aux_hidden_state_layer_ids = layers
+    fits = _compared(target, heads)
+    yield fits
+    if raw is not None:
+        yield seen
+        yield rotation("eagle rotation", raw)
+    if fits.state != "error":
+        yield from whole_files(
+            "eagle files", target, heads, import_eagle, "train heads that see the target's embedding"
+        )
 
 
 def layers_seen(raw: Mapping[str, Any], directory: Path, layers: int) -> tuple[list[int], Finding]:

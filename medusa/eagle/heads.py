@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import (
 from draftsmith.decode.cache.features import check_layers, decoder_layers, default_layers
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
-from draftsmith.medusa.base import DraftingHeads, LMHead, NamedConfig, Norm, check_ids
+from draftsmith.medusa.base import DraftingHeads, LayersConfig, LMHead, Norm, check_ids, check_named
 from draftsmith.medusa.seen import KeysValues, rope_of
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
@@ -32,7 +32,7 @@ TREE = "eagle_tree"
 """The key of the config that holds the tree that was searched for heads, as choices: see `Tree.from_choices`."""
 
 
-class EagleConfig(NamedConfig, LlamaConfig):
+class EagleConfig(LayersConfig, LlamaConfig):
     """The shape of the heads, in the names that vLLM, SGLang and SpecForge read (`LlamaForCausalLMEagle3`)."""
 
     architecture = "LlamaForCausalLMEagle3"
@@ -283,8 +283,7 @@ class EagleHeads(DraftingHeads):
         ids = self.token_map
         if ids is None or self.t2d is None or ids.device.type == "meta":
             return
-        if int(self.t2d.sum()) != len(ids) or not bool(self.t2d[ids].all()):
-            raise InputError(f"{field}: expected the tokens that t2d names, found others")
+        check_named(ids, self.t2d, field)
 
     def check_fits(self, target: PreTrainedModel) -> None:
         """Raise an InputError where a target has another width, vocabulary or fewer layers than the heads need."""

@@ -620,7 +620,8 @@ def test_learning_rates_of_wide_heads_are_compared_with_usual_ones():
          "! features after layers 2, 4, 5, as SGLang takes them; vLLM takes those after layers 1, 3, 4 → put eagle_"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, "eagle heads",
          "✗ eagle_aux_hidden_state_layer_ids: expected ascending depths between 1 and the target's 8 layers"),
-        ({"eagle_config": None, "rope_theta": 5e5}, "eagle rotation", "✗ rope_theta is 500000, which transformers 4 "),
+        ({"eagle_config": None, "rope_theta": 5e5}, "eagle",
+         "✗ EAGLE/config.json: rope_theta: expected the same wherever the config says it, found 10000.0 in rope_para"),
     ],
 )  # fmt: skip
 def test_what_eagle_heads_of_other_tools_leave_to_chance_is_told(change, name, expected, tmp_path, tokenizer, capsys):
@@ -631,8 +632,8 @@ def test_what_eagle_heads_of_other_tools_leave_to_chance_is_told(change, name, e
     rewrite(tmp_path / "eagle", **change)
     restore(tmp_path / "eagle", lambda tensors: {k: v for k, v in tensors.items() if k != "t2d"})
     code, lines, _, _ = check(capsys, tmp_path / "target", drafter=f"eagle:{tmp_path / 'eagle'}")
-    assert lines["eagle"].startswith("✓ EAGLE-3 heads, "), lines["eagle"]
-    assert lines[name].startswith(expected), lines[name]
+    assert name == "eagle" or lines["eagle"].startswith("✓ EAGLE-3 heads, "), lines["eagle"]
+    assert lines[name].startswith(expected.replace("EAGLE", str(tmp_path / "eagle"), 1)), lines[name]
     assert code == (2 if expected.startswith("✗") else 0)
 
 
@@ -669,6 +670,29 @@ def test_block_drafters_of_any_tool_that_fit_are_said_to(format, plain, tmp_path
     assert lines["block slots"].startswith("✓ 3 slots, the anchor's guesses the token behind it: num_speculative_to")
 
 
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_a_copy_of_the_targets_embedding_must_equal_it_as_the_import_says(kind, plain, tmp_path, tokenizer, capsys):
+    path = tmp_path / "heads"
+    save_eagle(path, tokenizer) if kind == "eagle" else save_block(path, tokenizer)
+    written = load_file(path / "model.safetensors")
+    own = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
+    for name, copy, right in (
+        ("embed_tokens.weight", own, True),
+        ("model.embed_tokens.weight", own.bfloat16(), True),
+        ("embed_tokens.weight", own + 0.01, False),
+        ("embed_tokens.weight", own[:7], False),
+    ):
+        save_file(written | {name: copy.clone()}, path / "model.safetensors", metadata={"format": "pt"})
+        code, lines, _, _ = check(capsys, plain, drafter=f"{kind}:{path}")
+        assert (code == 0) == right and lines[f"{kind} files"].startswith(
+            "✓" if right else "✗ expected the target's emb"
+        )
+        out = tmp_path / f"{name}-{right}-{len(copy)}"
+        imported = cli.main(["export", "--target", str(plain), "--import_from", str(path), "--output", str(out)])
+        assert (imported == 0) == right, capsys.readouterr()
+        capsys.readouterr()
+
+
 DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
 
 
@@ -681,8 +705,8 @@ DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
          "! features after layers 2, those of DFlash's paper, for its config names none → put target_layer_ids there"),
         (DFLASH | {"layer_ids": [1]}, "vllm", lambda path: None, "block layers",
          "! features after layers 2, the last: the library's output_hidden_states are normed there, and what servers "),
-        (DSPARK, "vllm", lambda path: rewrite(path, rope_theta=1e6), "block rotation",
-         "✗ rope_theta is 1e+06, which transformers 4 reads, and in rope_parameters, which 5 reads, 10000 → "),
+        (DSPARK, "vllm", lambda path: rewrite(path, rope_theta=1e6), "block",
+         "✗ BLOCK/config.json: rope_theta: expected the same wherever the config says it, found 10000.0 in rope_para"),
         (DSPARK, "vllm", lambda path: rewrite(path, mask_token_id=7), "block mask", "! "),
         (DSPARK, "vllm", lambda path: rewrite(path, mask_token_id=300), "block",
          "✗ BLOCK/config.json: mask_token_id: expected a token below 300, a row of the target's embedding, found 3"),
@@ -691,9 +715,9 @@ DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
         ({"markov_rank": 0}, "own", lambda path: None, "block slots", "! 3 slots, the anchor's guesses the token "),
         ({"token_map": torch.arange(40)}, "vllm", lambda path: restore(
             path, lambda tensors: tensors | {"d2t": torch.arange(100, 300, 5)}), "block",
-         "✗ d2t: expected different ids below 300, found others: ids, it seems, where servers look for each one's "),
+         "✗ d2t: expected different ids below 300, found others → "),
         (DSPARK, "vllm", lambda path: rewrite(path, layer_types=["sliding_attention"]), "block",
-         "✗ BLOCK/config.json: expected layers of full_attention, as our drafters have, found sliding_attention → "),
+         "✗ BLOCK/config.json: layer_types: expected layers of full_attention, as our heads have, found sl"),
         (DSPARK, "vllm", lambda path: rewrite(path, target_layer_ids=[2]), "block drafter",
          "✗ target_layer_ids: expected ascending depths between 1 and the target's 2 layers"),
         ({"target": {"hidden": 64}}, "vllm", lambda path: None, "block drafter",

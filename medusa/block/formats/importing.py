@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError, first_line
+from draftsmith.medusa.base import WINDOWS
 from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, MARKOV, SIZES, assembled_block
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
 from draftsmith.medusa.checkpoint_files import CONFIG, field, matched, read_config, read_safetensors, shards
@@ -62,11 +63,8 @@ def import_block(
         raise InputError(
             f"{directory}: expected masks that stand for a row of the target's embedding, found mask_embedding.pt"
         )
-    tensors = {
-        name.removeprefix("model."): tensor
-        for name, tensor in read_safetensors(shards(directory)).items()
-        if not TRAINING_ALONE.match(name.removeprefix("model."))
-    }
+    stored = {name.removeprefix("model."): tensor for name, tensor in read_safetensors(shards(directory)).items()}
+    tensors = {name: tensor for name, tensor in stored.items() if not TRAINING_ALONE.match(name)}
     if config.draft_vocab_size == config.vocab_size and (d2t := tensors.pop("d2t", None)) is not None and d2t.any():
         raise InputError(f"{directory}: expected a d2t of zeros beside the whole vocabulary, found another")
     copies = {name: tensors.pop(name) for name in OF_TARGET if name in tensors}
@@ -74,7 +72,7 @@ def import_block(
         empty = BlockDrafter(config).state_dict()
     drafter = assembled_block(config, matched(directory, WHAT, empty, tensors, {}))
     check_finite(drafter, directory, WHAT)
-    drafter.check_tokens(f"{directory}: d2t")
+    drafter.check_tokens(f"{directory}: d2t", stored)
     if target is not None:
         drafter.check_fits(target)
     if copies:
@@ -116,7 +114,7 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
             raise InputError(f"target: expected it for a drafter that names no layers, as in {directory}, found none")
         layers = default_target_layers(deep, count)
     names = (*SIZES, "draft_vocab_size", "block_size", "mask_token_id", "anchor_guesses", "base_model_name_or_path")
-    fields = {name: flat[name] for name in (*names, *HEADS, *TURNS) if name in flat}
+    fields = {name: flat[name] for name in (*names, *HEADS, *TURNS, *WINDOWS) if name in flat}
     try:
         made = BlockConfig.from_dict(
             {**fields, "target_layer_ids": layers, "num_target_layers": deep, "tie_word_embeddings": False}
@@ -144,9 +142,6 @@ def _check_known(flat: dict[str, Any], path: Path) -> None:
     for name, known in expected.items():
         if flat.get(name) not in known:
             raise InputError(f"{path}: expected {name} {known[0]}, as our drafters are, found {flat[name]!r}")
-    others = sorted(map(str, set(field(flat, path, "layer_types", list, [])) - {"full_attention"}))
-    if others:
-        raise InputError(f"{path}: expected layers of full_attention, as our drafters have, found {others[0]}")
 
 
 def _check_copies(

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers, default_layers
 from draftsmith.decode.errors import InputError, first_line
+from draftsmith.medusa.base import check_distances
 from draftsmith.medusa.checkpoint_files import (
     CONFIG,
     field,
@@ -75,7 +76,7 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
     except Exception as error:  # an activation or a rotation that there is not
         found = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{directory / CONFIG}: expected a config of EAGLE-3 heads, found: {found}") from error
-    _complete_maps(directory, config, tensors)
+    complete_maps(directory, config, tensors)
     heads = assembled_eagle(config, matched(directory, "EAGLE-3 heads", empty, tensors, {}))
     check_finite(heads, directory, "EAGLE-3 heads")
     heads.check_tokens(f"{directory}: d2t")
@@ -161,7 +162,7 @@ def _check_embeddings(directory: Path, embeddings: Tensor, target: PreTrainedMod
         raise InputError(f"{directory}: expected the target's embeddings, which our heads see, found others of its own")
 
 
-def _complete_maps(directory: Path, config: EagleConfig, tensors: dict[str, Tensor]) -> None:
+def complete_maps(directory: Path, config: EagleConfig, tensors: dict[str, Tensor]) -> None:
     """Give `t2d` to heads whose file has none, as vLLM reads none, and drop maps that say nothing."""
     d2t = tensors.get("d2t")
     if d2t is None:
@@ -172,6 +173,7 @@ def _complete_maps(directory: Path, config: EagleConfig, tensors: dict[str, Tens
         del tensors["d2t"]
         tensors.pop("t2d", None)
     elif "t2d" not in tensors and not d2t.is_floating_point():
+        check_distances(d2t, f"{directory}: d2t")
         ids = d2t.long() + torch.arange(len(d2t))
         if len(ids) and 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
             tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)

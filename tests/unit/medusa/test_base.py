@@ -1,0 +1,122 @@
+"""What a config of heads says twice, and what their files hold: all doors take and refuse the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from safetensors.torch import load_file, save_file
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.block import checks as block_checks
+from draftsmith.medusa.block.formats.importing import import_block
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.medusa.eagle import checks as eagle_checks
+from draftsmith.medusa.eagle.formats.importing import import_eagle
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.train.kinds.drafter import DrafterSpec
+from draftsmith.train.models import empty_model
+
+VOCAB, POSITIONS = 97, 512
+TOKENS = torch.arange(40)
+KINDS = {
+    "eagle": (EagleHeads, import_eagle, eagle_checks.inspect),
+    "block": (BlockDrafter, import_block, block_checks.inspect),
+}
+LINEAR, THETA = {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 10000.0}
+
+
+def saved(kind: str, path: Path, tokens: torch.Tensor | None = None) -> None:
+    target = tiny_llama(0, VOCAB, layers=4)
+    options = {} if kind == "eagle" else {"mask_token": 2, "block_size": 3, "markov_rank": 2}
+    KINDS[kind][0].of_target(target, token_map=tokens, **options).save_pretrained(path)
+
+
+def rewritten(path: Path, **fields: object) -> None:
+    content = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(content | fields))
+
+
+def said_at_each_door(kind: str, path: Path) -> set[str | None]:
+    """Return what loading, importing and `doctor` say; None where they take the files."""
+    heads, read, inspect = KINDS[kind]
+    said: set[str | None] = set()
+    for load in (heads.from_pretrained, read):
+        try:
+            load(path)
+            said.add(None)
+        except InputError as error:
+            assert "\n" not in str(error)
+            said.add(str(error))
+    finding = inspect(DrafterSpec(kind, str(path)))[1]
+    return said | {None if finding.state == "ok" else finding.text}
+
+
+CONTRADICTIONS = {
+    "types": ({"rope_scaling": LINEAR}, "rope_type"),
+    "thetas": ({"rope_theta": 5e5}, "rope_theta"),
+    "an older field's theta": ({"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta"),
+    "factors": ({"rope_parameters": LINEAR | THETA, "rope_scaling": LINEAR | {"factor": 4.0}}, "factor"),
+    "two names of the type": ({"rope_parameters": LINEAR | THETA | {"type": "dynamic"}}, "rope_type"),
+    "a misspelt key": ({"rope_parameters": THETA | {"rope_type": "linear", "factr": 2.0}}, "factr"),
+    "a theta that is misspelt": ({"rope_parameters": {"rope_type": "default", "rope_thetta": 5e5}}, "rope_thetta"),
+    "no fields": ({"rope_scaling": 2}, "rope_scaling"),
+    "a layer's window": ({"layer_types": ["sliding_attention"], "sliding_window": 16}, "layer_types"),
+    "a window of no size": ({"layer_types": ["sliding_attention"], "sliding_window": None}, "layer_types"),
+    "chunks": ({"layer_types": ["chunked_attention"]}, "layer_types"),
+    "Qwen's window": ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "use_sliding_window"),
+    "Mistral's window": (
+        {"sliding_window": 16, "layer_types": None, "use_sliding_window": None, "max_window_layers": None},
+        "sliding_window",
+    ),
+}
+AGREEMENTS = {
+    "the same twice": {"rope_parameters": LINEAR | THETA, "rope_scaling": LINEAR | {"factor": 2}, **THETA},
+    "an older name": {"rope_parameters": {"rope_type": "default", "type": "mrope", **THETA}, "rope_scaling": None},
+    "a family's own key": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], **THETA}},
+    "a window that is off": {"use_sliding_window": False, "sliding_window": 16},
+    "a window behind all layers": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 28},
+    "a window of all positions": {"layer_types": ["sliding_attention"], "sliding_window": POSITIONS},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_config_that_contradicts_itself_is_refused_at_every_door(tmp_path, kind, name):
+    saved(kind, tmp_path)
+    fields, field = CONTRADICTIONS[name]
+    rewritten(tmp_path, **fields)
+    said = said_at_each_door(kind, tmp_path)
+    assert None not in said and all(field in str(line) for line in said), said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", AGREEMENTS)
+def test_a_config_that_says_the_same_twice_is_taken_at_every_door(tmp_path, kind, name):
+    saved(kind, tmp_path)
+    rewritten(tmp_path, **AGREEMENTS[name])
+    assert said_at_each_door(kind, tmp_path) == {None}
+
+
+def test_models_whose_config_contradicts_itself_are_refused(tmp_path):
+    tiny_llama(0, VOCAB).save_pretrained(tmp_path)
+    rewritten(tmp_path, rope_scaling=LINEAR)
+    with pytest.raises(
+        InputError, match=r"^draft: .*: rope_type: expected the same wherever .* linear in rope_scaling"
+    ):
+        empty_model(tmp_path, field="draft")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ids", [torch.arange(40), torch.cat([torch.arange(30), torch.arange(31, 51, 2)])])
+def test_ids_in_place_of_distances_are_refused_at_every_door(tmp_path, kind, ids):
+    saved(kind, tmp_path, TOKENS)
+    tensors = load_file(tmp_path / "model.safetensors") | {"d2t": ids}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    said = said_at_each_door(kind, tmp_path)
+    assert None not in said and all("d2t" in str(line) for line in said), said
+    tensors.pop("t2d", None)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="d2t: expected each id's distance to its place"):
+        KINDS[kind][1](tmp_path)
