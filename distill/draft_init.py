@@ -24,6 +24,7 @@ from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.distill.carving import Carving, last_norm, scale_norm, ways_to_keep
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
+from draftsmith.train.checkpoint import check_rope
 from draftsmith.train.files import files_written_aside
 from draftsmith.train.lora import add_lora
 from draftsmith.train.models import (
@@ -260,6 +261,7 @@ def _random(target: PreTrainedModel, overrides: dict[str, Any]) -> PreTrainedMod
             for key, value in values.items()
             if not ("layer" in key and isinstance(value, list) and len(value) == depth)
         }
+    check_rope(changes, "init.config: ")
     return _built(target, values | changes, "init.config")
 
 
@@ -272,7 +274,7 @@ def _built(target: PreTrainedModel, values: dict[str, Any], field: str) -> PreTr
         config = type(target.config).from_dict({**values, "dtype": "float32"})
         config._attn_implementation = target.config._attn_implementation
         return type(target)(config).float()
-    except (StrictDataclassError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise InputError(f"{field}: expected a valid {type(target.config).__name__}, found: {reason}") from error
 

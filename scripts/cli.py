@@ -13,7 +13,7 @@ from typing import Any
 
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.scripts.kinds import recipes
-from draftsmith.train.cli import INTERRUPTED, check_fields, flags, parse_config, run
+from draftsmith.train.cli import INTERRUPTED, check_fields, flags, nearest, parse_config, run
 from draftsmith.train.job.ranks import killed
 
 COMMANDS = {
@@ -125,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     name = RENAMED.get(name, name)
     if name not in summaries():
-        print(f"error: expected a command out of {', '.join(summaries())}, found {name!r}", file=sys.stderr)
+        line = f"error: expected a command out of {', '.join(summaries())}, found {name!r}"
+        print(line + nearest(name, summaries()), file=sys.stderr)
         return 2
     if {"-h", "--help"} & set(rest):
         if name in launched():

@@ -10,10 +10,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from draftsmith.decode.errors import InputError, Range, lacks_memory
 from draftsmith.decode.progress import reporting
@@ -109,7 +110,7 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
     helps = bool({"-h", "--help"} & set(arguments))
     if helps:  # what a field means is written below it: to read that takes as long as all else, and help alone shows it
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
     trained_by = next((field for field in fields if field.name == "training"), None)
     trains = trained_by is not None
@@ -149,7 +150,40 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
     except InputError:
         raise
     except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from TrainingArguments
-        raise InputError(_plain(" ".join(str(error).split()))) from error
+        line = _plain(" ".join(str(error).split()))
+        known = [*_names(cls), *(alias.name for aliases in aliased.values() for alias in aliases)]
+        if trained_by is not None and whole:
+            known += [f"training.{field.name}" for field in dataclasses.fields(TrainingArguments)]
+        raise InputError(_unknown(line, known) or line) from error
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the question whether the nearest of known names was meant, after a semicolon; "" if none is near."""
+    close = get_close_matches(name, list(known), 1, 0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _names(cls: type[Any], within: str = "") -> Iterator[str]:
+    """Yield the names of a config's fields, those of its parts with dots."""
+    for field in dataclasses.fields(cls):
+        yield within + field.name
+        for part in (field.type, *get_args(field.type)):
+            if dataclasses.is_dataclass(part) and isinstance(part, type):
+                yield from _names(part, f"{within}{field.name}.")
+
+
+def _unknown(said: str, known: Sequence[str]) -> str | None:
+    """Return a line about a flag or key that there is not, with the nearest that there is; None of anything else."""
+    patterns = (
+        r"unrecognized arguments: --(?P<name>[^ =]+)",
+        r"(?:(?P<within>[\w.]+): )?Option '(?P<name>[^']+)' is not accepted",
+        r"Group '(?P<within>[^']+)' does not accept option '(?P<name>[^']+)'",
+    )
+    match = next(filter(None, (re.match(pattern, said) for pattern in patterns)), None)
+    if match is None:
+        return None
+    name = ".".join(filter(None, [match.groupdict().get("within"), match["name"]]))
+    return f"{name}: expected a field of this command, found none of that name{nearest(name, known)}"
 
 
 def _texts(value: Any) -> list[Any]:

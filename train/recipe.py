@@ -17,7 +17,7 @@ from draftsmith.decode.errors import (
     require,
     require_some,
 )
-from draftsmith.train.job.arguments import require_possible
+from draftsmith.train.job.arguments import require_possible, require_scheduler
 from draftsmith.train.job.defaults import TRAINING, Defaults
 from draftsmith.train.options import SAVE_DTYPES, TargetOptions
 
@@ -111,6 +111,7 @@ class RecipeConfig(TargetOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_possible(self.training)
+        require_scheduler(self.training)
         require_some(self, "completions", "directory")
         require(self, one_of(OPTIMIZERS), "optimizer")
         require(self, one_of(SAVE_DTYPES), "save_dtype")

@@ -1,9 +1,11 @@
 """Ranges of the library's TrainingArguments: it takes numbers that no run can have, and trains on them, or fails."""
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
-from draftsmith.decode.errors import Range, at_least, finite, more_than, require
+from draftsmith.decode.errors import InputError, Range, at_least, finite, first_line, more_than, require
+from draftsmith.train.cli import nearest
 
 COUNT = at_least(1)
 RATE = finite(at_least(0))
@@ -45,3 +47,28 @@ def require_possible(training: Any) -> None:
     """
     for name, allowed in RANGES.items():
         require(training, allowed, name, prefix="training.")
+
+
+def require_scheduler(training: Any) -> None:
+    """Require that the library can make the schedule of TrainingArguments, which it tries after models are loaded.
+
+    Raises:
+        InputError: an option that the schedule does not know, or one that it lacks.
+    """
+    kind, options = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    if not options:
+        return
+    import torch
+    from transformers import get_scheduler
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    field = "training.lr_scheduler_kwargs"
+    known = signature(TYPE_TO_SCHEDULER_FUNCTION[kind]).parameters
+    if "kwargs" not in known and (unknown := options.keys() - known):
+        name = min(unknown)
+        raise InputError(f"{field}: expected options of {kind.value}, found {name}{nearest(name, known)}")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    try:
+        get_scheduler(kind, optimizer, 0, 2**40, dict(options))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{field}: expected what {kind.value} takes, found: {first_line(error)}") from error
