@@ -34,7 +34,7 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
     """Return the card of a draft that was trained and saved; its text is `str(card)`.
 
     Args:
-        trainer: that trained it. The acceptance is that of its last evaluation; the card has none without one.
+        trainer: that trained it. The card says which step is kept, and what it accepts where that was measured.
         output: the draft's directory, whose weights are counted.
     """
     config, args, init = trainer.config, trainer.args, trainer.config.init
@@ -45,7 +45,6 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
     served = "DIR" if trainer.cut is None else "WHOLE"
     speculative = {"method": "draft_model", "model": served, "num_speculative_tokens": draft_length}
     speculative |= block.get("served", {})
-    evaluations = [entry for entry in trainer.state.log_history if "eval_alpha" in entry]
     return ModelCard.from_template(
         ModelCardData(
             base_model=hub_name(config.draft or config.target),
@@ -70,7 +69,8 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
         steps=trainer.state.global_step,
         batch=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         environment=environment(args.device),
-        metrics=evaluations[-1] if evaluations else None,
+        step=trainer.kept_step,
+        metrics=trainer.kept_evaluation,
         vllm=vllm_command(config.target, speculative),
         sglang=sglang_command(config.target, served, config.draft_length),
     )

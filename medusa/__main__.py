@@ -46,8 +46,7 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
 
     def finish(self, trainer: MedusaTrainer, output: Path) -> None:
         """Write the card."""
-        top_1, tau = trainer.last_acceptance
-        card(trainer.heads, top_1=top_1, tau=tau).save(output / "README.md")
+        card(trainer.heads, **trainer.acceptance).save(output / "README.md")
 
 
 def train_heads(config: MedusaTrainingConfig, kept: KeptStates | None = None) -> MedusaTrainer:

@@ -87,13 +87,11 @@ class HeadsTrainer(RecipeTrainer, ABC):
         return self.count
 
     @property
-    def last_acceptance(self) -> tuple[list[float], float | None]:
-        """The share of tokens that each guess puts first, and τ, in the last evaluation; [] and None without one."""
-        evaluations = [entry for entry in self.state.log_history if "eval_accuracy_1" in entry]
-        if not evaluations:
-            return [], None
-        last = evaluations[-1]
-        return [last[f"eval_accuracy_{i}"] for i in range(1, self.count + 1)], last["eval_mean_acceptance_length"]
+    def acceptance(self) -> dict[str, Any]:
+        """What a card says: the share of tokens that each guess puts first, [] if unknown, τ, and of which step."""
+        found = self.kept_evaluation
+        top_1 = [found[f"eval_accuracy_{i}"] for i in range(1, self.count + 1)] if found else []
+        return {"top_1": top_1, "tau": found.get("eval_mean_acceptance_length"), "step": self.kept_step}
 
     @property
     def cause_of_bad_start(self) -> str:

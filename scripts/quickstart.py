@@ -27,6 +27,7 @@ from draftsmith.train.runs import note_on_interrupt
 from draftsmith.train.teacher.kept_states import KeptStates
 from draftsmith.train.trainer import RecipeTrainer
 
+TAU = "eval_mean_acceptance_length"
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, STOCK = ROOT / "assets/tiny-target", ROOT / "assets/tiny-draft"
 
@@ -95,8 +96,8 @@ def _kept(output: Path) -> str | None:
 
 def _print_gain(trainer: RecipeTrainer, console: Console) -> None:
     history = trainer.state.log_history
-    scores = [entry["eval_mean_acceptance_length"] for entry in history if "eval_mean_acceptance_length" in entry]
-    console.print(f"replayed mean acceptance length on held-out completions: {scores[0]:.2f} → {scores[-1]:.2f}")
+    before, after = next(entry[TAU] for entry in history if TAU in entry), trainer.kept_evaluation[TAU]
+    console.print(f"replayed mean acceptance length on held-out completions: {before:.2f} → {after:.2f}")
 
 
 def _config(cls: type[Any], folder: str, fields: Mapping[str, Any]) -> Any:

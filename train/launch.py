@@ -24,6 +24,7 @@ from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.data.shards import completion_files
 from draftsmith.train.job import ranks
 from draftsmith.train.job.checkpointed import StepsTaken
+from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.job.lock import locked
 from draftsmith.train.job.processes import keep_few_kernels
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
@@ -212,11 +213,12 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
                 f"all {steps} steps are done" if steps >= planned else f"it ended early, at step {steps} of {planned}"
             )
             done = f"training: {done}, and what was trained is in {output}"
-            print(f"{done}; {MORE}", file=sys.stderr)
+            kept = KeptStep.left_in(output)
+            print(f"{done}{'' if kept is None else f': {kept}'}; {MORE}", file=sys.stderr)
         return
     with note_checkpoint_on_interrupt(str(output)):
         trainer.train(resume_from_checkpoint=checkpoint)
-        if trainer.eval_dataset is not None:
+        if trainer.eval_dataset is not None and trainer.kept_step.score is None:
             trainer.evaluate()
         with phase("saving what was trained"):
             trainer.save_model(_internal_call=True)  # pushed once it is finished
@@ -225,10 +227,10 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
                 if finish is not None:
                     finish(output)
                 trainer.job.write(output)
-                write_run_record(output, config, args.device)
+                write_run_record(output, config, args.device, trainer.kept_step)
             trainer.accelerator.wait_for_everyone()  # the model is whole when any process returns
     if trainer.is_world_process_zero():
-        print(f"training: done, and what was trained is in {output}", file=sys.stderr)
+        print(f"training: done, and what was trained is in {output}: {trainer.kept_step}", file=sys.stderr)
     if args.push_to_hub:
         with phase("uploading"):
             trainer.upload()

@@ -51,9 +51,9 @@ def write_json(path: Path, value: Any) -> None:
     write_aside(path, json.dumps(value, indent=2, default=_plain) + "\n")
 
 
-def write_run_record(directory: Path, config: Any, device: torch.device) -> None:
-    """Leave a record beside a trained model: the config it came from and the environment it ran in."""
-    write_json(directory / RUN_RECORD, {"config": config, "environment": environment(device)})
+def write_run_record(directory: Path, config: Any, device: torch.device, kept: Any) -> None:
+    """Leave a record beside a trained model: its config, the environment it ran in, and which step it is."""
+    write_json(directory / RUN_RECORD, {"config": config, "environment": environment(device), "kept": kept})
 
 
 def recorded_config(directory: Path) -> Any:

@@ -66,9 +66,10 @@ class RecipeConfig(TargetOptions):
     unfinished: bool = False
     """Learn from completions of which shards are missing, too."""
     training: TrainingArguments = field(default_factory=_training_arguments, metadata={"defaults": TRAINING})
-    """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, what was trained. If not given,
-    `learning_rate` is what suits the kind of drafter and its width (in Python: None), the schedule is a cosine with a
-    warm-up of 0.05 of the steps, and every tenth step is logged."""
+    """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, what was trained: of the checkpoints
+    the one that accepts most on `heldout`, where there is such text and `load_best_model_at_end` is not false. If not
+    given, `learning_rate` is what suits the kind of drafter and its width (in Python: None), the schedule is a cosine
+    with a warm-up of 0.05 of the steps, and every tenth step is logged."""
     temperature: float = 1.0
     """Divides both models' logits in the loss and in replay: the temperature that the pair is deployed at."""
     top_k: int = 0
@@ -210,11 +211,17 @@ class RecipeConfig(TargetOptions):
     def _select_on_acceptance(self) -> None:
         """Choose checkpoints by acceptance: the loss can fall while acceptance falls."""
         training = self.training
+        if training.load_best_model_at_end is None:
+            sharded = training.fsdp or training.deepspeed
+            cannot = training.save_strategy == "no" or (training.save_only_model and sharded)
+            training.load_best_model_at_end = bool(self.heldout) and not cannot
+            if training.load_best_model_at_end and training.eval_strategy == "no":  # measure what is saved
+                training.eval_strategy, training.eval_steps = training.save_strategy, training.save_steps
         if self.patience is not None and not (training.load_best_model_at_end and self.patience >= 1):
             raise InputError("patience: expected at least 1, and training.load_best_model_at_end")
         if not training.load_best_model_at_end:
             return
-        if training.metric_for_best_model == "loss":  # the library's default
+        if training.metric_for_best_model in (None, "loss"):  # the library's default
             training.metric_for_best_model, training.greater_is_better = "mean_acceptance_length", True
         metric = str(training.metric_for_best_model).removeprefix("eval_")
         one_of(self.acceptance_metrics).check("training.metric_for_best_model", metric)

@@ -14,9 +14,9 @@ def card(trainer: BlockTrainer) -> ModelCard:
     """Return the card of a drafter that was trained; its text is `str(card)`.
 
     Args:
-        trainer: that trained it. The acceptance is that of its last evaluation; the card has none without one.
+        trainer: that trained it. The card says which step is kept, and what it accepts where that was measured.
     """
-    drafter, (top_1, tau) = trainer.heads, trainer.last_acceptance
+    drafter = trainer.heads
     name = "DSpark" if drafter.config.markov_rank else "DFlash"
     data = ModelCardData(
         base_model=hub_name(drafter.config.base_model_name_or_path),
@@ -30,6 +30,5 @@ def card(trainer: BlockTrainer) -> ModelCard:
         config=drafter.config,
         parameters=f"{drafter.num_parameters():,}",
         dtype=str(trainer.save_dtype).removeprefix("torch."),
-        top_1=top_1,
-        tau=tau,
+        **trainer.acceptance,
     )

@@ -14,11 +14,10 @@ def card(trainer: EagleTrainer) -> ModelCard:
     """Return the card of heads that were trained; its text is `str(card)`.
 
     Args:
-        trainer: that trained them. The acceptance is that of its last evaluation; the card has none without one.
+        trainer: that trained them. The card says which step is kept, and what it accepts where that was measured.
     """
     heads = trainer.heads
     base, steps = heads.config.base_model_name_or_path, trainer.config.num_steps
-    top_1, tau = trainer.last_acceptance
     return ModelCard.from_template(
         ModelCardData(base_model=hub_name(base), library_name="draftsmith", tags=["eagle3", "speculative-decoding"]),
         str(TEMPLATE),
@@ -27,6 +26,5 @@ def card(trainer: EagleTrainer) -> ModelCard:
         parameters=f"{heads.num_parameters():,}",
         dtype=str(trainer.save_dtype).removeprefix("torch."),
         num_steps=steps,
-        top_1=top_1,
-        tau=tau,
+        **trainer.acceptance,
     )

@@ -8,17 +8,25 @@ from huggingface_hub import ModelCard, ModelCardData
 from draftsmith.medusa.checkpoint_files import dtype_name
 from draftsmith.medusa.heads.formats.writing import VLLM_READS, check_format, refusal
 from draftsmith.medusa.heads.model import MedusaHeads
+from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.runs import hub_name, vllm_command
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 
 
-def card(heads: MedusaHeads, format: str = "own", top_1: Sequence[float] = (), tau: float | None = None) -> ModelCard:
+def card(
+    heads: MedusaHeads,
+    format: str = "own",
+    step: KeptStep | None = None,
+    top_1: Sequence[float] = (),
+    tau: float | None = None,
+) -> ModelCard:
     """Return the card of heads; its text is `str(card)`.
 
     Args:
         heads: whose card it is.
         format: the one of `FORMATS` that the directory is in.
+        step: of the run that trained them; None if that is not known.
         top_1: each head's share of held-out tokens that were its most likely one, from 0 to 1, head 0 first.
         tau: tokens a round of the chain of all heads; goes with `top_1`.
 
@@ -47,6 +55,7 @@ def card(heads: MedusaHeads, format: str = "own", top_1: Sequence[float] = (), t
         read=format in VLLM_READS,
         refusal=refusal(heads, "vllm"),
         serve=vllm_command(base or "TARGET", speculative),
+        step=step,
         top_1=top_1,
         tau=tau,
     )

@@ -16,6 +16,7 @@ from draftsmith.scripts.engine.verification import room, verify
 from draftsmith.scripts.kinds import drafter_specs, foreign_kind, stored_as
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import encoded_prompts
+from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.kinds.draft_lengths import speculative_fields
 from draftsmith.train.kinds.export import check_format, check_output
 from draftsmith.train.kinds.kind import DrafterKind
@@ -51,7 +52,9 @@ def export(config: ExportConfig) -> list[str]:
         return foreign_kind(config.import_from).import_from(config, config.import_from)
     kind, path = drafter_of(config)
     by_load = {} if config.draft_lengths is None else speculative_fields(config.draft_lengths, path)
-    lines = kind.export(config, path)
+    lines, kept = kind.export(config, path), KeptStep.left_in(Path(path))
+    if kept is not None:
+        lines = [f"# {path} holds {kept}", *lines]
     if by_load:
         place = max(i for i, line in enumerate(lines) if not line.startswith("#"))
         lines[place] = with_speculative(lines[place], by_load)

@@ -89,7 +89,7 @@ def assert_same_run(one: dict, ranks: list[dict]) -> None:
 def assert_same_metrics(one: dict, ranks: list[dict]) -> None:
     for name in METRICS:
         expected = logged(one, f"eval_{name}")
-        assert len(expected) == 4
+        assert len(expected) == 3
         for rank in ranks:
             assert logged(rank, f"eval_{name}") == pytest.approx(expected, rel=1e-5)
 
@@ -130,10 +130,12 @@ def test_losses_metrics_and_heads_are_those_of_one_process(alone, together):
 def test_the_best_checkpoint_is_loaded_on_every_rank(together):
     _, found, output = together
     alphas = logged(found[0]["hydra"], "eval_alpha")
-    worst = alphas.index(min(alphas[:3])) + 1
-    assert alphas[3] == alphas[worst - 1] and worst < 3
+    worst = alphas.index(min(alphas)) + 1
+    assert worst < 3
+    kept = output / "hydra" / f"checkpoint-{worst}"
+    assert furthest(load_file(output / "hydra" / "model.safetensors"), load_file(kept / "model.safetensors")) == 0
     for rank in found:
-        assert rank["hydra"]["best"] == str(output / "hydra" / f"checkpoint-{worst}")
+        assert rank["hydra"]["best"] == str(kept)
 
 
 def test_a_shared_head_accumulation_and_a_sharded_target_change_nothing(alone, together):

@@ -23,6 +23,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DraftInit
 from draftsmith.train.data.first_look import SCALES
 from draftsmith.train.data.shards import write_shard
+from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
 
@@ -180,7 +181,7 @@ def test_losses_and_held_out_metrics_are_those_of_one_process(alone, together):
     ]
     assert sum(a != b for a, b in counts) >= 4
     assert_same_losses(alone[0]["best"], [first["best"], second["best"]], 8)
-    assert_same_metrics(alone[0]["best"], first["best"], 4)
+    assert_same_metrics(alone[0]["best"], first["best"], 3)
 
 
 @under(*STRATEGIES)
@@ -189,8 +190,10 @@ def test_the_best_checkpoint_is_loaded_and_saved_as_an_ordinary_draft(alone, tog
     for rank in found:
         assert rank["best"]["best"] == str(output / "best" / "checkpoint-3")
     alphas = logged(found[0]["best"], "eval_alpha")
-    assert alphas[-1] == alphas[0] < alphas[1] < alphas[2]
+    assert alphas[0] < alphas[1] < alphas[2]
+    assert furthest(weights(alone[1] / "best"), weights(alone[1] / "best" / "checkpoint-3")) == 0
     assert_same_draft(alone[1] / "best", output / "best", tokenizer)
+    assert KeptStep.left_in(output / "best").step == 3
     assert json.loads((output / "best" / "draftsmith.json").read_text())["config"]["temperature"] == 0.9
 
 

@@ -2,7 +2,7 @@
 
 The library takes one step more from a checkpoint in the middle of the last epoch, and fails on a damaged one in many
 ways, or passes over weights that are missing. It also saves weights under the names that an architecture's files have
-on the hub (GPT-NeoX's head is `embed_out` there and `lm_head` here), and does not find them again. Five methods that
+on the hub (GPT-NeoX's head is `embed_out` there and `lm_head` here), and does not find them again. Six methods that
 are overridden here are private in it.
 """
 
@@ -83,6 +83,14 @@ class CheckpointedTrainer(Trainer):
         """Return what the library reckons, and no epochs to go through where all steps are taken."""
         epochs, *others, steps = super().set_initial_training_values(args, dataloader)
         return (0 if self._reached >= (steps or 0) else epochs, *others, steps)
+
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        """Find the best checkpoint where `output_dir` is now: it may have another name, or another place."""
+        taken = super()._init_training_state(*args)
+        best = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.best_global_step}"
+        if best.is_dir():
+            self.state.best_model_checkpoint = str(best)
+        return taken
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with _told(resume_from_checkpoint), self._names_of_the_hub_understood():

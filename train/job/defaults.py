@@ -12,6 +12,7 @@ WIDTH = 256
 
 TRAINING: dict[str, Any] = {
     "learning_rate": None,  # of `Defaults`, once the width of what is trained is known
+    "load_best_model_at_end": None,  # where checkpoints are kept and there is held-out text to compare them on
     "lr_scheduler_type": "cosine",
     "warmup_steps": 0.05,  # a share of the steps
     "logging_steps": 10,

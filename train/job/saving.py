@@ -12,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from draftsmith.train.files import files_written_aside, move_over, remove
 from draftsmith.train.job.checkpointed import CheckpointedTrainer
+from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.models import DTYPES, load_config, stored_dtype
 from draftsmith.train.runs import argument_errors, declare_dtype, full_disk_reported, in_dtype
 
@@ -24,6 +25,36 @@ class SavingTrainer(CheckpointedTrainer):
     clock: Any
     _checkpoints: Path | None = None
     """Where a checkpoint is being written."""
+    _best_alone: int | None = None
+    """The step of a checkpoint that is there only because it was the best yet."""
+    _superseded: int | None = None
+    """Such a step, once another is better."""
+
+    @property
+    def kept_step(self) -> KeptStep:
+        """The step whose weights the run leaves once it has ended."""
+        state, metric = self.state, str(self.args.metric_for_best_model or "mean_acceptance_length")
+        best = self.args.load_best_model_at_end and state.best_model_checkpoint is not None
+        step = int(state.best_global_step or 0) if best else state.global_step
+        greater = self.args.greater_is_better is not False
+        return KeptStep.of(step, state.global_step, metric.removeprefix("eval_"), greater, state.log_history)
+
+    @property
+    def kept_evaluation(self) -> dict[str, float]:
+        """What was measured of that step on held-out text; empty without such text."""
+        step = self.kept_step.step
+        log = [entry for entry in self.state.log_history if entry["step"] == step and "eval_alpha" in entry]
+        return log[-1] if log else {}
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Have the best step yet saved, also where no checkpoint is due."""
+        best = super()._determine_best_metric(metrics, trial)
+        there = (Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}").is_dir()
+        if best and self.args.load_best_model_at_end:
+            self._superseded = self._best_alone
+            self._best_alone = None if self.control.should_save or there else self.state.global_step
+            self.control.should_save = True
+        return best
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save aside, then rename: every `checkpoint-N` is whole, even after a kill."""
@@ -47,9 +78,12 @@ class SavingTrainer(CheckpointedTrainer):
             self.job.write(aside / name)
             move_over(aside / name, directory / name)
             remove(aside)
+            if self._superseded is not None:
+                remove(directory / f"checkpoint-{self._superseded}")
             rotate_checkpoints(
                 str(directory), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
             )
+        self._superseded = None
         self.accelerator.wait_for_everyone()
 
     def upload(self) -> None:

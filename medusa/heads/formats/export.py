@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,6 +14,7 @@ from draftsmith.medusa.heads.card import card
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.medusa.heads.formats.writing import VLLM_READS, check_format, export_heads, refusal, written_bytes
 from draftsmith.medusa.heads.proposer import MedusaProposer
+from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.kinds.export import ExportOptions, Served, vocabulary_override
 from draftsmith.train.kinds.quantities import size
 from draftsmith.train.models import DTYPES, empty_model, load_model, stored_dtype
@@ -42,9 +44,8 @@ def export(config: ExportOptions, source: str) -> list[str]:
         if model is not None:
             written += f"; the target's own take {size(sum(p.numel() * p.element_size() for p in model.parameters()))}"
         print(written, flush=True)  # at once: a disk may be too small for it
-    notes = export_heads(
-        heads, output, format, config.dtype, by_rank=config.by_rank, readme=str(card(heads, format=format))
-    )
+    readme = str(card(heads, format, KeptStep.left_in(Path(source))))
+    notes = export_heads(heads, output, format, config.dtype, by_rank=config.by_rank, readme=readme)
     target = heads.config.base_model_name_or_path or "TARGET"
     lines = [f"# {note}" for note in [f"wrote {output}, read back by another process with the same logits", *notes]]
     if overrides and format in VLLM_READS:

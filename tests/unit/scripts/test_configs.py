@@ -92,6 +92,23 @@ def test_the_old_name_of_recomputation_is_heard(tmp_path):
     assert not parse(DistillConfig, DISTILL, tmp_path).training.activation_checkpointing
 
 
+@pytest.mark.parametrize(
+    ("more", "best", "evaluated"),
+    [
+        ("", False, "no"),
+        ("heldout: 0.1\n", True, "steps"),
+        ("heldout: 0.1\ntraining: {save_strategy: epoch}\n", True, "epoch"),
+        ("heldout: 0.1\ntraining: {eval_strategy: steps, eval_steps: 7, save_strategy: epoch}\n", True, "steps"),
+        ("heldout: 0.1\ntraining: {save_strategy: 'no'}\n", False, "no"),
+        ("heldout: 0.1\ntraining: {load_best_model_at_end: false}\n", False, "no"),
+    ],
+)
+def test_checkpoints_are_compared_where_there_is_held_out_text(more, best, evaluated, tmp_path):
+    training = parse(DistillConfig, DISTILL + more, tmp_path).training
+    assert training.load_best_model_at_end == best and training.eval_strategy == evaluated
+    assert not best or (training.metric_for_best_model, training.greater_is_better) == ("mean_acceptance_length", True)
+
+
 def test_what_the_library_refuses_is_one_line(tmp_path):
     with pytest.raises(InputError, match="save and eval strategy to match") as error:
         parse(DistillConfig, DISTILL + "training: {load_best_model_at_end: true, save_strategy: steps}\n", tmp_path)

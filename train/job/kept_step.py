@@ -1,0 +1,64 @@
+"""Which step of a run is left in its `output_dir`, and what held-out text says of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.decode.validation import Count, read
+from draftsmith.train.provenance import RUN_RECORD
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A step whose weights are kept, and its place among those that were measured on held-out text."""
+
+    step: Count
+    last_step: Count
+    metric: str
+    measured: Count
+    """How many steps were measured."""
+    score: float | None
+    """The step's own; None where it was not measured."""
+    last_score: float | None
+    best_step: Count | None
+    """The best that was measured, whether its weights are kept or not."""
+    best_score: float | None
+
+    @classmethod
+    def of(cls, step: int, last: int, metric: str, greater: bool, log: Sequence[Mapping[str, Any]]) -> "KeptStep":
+        """Return what a trainer's log says of a step."""
+        scores = {entry["step"]: entry[f"eval_{metric}"] for entry in log if f"eval_{metric}" in entry}
+        best = (max if greater else min)(scores, key=lambda each: scores[each], default=None)
+        best_score = None if best is None else scores[best]
+        return cls(step, last, metric, len(scores), scores.get(step), scores.get(last), best, best_score)
+
+    @classmethod
+    def left_in(cls, directory: Path) -> "KeptStep | None":
+        """Return what a run left beside its weights; None where there is no such record, or an older one.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        try:
+            return read(_Record, directory / RUN_RECORD).kept
+        except FileNotFoundError:
+            return None
+
+    def __str__(self) -> str:
+        name = f"step {self.step} of {self.last_step}" if self.step != self.last_step else f"step {self.step}, the last"
+        if self.score is None:
+            return f"{name}; no held-out text compared it with others"
+        score = f"{self.metric} {self.score:.3f}"
+        if self.measured == 1:
+            return f"{name}: {score} on held-out text, and no other step was measured"
+        if self.score != self.best_score:
+            best = f"the best that was measured, step {self.best_step}, had {self.best_score:.3f}"
+            return f"{name}: {score} on held-out text; {best}"
+        last = "" if self.last_score is None or self.step == self.last_step else f"; the last has {self.last_score:.3f}"
+        return f"{name}: {score}, the best of {self.measured} on held-out text{last}"
+
+
+@dataclass(frozen=True)
+class _Record:
+    kept: KeptStep | None = None
