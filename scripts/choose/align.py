@@ -22,7 +22,7 @@ from draftsmith.decode.validation import parse_json, read
 from draftsmith.scripts import cli
 from draftsmith.scripts.choose import command as choose
 from draftsmith.scripts.choose.candidates import checked_candidates, say_plan
-from draftsmith.scripts.choose.command import settle
+from draftsmith.scripts.choose.command import BEST_OF_EPOCHS, dealt, settle
 from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
 from draftsmith.scripts.engine.offline import engine_python
 from draftsmith.scripts.kinds import kind_of
@@ -38,6 +38,8 @@ from draftsmith.train.runs import note_on_interrupt
 
 FREE = (*choose.FREE, "server", "verify", "min_speedup", "budget", "budget_tokens", "choosing")
 """Fields that may change in an output that is gone on with; `choose` looks at its own."""
+HELD_BACK = 0.05
+"""The share of the prompts that choose the best epoch of a named candidate."""
 LEVEL = 0.95
 """Of the gate, over all settings together."""
 
@@ -76,8 +78,8 @@ def align(config: AlignConfig) -> int:
     settle(config, output, [prompt.record() for prompt in prompts], FREE)
     random.Random(config.seed + 1).shuffle(prompts)
     measured, others = output / "prompts/measured.jsonl", output / "prompts/others.jsonl"
-    write_prompts(measured, [prompt.record() for prompt in prompts[: config.measured_prompts]])
-    write_prompts(others, [prompt.record() for prompt in prompts[config.measured_prompts :]])
+    for path, part in zip((measured, others), dealt(config, prompts, config.measured_prompts), strict=True):
+        write_prompts(path, [prompt.record() for prompt in part])
     stages = Stages(output / "stages")
     with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
         make = _chosen if config.drafter is None else _named
@@ -123,7 +125,7 @@ def _named(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> 
     text, directory = output / "completions", output / "drafter"
     stages.run("prepare", ["prepare", *flags_of(config.answers() | {"prompts": prompts, "output": text})])
     training = config.training(candidates[name], [str(text)], str(directory))
-    training |= {"training.save_strategy": "epoch", "training.save_total_limit": 1}
+    training = {"heldout": HELD_BACK} | training | BEST_OF_EPOCHS
     stages.run("train", [candidates[name]["command"], *config.launcher(), *flags_of(training)])
     kind = kind_of(str(directory))
     most = kind.most_drafted(parse_json((directory / "config.json").read_text(encoding="utf-8")))

@@ -35,8 +35,9 @@ from draftsmith.scripts.stages import JUDGED_LATER, Stages, flags_of, nested
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.generate import load_completions
-from draftsmith.train.data.prompts import Prompt, read_prompts
+from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.files import require_writable, write_aside
+from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import as_json, write_json
 from draftsmith.train.runs import note_on_interrupt
 
@@ -51,6 +52,8 @@ MOST_SAMPLES = 8
 """Answers to a prompt at a temperature above 0 that the winner learns from, at most."""
 FREE = ("output", "dry_run", "candidates", "draft", "learning", "epochs", "processes", "threads", "dtype", "compiled")
 """Fields that may change in an output that is gone on with: text stays, and what differs is trained again."""
+BEST_OF_EPOCHS = {"training.save_strategy": "epoch", "training.save_total_limit": 1}
+"""Fields of a training run that keeps the best of its epochs on held-out text."""
 TIMES = (2.0, 4.0, 10.0)
 """Times the text of the last trial, at which it is said what the winner would bring."""
 
@@ -230,7 +233,7 @@ def choose(config: ChooseConfig) -> Choice:
         )
     settle(config, output, [prompt.record() for prompt in prompts])
     random.Random(config.seed).shuffle(prompts)
-    heldout, train = prompts[: config.heldout_prompts], prompts[config.heldout_prompts :]
+    heldout, train = dealt(config, prompts, config.heldout_prompts)
     run = Choosing(config, checked_candidates(config), output, train, Stages(output / "stages"))
     with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
         # Stages of its own: another --draft must not undo the stages that follow.
@@ -358,7 +361,7 @@ def _next(run: Choosing, won: Standing) -> list[str]:
         fields = run.training(won.name, len(run.amounts), directory)
         fields = {key: value for key, value in fields.items() if not key.startswith(recipe.made)}
         fields |= {recipe.begun: won.trials[-1].drafter}
-        fields |= {"training.save_strategy": "epoch", "training.save_total_limit": 1}
+        fields = {"heldout": [run.heldout[max(config.temperature)]]} | fields | BEST_OF_EPOCHS
         missing = won.outlooks[0].tokens - run.written
         if missing > 0.1 * run.written:
             commands.append(_more_text(run, missing))
@@ -393,6 +396,18 @@ def _more_text(run: Choosing, missing: float) -> str:
     write_prompts(path, [prompt.record() for prompt in prompts])
     answers = run.answers(MORE, path) | {"seed": run.config.seed + 1, "samples": samples}
     return shell(["draftsmith", "prepare", *flags_of(answers)])
+
+
+def dealt(config: ChooseConfig, prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the first prompts, to be measured on, and the others, but for those that are the same to the target.
+
+    Raises:
+        InputError: one that the target cannot read.
+    """
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    ids = [tuple(encode_prompt(prompt, tokenizer, **config.encoding)) for prompt in prompts]
+    measured = set(ids[:count])
+    return prompts[:count], [prompt for at, prompt in enumerate(prompts) if ids[at] not in measured]
 
 
 def settle(config: ChooseConfig, output: Path, prompts: Sequence[dict[str, Any]], free: Sequence[str] = FREE) -> None:

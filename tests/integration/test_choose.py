@@ -164,6 +164,13 @@ def test_where_every_training_fails_the_reason_is_an_error(pair_dirs, tmp_path, 
         command.choose(config(pair_dirs, tmp_path))
 
 
+def test_prompts_that_are_the_same_to_the_target_are_not_dealt_to_both_sides(pair_dirs, tmp_path):
+    texts = [("def f", None), ("import", None), ("def f", "another category"), ("import os", None)]
+    prompts = [Prompt(str(at), text, None, category) for at, (text, category) in enumerate(texts)]
+    measured, others = command.dealt(config(pair_dirs, tmp_path), prompts, 2)
+    assert (measured, others) == (prompts[:2], prompts[3:])
+
+
 def choosing(settings, tmp_path, prompts: int, used: int, written: float) -> command.Choosing:
     """A run whose target has answered some of its prompts."""
     train = [Prompt(str(number), f"text {number}", None, None) for number in range(prompts)]
@@ -192,6 +199,7 @@ def test_the_winners_config_goes_on_from_its_last_trial(pair_dirs, tmp_path, nam
     assert words[:2] == ["draftsmith", settings.candidates[name]["command"]]
     read = parse_config(recipes()[words[1]].config_class(), [*words[2:], "--training.use_cpu", "true"])
     assert getattr(read, recipes()[words[1]].begun) == "trials/2/it"
+    assert read.training.load_best_model_at_end and read.heldout == [str(tmp_path / "choice/completions/heldout-1")]
     for line in (prepare, *searched, measure):
         name_of, *flags = shlex.split(line)[1:]
         parse_config(cli.config_class(name_of, flags), flags)

@@ -190,18 +190,19 @@ def _without_duplicates(texts: Texts, members: np.ndarray, dedup: str, field: st
 
 
 def split_off(data: TrainingData, share: float) -> tuple[TrainingData, TrainingData]:
-    """Divide samples into those to learn from and a share to be measured on, by a hash of their prompts.
+    """Divide samples into those to learn from and a share to be measured on, a prompt at least, by a hash of prompts.
 
     Equal prompts fall on one side, and each stays there when completions are added.
 
     Raises:
-        InputError: a side is empty.
+        InputError: nothing is left to learn from.
     """
-    held = data.texts.column("prompt")[data.members] < np.uint64(share * 2**64)
-    if held.all() or not held.any():
+    prompts = data.texts.column("prompt")[data.members]
+    held = prompts < max(np.uint64(share * 2**64), prompts.min() + np.uint64(1))
+    if held.all():
         raise InputError(
             f"heldout: expected a share that divides the {len(data)} samples of completions by their prompts, found "
-            f"{share}, which holds {'all' if held.all() else 'none'} of them back"
+            f"{share}, which holds all of them back"
         )
     return data.select(~held), data.select(held)
 

@@ -271,9 +271,14 @@ def test_a_share_of_the_prompts_lies_within_a_larger_one():
         take_share(training_data([sample(f"{n}", [1, 2], [n]) for n in range(3, 9)]), 0.001)
 
 
+def test_a_share_of_few_prompts_holds_one_of_them_back():
+    train, heldout = split_off(training_data([sample(f"{n}", [n, 2], [3]) for n in range(3, 9)]), 0.001)
+    assert (len(train), len(heldout)) == (5, 1)
+
+
 def test_a_share_that_divides_nothing_is_refused():
     one_prompt = training_data([sample(f"{n}", [1, 2], [n]) for n in range(3, 9)])
-    with pytest.raises(InputError, match=r"^heldout: expected a share that divides the 6 .* none of them back$"):
+    with pytest.raises(InputError, match=r"^heldout: expected a share that divides the 6 .* all of them back$"):
         split_off(one_prompt, 0.001)
 
 
