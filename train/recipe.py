@@ -51,8 +51,9 @@ class RecipeConfig(TargetOptions):
     completions: list[str]
     """Completion directories to train on."""
     heldout: float | list[str] = field(default_factory=list)
-    """What to measure acceptance on; needed where `training.eval_strategy` is not "no": completion directories whose
-    prompts are not among those of `completions`, or a share of these, such as 0.02, that is held back by prompts."""
+    """What to measure acceptance on, by which the checkpoint is chosen that is kept; needed where
+    `training.eval_strategy` is not "no": completion directories whose prompts are not among those of `completions`, or
+    a share of these, such as 0.02, that is held back by prompts."""
     share: float = 1.0
     """Learn from the completions of this share of the prompts alone, the same in all epochs. A smaller share lies
     within a larger one: `draftsmith learning-curve` trains on several to say what more text would bring."""

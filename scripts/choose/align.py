@@ -31,6 +31,7 @@ from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.files import require_writable, write_aside
+from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.kinds.draft_lengths import of_drafter
 from draftsmith.train.models import load_config
 from draftsmith.train.provenance import write_json
@@ -86,6 +87,9 @@ def align(config: AlignConfig) -> int:
         made = make(config, output, others, stages)
         if made is None:
             return NO_GO
+        kept = None if made.directory is None else KeptStep.left_in(Path(made.directory))
+        if kept is not None:
+            print(f"\n{made.directory} holds {kept}", flush=True)
         stages.run("measure", ["measure", *_measuring(config, made, measured, output / "report")])
         passed = _gate(config, output / "report/report.json")
         if not passed:

@@ -82,7 +82,8 @@ def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(
     pipeline, recipe, tmp_path, name, options, most, capsys
 ):
     write, trained = recipe
-    run = write(**options | ({"draft": pipeline / "draft"} if "draft" in options else {}))
+    last = {"training": {"save_strategy": "no"}}
+    run = write(**last | options | ({"draft": pipeline / "draft"} if "draft" in options else {}))
     arguments = ["--run", run, "--recipe", name, "--output", str(tmp_path / "curve")]
     assert command.main([*arguments, "--shares", "0.3,0.6,1", "--times", "2"]) == 0
     few, some, all_of_them = (len(trainer.data) for trainer in trained)
