@@ -22,6 +22,7 @@ from torch.utils.data import Sampler as DataSampler
 from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback
 from transformers.training_args import OptimizerNames
 
+from draftsmith.decode.cache import rotate_by_text
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
@@ -83,7 +84,9 @@ class RecipeTrainer(SavingTrainer, ABC):
         if not rate_given:
             width = model.config.get_text_config().hidden_size
             config.training.learning_rate = config.defaults.learning_rate(width)
-        bounds = any(isinstance(each, PreTrainedModel) and takes_bounds(each) for each in (model, target))
+        models = [each for each in (model, target) if each is not None]
+        bounds = any(isinstance(each, PreTrainedModel) and takes_bounds(each) for each in models)
+        by_text = any([rotate_by_text(each) for each in models])
         with argument_errors():
             super().__init__(
                 model=model,
@@ -91,7 +94,7 @@ class RecipeTrainer(SavingTrainer, ABC):
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 data_collator=CompletionCollator(
-                    tokenizer, self.ahead, config.prompt_loss, bounds, self.needs_host_arrays
+                    tokenizer, self.ahead, config.prompt_loss, bounds, self.needs_host_arrays, by_text
                 ),
                 processing_class=tokenizer,
                 **kwargs,

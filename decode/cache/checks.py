@@ -54,19 +54,6 @@ def check_model(model: PreTrainedModel, role: str) -> None:
         )
 
 
-def rotary_limit(model: PreTrainedModel) -> tuple[str, int] | None:
-    """Return the rope type and the length that its frequencies change at; None where they never do."""
-    config = model.config.get_text_config()
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = parameters.get("rope_type")
-        if kind == "longrope":
-            return kind, parameters["original_max_position_embeddings"]
-        if kind == "dynamic":
-            return kind, config.max_position_embeddings
-    return None
-
-
 @lru_cache(maxsize=64)
 def _signature(cls: type) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]

@@ -18,12 +18,13 @@ from transformers import Cache, PreTrainedModel
 
 from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
-from draftsmith.decode.cache.checks import parameters_of, rotary_limit
+from draftsmith.decode.cache.checks import parameters_of
 from draftsmith.decode.cache.features import Features, watched
 from draftsmith.decode.cache.forward import BlockForward, Forward, has_head
 from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Layer, Places, SavedLayer
 from draftsmith.decode.cache.masks import Masks
 from draftsmith.decode.cache.program import Program, Programs
+from draftsmith.decode.cache.rotary import rotary_limit
 from draftsmith.decode.errors import InputError
 
 STEP = 16
@@ -107,6 +108,7 @@ class CachedModel:
     def prefill_texts(self, texts: Sequence[Tensor]) -> None:
         """Feed texts, B of (T_b,) int64, but for their last tokens, into an empty cache."""
         longest = max(map(len, texts))
+        self._check_rotary(min(map(len, texts)) - 1)
         if longest > 1:
             self.prefill(padded(texts, longest)[:, :-1])
 
@@ -189,7 +191,7 @@ class CachedModel:
         """
         rows, k = tokens.shape
         places = starts if isinstance(starts, Places) else Places(starts, self._device)
-        self._check_rotary(max(places.host) + k)
+        self._check_rotary(min(places.host) + k)
         if self.compiled:
             return self._feed_compiled(tokens, places, visible, depths, further or {}, keep or k)
         positions = self._placed(places, k, depths)
@@ -254,7 +256,7 @@ class CachedModel:
         return [layer for layer in self._layers if layer.is_initialized]
 
     def _check_rotary(self, length: int) -> None:
-        """Look at the length of the first forward: later ones must not turn what is cached by other angles."""
+        """Look at the shortest text of the first forward: no later one may turn what is cached by other angles."""
         limit, self._rotary_limit = self._rotary_limit, None
         if limit is None or self._last < limit[1]:
             return

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
+from draftsmith.decode.cache import own_positions
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 
 Distributions = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
@@ -64,9 +65,10 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
     device, first = model.device, min(text.prompt_length for text in texts) - 1
     padded = torch.nn.utils.rnn.pad_sequence([text.sequence[:-1] for text in texts], batch_first=True).to(device)
     # Padding lies behind the texts, where a causal model does not see it.
-    keep = (
+    keep: dict[str, Any] = (
         {"logits_to_keep": padded.shape[1] - first} if "logits_to_keep" in signature(model.forward).parameters else {}
     )
+    keep |= own_positions(model, [len(text.sequence) - 1 for text in texts], padded)
     with fixed_packing(False):
         logits = model(input_ids=padded, use_cache=False, **keep).logits[:, first - padded.shape[1] :]
     return [
@@ -75,16 +77,24 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
     ]
 
 
+def lengths_of(wanted_BT: Tensor) -> list[int]:
+    """Return how many tokens a model reads of each text whose last token is the last wanted one."""
+    places_T = torch.arange(wanted_BT.shape[1], device=wanted_BT.device)
+    return (wanted_BT * places_T).amax(1).tolist()
+
+
 def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: int | None = None) -> Distributions:
     """Return a model's distributions under a sampler, in ordinary forwards of the library; as wide as `vocab_size`."""
 
     def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
         length, past = ids_BT.shape[1], None
+        positions = own_positions(model, lengths_of(wanted_BT), ids_BT)
         for start in range(1, length, columns):
             stop = min(start + columns, length)
             # Texts are padded on the right, and attention is causal: no mask is needed.
+            block = {name: each[:, start - 1 : stop - 1] for name, each in positions.items()}
             output = model(
-                input_ids=ids_BT[:, start - 1 : stop - 1], past_key_values=past, use_cache=columns < length - 1
+                input_ids=ids_BT[:, start - 1 : stop - 1], past_key_values=past, use_cache=columns < length - 1, **block
             )
             past = output.past_key_values
             logits_CBV = output.logits.transpose(0, 1)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import Places, padded
+from draftsmith.decode.cache import Places, own_positions, padded
 from draftsmith.decode.cache.attention import in_groups
 from draftsmith.decode.cache.features import collected
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.proposers.base import DraftTask, Proposal
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.replay.starts import LogitsAt
-from draftsmith.decode.replay.texts import Distributions, WrittenText
+from draftsmith.decode.replay.texts import Distributions, WrittenText, fixed_packing, lengths_of
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
@@ -124,11 +124,13 @@ class EagleProposer(FeatureProposer):
         heads = self.heads
 
         def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
-            with collected(target, heads.layer_ids) as features:
-                target.get_decoder()(input_ids=ids_BT[:, :-1], use_cache=False)
+            lengths, places_T = lengths_of(wanted_BT), torch.arange(ids_BT.shape[1] - 1, device=heads.device)
+            positions = own_positions(target, lengths, ids_BT[:, :-1])
+            with collected(target, heads.layer_ids) as features, fixed_packing(False):
+                target.get_decoder()(input_ids=ids_BT[:, :-1], use_cache=False, **positions)
             embed: Any = target.get_input_embeddings()
             embeddings, seen = (part.to(heads.device, heads.dtype) for part in (embed(ids_BT[:, 1:]), features.pop()))
-            places = torch.arange(ids_BT.shape[1] - 1, device=heads.device)[None]
+            places = own_positions(heads, lengths, embeddings[..., 0]).get("position_ids", places_T[None])
             hidden_BLH = heads(embeddings, heads.fuse(seen), places).hidden
             for start in range(1, ids_BT.shape[1], columns):
                 at, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache import own_positions
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, ends_of
@@ -14,7 +15,7 @@ from draftsmith.decode.proposers.draft_forward import draft_of, draws_of
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.replay.texts import Distributions, WrittenText
+from draftsmith.decode.replay.texts import Distributions, WrittenText, lengths_of
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads.drafting import HeadsForward, HeadsModel
@@ -195,7 +196,8 @@ class MedusaProposer(TreeProposer):
         heads = self.heads
 
         def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
-            hidden_BTH = last_hidden(target, input_ids=ids_BT).to(heads.device, heads.dtype)
+            positions = own_positions(target, lengths_of(wanted_BT), ids_BT)
+            hidden_BTH = last_hidden(target, input_ids=ids_BT, **positions).to(heads.device, heads.dtype)
             embed: Any = target.get_input_embeddings()
             for start in range(1, ids_BT.shape[1], columns):
                 places, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)

@@ -29,6 +29,7 @@ class CompletionCollator:
             batch, int32, and `max_length_q` and `max_length_k`, the tokens of the longest.
         host: add `host`, arrays that stay on the host where a batch goes to a device: the first of `positions` and of
             `text_positions`, `position_ids` and `index`, by name.
+        by_text: give rows of one sample `position_ids` too, for rotary frequencies that follow a text's own length.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class CompletionCollator:
         prompts: bool = False,
         bounds: bool = False,
         host: bool = False,
+        by_text: bool = False,
     ):
         self.tokenizer, self.ahead, self.prompts, self.bounds, self.host = tokenizer, ahead, prompts, bounds, host
+        self.by_text = by_text
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate samples of `input_ids` and `labels`, and of `position_ids` if they are packed."""
@@ -57,8 +60,10 @@ class CompletionCollator:
         out = {"input_ids": input_ids, "labels": padded("labels", IGNORED)}
         inside_BT = batch["attention_mask"].bool()
         inside_BT[:, 0] = False  # a first token is predicted from nothing
-        if "position_ids" in samples[0]:
-            out["position_ids"] = padded("position_ids", 0)
+        if "position_ids" in samples[0] or self.by_text:
+            packed = "position_ids" in samples[0]
+            alone_BT = (batch["attention_mask"].cumsum(1) - 1) * batch["attention_mask"]
+            out["position_ids"] = padded("position_ids", 0) if packed else alone_BT
             inside_BT = out["position_ids"] > 0
         if self.bounds:
             out |= text_bounds(out.get("position_ids", torch.arange(input_ids.shape[1]).expand_as(input_ids)))

@@ -1,13 +1,14 @@
 """Completions by a model in this process: a queue of prompts, each in the row that the one before it has left."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import autoregressive_generate
-from draftsmith.decode.cache import check_model, rotary_limit
+from draftsmith.decode.cache import check_model, rotary_limit, rotate_by_text
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.options import Sampling
 from draftsmith.train.checkpoint import end_of_sequence_ids
@@ -28,7 +29,8 @@ def complete(
 ) -> list[Completion]:
     """Complete prompts together; the tokens are a function of the arguments only, whatever was sampled before.
 
-    Where our own decoder does not know the architecture, `rows` prompts at a time are left to the library's `generate`.
+    Where our own decoder does not know the architecture, `rows` prompts at a time are left to the library's `generate`;
+    one at a time where its rotary frequencies follow the longest text, and the text is too long for our own.
 
     Args:
         model: a causal LM, in eval mode.
@@ -45,8 +47,15 @@ def complete(
         A completion of each prompt, without padding.
     """
     device, ends = device or model.device, set(generation.eos_token_id or [])
-    rows = rows or len(prompt_ids)
-    if synced or not refills_rows(model, max(map(len, prompt_ids)) + int(generation.max_new_tokens or 0)):
+    rows, own = rows or len(prompt_ids), []
+    if not synced:
+        new = int(generation.max_new_tokens or 0)
+        own = [refills_rows(model, len(ids) + new) for ids in prompt_ids]
+        if any(own) and not all(own):
+            some = partial(complete, model, generation, seed=seed, rows=rows, device=device)
+            return _complete_apart(own, some, prompt_ids, begun, observer)
+    if not own or not own[0]:
+        rows = 1 if rotate_by_text(model) and not synced else rows
         written: list[list[int]] = []
         for at in range(0, len(prompt_ids), rows):
             batch, there = prompt_ids[at : at + rows], [] if begun is None else begun[at : at + rows]
@@ -74,6 +83,24 @@ def complete(
         texts = output.sequences[:, start:].tolist()
         written = [ids[:length] for ids, length in zip(texts, lengths, strict=True)]
     return [Completion(ids, "stop" if ids[-1] in ends else "length") for ids in written]
+
+
+def _complete_apart(
+    own: Sequence[bool],
+    complete_some: Callable[..., list[Completion]],
+    prompt_ids: Sequence[list[int]],
+    begun: Sequence[list[int]] | None,
+    observer: Callable[[int, list[int], bool], None] | None,
+) -> list[Completion]:
+    """Complete the prompts that our own decoder can decode, and then the others."""
+    found: dict[int, Completion] = {}
+    for ours in (True, False):
+        places = [place for place, each in enumerate(own) if each == ours]
+        observe = observer and (lambda at, *seen, places=places: observer(places[at], *seen))
+        there = begun and [begun[place] for place in places]
+        completions = complete_some([prompt_ids[place] for place in places], begun=there, observer=observe)
+        found |= dict(zip(places, completions, strict=True))
+    return [found[place] for place in range(len(own))]
 
 
 def refills_rows(model: PreTrainedModel, longest: int) -> bool:

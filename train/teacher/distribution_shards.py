@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache import own_positions
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.shards import write_shard
@@ -144,7 +145,9 @@ def distributions_of(
     """
     ids_BT, mask_BT = (padded([text[part] for text in texts], model.device) for part in (0, 1))
     chosen_BT = mask_BT[:, 1:].bool()
-    hidden_BTH = last_hidden(model, input_ids=ids_BT)  # padding stands behind the texts, where they do not look
+    positions = own_positions(model, [len(ids) for ids, _ in texts], ids_BT)
+    # Padding stands behind the texts, where they do not look.
+    hidden_BTH = last_hidden(model, input_ids=ids_BT, **positions)
     teacher = LiveDistributions(hidden_BTH[:, :-1][chosen_BT], head)
     labels_N, vocab_size, sizes = ids_BT[:, 1:][chosen_BT], len(head.weight), ChunkSizes.of(model.device)
     kept = []

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from draftsmith.decode.cache import own_positions
 from draftsmith.decode.cache.features import check_layers, collected, default_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.train.files import written_aside
@@ -192,7 +193,8 @@ def states_of(model: PreTrainedModel, layout: Layout, texts: Sequence[list[int]]
     """
     ids_BT = padded(texts, model.device)
     with collected(model, layout.layer_ids) as features:
-        hidden_BTH = last_hidden(model, input_ids=ids_BT)  # padding stands behind the texts, where they do not look
+        # Padding stands behind the texts, where they do not look.
+        hidden_BTH = last_hidden(model, input_ids=ids_BT, **own_positions(model, list(map(len, texts)), ids_BT))
     whole = [states_BTX.to(layout.dtype).cpu() for states_BTX in (features[0], hidden_BTH)]
     return [
         dict(zip(STATES, (states_BTX[row, : len(ids) - 1] for states_BTX in whole), strict=True))
