@@ -23,6 +23,7 @@ from transformers.integrations import deepspeed
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
+from draftsmith.decode.cache import rotate_by_text
 from draftsmith.decode.draft_models.cut_vocabulary import cut_head
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, first_line, one_of
@@ -218,6 +219,7 @@ def load_model(
     model, info = loaded
     check_loaded(model, info, stored, path, field)
     model.generation_config = load_generation_config(path, config, field=field)
+    rotate_by_text(model)
     return model.eval().requires_grad_(False)
 
 
@@ -248,12 +250,10 @@ def empty_model(
     Raises:
         InputError: not the config of a causal LM.
     """
-    source, generation = config, None
-    if isinstance(config, PretrainedConfig):
-        source = config.name_or_path
-    else:
+    source, generation = config.name_or_path if isinstance(config, PretrainedConfig) else config, None
+    if not isinstance(config, PretrainedConfig):
         config = load_config(config, field=field, trust_remote_code=trust_remote_code)
-        generation = load_generation_config(source, config, field=field)
+        generation = load_generation_config(str(source), config, field=field)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"), whole_weights(), reading(field, f"a causal LM in {source}"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)

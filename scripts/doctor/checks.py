@@ -10,6 +10,7 @@ import torch
 from draftsmith.decode.cache import check_model
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
+from draftsmith.train.checkpoint import left_out
 from draftsmith.train.data.chat.masks import has_generation_markers, mask_conversation
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import STORED, Setup, Side
@@ -41,6 +42,9 @@ def check_setup(setup: Setup, context: int | None, dtype: str, device: torch.dev
     if target is not None:
         yield _chat_template(target, drafts)
         yield _special_tokens(target, drafts)
+        if settings := left_out(target.model.generation_config):
+            text = f"the generation config has {', '.join(settings)}, which no command applies"
+            yield Finding("warning", "own settings", text, "give them as options, such as --repetition_penalty")
 
 
 def _fits(setup: Setup, of_models: bool) -> Iterator[Finding]:

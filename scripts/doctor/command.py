@@ -68,7 +68,7 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     sampled = config.prompts is not None or config.completions is not None
     if sampled and setup.target is not None:
         tokenizer = setup.target.tokenizer
-        samples = loss_masks.read(config, tokenizer, setup.target.head)
+        samples = loss_masks.read(config, tokenizer, setup.target.head, setup.target.ends)
         for finding in loss_masks.check_masks(samples):
             add(finding)
         if config.completions is not None:

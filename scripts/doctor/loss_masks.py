@@ -43,13 +43,14 @@ class Samples:
     """The error of each sample that is refused."""
 
 
-def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Samples:
+def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: Sequence[int]) -> Samples:
     """Read the samples that a config names, with their loss masks.
 
     Args:
         config: the doctor's.
         tokenizer: the target's.
         vocab_size: how many logits the target has.
+        ends: the tokens that end its texts.
 
     Raises:
         InputError: a source that cannot be read.
@@ -70,6 +71,7 @@ def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: i
                         tokenizer,
                         prompt.id,
                         closing=closing,
+                        ends=ends,
                         **config.template,
                     )
                     prompt.require_logits(masked.ids, tokenizer, vocab_size)

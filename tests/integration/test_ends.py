@@ -11,9 +11,10 @@ from draftsmith.distill.config import DraftInit
 from draftsmith.medusa.__main__ import MedusaRun
 from draftsmith.medusa.block.__main__ import BlockRun
 from draftsmith.medusa.eagle.__main__ import EagleRun
+from draftsmith.scripts.doctor.command import main as doctor
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.data.examples import training_examples
-from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.data.shards import read_manifest
 from draftsmith.train.models import empty_model, load_tokenizer
 
@@ -63,7 +64,20 @@ def test_the_tokenizer_ends_texts_where_the_generation_config_does_not(two_ends,
     assert pair.target.generation_config.eos_token_id == [tokenizer.eos_token_id]
 
 
-def test_what_the_target_says_of_its_texts_and_is_not_applied_is_said_once(two_ends, pipeline, tmp_path, caplog):
+@pytest.mark.parametrize("stored", [[END], [END, 0], None])
+def test_a_given_answer_ends_as_the_target_ends_it(stored, two_ends, tmp_path, tokenizer):
+    target, _ = two_ends
+    assert tokenizer.eos_token_id == 0
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": stored}))
+    (tmp_path / "given.jsonl").write_text('{"prompt": "x =", "completion": "1"}')
+    prepare(PrepareConfig(str(target), str(tmp_path / "given.jsonl"), str(tmp_path / "texts"), answers="given"))
+    (sample,) = load_completions(str(tmp_path / "texts"))
+    assert sample["input_ids"][-1] == (END if stored == [END] else 0) and sample["loss_mask"][-1]
+
+
+def test_what_the_target_says_of_its_texts_and_is_not_applied_is_said_once(
+    two_ends, pipeline, tmp_path, caplog, capsys
+):
     target, ends = two_ends
     own = {"eos_token_id": ends, "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1.0, "max_new_tokens": 99}
     own |= {"repetition_penalty": 1.05, "stop_strings": ["x ="], "bad_words_ids": [[1, 2]]}
@@ -80,6 +94,8 @@ def test_what_the_target_says_of_its_texts_and_is_not_applied_is_said_once(two_e
     assert load_pair(str(target), load_tokenizer(target)).left_out == settings
     assert caplog.messages == [line]
     caplog.clear()
+    assert doctor(["--target", str(target), "--costs", "false"]) == 0
+    assert f"own settings: the generation config has {', '.join(settings)}" in " ".join(capsys.readouterr().out.split())
     config = PrepareConfig(str(target), str(pipeline / "short.txt"), str(tmp_path / "texts"), max_new_tokens=2)
     prepare(config)
     assert caplog.messages.count(line) == 1

@@ -154,7 +154,7 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     stored = load_generation_config(config.target, model_config, field="target")
     own = left_out(stored) if config.answers == "target" else []
     if config.answers == "given":
-        samples = _given(config, tokenizer, size, limit, summary)
+        samples = _given(config, tokenizer, size, limit, end_of_sequence_ids(stored, tokenizer), summary)
     else:
         samples = _prompts(config, tokenizer, size, limit, new_tokens)
     summary.prompts = len(samples)
@@ -250,7 +250,12 @@ def _prompts(
 
 
 def _given(
-    config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, size: int, limit: int | None, summary: CompletionsSummary
+    config: PrepareConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    size: int,
+    limit: int | None,
+    ends: list[int],
+    summary: CompletionsSummary,
 ) -> list[Sample]:
     """Encode the conversations that fit the target's positions, and mask what the assistant wrote."""
     samples, reasons, closing = list[Sample](), set[str](), ClosingTokens.of(tokenizer)
@@ -264,6 +269,7 @@ def _given(
             tokenizer,
             conversation.id,
             closing=closing,
+            ends=ends,
             **config.template,
         )
         conversation.require_logits(masked.ids, tokenizer, size)

@@ -31,8 +31,9 @@ def rounds_settings(measured: Measured) -> RoundsSettings:
     """Return the first line of a measurement's file."""
     config, pair = measured.config, measured.pair
     drafters: dict[str, NamedDrafter] = {each.name: {"kind": each.kind, "path": each.path} for each in pair.drafters}
+    filters: Any = config.filters()
     return RoundsSettings(
-        SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(measured), drafters, config.filters()
+        SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(measured), drafters, filters
     )
 
 

@@ -88,11 +88,12 @@ def mask_conversation(
     closing: ClosingTokens | None = None,
     system_prompt: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    ends: Sequence[int] = (),
 ) -> MaskedConversation:
     """Encode a whole conversation, and mask what the assistant wrote.
 
     Without a chat template a conversation is plain text, as in `encode_prompt`: the user's turns, the last answer right
-    behind them, and the end-of-sequence token.
+    behind them, and a token that ends the target's texts.
 
     Args:
         messages: the conversation, `{"role": …, "content": …}` each, the last of them the assistant's.
@@ -101,6 +102,7 @@ def mask_conversation(
         closing: the tokenizer's; looked up if None.
         system_prompt: begins a conversation without a system turn.
         variables: of the chat template.
+        ends: the tokens that end the target's texts; the tokenizer's own if there are none.
 
     Returns:
         Its ids and their mask, which may be 0 everywhere: of an empty answer by a template that ends turns without a
@@ -117,7 +119,7 @@ def mask_conversation(
     variables = variables or {}
     if tokenizer.chat_template is None:
         require_no_template("none in the target's tokenizer", system_prompt, variables)
-        return _plain(messages, turns, tokenizer)
+        return _plain(messages, turns, tokenizer, ends)
     given, messages = len(messages), for_template(messages, tokenizer, f"sample {name!r}", system_prompt, variables)
     added_turns = len(messages) - given
     turns = [turn + added_turns for turn in turns]
@@ -237,12 +239,15 @@ def _render(
     return text, list(spans[0]) if marked else []
 
 
-def _plain(messages: Sequence[Message], turns: list[int], tokenizer: PreTrainedTokenizerBase) -> MaskedConversation:
+def _plain(
+    messages: Sequence[Message], turns: list[int], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+) -> MaskedConversation:
     question = "\n\n".join(message["content"] for message in messages if message["role"] == "user")
     encoded = _Encoded(question + messages[-1]["content"], lambda part: list(tokenizer(part, verbose=False).input_ids))
     ids, first = encoded.ids, encoded.first_from(len(question))
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids = [*ids, tokenizer.eos_token_id]
+    usual = tokenizer.eos_token_id if tokenizer.eos_token_id in ends or not ends else ends[0]
+    if usual is not None and not {usual, *ends} & set(ids[-1:]):
+        ids = [*ids, usual]
     return MaskedConversation(ids, [0] * first + [1] * (len(ids) - first), dict.fromkeys(turns[:-1], UNTEMPLATED))
 
 
