@@ -108,7 +108,7 @@ class TemplateOptions(ModelOptions):
 
     @property
     def template(self) -> dict[str, Any]:
-        """Arguments of `mask_conversation`."""
+        """Arguments of `mask_answers`."""
         return {"system_prompt": self.system_prompt, "variables": self.chat_template_kwargs}
 
     @property

@@ -13,7 +13,6 @@ from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.validation import Amount, Count, TokenId, file_bytes, parsed, require_tokens
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import Client, StreamedCompletion
-from draftsmith.train.data.chat.templates import with_system_prompt
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
@@ -210,10 +209,7 @@ def _body(
     prompt = question.prompt
     if question.ids is not None:
         return body | {"prompt": question.ids}
-    if prompt.messages is None:
-        return body | {"prompt": prompt.text}
-    messages = with_system_prompt(prompt.messages, config.system_prompt)
-    return body | {"messages": messages, "chat_template_kwargs": config.chat_template_kwargs}
+    return body | prompt.request(config.system_prompt, config.chat_template_kwargs)
 
 
 def _tokens(config: CertifyConfig, client: Client, question: SentPrompt, answer: StreamedCompletion) -> list[int]:

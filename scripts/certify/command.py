@@ -109,6 +109,8 @@ def _load(config: CertifyConfig) -> tuple[list[SentPrompt], Pair | None]:
     """Read the prompts and, where it is named, the target and its draft model."""
     prompts = read_prompts(config.prompts, limit=config.limit)
     if config.target is None:
+        for prompt in prompts:  # what cannot be sent is refused before anything is asked
+            prompt.request(config.system_prompt, config.chat_template_kwargs)
         return [SentPrompt(prompt, None) for prompt in prompts], None
     tokenizer, encoded = read_tokens(config.target, config, prompts)
     specs = drafter_specs(config.drafter)

@@ -133,7 +133,7 @@ class Servers:
         """Say what shapes the texts, for a run that goes on."""
         config = self.config
         settings = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
-        sent = [[question.ids, question.prompt.text, question.prompt.messages] for question in self.questions]
+        sent = [[question.ids, question.prompt.record()] for question in self.questions]
         return {
             "schema": SCHEMA,
             "settings": settings | {f"{name}_model": model for name, model in self.models.items()},

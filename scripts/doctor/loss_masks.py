@@ -14,9 +14,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.live_view import PICTURES
-from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
+from draftsmith.train.data.chat.masks import ClosingTokens
 from draftsmith.train.data.generate import load_completions, other_target
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.prompts import encode_prompt, mask_answers, read_prompts
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import Setup
 
@@ -66,15 +66,7 @@ def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: i
         for prompt in each(prompts, "samples", "texts"):
             try:
                 if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
-                    masked = mask_conversation(
-                        prompt.messages,
-                        tokenizer,
-                        prompt.id,
-                        closing=closing,
-                        ends=ends,
-                        **config.template,
-                    )
-                    prompt.require_logits(masked.ids, tokenizer, vocab_size)
+                    masked = mask_answers(prompt, tokenizer, vocab_size, closing, ends, **config.template)
                     samples.all.append(
                         MaskedSample(prompt.id, masked.ids, masked.mask, True, tuple(masked.left_out.values()))
                     )

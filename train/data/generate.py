@@ -28,12 +28,12 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
 from draftsmith.train.checkpoint import end_of_sequence_ids, left_out, load_generation_config
 from draftsmith.train.data.begun import BegunShard, WritingProgress
-from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
+from draftsmith.train.data.chat.masks import ClosingTokens
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.decoding import complete, set_generation_config
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.prompts import encode_prompt, mask_answers, read_prompts
 from draftsmith.train.data.samples import Completion, Sample, ShardBatch, make_batches, mixed_seed
 from draftsmith.train.data.samples import CompletionsSummary as CompletionsSummary
 from draftsmith.train.data.shards import (
@@ -264,15 +264,7 @@ def _given(
         if conversation.cut:
             summary.unfinished.append(conversation.id)
             continue
-        masked = mask_conversation(
-            conversation.messages or [],
-            tokenizer,
-            conversation.id,
-            closing=closing,
-            ends=ends,
-            **config.template,
-        )
-        conversation.require_logits(masked.ids, tokenizer, size)
+        masked = mask_answers(conversation, tokenizer, size, closing, ends, **config.template)
         reasons.update(masked.left_out.values())
         if limit is not None and len(masked.ids) > limit:  # cut, it would teach an answer that ends in the middle
             summary.left_out.append(conversation.id)

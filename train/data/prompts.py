@@ -3,15 +3,16 @@
 A record is recognised by its field; where it has several, the first of these counts:
 
 * `prompt`: a string, encoded as it is; or a list of messages (TRL's conversational format);
-* `messages`: a list of `{"role": …, "content": …}`;
+* `messages`: a list of `{"role": …, "content": …}`, with `tool_calls`, reasoning and what else a chat template writes;
 * `conversations`: ShareGPT, a list of `{"from": …, "value": …}`;
 * `turns`: Spec-Bench, MT-Bench, SPEED-Bench and DeepSpec, the user's turns. The first is the prompt; the later ones
   need an answer to the one before, which nobody has given yet (`turns.py`).
 
 A line of a log of requests, in the shapes of `train/endpoint/request_logs.py`, is a conversation and its answer.
 
-A conversation is kept up to its last user turn, because the answer is the target's to write; or it is kept whole, where
-its answers are to be learned from. `id` (or `question_id`) and `category` are optional.
+A conversation is kept up to its last user turn or result of a tool, because the answer is the target's to write; or it
+is kept whole, where its answers are to be learned from. `id` (or `question_id`), `category`, and for conversations
+`tools` and `chat_template_kwargs` are optional.
 """
 
 import json
@@ -27,16 +28,21 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.draft_models.vocabulary import require_logits
 from draftsmith.decode.errors import InputError, at_least, first_line
 from draftsmith.decode.validation import parse_json
-from draftsmith.train.checkpoint import reading
-from draftsmith.train.data.chat.templates import for_template, require_no_template, trimmed
+from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation, mask_conversation
+from draftsmith.train.data.chat.messages import ASKING, Message, kind, read_messages, read_tools, text
+from draftsmith.train.data.chat.templates import chat_request, for_template, require_no_template, trimmed
 from draftsmith.train.endpoint.request_logs import CUT, conversation, has_answer, is_logged
 
-MOST_CHARACTERS = 2**24
-"""Of a text: four million tokens, more than any model's context holds, and a minute of a tokenizer's time."""
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # what stands beside a `prompt` and answers it
 WITH_ANSWER = "messages with an assistant turn at their end"
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+UNREAD = {
+    "system": "a system turn among the messages",
+    "functions": "tools",
+    "chat_template": "the target's own template",
+    "continue_final_message": "an answer of its own",
+}
+"""Fields that shape what a server writes of a conversation, and what is expected in their place."""
 
 AnswersMode = Literal["dropped", "kept", "required"]
 Located = tuple[str, Any]  # where a record stands ("prompts.jsonl:7"), and the record
@@ -44,14 +50,14 @@ Located = tuple[str, Any]  # where a record stands ("prompts.jsonl:7"), and the 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the target is asked: exactly one of a plain text and a conversation that ends with a user turn.
+    """What the target is asked: exactly one of a plain text and a conversation that ends with what it is to answer.
 
     Where answers are kept, a conversation may be whole, and end with the assistant's answer.
     """
 
     id: str
     text: str | None
-    messages: list[dict[str, str]] | None
+    messages: list[Message] | None
     category: str | None
     cut: bool = False
     """Its answer was cut at a length, so that it ends in the middle."""
@@ -59,17 +65,39 @@ class Prompt:
     """What the user says behind the answer to this, turn by turn; where it was asked for."""
     where: str | None = field(default=None, compare=False)
     """Where it stands, as `prompts.jsonl:7`; None where it was not read."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the assistant may call."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template, for this conversation; they count before those of a command."""
+
+    @property
+    def place(self) -> str:
+        """Where it stands, to begin messages of errors with."""
+        return "" if self.where is None else f"{self.where}: "
 
     def record(self) -> dict[str, Any]:
         """Return it as a record of a file that `read_prompts` reads, without its id."""
         content: dict[str, Any] = {"prompt": self.text} if self.messages is None else {"messages": self.messages}
+        content |= {} if self.tools is None else {"tools": self.tools}
+        content |= {"chat_template_kwargs": dict(self.variables)} if self.variables else {}
         content |= {} if self.category is None else {"category": self.category}
         return content | ({"finish_reason": CUT} if self.cut else {})
 
+    def request(self, system_prompt: str | None, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a request to a server that renders a conversation by itself.
+
+        Raises:
+            InputError: plain text, and something that is meant for a chat template.
+        """
+        variables = {**variables, **self.variables}
+        if self.messages is not None:
+            return chat_request(self.messages, system_prompt, variables, self.tools)
+        require_no_template(f"prompt {self.id!r} in plain text", self.place, system_prompt, variables, self.tools)
+        return {"prompt": self.text}
+
     def require_logits(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         """Raise an InputError that says where it stands if one of its tokens lies behind all of a model's logits."""
-        place = "" if self.where is None else f"{self.where}: "
-        require_logits(ids, tokenizer, vocab_size, f"{place}prompt {self.id!r}")
+        require_logits(ids, tokenizer, vocab_size, f"{self.place}prompt {self.id!r}")
 
 
 def read_prompts(
@@ -120,7 +148,7 @@ def read_prompts(
             taken[name] = where
         prompt = _parse(record, where, name, answers)
         if later and record.get("turns") is not None and prompt.messages is not None:
-            turns = [_text(turn, where, f"turns[{n}]") for n, turn in enumerate(record["turns"][1:], 1)]
+            turns = [text(turn, f"{where}: turns[{n}]") for n, turn in enumerate(record["turns"][1:], 1)]
             prompt = replace(prompt, later=tuple(turns))
         prompts.append(replace(prompt, cut=record.get("finish_reason") == CUT, where=where))
     return prompts
@@ -156,32 +184,66 @@ def encode_prompt(
 
     Raises:
         InputError: names the prompt that has no tokens, or one that the target cannot read, that the chat template
-            refuses, or whose template alone is longer than `max_tokens`; a system prompt or variables without a
-            template to go into.
+            refuses or writes without one of its fields, or whose template alone is longer than `max_tokens`; a system
+            prompt, variables or tools without a template to go into.
     """
-    ids: Any
-    name, variables = f"prompt {prompt.id!r}", variables or {}
+    name, variables = f"prompt {prompt.id!r}", {**(variables or {}), **prompt.variables}
     if prompt.messages is not None and tokenizer.chat_template is not None:
-
-        def render(messages: Sequence[Mapping[str, str]]) -> list[int]:
-            with reading(name, "messages that the chat template renders"):
-                options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-                return list(tokenizer.apply_chat_template(messages, **variables, **options))  # type: ignore[arg-type]
-
-        messages = for_template(prompt.messages, tokenizer, name, system_prompt, variables)
-        ids = render(messages) if max_tokens is None else trimmed(messages, tokenizer, name, max_tokens, render)
+        template, messages = for_template(
+            prompt.messages, tokenizer, name, prompt.place, system_prompt, variables, prompt.tools, answer=True
+        )
+        ids = template.ids(messages) if max_tokens is None else trimmed(messages, template, max_tokens)
     else:
         found = f"{name} in plain text" if prompt.messages is None else "none in the target's tokenizer"
-        require_no_template(found, system_prompt, variables)
-        turns = [m["content"] for m in prompt.messages or [] if m["role"] == "user"]
-        text = prompt.text if prompt.text is not None else "\n\n".join(turns)
-        ids = tokenizer(text, verbose=False)["input_ids"]
-        ids = list(ids if max_tokens is None else ids[-max_tokens:])
+        asked = prompt.messages or []
+        require_no_template(found, prompt.place, system_prompt, variables, prompt.tools, asked)
+        turns = [message["content"] for message in asked if message["role"] == "user"]
+        plain = prompt.text if prompt.text is not None else "\n\n".join(turns)
+        ids = list(tokenizer(plain, verbose=False)["input_ids"])  # type: ignore[arg-type]
+        ids = ids if max_tokens is None else ids[-max_tokens:]
     if not ids:
-        raise InputError(f"{name}: expected at least one token, found none")
+        raise InputError(f"{prompt.place}{name}: expected at least one token, found none")
     if vocab_size is not None:
         prompt.require_logits(ids, tokenizer, vocab_size)
     return ids
+
+
+def mask_answers(
+    conversation: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    closing: ClosingTokens,
+    ends: Sequence[int],
+    system_prompt: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> MaskedConversation:
+    """Encode a conversation that ends with its answer, and mask what the assistant wrote.
+
+    Args:
+        conversation: read with its answers.
+        tokenizer: the target's.
+        vocab_size: how many logits the target has, which its tokens must be among.
+        closing: the tokenizer's.
+        ends: the tokens that end the target's texts.
+        system_prompt: begins a conversation without a system turn.
+        variables: of the chat template.
+
+    Raises:
+        InputError: as of `mask_conversation`; or a token that the target has no logit for.
+    """
+    masked = mask_conversation(
+        conversation.messages or [],
+        tokenizer,
+        conversation.id,
+        closing=closing,
+        ends=ends,
+        system_prompt=system_prompt,
+        variables={**(variables or {}), **conversation.variables},
+        tools=conversation.tools,
+        place=conversation.place,
+    )
+    conversation.require_logits(masked.ids, tokenizer, vocab_size)
+    return masked
 
 
 def _records(source: str, split: str) -> Iterator[Located]:
@@ -283,13 +345,13 @@ def _unlogged(record: Any, where: str, answers: AnswersMode) -> Any:
 
 def _given_id(record: Any, where: str) -> str | None:
     if not isinstance(record, dict):
-        raise InputError(f"{where}: expected an object, found {_kind(record)}")
+        raise InputError(f"{where}: expected an object, found {kind(record)}")
     for key in ("id", "question_id"):
         value = record.get(key)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, str | int):
-                raise InputError(f"{where}: {key}: expected a string or a whole number, found {_kind(value)}")
-            return _text(str(value), where, key)
+                raise InputError(f"{where}: {key}: expected a string or a whole number, found {kind(value)}")
+            return text(str(value), f"{where}: {key}")
     return None
 
 
@@ -297,27 +359,35 @@ def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) 
     """Read a record by the first of `FIELDS` that it has."""
     category = record.get("category")
     if category is not None:
-        category = _text(category, where, "category", may_be_empty=True)
+        category = text(category, f"{where}: category", may_be_empty=True)
     field = next((field for field in FIELDS if record.get(field) is not None), None)
     if field is None:
         found = ", ".join(map(repr, record)) or "an empty object"
         raise InputError(f"{where}: expected one of the fields {', '.join(FIELDS)}, found {found}")
+    for unread, expected in UNREAD.items():
+        if record.get(unread):
+            raise InputError(f"{where}: {unread}: expected {expected}, found {kind(record[unread])}")
+    tools, variables = read_tools(record.get("tools"), where), record.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise InputError(f"{where}: chat_template_kwargs: expected an object, found {kind(variables)}")
     if field == "prompt" and isinstance(record[field], str):
-        text, messages = _plain_prompt(record, where, answers)
-        return Prompt(name, text, messages, category)
+        plain, messages = _plain_prompt(record, where, answers)
+        return Prompt(name, plain, messages, category, tools=tools, variables=variables)
     if not isinstance(record[field], list):
         expected = "a string or a list of messages" if field == "prompt" else "a list"
         expected = WITH_ANSWER if answers == "required" else expected
-        raise InputError(f"{where}: {field}: expected {expected}, found {_kind(record[field])}")
+        raise InputError(f"{where}: {field}: expected {expected}, found {kind(record[field])}")
     if field == "turns":
-        return Prompt(name, None, _first_turn(record[field], where, answers), category)
-    messages = _messages(record[field], where, field)
+        messages = _first_turn(record[field], where, answers)
+        return Prompt(name, None, messages, category, tools=tools, variables=variables)
+    messages = read_messages(record[field], where, field)
     answer = _answer_field(record, answers) if field == "prompt" else None
     if answer is not None:
         if not isinstance(record[answer], list):
-            raise InputError(f"{where}: {answer}: expected a list of messages, found {_kind(record[answer])}")
-        messages += _messages(record[answer], where, answer)
-    return Prompt(name, None, _ended(messages, where, field, answers), category)
+            raise InputError(f"{where}: {answer}: expected a list of messages, found {kind(record[answer])}")
+        messages += read_messages(record[answer], where, answer)
+    ended = _ended(messages, where, field, answers)
+    return Prompt(name, None, ended, category, tools=tools, variables=variables)
 
 
 def _answer_field(record: dict[str, Any], answers: AnswersMode) -> str | None:
@@ -327,71 +397,35 @@ def _answer_field(record: dict[str, Any], answers: AnswersMode) -> str | None:
 
 def _plain_prompt(
     record: dict[str, Any], where: str, answers: AnswersMode
-) -> tuple[str, None] | tuple[None, list[dict[str, str]]]:
+) -> tuple[str, None] | tuple[None, list[Message]]:
     """Read a `prompt` of plain text; with an answer beside it a conversation of two turns."""
-    text, answer = _text(record["prompt"], where, "prompt"), _answer_field(record, answers)
+    asked, answer = text(record["prompt"], f"{where}: prompt"), _answer_field(record, answers)
     if answer is not None:
-        reply = _text(record[answer], where, answer)
-        return None, [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+        reply = text(record[answer], f"{where}: {answer}")
+        return None, [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
     if answers == "required":
         raise InputError(f"{where}: expected an answer to the prompt in {' or '.join(ANSWERS)}, found none")
-    return text, None
+    return asked, None
 
 
-def _first_turn(turns: list[Any], where: str, answers: AnswersMode) -> list[dict[str, str]]:
+def _first_turn(turns: list[Any], where: str, answers: AnswersMode) -> list[Message]:
     """Read the first of the user's `turns`."""
     if answers == "required":
         raise InputError(f"{where}: turns: expected {WITH_ANSWER}, found the user's turns alone")
     if not turns:
         raise InputError(f"{where}: turns: expected at least one turn, found none")
-    return [{"role": "user", "content": _text(turns[0], where, "turns[0]")}]
+    return [{"role": "user", "content": text(turns[0], f"{where}: turns[0]")}]
 
 
-def _ended(messages: list[dict[str, str]], where: str, field: str, answers: AnswersMode) -> list[dict[str, str]]:
-    """Return a conversation up to its last user turn, or with its answer where that is read."""
+def _ended(messages: list[Message], where: str, field: str, answers: AnswersMode) -> list[Message]:
+    """Return a conversation up to what is to be answered, or with its answer where that is read."""
     last = messages[-1]["role"] if messages else None
     if answers == "required" and last != "assistant":
         found = f"a {last} turn" if last else "none"
         raise InputError(f"{where}: {field}: expected an assistant turn at the end, found {found}")
     if answers == "dropped" or last != "assistant":
-        while messages and messages[-1]["role"] != "user":
+        while messages and messages[-1]["role"] not in ASKING:
             messages.pop()
     if all(message["role"] != "user" for message in messages):
         raise InputError(f"{where}: {field}: expected a user turn, found none")
     return messages
-
-
-def _messages(value: list[Any], where: str, field: str) -> list[dict[str, str]]:
-    role_key, content_key = ("from", "value") if field == "conversations" else ("role", "content")
-    messages = []
-    for i, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise InputError(f"{where}: {field}[{i}]: expected an object, found {_kind(message)}")
-        role, content = message.get(role_key), message.get(content_key)
-        if not isinstance(role, str) or role not in ROLES:
-            roles, found = ", ".join(ROLES), repr(role) if isinstance(role, str) else _kind(role)
-            raise InputError(f"{where}: {field}[{i}].{role_key}: expected one of {roles}, found {found}")
-        # An empty system or assistant turn is odd but says something; an empty question does not.
-        required = ROLES[role] == "user"
-        content = _text(content, where, f"{field}[{i}].{content_key}", may_be_empty=not required)
-        messages.append({"role": ROLES[role], "content": content})
-    return messages
-
-
-def _text(value: Any, where: str, field: str, *, may_be_empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{where}: {field}: expected a string, found {_kind(value)}")
-    if not may_be_empty and not value.strip():
-        raise InputError(f"{where}: {field}: expected some text, found an empty string")
-    if len(value) > MOST_CHARACTERS:
-        raise InputError(f"{where}: {field}: expected at most {MOST_CHARACTERS} characters, found {len(value)}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can write half a surrogate pair, which no tokenizer takes
-        raise InputError(f"{where}: {field}: expected Unicode text, found a lone surrogate") from error
-    return value
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "nothing"}
-    return names.get(type(value), f"the number {value}" if isinstance(value, int | float) else type(value).__name__)

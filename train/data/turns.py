@@ -29,18 +29,18 @@ def turn_record(prompt: Prompt, number: int) -> dict[str, Any]:
 def answer_texts(
     samples: Sequence[Mapping[str, Any]], number: int, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str]:
-    """Return what was answered to a turn, by the ids of records: text without the tokens that end it."""
-    end = len(f".{number}")
-    return {
-        sample["id"][:-end]: str(
-            tokenizer.decode(
-                sample["input_ids"][sample["prompt_length"] :],
-                skip_special_tokens=True,
-                clean_up_tokenization_spaces=False,
-            )
-        )
-        for sample in samples
-    }
+    """Return what was answered to a turn, by the ids of records: text without the tokens that begin, end and pad it.
+
+    Other special tokens stay, because chat templates look for those that enclose thinking and calls of tools.
+    """
+    end, answers = len(f".{number}"), dict[str, str]()
+    around = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    for sample in samples:
+        ids = sample["input_ids"][sample["prompt_length"] :]
+        ended = ids[:-1] if sample["finish_reason"] == "stop" else ids
+        written = [token for token in ended if token not in around]
+        answers[sample["id"][:-end]] = str(tokenizer.decode(written, clean_up_tokenization_spaces=False))
+    return answers
 
 
 def next_turn(prompt: Prompt, answer: str, templated: bool) -> Prompt:

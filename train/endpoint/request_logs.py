@@ -7,8 +7,8 @@ Four shapes are known, by their fields:
 * `messages` or `prompt`, and `choices`: both in one object;
 * `request` or `body` alone: nothing but a prompt.
 
-The first choice is the answer. Messages whose content is a list of parts are their texts, and the role `developer` is
-what was once `system`. What else a log holds (images, tools) is no text for a draft to learn from, and refused.
+The first choice is the answer. The messages are passed on as they are, with the tools and the arguments of the chat
+template that the request had: `prompts.py` reads them as it reads those of any record.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,10 @@ from draftsmith.decode.errors import InputError
 
 CUT = "length"
 """How an answer ended that was cut."""
-PARTS = ("text", "input_text", "output_text")
+SHAPING = ("tools", "chat_template_kwargs", "system", "functions", "chat_template", "continue_final_message")
+"""Fields of a request that shape what a server makes of its messages."""
+VARIABLES = ("documents", "reasoning_effort")
+"""Fields that it hands to the chat template."""
 
 
 def is_logged(record: Any) -> bool:
@@ -56,8 +59,14 @@ def conversation(record: Mapping[str, Any], where: str, answered: bool) -> dict[
     metadata = request.get("metadata")
     category = record.get("category") or (metadata.get("category") if isinstance(metadata, dict) else None)
     found |= {} if category is None else {"category": category}
+    if request.get("add_generation_prompt") is False:
+        raise InputError(f"{at}add_generation_prompt: expected an answer after the generation prompt, found false")
+    found |= {field: request[field] for field in SHAPING if request.get(field)}
+    if told := {field: request[field] for field in VARIABLES if request.get(field)}:
+        given = found.get("chat_template_kwargs", {})
+        found["chat_template_kwargs"] = told | given if isinstance(given, dict) else given
     if request.get("messages") is not None:
-        found["messages"] = _messages(request["messages"], f"{at}messages")
+        found["messages"] = request["messages"]
     elif isinstance(request.get("prompt"), str):
         found["prompt"] = request["prompt"]
     else:
@@ -85,29 +94,5 @@ def _add_answer(found: dict[str, Any], record: Mapping[str, Any], where: str) ->
     message = choice.get("message")
     if not isinstance(message, dict):
         raise InputError(f"{at}choices[0].message: expected a message, found none")
-    answer = _messages([{"role": "assistant"} | message], f"{at}choices[0].message")
-    found["messages"] = found["messages"] + answer
-
-
-def _messages(messages: Any, where: str) -> list[dict[str, Any]]:
-    """Return messages with their texts; anything else about them is left to be refused where they are read."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InputError(f"{where}: expected a list of messages, found something else")
-    read = []
-    for place, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
-        if message.get("tool_calls") or role in ("tool", "function"):
-            raise InputError(f"{where}[{place}]: expected text, found a call of a tool")
-        if isinstance(content, list):
-            content = _joined(content, f"{where}[{place}].content")
-        read.append({"role": "system" if role == "developer" else role, "content": content})
-    return read
-
-
-def _joined(parts: list[Any], where: str) -> str:
-    texts = []
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
-            raise InputError(f"{where}: expected parts of text, found another")
-        texts.append(part["text"])
-    return "".join(texts)
+    if isinstance(found["messages"], list):  # if not, it is refused where messages are read
+        found["messages"] = [*found["messages"], {"role": "assistant"} | message]

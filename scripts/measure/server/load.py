@@ -27,7 +27,7 @@ class LoadPrompt:
     prompt: Prompt
     ids: list[int] | None = None
     text: str | None = None
-    messages: list[dict[str, str]] | None = None
+    chat: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,17 @@ class AskedServer:
         """Return one completion."""
         config = self.config
         sampling = sampling_fields(config, temperature) | {"ignore_eos": config.ignore_eos}
-        if self.engine.kind == "sglang" and asked.messages is None:
+        if self.engine.kind == "sglang" and asked.chat is None:
             sampling |= {"max_new_tokens": config.max_new_tokens} | ({"sampling_seed": seed} if temperature else {})
             prompt: dict[str, Any] = {"text": asked.text} if asked.ids is None else {"input_ids": asked.ids}
             return await generate(self.client, prompt | {"sampling_params": sampling})
         request = {"model": self.model, "max_tokens": config.max_new_tokens, **sampling}
         request |= {"seed": seed} if temperature else {}
-        if asked.messages is None:
+        if asked.chat is None:
             return await self.client.complete(request | {"prompt": asked.text if asked.ids is None else asked.ids})
-        request |= {"messages": asked.messages}
-        request |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
-        return await self.client.complete(request, "/v1/chat/completions", token_ids=self.engine.kind != "sglang")
+        return await self.client.complete(
+            request | asked.chat, "/v1/chat/completions", token_ids=self.engine.kind != "sglang"
+        )
 
 
 async def ask_all(

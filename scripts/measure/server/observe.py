@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
 from draftsmith.decode.progress import each
 from draftsmith.decode.validation import Amount, Count
@@ -24,7 +23,6 @@ from draftsmith.scripts.serving.client import Client
 from draftsmith.scripts.serving.counters import ServerMetrics
 from draftsmith.scripts.serving.sglang import Engine
 from draftsmith.train.checkpoint import left_out, load_generation_config
-from draftsmith.train.data.chat.templates import with_system_prompt
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.endpoint.http import ServerFailure
@@ -123,11 +121,8 @@ def read_asked(config: MeasureServerConfig) -> list[LoadPrompt]:
 
 def _as_it_is(prompt: Prompt, config: MeasureServerConfig) -> LoadPrompt:
     """Return a prompt that the server encodes."""
-    if prompt.messages is None:
-        if config.system_prompt is not None:
-            raise InputError(f"system_prompt: expected conversations, found prompt {prompt.id!r} in plain text")
-        return LoadPrompt(prompt, text=prompt.text)
-    return LoadPrompt(prompt, messages=with_system_prompt(prompt.messages, config.system_prompt))
+    request = prompt.request(config.system_prompt, config.chat_template_kwargs)
+    return LoadPrompt(prompt, text=prompt.text, chat=None if prompt.messages is None else request)
 
 
 async def observe(config: MeasureServerConfig, prompts: Sequence[LoadPrompt], kept: Kept | None = None) -> Observed:
@@ -296,7 +291,7 @@ def _manifest(observed: Observed) -> dict[str, Any]:
     """Say what determines every figure of a run, as far as it can be seen from outside."""
     config = observed.config
     settings = {name: value for name, value in asdict(config).items() if name not in (*FREE_TO_CHANGE, *UNNAMED)}
-    sent = [(asked.prompt, asked.ids or asked.text or asked.messages) for asked in observed.prompts]
+    sent = [(asked.prompt, asked.ids or asked.text or asked.chat) for asked in observed.prompts]
     return {
         "schema": SCHEMA,
         "settings": settings | {"baseline": "baseline_server" in observed.engines},

@@ -21,6 +21,16 @@ REQUEST_FIELDS = (
     "model",
     "messages",
     "prompt",
+    "tools",
+    "tool_choice",
+    "functions",
+    "documents",
+    "reasoning_effort",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "add_generation_prompt",
+    "response_format",
     "max_tokens",
     "max_completion_tokens",
     "temperature",
@@ -30,7 +40,18 @@ REQUEST_FIELDS = (
     "seed",
     "stop",
 )
-"""Fields of a request that are written: the text and how it was sampled, not who asked."""
+"""Fields of a request that are written: what the text is made of and how it was sampled, not who asked."""
+TEXTS = (
+    "prompt",
+    "stop",
+    "tools",
+    "functions",
+    "documents",
+    "chat_template_kwargs",
+    "chat_template",
+    "response_format",
+)
+"""Those that hold texts, and are redacted; messages are, too."""
 
 Redactor = Callable[[str], str]
 
@@ -150,7 +171,7 @@ def record(
     asked = {name: request[name] for name in REQUEST_FIELDS if request.get(name) is not None}
     if "messages" in asked:
         asked["messages"] = [_message(message, redact) for message in asked["messages"]]
-    asked |= {name: _redacted(asked[name], redact) for name in ("prompt", "stop") if name in asked}
+    asked |= {name: _redacted(asked[name], redact) for name in TEXTS if name in asked}
     choices = []
     for choice in answer["choices"]:
         kept: dict[str, Any] = {"finish_reason": choice.get("finish_reason")}
@@ -226,10 +247,10 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
     if "delta" in part:
         message = whole.setdefault("message", {"role": "assistant", "content": ""})
         delta = part["delta"] or {}
-        message["content"] += delta.get("content") or ""
-        for name in ("reasoning_content", "reasoning"):
-            if delta.get(name):
-                message[name] = message.get(name, "") + delta[name]
+        for name, piece in delta.items():
+            if piece and name not in ("role", "tool_calls"):
+                joined = isinstance(piece, str | list) and type(message.get(name)) is type(piece)
+                message[name] = message[name] + piece if joined else piece
         for call in delta.get("tool_calls") or []:
             _add_call(message.setdefault("tool_calls", []), call)
     else:

@@ -2,14 +2,15 @@
 
 Two steps. First, which stretch of the rendered text is an assistant's turn:
 
-* where the chat template has `{% generation %}` markers, the text between them;
+* where the chat template has `{% generation %}` markers, the text between them without what the generation prompt
+  writes;
 * where it has none, or they do not enclose the turns, renderings are compared: the conversation up to a turn, with the
   generation prompt, must begin the conversation with that turn; the turn is what follows, as far as the whole
   conversation agrees.
 
-A turn is learned from only if all that the assistant wrote stands there, whitespace aside. Many templates rewrite what
-lies behind (Qwen3's takes the thinking out of earlier turns): such text is what the target reads but not what it
-writes, so those turns get the mask 0 and a reason. Where that is the last turn, the sample is refused.
+A turn is learned from only if all that the assistant wrote (reasoning, text, calls) stands there, whitespace aside.
+Many templates rewrite earlier turns (Qwen3's takes the thinking out of them): such text is what the target reads but
+not what it writes, so those turns get the mask 0 and a reason. Where that is the last turn, the sample is refused.
 
 Then, which tokens. A token is the assistant's if all of its text is: one that a tokenizer joins across the border is
 not learned from. The turn ends with the first special token (`<|im_end|>`, `</s>`, …; else another added one) behind
@@ -26,15 +27,19 @@ follows. Around markers inside a macro its spans lie elsewhere. Both were seen i
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.checkpoint import reading
-from draftsmith.train.data.chat.templates import for_template, require_no_template
+from draftsmith.train.data.chat.messages import REASONING, Message, function_of
+from draftsmith.train.data.chat.templates import (
+    ChatTemplate,
+    Tools,
+    encode_rendered,
+    for_template,
+    require_no_template,
+)
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REWRITTEN = "the chat template leaves out some of what the assistant wrote"
@@ -42,9 +47,6 @@ LATER = "the chat template writes them otherwise once the conversation goes on"
 ELSEWHERE = "the chat template does not go on from its generation prompt"
 UNASKED = "nothing stands before them that they could answer"
 UNTEMPLATED = "without a chat template the user's turns and the last answer are plain text"
-
-Message = Mapping[str, str]
-_Renderer = Callable[..., tuple[str, list[tuple[int, int]]]]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def mask_conversation(
     system_prompt: str | None = None,
     variables: Mapping[str, Any] | None = None,
     ends: Sequence[int] = (),
+    tools: Tools | None = None,
+    place: str = "",
 ) -> MaskedConversation:
     """Encode a whole conversation, and mask what the assistant wrote.
 
@@ -96,46 +100,50 @@ def mask_conversation(
     behind them, and a token that ends the target's texts.
 
     Args:
-        messages: the conversation, `{"role": …, "content": …}` each, the last of them the assistant's.
+        messages: the conversation, as `read_messages` returns it, the last of them the assistant's.
         tokenizer: the target's tokenizer.
         name: the sample's name in error messages.
         closing: the tokenizer's; looked up if None.
         system_prompt: begins a conversation without a system turn.
         variables: of the chat template.
         ends: the tokens that end the target's texts; the tokenizer's own if there are none.
+        tools: that the assistant may call.
+        place: where the sample stands, to begin messages of errors with.
 
     Returns:
         Its ids and their mask, which may be 0 everywhere: of an empty answer by a template that ends turns without a
         token.
 
     Raises:
-        InputError: names the sample whose last message is not the assistant's, that the chat template refuses, or
-            whose last turn the template rewrites, and where the ids depart.
+        InputError: names the sample whose last message is not the assistant's, that the chat template refuses or
+            writes without one of its fields, or whose last turn the template rewrites, and where the ids depart.
     """
+    name = f"sample {name!r}"
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
         found = f"a {messages[-1]['role']} turn" if messages else "no messages"
-        raise InputError(f"sample {name!r}: expected an assistant turn at the end, found {found}")
+        raise InputError(f"{place}{name}: expected an assistant turn at the end, found {found}")
     variables = variables or {}
     if tokenizer.chat_template is None:
-        require_no_template("none in the target's tokenizer", system_prompt, variables)
+        require_no_template("none in the target's tokenizer", place, system_prompt, variables, tools, messages)
         return _plain(messages, turns, tokenizer, ends)
-    given, messages = len(messages), for_template(messages, tokenizer, f"sample {name!r}", system_prompt, variables)
+    given = len(messages)
+    template, messages = for_template(messages, tokenizer, name, place, system_prompt, variables, tools, answer=False)
     added_turns = len(messages) - given
     turns = [turn + added_turns for turn in turns]
-    text, located, left_out = _locate(messages, turns, tokenizer, partial(_render, tokenizer, name, variables), name)
-    encoded = _Encoded(text, lambda part: _encode(tokenizer, part))
+    text, located, left_out = _locate(messages, turns, template)
+    encoded = _Encoded(text, lambda part: encode_rendered(tokenizer, part))
     closing = ClosingTokens.of(tokenizer) if closing is None else closing
-    mask, ends = [0] * len(encoded.ids), {tokenizer.eos_token_id}
+    mask, closed_by = [0] * len(encoded.ids), {tokenizer.eos_token_id, *ends}
     for i in sorted(located, reverse=True):  # the last first: what ends it may stand behind the others' markers too
         begin, end, behind = located[i]
         first, stop = encoded.first_from(begin), encoded.count_until(end)
         tail = range(encoded.count_until(behind), len(mask) if i == turns[-1] else stop)
         last = next((k for among in (closing.special, closing.added) for k in tail if encoded.ids[k] in among), None)
-        if last is None and stop < len(mask) and encoded.ids[stop] in ends:
+        if last is None and stop < len(mask) and encoded.ids[stop] in closed_by:
             last = stop
         if last is not None:
-            ends.add(encoded.ids[last])
+            closed_by.add(encoded.ids[last])
             stop = last + 1
         else:
             stop = encoded.count_until(max(behind, begin + len(text[begin:end].rstrip())))
@@ -179,64 +187,48 @@ class _Encoded:
 
 
 def _locate(
-    messages: Sequence[Message], turns: list[int], tokenizer: PreTrainedTokenizerBase, render: _Renderer, name: str
+    messages: Sequence[Message], turns: list[int], template: ChatTemplate
 ) -> tuple[str, dict[int, _Turn], dict[int, str]]:
     """Return the text, where the assistant's turns lie in it, and why some are left out."""
-    marked = has_generation_markers(tokenizer)
-    text, spans = render(messages, marked=marked)
+    marked = MARKER.search(template.source) is not None
+    text, spans = template.render(messages, marked=marked)
     if marked and len(spans) == len(turns):
-        enclosed = ((i, _turn(text, *span, messages[i])) for i, span in zip(turns, spans, strict=True))
-        located = {i: turn for i, turn in enclosed if turn is not None}
+        located, left_out = dict[int, _Turn](), dict[int, str]()
+        for i, (begin, end) in zip(turns, spans, strict=True):
+            prompt_end = _prompt_end(messages, i, template, text, begin)
+            if prompt_end is None:
+                left_out[i] = LATER
+            elif turn := _turn(text, max(begin, prompt_end), end, messages[i], _closing(messages, i, template), begin):
+                located[i] = turn
+            else:
+                left_out[i] = REWRITTEN
         if turns[-1] in located:
-            return text, located, dict.fromkeys([i for i in turns if i not in located], REWRITTEN)
-    located, left_out = {}, dict[int, str]()
+            return text, located, left_out
+    located, left_out = {}, {}
     for i in turns:
         if not i:
             left_out[i] = UNASKED
             continue
-        before = render(messages[:i], answer=True)[0]
-        after = render(messages[: i + 1])[0]
+        before = template.render(messages[:i], answer=True)[0]
+        after = template.render(messages[: i + 1])[0]
         if not after.startswith(before):
-            left_out[i] = _departure(before, after, tokenizer) if i == turns[-1] else ELSEWHERE
+            left_out[i] = _departure(before, after, template.tokenizer) if i == turns[-1] else ELSEWHERE
             continue
         # Not all of `after`: some templates end a conversation with a token that is not there when it goes on.
         common = len(after) if text.startswith(after) else _common(text, after)
-        asked = _common(before, render(messages[:i])[0])
-        if _turn(after, len(before), len(after), messages[i], asked) is None:
+        asked, closing = _common(before, template.render(messages[:i])[0]), _closing(messages, i, template)
+        if _turn(after, len(before), len(after), messages[i], closing, asked) is None:
             left_out[i] = REWRITTEN
-        elif (turn := _turn(text, len(before), common, messages[i], asked)) is None:
+        elif (turn := _turn(text, len(before), common, messages[i], closing, asked)) is None:
             left_out[i] = LATER
         else:
             located[i] = turn
     if turns[-1] not in located:
         raise InputError(
-            f"sample {name!r}: expected a chat template that writes the last answer as the assistant did, found: "
+            f"{template.name}: expected a chat template that writes the last answer as the assistant did, found: "
             f"{left_out[turns[-1]]} (message {turns[-1]}); take another template, or answers without what it drops"
         )
     return text, located, left_out
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    variables: Mapping[str, Any],
-    messages: Sequence[Message],
-    *,
-    answer: bool = False,
-    marked: bool = False,
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of the chat template, up to the answer to come where that is asked for, and the marked spans."""
-    rendered: Any
-    with reading(f"sample {name!r}", "messages that the chat template renders"):
-        rendered = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            chat_template=tokenizer.get_chat_template(),
-            add_generation_prompt=answer,
-            return_assistant_tokens_mask=marked,
-            **{**tokenizer.special_tokens_map, **variables},
-        )
-    (text,), spans = rendered
-    return text, list(spans[0]) if marked else []
 
 
 def _plain(
@@ -251,40 +243,70 @@ def _plain(
     return MaskedConversation(ids, [0] * first + [1] * (len(ids) - first), dict.fromkeys(turns[:-1], UNTEMPLATED))
 
 
-def _turn(text: str, begin: int, end: int, message: Message, asked: int | None = None) -> _Turn | None:
+def _prompt_end(messages: Sequence[Message], i: int, template: ChatTemplate, text: str, begin: int) -> int | None:
+    """Return where a turn begins after what the generation prompt writes; None where the text goes on otherwise.
+
+    Args:
+        messages: the conversation.
+        i: the turn.
+        template: writes it.
+        text: the conversation's.
+        begin: where the marked turn begins.
+    """
+    before = template.render(messages[: max(i, 1)], answer=True)[0]
+    if i:
+        return len(before) if text.startswith(before) else None
+    prompt = before[len(template.render(messages[:1])[0]) :]
+    return begin + len(prompt) if text.startswith(prompt, begin) else begin
+
+
+def _closing(messages: Sequence[Message], i: int, template: ChatTemplate) -> int:
+    """Return where the template closes a turn that calls a tool, as it closes one of text; 0 of other turns.
+
+    What encloses a call is the assistant's, and may end with special tokens of its own.
+    """
+    if "tool_calls" not in messages[i]:
+        return 0
+    called = template.render(messages[: i + 1])[0]
+    told = template.render([*messages[:i], {"role": "assistant", "content": "x"}])[0]
+    return len(called) - _common(called[::-1], told[::-1])
+
+
+def _turn(text: str, begin: int, end: int, message: Message, closing: int, asked: int) -> _Turn | None:
     """Return the turn if all that the assistant wrote stands there, else None.
 
     Its beginning may be in the generation prompt, from `asked` on: some open the thinking for the assistant.
     """
-    for start in (begin, begin if asked is None else asked):
-        behind = _end_of_content(text[start:end], message["content"])
+    for start in (begin, asked):
+        behind = _end_of_message(text[start:end], message)
         if behind is not None and begin <= start + behind and begin <= end:
-            return _Turn(begin, end, start + behind)
+            return _Turn(begin, end, min(max(start + behind, closing), end))
     return None
 
 
-def _end_of_content(turn: str, content: str) -> int | None:
+def _end_of_message(turn: str, message: Message) -> int | None:
     """Return the index behind what the assistant wrote, in which whitespace may differ; None where it is not there."""
     positions = [i for i, character in enumerate(turn) if not character.isspace()]
-    wanted = "".join(content.split())
-    at = "".join(turn[i] for i in positions).find(wanted)
-    if at < 0:
-        return None
-    end, trailing = positions[at + len(wanted) - 1] + 1 if wanted else 0, content[len(content.rstrip()) :]
-    return end + len(trailing) if turn.startswith(trailing, end) else end
+    visible, at, end = "".join(turn[i] for i in positions), 0, 0
+    calls = [function_of(call)["name"] for call in message.get("tool_calls", ())]
+    for text in [*(message[name] for name in REASONING if name in message), message["content"], *calls]:
+        wanted, trailing = "".join(text.split()), text[len(text.rstrip()) :]
+        place = visible.find(wanted, at)
+        if place < 0:  # a template may write them in another order
+            place = visible.find(wanted)
+        if place < 0:
+            return None
+        at = max(at, place + len(wanted))
+        end = max(end, positions[at - 1] + 1 if wanted else 0)
+        end += len(trailing) if turn.startswith(trailing, end) else 0
+    return end
 
 
 def _departure(before: str, after: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    asked, told = _encode(tokenizer, before), _encode(tokenizer, after)
+    asked, told = encode_rendered(tokenizer, before), encode_rendered(tokenizer, after)
     at = _common(asked, told)
     prompt, conversation = (tokenizer.decode(ids[at : at + 8]) for ids in (asked, told))
     return f"the ids depart at token {at}, {prompt!r} in the generation prompt and {conversation!r} in the conversation"
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode as `apply_chat_template` does: the template writes the special tokens."""
-    ids: Any = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    return list(ids)
 
 
 def _common(a: Sequence[object], b: Sequence[object]) -> int:

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.repetition import count_repeated_ngrams, repeated_ngram_share
-from draftsmith.train.data import prompts
+from draftsmith.train.data.chat import messages as reading
 from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 
@@ -156,8 +156,9 @@ def test_ids_are_unique_and_limit_reads_no_further(tmp_path):
         ("p.jsonl", r'{"prompt": "\ud800"}', "{path}:1: prompt: expected Unicode text, found a lone surrogate"),
         ("p.jsonl", '{"messages": "a"}', "{path}:1: messages: expected a list, found a string"),
         ("p.jsonl", '{"messages": ["a"]}', "{path}:1: messages[0]: expected an object, found a string"),
-        ("p.jsonl", '{"messages": [{"role": "tool", "content": "a"}]}', "{path}:1: messages[0].role: expected one of system, user, human, assistant, gpt, found 'tool'"),
-        ("p.jsonl", '{"messages": [{"content": "a"}]}', "{path}:1: messages[0].role: expected one of system, user, human, assistant, gpt, found nothing"),
+        ("p.jsonl", '{"messages": [{"role": "bot", "content": "a"}]}', "{path}:1: messages[0].role: expected one of system, developer, user, human, assistant, gpt, tool, found 'bot'"),
+        ("p.jsonl", '{"messages": [{"role": "tool", "content": "a"}]}', "{path}:1: messages: expected a user turn, found none"),
+        ("p.jsonl", '{"messages": [{"content": "a"}]}', "{path}:1: messages[0].role: expected one of system, developer, user, human, assistant, gpt, tool, found nothing"),
         ("p.jsonl", '{"messages": [{"role": "user", "content": null}]}', "{path}:1: messages[0].content: expected a string, found nothing"),
         ("p.jsonl", '{"messages": [{"role": "user", "content": ""}]}', "{path}:1: messages[0].content: expected some text, found an empty string"),
         ("p.jsonl", '{"messages": []}', "{path}:1: messages: expected a user turn, found none"),
@@ -186,7 +187,7 @@ def test_errors_name_file_and_line(name, text, message, tmp_path):
 
 
 def test_a_prompt_that_no_machine_reads_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(prompts, "MOST_CHARACTERS", 3)
+    monkeypatch.setattr(reading, "MOST_CHARACTERS", 3)
     with pytest.raises(InputError, match=r":1: prompt: expected at most 3 characters, found 4$"):
         read_prompts(write(tmp_path, "p.jsonl", '{"prompt": "abcd"}'))
 

@@ -11,7 +11,7 @@ from draftsmith.train.data.prompts import read_prompts
 
 ASKED = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 ANSWER = {"role": "assistant", "content": "Hello."}
-READ = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}, ANSWER]
+READ = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}, ANSWER]
 CHOICES = [{"index": 0, "message": ANSWER, "finish_reason": "stop"}]
 
 
@@ -74,8 +74,9 @@ def test_an_answer_that_was_cut_is_marked(tmp_path):
         ({"messages": ASKED, "choices": [{"text": "x"}]}, "choices[0].message: expected a message, found none"),
         (
             {"messages": ASKED, "choices": [{"message": {"content": None, "tool_calls": [{"id": "1"}]}}]},
-            "choices[0].message[0]: expected text, found a call of a tool",
+            "messages[2].tool_calls[0].function.name: expected a string, found nothing",
         ),
+        ({"messages": 5, "choices": CHOICES}, "messages: expected messages with an assistant turn at their end, found"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "choices": CHOICES},
             "messages[0].content: expected parts of text, found another",
@@ -115,6 +116,37 @@ def test_a_call_that_came_in_pieces_is_redacted_as_a_whole():
     message = written["response"]["choices"][0]["message"]
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"to": "[mail]"}', ""]
     assert message["tool_calls"][0]["id"] == "c"
+
+
+def test_what_shapes_a_conversation_is_written_and_read_again_redacted(tmp_path):
+    tools = [{"type": "function", "function": {"name": "mail", "description": "To bob@x.com, say."}}]
+    call = {"id": "c", "type": "function", "function": {"name": "mail", "arguments": '{"to": "bob@x.com"}'}}
+    asked = [
+        *ASKED,
+        {"role": "assistant", "content": None, "reasoning_content": "bob@x.com?", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "sent"},
+    ]
+    request = {"model": "m", "messages": asked, "tools": tools, "user": "somebody"}
+    request |= {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low", "tool_choice": "auto"}
+    deltas = [{"role": "assistant", "reasoning": "Do"}, {"reasoning": "ne."}, {"content": "Sent "}, {"content": "it."}]
+    answer = assembled(events(*({"choices": [{"delta": delta}]} for delta in deltas)), streamed=True)
+    line = record(request, answer, {"id": "1"}, redactor(Log("l.jsonl", [Redaction(r"\w+@\w+\.\w+", "[mail]")])))
+    assert "bob" not in json.dumps(line) and "somebody" not in json.dumps(line)
+    (prompt,) = read(tmp_path, line)
+    function = {"name": "mail", "arguments": '{"to": "[mail]"}'}
+    assert prompt.messages == [
+        *READ[:2],
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "[mail]?",
+            "tool_calls": [call | {"function": function}],
+        },
+        {"role": "tool", "content": "sent", "tool_call_id": "c"},
+        {"role": "assistant", "content": "Sent it.", "reasoning": "Done."},
+    ]
+    assert prompt.tools == [{"type": "function", "function": {"name": "mail", "description": "To [mail], say."}}]
+    assert prompt.variables == {"enable_thinking": False, "reasoning_effort": "low"}
 
 
 def test_a_streamed_answer_is_put_together():

@@ -1,0 +1,353 @@
+# ruff: noqa: E501 - the tables read best with a case a line
+"""One rendering of conversations: what a record holds is in the text, or refused by file, row and field."""
+
+import json
+
+import pytest
+from unit.train.data.chat.test_masks import CHATML, assistant, byte_level, learned, user
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.data.chat import masks
+from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
+from draftsmith.train.data.prompts import encode_prompt, mask_answers, read_prompts
+from draftsmith.train.data.turns import answer_texts
+
+TOKENIZER = byte_level(False)
+OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
+# Writes tools, calls, names, and the reasoning of the last answer alone; results of tools are a user's turn.
+WHOLE = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'tool' %}<result>{{ m.content }}</result>{% else %}"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+    "{% if m.name %}{{ m.name }}: {% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    '[INST]{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}[/INST]{% endfor %}'
+    "{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if thinking is defined and not thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Says how it is outside.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "sunny"}
+THOUGHT = assistant("4") | {"reasoning_content": "two and two"}
+
+
+def using(template, tokenizer=TOKENIZER):
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def read(tmp_path, record, answers="required"):
+    first = {"prompt": "a", "completion": "b"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(record))
+    return read_prompts(str(tmp_path / "p.jsonl"), answers=answers)[1]
+
+
+def as_library(template, messages, **told):
+    """The library's tokens, which takes arguments of calls as objects."""
+    messages = json.loads(json.dumps(messages))
+    for message in messages:
+        message["content"] = message["content"] or ""
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return using(template).apply_chat_template(messages, return_dict=False, **told)
+
+
+def given(tmp_path, record, template, ends=()):
+    """Return the ids of a conversation with its answer, and what is learned of it."""
+    masked = mask_answers(read(tmp_path, record), using(template), 10**6, ClosingTokens.of(TOKENIZER), ends)
+    return masked.ids, learned(masked.ids, masked.mask, TOKENIZER)
+
+
+TALKS = {
+    "tools": [user("Rain?"), assistant("No.")],
+    "call": [user("Rain?"), CALLED],
+    "result": [user("Rain?"), CALLED, RESULT, assistant("No.")],
+    "text beside a call": [user("Rain?"), CALLED | {"content": "Let me look."}],
+    "reasoning": [user("2 + 2?"), THOUGHT],
+    "reasoning before a call": [user("Rain?"), CALLED | {"reasoning_content": "hm"}],
+    "developer": [{"role": "developer", "content": "Be brief."}, user("a"), assistant("b")],
+    "name": [user("a") | {"name": "Ann"}, assistant("b")],
+}
+
+
+@pytest.mark.parametrize("shape", ["messages", "log"])
+@pytest.mark.parametrize("name", TALKS)
+def test_all_that_a_record_holds_is_in_the_text_as_the_library_writes_it(name, shape, tmp_path):
+    talk = TALKS[name]
+    told = {"tools": [WEATHER]} if name == "tools" else {}
+    if shape == "messages":
+        record = {"messages": talk} | told
+    else:
+        record = {"request": {"messages": talk[:-1]} | told, "response": {"choices": [{"message": talk[-1]}]}}
+    ids, own = given(tmp_path, record, WHOLE)
+    assert ids == as_library(WHOLE, talk, **told)
+    asked = encode_prompt(read(tmp_path, record, "dropped"), using(WHOLE))
+    last = max(i for i, message in enumerate(talk) if message["role"] in ("user", "tool"))
+    assert asked == as_library(WHOLE, talk[: last + 1], add_generation_prompt=True, **told)
+    assert TOKENIZER.decode(ids).endswith(f"{own[-1]}\n") and own[-1].endswith(CLOSE)
+    if name == "call":
+        call = '[INST]{"name": "weather", "arguments": {"city": "Rome"}}[/INST]'
+        assert own == [f"<think>\n\n</think>\n\n{call}{CLOSE}"]
+    if name == "reasoning":
+        assert own == [f"<think>\ntwo and two\n</think>\n\n4{CLOSE}"]
+
+
+LOST = {
+    "tools": ({"messages": TALKS["tools"], "tools": [WEATHER]}, "tools[0].function.name"),
+    "call": ({"messages": TALKS["call"]}, "messages[1].tool_calls[0].function.name"),
+    "reasoning": ({"messages": TALKS["reasoning"]}, "messages[1].reasoning_content"),
+    "earlier reasoning": (
+        {"messages": [*TALKS["reasoning"], user("a"), assistant("b")]},
+        "messages[1].reasoning_content",
+    ),
+    "name": ({"messages": TALKS["name"]}, "messages[0].name"),
+    "name of a tool that nobody called": (
+        {"messages": [user("a"), RESULT, assistant("b")]},
+        "messages[1].name",
+    ),
+    "unknown text": ({"messages": [user("a") | {"mood": "glad"}, assistant("b")]}, "messages[0].mood"),
+    "unknown object": ({"messages": [user("a"), assistant("b") | {"audio": {"id": "x"}}]}, "messages[1].audio"),
+    "variable": ({"messages": TALKS["tools"], "chat_template_kwargs": {"thinking": False}}, "chat_template_kwargs"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_a_template_leaves_out_is_refused_by_file_row_and_field(name, tmp_path):
+    record, field = LOST[name]
+    with pytest.raises(InputError) as error:
+        given(tmp_path, record, CHATML)
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path}/p.jsonl:2: ") and f"{field}: expected " in message and "\n" not in message
+    if not name.startswith(("call", "reasoning", "unknown object")):  # these are of the answer
+        with pytest.raises(InputError) as error:
+            encode_prompt(read(tmp_path, record, "dropped"), using(CHATML))
+        assert message.partition("1': ")[2] == str(error.value).partition("1': ")[2]
+
+
+@pytest.mark.parametrize(
+    ("talk", "template", "field"),
+    [
+        (TALKS["developer"], "{% for m in messages if m.role != 'developer' %}" + CHATML[26:], "messages[0].content"),
+        (TALKS["result"], WHOLE.replace("<result>{{ m.content }}</result>", ""), "messages[2].content"),
+        (TALKS["text beside a call"], WHOLE.replace("{{ m.content }}{% for", "{{ m.content if not m.tool_calls }}{% for"),
+         "messages[1].content"),
+        (TALKS["call"], WHOLE.replace("{{ c.function.arguments | tojson }}", "{}"),
+         "messages[1].tool_calls[0].function.arguments"),
+    ],
+)  # fmt: skip
+def test_a_turn_or_a_part_of_it_that_a_template_drops_is_refused(talk, template, field, tmp_path):
+    with pytest.raises(InputError, match="leaves it out") as error:
+        given(tmp_path, {"messages": talk}, template)
+    assert f"p.jsonl:2: sample '1': {field}: " in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["description", "parameters"])
+def test_tools_are_written_whole_or_refused(part, tmp_path):
+    kept = {"description": "parameters", "parameters": "description"}[part]
+    template = WHOLE.replace("{{ t | tojson }}", "{{ t.function.name }}{{ t.function." + kept + " | tojson }}")
+    with pytest.raises(InputError, match=rf"tools\[0\]\.function\.{part}: "):
+        given(tmp_path, {"messages": TALKS["tools"], "tools": [WEATHER]}, template)
+
+
+def test_tools_as_json_in_a_string_are_the_same_tools_and_an_empty_list_is_none(tmp_path):
+    record = {"messages": TALKS["tools"], "tools": json.dumps([WEATHER])}
+    assert given(tmp_path, record, WHOLE) == given(tmp_path, record | {"tools": [WEATHER]}, WHOLE)
+    for empty in ([], None, ""):
+        assert read(tmp_path, record | {"tools": empty}).tools is None
+    for wrong, found in (("[", "a string that is no JSON"), ([1], "a list of something else"), (5, "the number 5")):
+        with pytest.raises(InputError, match=rf"p\.jsonl:2: tools: expected a list of objects, found {found}$"):
+            read(tmp_path, record | {"tools": wrong})
+
+
+def test_a_template_of_its_own_for_tools_is_taken(tmp_path):
+    record = {"messages": TALKS["tools"], "tools": [WEATHER]}
+    assert given(tmp_path, record, {"default": CHATML, "tool_use": WHOLE}) == given(tmp_path, record, WHOLE)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["{{ c.function.arguments }}", "{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}"],
+)
+@pytest.mark.parametrize("written", ['{"city": "Rome"}', {"city": "Rome"}])
+def test_arguments_are_handed_over_as_the_template_reads_them(arguments, written, tmp_path):
+    call = {"function": {"name": "weather", "arguments": written}}
+    template = WHOLE.replace("{{ c.function.arguments | tojson }}", arguments)
+    record = {"messages": [user("Rain?"), {"role": "assistant", "tool_calls": [call]}]}
+    assert given(tmp_path, record, template)[1] == [
+        '<think>\n\n</think>\n\n[INST]{"name": "weather", "arguments": {"city": "Rome"}}[/INST]' + CLOSE
+    ]
+
+
+def test_a_template_that_reads_parts_gets_parts_and_one_that_reads_text_gets_their_text(tmp_path):
+    parts = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+    content = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world"}]
+    for talk in ([user("Hello world"), assistant("b")], [user("") | {"content": content}, assistant("b")]):
+        for template in (parts, CHATML):
+            ids, own = given(tmp_path, {"messages": talk}, template)
+            assert TOKENIZER.decode(ids) == f"{OPEN}user\nHello world{CLOSE}\n{OPEN}assistant\nb{CLOSE}\n"
+            assert own == [f"b{CLOSE}"]
+
+
+@pytest.mark.parametrize("read_as", masks.REASONING)
+@pytest.mark.parametrize("said_as", masks.REASONING)
+def test_reasoning_is_found_by_any_of_its_names(said_as, read_as, tmp_path):
+    template = WHOLE.replace("m.reasoning_content", f"m.{read_as}")
+    record = {"messages": [user("2 + 2?"), assistant("4") | {said_as: "two and two"}]}
+    assert given(tmp_path, record, template)[1] == [f"<think>\ntwo and two\n</think>\n\n4{CLOSE}"]
+    record["messages"][1] |= dict.fromkeys(masks.REASONING, "two and two")  # servers write it twice
+    assert given(tmp_path, record, template)[1] == [f"<think>\ntwo and two\n</think>\n\n4{CLOSE}"]
+
+
+def test_reasoning_that_a_template_writes_in_the_last_answer_alone_is_its_way_and_such_turns_are_not_learned(tmp_path):
+    talk = [user("2 + 2?"), THOUGHT, user("3 + 3?"), assistant("6") | {"reasoning_content": "three and three"}]
+    masked = mask_conversation(talk, using(WHOLE), "x")
+    assert masked.ids == as_library(WHOLE, talk) and masked.left_out == {1: masks.LATER}
+    assert learned(masked.ids, masked.mask, TOKENIZER) == [f"<think>\nthree and three\n</think>\n\n6{CLOSE}"]
+    asked = encode_prompt(read(tmp_path, {"messages": talk}, "dropped"), using(WHOLE))
+    assert asked == as_library(WHOLE, talk[:3], add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("end", [CLOSE, "<|eot|>"])
+def test_special_tokens_that_enclose_a_call_do_not_end_its_turn(end, tmp_path):
+    """Calls may end with another token than answers."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<|begin|>"
+        "{{ c.function.name }} {{ c.function.arguments | tojson }}<|header|>{% endfor %}"
+        "{{ '" + end + "' if m.tool_calls else '<|im_end|>' }}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = f'<|begin|>weather {{"city": "Rome"}}<|header|>{end}'
+    assert given(tmp_path, {"messages": TALKS["call"]}, template)[1] == [call]
+    talk = [user("Rain?"), CALLED, RESULT, assistant("No.")]
+    assert given(tmp_path, {"messages": talk}, template)[1] == [call, f"No.{CLOSE}"]
+    marked = template.replace("{{ m.content }}{%", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{%")
+    marked = marked.replace(
+        "{% endfor %}{{ '", "{% endfor %}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '", 1
+    )
+    ends = TOKENIZER.convert_tokens_to_ids([end])
+    assert given(tmp_path, {"messages": talk}, marked, ends) == given(tmp_path, {"messages": talk}, template)
+
+
+HEADED = (
+    "{% set empty = '<think>\n\n</think>\n' if thinking is defined and not thinking else '' %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ empty }}{{ m.content }}<|im_end|>\n"
+    "{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ empty }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("told", [{}, {"thinking": False}])
+def test_what_the_generation_prompt_writes_is_not_learned_where_markers_enclose_it(told):
+    for talk in ([user("a"), assistant("b"), user("c"), assistant("d")], [assistant("b"), user("c"), assistant("d")]):
+        masked = mask_conversation(talk, using(HEADED), "x", variables=told)
+        assert masked.ids == as_library(HEADED, talk, **told) and masked.left_out == {}
+        assert learned(masked.ids, masked.mask, TOKENIZER) == [f"b{CLOSE}", f"d{CLOSE}"]
+    before = as_library(HEADED, talk[:2], add_generation_prompt=True, **told)
+    assert not any(masked.mask[len(as_library(HEADED, talk[:2], **told)) : len(before)])
+
+
+def test_markers_do_not_make_a_turn_that_departs_from_the_generation_prompt_one_to_learn_from():
+    template = HEADED.replace("{{ empty }}{{ m.content }}", "{{ empty if loop.last else '' }}{{ m.content }}")
+    talk = [user("a"), assistant("b"), user("c"), assistant("d")]
+    masked = mask_conversation(talk, using(template), "x", variables={"thinking": False})
+    assert masked.left_out == {1: masks.LATER} and learned(masked.ids, masked.mask, TOKENIZER) == [f"d{CLOSE}"]
+
+
+def test_a_variable_must_be_one_that_the_template_reads_not_a_part_of_its_text(tmp_path):
+    template = "{# thinking, tools #}" + CHATML + "{% set thinking_budget = 5 %}think"
+    for name in ("thinking", "thinking_budget", "budget", "think", "messages"):
+        with pytest.raises(InputError, match=f"^chat_template_kwargs: expected variables .*, found '{name}'$"):
+            mask_conversation(TALKS["tools"], using(template), "x", variables={name: 5})
+
+
+def test_arguments_of_a_record_count_before_those_of_a_command(tmp_path):
+    record = {"messages": TALKS["tools"], "chat_template_kwargs": {"thinking": False}}
+    prompt = read(tmp_path, record, "dropped")
+    ids = encode_prompt(prompt, using(WHOLE), variables={"thinking": True})
+    assert ids == as_library(WHOLE, [user("Rain?")], add_generation_prompt=True, thinking=False)
+    request = prompt.request("Be brief.", {"thinking": True, "other": 1})
+    assert request["chat_template_kwargs"] == {"thinking": False, "other": 1}
+    logged = {"request": {"messages": [user("Rain?")], "reasoning_effort": "low", "documents": [{"text": "d"}]}}
+    assert read(tmp_path, logged, "dropped").variables == {"reasoning_effort": "low", "documents": [{"text": "d"}]}
+    with pytest.raises(InputError, match=r"p\.jsonl:2: chat_template_kwargs: expected an object, found a list$"):
+        read(tmp_path, record | {"chat_template_kwargs": [1]})
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"messages": TALKS["call"]}, r"messages\[1\]\.tool_calls"),
+        ({"messages": TALKS["reasoning"]}, r"messages\[1\]\.reasoning_content"),
+        ({"messages": TALKS["developer"]}, r"messages\[0\]\.role"),
+        ({"messages": TALKS["tools"], "tools": [WEATHER]}, "tools"),
+        ({"prompt": "a", "completion": "b", "tools": [WEATHER]}, "tools"),
+        ({"prompt": "a", "completion": "b", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+    ],
+)
+def test_without_a_template_nothing_but_text_is_taken(told, message, tmp_path):
+    expected = rf"^{tmp_path}/p\.jsonl:2: {message}: expected conversations and a chat template that they go into"
+    with pytest.raises(InputError, match=expected):
+        given(tmp_path, told, None)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": [user("a"), assistant("b") | {"weight": 0}]}, r"messages\[1\]\.weight: expected 1"),
+        ({"messages": [user("a"), assistant("b") | {"tool_calls": "x"}]}, r"messages\[1\]\.tool_calls: expected a list"),
+        ({"messages": [user("a") | {"tool_calls": [CALL]}, assistant("b")]}, r"messages\[0\]\.tool_calls: expected a list"),
+        ({"messages": [user("a"), assistant("b") | {"tool_calls": [5]}]}, r"messages\[1\]\.tool_calls\[0\]: expected a call"),
+        ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
+         r"messages\[1\]\.tool_calls\[0\]\.function\.arguments: expected an object or its JSON, found a list"),
+        ({"messages": [user("a"), assistant("b") | {"reasoning": 5}]}, r"messages\[1\]\.reasoning: expected a string"),
+        ({"messages": [user("a"), {"role": "assistant", "content": None}]}, r"messages\[1\]\.content: expected a string"),
+        ({"messages": [user("a"), assistant("b") | {"name": "\ud800"}]}, r"messages\[1\]\.name: expected JSON in Unicode"),
+        ({"messages": TALKS["tools"], "system": "Be brief."}, "system: expected a system turn among the messages"),
+        ({"prompt": "a", "completion": "b", "system": "Be brief."}, "system: expected a system turn"),
+        ({"messages": TALKS["tools"], "functions": [WEATHER]}, "functions: expected tools, found a list"),
+        ({"request": {"messages": [user("a")], "continue_final_message": True},
+          "response": {"choices": [{"message": assistant("b")}]}}, "continue_final_message: expected an answer of its own"),
+        ({"request": {"messages": [user("a")], "add_generation_prompt": False},
+          "response": {"choices": [{"message": assistant("b")}]}}, r"request\.add_generation_prompt: expected an answer"),
+    ],
+)  # fmt: skip
+def test_what_is_no_message_is_refused_where_it_stands(record, message, tmp_path):
+    with pytest.raises(InputError, match=rf"^{tmp_path}/p\.jsonl:2: {message}"):
+        read(tmp_path, record)
+
+
+def test_weights_of_one_and_fields_without_a_value_say_nothing(tmp_path):
+    nothing = {"tool_calls": [], "name": None, "reasoning": "", "function_call": None, "weight": 1}
+    prompt = read(tmp_path, {"messages": [user("a") | nothing | {"weight": 0}, assistant("b") | nothing]})
+    assert prompt.messages == [user("a"), assistant("b")]
+
+
+def test_a_record_written_again_and_a_request_hold_all_of_it(tmp_path):
+    record = {"messages": TALKS["result"], "tools": [WEATHER], "chat_template_kwargs": {"thinking": False}}
+    prompt = read(tmp_path, record)
+    assert read(tmp_path, prompt.record() | {"id": prompt.id}) == prompt
+    parsed = json.loads(json.dumps(TALKS["result"]))
+    parsed[1]["tool_calls"][0]["function"]["arguments"] = {"city": "Rome"}
+    for talk in (TALKS["result"], parsed):
+        request = read(tmp_path, record | {"messages": talk}).request("Be brief.", {})
+        assert request["tools"] == [WEATHER] and request["chat_template_kwargs"] == {"thinking": False}
+        assert request["messages"][0] == {"role": "system", "content": "Be brief."}
+        assert request["messages"][2] == CALLED | {"content": ""}  # servers take arguments as JSON
+        assert request["messages"][3] == RESULT
+
+
+def test_the_next_turn_comes_after_an_answer_with_its_special_tokens():
+    ids = TOKENIZER.encode("a<|begin|>b<|header|><|im_end|>", add_special_tokens=False)
+    sample = {"id": "x.1", "input_ids": [5, *ids], "prompt_length": 1, "finish_reason": "stop"}
+    assert answer_texts([sample], 1, TOKENIZER) == {"x": "a<|begin|>b<|header|>"}
+    cut = sample | {"input_ids": [5, *ids[:-1]], "finish_reason": "length"}
+    assert answer_texts([cut], 1, TOKENIZER) == {"x": "a<|begin|>b<|header|>"}

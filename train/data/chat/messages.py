@@ -1,0 +1,185 @@
+"""Messages of a record in one shape, whichever format they stand in: roles, texts, reasoning, calls of tools.
+
+A message is `{"role": …, "content": …}`, where the content is a string. All else that a record says of a message stays
+beside these two; what it leaves empty is left out. Whether a chat template writes it is found where it is rendered.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import parse_json
+
+MOST_CHARACTERS = 2**24
+"""Of a text: four million tokens, more than any model's context holds, and a minute of a tokenizer's time."""
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+}
+ASKING = ("user", "tool")
+"""Roles that the assistant answers."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What servers call the reasoning before an answer."""
+PARTS = ("text", "input_text", "output_text")
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+
+Message = dict[str, Any]
+
+
+def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]:
+    """Return the messages of a record.
+
+    Args:
+        value: what stands in the field.
+        where: where the record stands, for messages of errors.
+        field: its name; in `conversations` roles and texts are called `from` and `value`.
+
+    Raises:
+        InputError: names the message and its field that is none of a conversation in text.
+    """
+    role_key, content_key = ("from", "value") if field == "conversations" else ("role", "content")
+    messages = []
+    for i, message in enumerate(value):
+        at = f"{where}: {field}[{i}]"
+        if not isinstance(message, dict):
+            raise InputError(f"{at}: expected an object, found {kind(message)}")
+        role, content = message.get(role_key), message.get(content_key)
+        if not isinstance(role, str) or role not in ROLES:
+            roles, found = ", ".join(ROLES), repr(role) if isinstance(role, str) else kind(role)
+            raise InputError(f"{at}.{role_key}: expected one of {roles}, found {found}")
+        fields = {name: each for name, each in message.items() if each not in EMPTY}
+        fields = {name: each for name, each in fields.items() if name not in (role_key, content_key)}
+        weight = fields.pop("weight", 1)  # of an assistant's turn in the loss; others are never learned from
+        if ROLES[role] == "assistant" and weight != 1:
+            raise InputError(
+                f"{at}.weight: expected 1, for all of the assistant's turns are learned from, found {weight}"
+            )
+        for name in fields:
+            fields[name] = _field(name, fields[name], ROLES[role], f"{at}.{name}")
+        if content is None and ("tool_calls" in fields or any(name in fields for name in REASONING)):
+            content = ""
+        if isinstance(content, list):
+            content = _joined(content, f"{at}.{content_key}")
+        # An empty system or assistant turn is odd but says something; an empty question does not.
+        content = text(content, f"{at}.{content_key}", may_be_empty=ROLES[role] != "user")
+        messages.append({"role": ROLES[role], "content": content} | fields)
+    return messages
+
+
+def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Return the tools of a record: a list of objects, or that list as JSON in a string; None of an empty one.
+
+    Raises:
+        InputError: it is something else.
+    """
+    at = f"{where}: tools"
+    if isinstance(value, str) and value.strip():
+        try:
+            value = parse_json(value)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{at}: expected a list of objects, found a string that is no JSON") from error
+    if value in EMPTY:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        found = kind(value) if not isinstance(value, list) else "a list of something else"
+        raise InputError(f"{at}: expected a list of objects, found {found}")
+    _require_json(value, at)
+    return value
+
+
+def with_arguments(call: Mapping[str, Any], *, parsed: bool) -> dict[str, Any]:
+    """Return a call of a tool whose arguments are an object, as chat templates take them, or a string, as servers do.
+
+    A string that is no JSON object stays one.
+    """
+    if "function" in call:
+        return {**call, "function": with_arguments(call["function"], parsed=parsed)}
+    arguments = call.get("arguments")
+    if parsed and isinstance(arguments, str):
+        try:
+            value = parse_json(arguments)
+        except json.JSONDecodeError:
+            value = arguments
+        arguments = value if isinstance(value, dict) else arguments
+    elif not parsed and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return dict(call) if arguments is None else {**call, "arguments": arguments}
+
+
+def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the name and arguments of a call, or the description of a tool, which may stand in `function`."""
+    function: Mapping[str, Any] = call.get("function", call)
+    return function
+
+
+def _field(name: str, value: Any, role: str, at: str) -> Any:
+    """Return what a message has beside its role and content."""
+    _require_json(value, at)
+    if name in REASONING or name == "name":
+        return text(value, at)
+    return _calls(value, role, at) if name == "tool_calls" else value
+
+
+def _calls(value: Any, role: str, at: str) -> list[dict[str, Any]]:
+    if role != "assistant" or not isinstance(value, list):
+        found = f"{kind(value)} of a {role} turn"
+        raise InputError(f"{at}: expected a list of an assistant's calls, found {found}")
+    calls = []
+    for i, call in enumerate(value):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise InputError(f"{at}[{i}]: expected a call of a function, found {kind(call)}")
+        text(function.get("name"), f"{at}[{i}].function.name")
+        if not isinstance(function.get("arguments"), dict | str | None):
+            found = kind(function["arguments"])
+            raise InputError(f"{at}[{i}].function.arguments: expected an object or its JSON, found {found}")
+        # The place of a call in a stream says nothing that the list does not.
+        calls.append({name: each for name, each in call.items() if each is not None and name != "index"})
+    return calls
+
+
+def _joined(parts: list[Any], at: str) -> str:
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
+            raise InputError(f"{at}: expected parts of text, found another")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _require_json(value: Any, at: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{at}: expected JSON in Unicode text, found something else in it") from error
+
+
+def text(value: Any, at: str, *, may_be_empty: bool = False) -> str:
+    """Return a text that a tokenizer takes.
+
+    Raises:
+        InputError: it is none; says where it stands (`at`).
+    """
+    if not isinstance(value, str):
+        raise InputError(f"{at}: expected a string, found {kind(value)}")
+    if not may_be_empty and not value.strip():
+        raise InputError(f"{at}: expected some text, found an empty string")
+    if len(value) > MOST_CHARACTERS:
+        raise InputError(f"{at}: expected at most {MOST_CHARACTERS} characters, found {len(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can write half a surrogate pair, which no tokenizer takes
+        raise InputError(f"{at}: expected Unicode text, found a lone surrogate") from error
+    return value
+
+
+def kind(value: Any) -> str:
+    """Return what a value is, in the words of messages of errors."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "nothing"}
+    return names.get(type(value), f"the number {value}" if isinstance(value, int | float) else type(value).__name__)
