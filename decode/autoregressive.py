@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.cache import CachedModel, check_rollback
 from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.generation import DecodeOutput, collect_output, decoded, generate_arguments, prepare_rows
@@ -55,7 +55,7 @@ def autoregressive_decode(
     **model_kwargs: Any,
 ) -> DecodeOutput | Tensor:
     """The callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
-    check_model(model, "target")
+    check_rollback(model, "target")
     queue = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
     for row, tokens in zip(queue, begun or [], strict=False):
         _resume(row, tokens)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from draftsmith.decode.cache import CachedModel, Places, check_model
+from draftsmith.decode.cache import CachedModel, Places, check_rollback
 from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
@@ -135,7 +135,7 @@ def speculative_decode(
     Raises:
         InputError: as `speculative_generate`, or an input or option of `generate` that is not served.
     """
-    check_model(model, "target")
+    check_rollback(model, "target")
     rule, plan = as_rule(rule), as_plan(draft_length, proposer.longest)
     rows = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
     _write(model, proposer, list(rows), plan, rule, compiled, observer)

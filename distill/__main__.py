@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache import check_rollback
 from draftsmith.distill.card import card
 from draftsmith.distill.carving import CHOICE, Carving, choose
 from draftsmith.distill.config import DistillConfig
@@ -63,6 +64,7 @@ class DistillRun(TrainingRun[DistillConfig]):
         if config.parallel:
             make_parallel(draft, self.draft_tokenizer, config.parallel, config.parallel_mask_token)
             choose_attention(draft, config.attn_implementation)
+            check_rollback(draft, "draft")
             require_masks(draft)
         else:
             set_attention(draft, config.attn_implementation)

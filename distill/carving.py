@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.validation import read
 from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_of_scales, say_once, stacked
 from draftsmith.train.losses.output_head import head_of, last_hidden
@@ -80,12 +81,6 @@ def choose(
         f"({plain:.2f} without the factor, {math.log(tokens):.2f} if all {tokens:,} tokens were equally likely)"
     )
     return Carving(layers, scale)
-
-
-def last_norm(model: PreTrainedModel) -> nn.Module | None:
-    """Return the norm behind the last layer; None where the family has none."""
-    norms = [part for part in model.get_decoder().children() if any(p.ndim == 1 for p in part.parameters(False))]
-    return norms[-1] if norms else None
 
 
 @torch.no_grad()

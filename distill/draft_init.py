@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
@@ -169,7 +170,7 @@ def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
     columns say what a head or an MLP channel contributes, those of its rows what a residual channel receives.
     """
     config = view.config
-    decoder: Any = view.get_decoder()
+    decoder = decoder_of(view)
     lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
     layers: Any = next(modules for modules in lists if len(modules) == config.num_hidden_layers)
     for layer in layers:

@@ -193,7 +193,8 @@ def _chains(recipe: RecipeConfig, directory: str, draft_length: int) -> tuple[Pr
     """
     tokenizer = load_tokenizer(recipe.target, field="target", trust_remote_code=recipe.trust_remote_code)
     specs = drafter_specs([directory], [1])
-    pair = load_pair(recipe.target, tokenizer, specs, recipe.target_dtype, recipe.trust_remote_code)
+    code = recipe.trust_remote_code
+    pair = load_pair(recipe.target, tokenizer, specs, recipe.target_dtype, code, decodes=False)
     return pair.target, *pair.drafter.family.chain(pair.drafter, draft_length)
 
 

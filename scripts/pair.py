@@ -7,13 +7,30 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache import check_rollback
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.train.checkpoint import end_of_sequence_ids, left_out
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading, Pair
-from draftsmith.train.models import check_head, load_model, load_tokenizer, resolve_dtype, vocabulary_size
+from draftsmith.train.models import check_head, empty_model, load_model, load_tokenizer, resolve_dtype, vocabulary_size
 from draftsmith.train.options import TemplateOptions
+
+NOT_HERE = "prepare, cache and training take it all the same, and measure --server measures what was trained"
+"""What may be done with a target that cannot be decoded speculatively in this process."""
+
+
+def require_rollback(target: str, trust_remote_code: bool = False) -> None:
+    """Require, without its weights, that a target can be decoded speculatively here.
+
+    Raises:
+        InputError: it cannot, and what may be done with it.
+    """
+    try:
+        check_rollback(empty_model(target, field="target", trust_remote_code=trust_remote_code), "target")
+    except InputError as error:
+        raise InputError(f"{error}; {NOT_HERE}") from error
 
 
 def load_pair(
@@ -23,6 +40,7 @@ def load_pair(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     again: bool = False,
+    decodes: bool = True,
 ) -> Pair:
     """Load a target and its drafters; tokenizers are compared before any weights are read.
 
@@ -36,10 +54,13 @@ def load_pair(
         dtype: of all models that have none of their own; "auto" is the target's (`resolve_dtype`).
         trust_remote_code: run model code that repositories ship.
         again: in another dtype, so that nothing is said twice.
+        decodes: the pair is to decode, and not to replay alone: rejected tokens must leave the target's cache.
 
     Raises:
-        InputError: models that cannot be loaded or do not fit the target.
+        InputError: models that cannot be loaded, do not fit the target or cannot decode.
     """
+    if decodes:
+        require_rollback(path, trust_remote_code)
     loading = Loading(path, tokenizer, trust_remote_code)
     kinds = [kind_named(spec.kind) for spec in drafters]
     for kind, spec in zip(kinds, drafters, strict=True):

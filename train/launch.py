@@ -28,6 +28,7 @@ from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.job.lock import locked
 from draftsmith.train.job.processes import keep_few_kernels
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
+from draftsmith.train.losses.output_head import require_split
 from draftsmith.train.models import (
     check_head,
     load_config,
@@ -113,6 +114,7 @@ def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
         )
     check_head(target.config, tokenizer, "target")
     set_attention(target, config.attn_implementation)
+    require_split(target, "target")
     return target
 
 

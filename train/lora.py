@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, first_line
 from draftsmith.train.options import LoraOptions
 
 ADAPTER = "default"
@@ -22,7 +22,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     closed = {name for name, module in model.named_modules() if module in ends}
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)} - closed
+    linear = {name for name, module in model.named_modules() if _is_linear(module)} - closed
     chosen = linear if options.target_modules is None else set()
     for wanted in options.target_modules or ():
         matching = {name for name in linear | closed if f".{name}".endswith(f".{wanted}")}
@@ -42,10 +42,18 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
         target_modules=sorted(chosen),
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in chosen),
     )
-    inject_adapter_in_model(config, model, ADAPTER)
+    try:
+        inject_adapter_in_model(config, model, ADAPTER)
+    except ValueError as error:  # kernels of some families read a map's weight past its adapter
+        raise InputError(f"lora.target_modules: expected maps that take adapters, found {first_line(error)}") from error
     for name, parameter in model.named_parameters():
         if "lora_" in name:  # peft gives them the dtype of what they adapt, in which small steps would be lost
             parameter.data = parameter.data.float()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Say whether a module is a linear map alone; a family's own subclasses, such as Llama 4's routers, do more."""
+    return isinstance(module, nn.Linear | Conv1D) and not type(module).__module__.startswith("transformers.models.")
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from transformers.integrations import deepspeed
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from draftsmith.decode.cache import rotate_by_text
+from draftsmith.decode.cache import check_causal, rotate_by_text
 from draftsmith.decode.draft_models.cut_vocabulary import cut_head
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, first_line, one_of
@@ -217,6 +217,7 @@ def load_model(
             **placed,
         )
     model, info = loaded
+    check_causal(model, field)
     check_loaded(model, info, stored, path, field)
     model.generation_config = load_generation_config(path, config, field=field)
     rotate_by_text(model)
@@ -257,6 +258,7 @@ def empty_model(
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"), whole_weights(), reading(field, f"a causal LM in {source}"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    check_causal(model, field)
     model.generation_config = generation or model.generation_config
     return model.eval()
 

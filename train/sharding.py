@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.errors import InputError
 from draftsmith.train.models import DTYPES, empty_model, load_config, load_model
 
@@ -64,7 +65,7 @@ def load_sharded(path: str, device: torch.device, *, dtype: str, trust_remote_co
         source = load_model(path, field="target", dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")
     options: dict[str, Any] = {"field": "target", "trust_remote_code": trust_remote_code}
     model = empty_model(path, dtype=DTYPES[dtype], **options).requires_grad_(False)
-    decoder: Any = model.get_decoder()
+    decoder = decoder_of(model)
     depth: int = model.config.get_text_config().num_hidden_layers
     layers = next(part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == depth)
     mesh = init_device_mesh(device.type, (count,))

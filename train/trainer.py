@@ -36,7 +36,7 @@ from draftsmith.train.job.resume import JobRecord
 from draftsmith.train.job.saving import SavingTrainer
 from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.models import load_config, takes_bounds
 from draftsmith.train.optimizer import MuonAdamW
@@ -77,8 +77,6 @@ class RecipeTrainer(SavingTrainer, ABC):
         eval_dataset: TrainingData | None = None,
         **kwargs: Any,
     ):
-        if target is not None:
-            require_split(target, "target")
         self.recipe, self.data = config, train_dataset
         rate_given = config.training.learning_rate is not None
         if not rate_given:

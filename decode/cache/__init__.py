@@ -1,6 +1,6 @@
 """A model with its key-value cache, and which models can have one that is rolled back."""
 
-from draftsmith.decode.cache.checks import cached_numbers, check_model
+from draftsmith.decode.cache.checks import cached_numbers, check_causal, check_rollback
 from draftsmith.decode.cache.layers import Places
 from draftsmith.decode.cache.model import CachedModel, SavedRow, padded
 from draftsmith.decode.cache.rotary import own_positions, rotary_limit, rotate_by_text
@@ -10,7 +10,8 @@ __all__ = [
     "Places",
     "SavedRow",
     "cached_numbers",
-    "check_model",
+    "check_causal",
+    "check_rollback",
     "own_positions",
     "padded",
     "rotary_limit",

@@ -1,4 +1,4 @@
-"""Checks that a model's cache can be rolled back, and the size of that cache."""
+"""Checks that a model is causal, that its cache can be rolled back, and the size of that cache."""
 
 import inspect
 from functools import lru_cache
@@ -15,18 +15,38 @@ from draftsmith.decode.errors import InputError
 ATTENTION = ("eager", "sdpa")
 # Models whose config says one thing and whose layers do another, which no field of it shows.
 UNFIT_TYPES = {"moshi": "whose config names a window that its layers do not have"}
+# Families that are encoders unless their config says `is_decoder`.
+ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 
 
-def check_model(model: PreTrainedModel, role: str) -> None:
-    """Refuse, by name, models that speculative decoding cannot roll back or does not apply to.
+def check_causal(model: PreTrainedModel, role: str) -> None:
+    """Refuse, by name, models whose tokens see what comes after them.
+
+    Training, replay, caches of the target and the library's `generate` need no more than this.
 
     Raises:
-        InputError: the model carries a recurrent state, is an encoder or has one, has no cache, layers of unknown
-            attention or no explicit positions, or runs an attention kernel that takes no mask.
+        InputError: the model is an encoder, or has one.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise InputError(f"{role}: expected a decoder-only model, found the encoder-decoder {name}")
+    if config.model_type in ENCODERS and not getattr(config, "is_decoder", False):
+        raise InputError(f"{role}: expected causal attention, found {name} with is_decoder = False, an encoder")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # "vision" is of images alone
+        raise InputError(
+            f"{role}: expected causal attention, found {name} with use_bidirectional_attention, an encoder"
+        )
+
+
+def check_rollback(model: PreTrainedModel, role: str) -> None:
+    """Refuse, by name, models whose cache our loops cannot run: it has to drop rejected tokens, and padding.
+
+    Raises:
+        InputError: as `check_causal`; or the model carries a recurrent state, has no cache, layers of unknown attention
+            or no explicit positions, or runs an attention kernel that takes no mask.
+    """
+    check_causal(model, role)
+    name, config = type(model).__name__, model.config.get_text_config()
     if model._is_stateful:
         raise InputError(
             f"{role}: expected a model with a key-value cache, found {name}, whose recurrent state cannot drop "
@@ -41,8 +61,6 @@ def check_model(model: PreTrainedModel, role: str) -> None:
         raise InputError(f"{role}: expected positions by position_ids, found alibi in {name}")
     if config.model_type in UNFIT_TYPES:
         raise InputError(f"{role}: expected another model, found {name}, {UNFIT_TYPES[config.model_type]}")
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        raise InputError(f"{role}: expected causal attention, found {name} with is_decoder = False, an encoder")
     if "past_key_values" not in parameters_of(model):
         raise InputError(f"{role}: expected a model with a key-value cache, found {name}, which has none")
     if "position_ids" not in parameters_of(model):
@@ -77,5 +95,5 @@ def cached_numbers(model: PreTrainedModel) -> int | None:
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
         layers: Any = cache.layers
         return sum(layer.keys.numel() + layer.values.numel() for layer in layers) or None
-    except Exception:  # recurrent states, or a step that needs real values: `check_model` judges those
+    except Exception:  # recurrent states, or a step that needs real values: `check_rollback` judges those
         return None

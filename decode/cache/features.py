@@ -29,14 +29,25 @@ def default_layers(layers: int) -> list[int]:
     return sorted({1, (1 + last) // 2, last})
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Return a causal LM's decoder, whose last hidden states its head sees."""
+    decoder: Any = model.get_decoder()
+    return decoder.model if decoder is model else decoder  # Llama 4's text class returns itself
+
+
+def last_norm(model: PreTrainedModel) -> nn.Module | None:
+    """Return the norm after the last layer, whatever its family calls it; None where it has none, or no weights."""
+    norms = [part for part in decoder_of(model).children() if any(p.ndim == 1 for p in part.parameters(False))]
+    return norms[-1] if norms else None
+
+
 def decoder_layers(target: PreTrainedModel) -> Sequence[nn.Module]:
     """Return a causal LM's decoder layers, first to last.
 
     Raises:
         InputError: a family that keeps them elsewhere than in `layers`.
     """
-    decoder: Any = target.get_decoder()
-    layers = getattr(decoder, "layers", None)
+    layers = getattr(decoder_of(target), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise InputError(
             "target: expected a model whose decoder has its layers in `layers`, as Llama, Qwen, Mistral and Gemma do, "

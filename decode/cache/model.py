@@ -39,7 +39,7 @@ class CachedModel:
     """A causal LM and the cache of some rows.
 
     Args:
-        model: a model that `check_model` passes.
+        model: a model that `check_rollback` passes.
         rows: B, rows decoded together.
         max_length: tokens of a row at most.
         block: tokens fed in one forward at most, after the prompt; rejected ones need room behind the last length.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import CachedModel, Places, check_model, padded
+from draftsmith.decode.cache import CachedModel, Places, check_rollback, padded
 from draftsmith.decode.cache.model import SHORT
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
@@ -65,7 +65,7 @@ class DraftModelProposer(Proposer):
         stop: Stop | None = None,
         greedy: bool = False,
     ):
-        check_model(draft_model, "draft model")
+        check_rollback(draft_model, "draft model")
         if has_whole_head(draft_model):
             raise InputError(
                 "draft model: expected its head cut to the tokens that it learned to draft, found a whole one; "

@@ -7,6 +7,7 @@ from itertools import chain
 from torch import nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.errors import InputError
 
 
@@ -42,7 +43,7 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
 
     # Modules and config are copied, tensors are not: layers carry their place in the cache, configs their number.
     draft = copy.deepcopy(target, {id(t): t for t in chain(target.parameters(), target.buffers())})
-    lists = (module for module in draft.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    lists = (module for module in decoder_of(draft).modules() if isinstance(module, nn.ModuleList))
     stack = next((modules for modules in lists if len(modules) == depth), None)
     if stack is None:
         raise InputError(f"target: expected a list of {depth} layers, found none in {type(target).__name__}")

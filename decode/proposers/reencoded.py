@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.cache import CachedModel, check_model, padded
+from draftsmith.decode.cache import CachedModel, check_rollback, padded
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Proposal, Proposer
@@ -68,7 +68,7 @@ class ReencodingProposer(Proposer):
         target_tokenizer: PreTrainedTokenizerBase,
         stop: Stop | None,
     ):
-        check_model(draft_model, "draft model")
+        check_rollback(draft_model, "draft model")
         self._draft_model, self._stop = draft_model, stop
         self._draft, self._target = draft_tokenizer, target_tokenizer
         self._draft_specials, self._target_specials = special_tokens(draft_tokenizer), special_tokens(target_tokenizer)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.decode.cache.features import decoder_layers, decoder_of
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.medusa.base import begin_nearly_uniform
@@ -145,7 +145,7 @@ def begin_as_last_layers(drafter: BlockDrafter, target: PreTrainedModel) -> None
     """
     last = list(decoder_layers(target))[-len(drafter.layers) :]
     size = drafter.config.hidden_size
-    with whole(*last, target.get_decoder()):
+    with whole(*last, decoder_of(target)):
         for ours, theirs in zip(cast(Any, drafter.layers), last, strict=True):
             for name in (*MAPS, *NORMS):
                 ours.get_submodule(name).weight.copy_(theirs.get_submodule(name).weight)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.progress import phase
 from draftsmith.medusa.block.blocks import states_of_blocks
 from draftsmith.medusa.block.model import BlockDrafter
@@ -106,7 +107,7 @@ def begin_looking_back(
 
     with torch.no_grad():
         look_back(drafter, chosen_once(fit))
-        decoder: Any = target.get_decoder()
+        decoder = decoder_of(target)
         drafter.norm.weight.copy_(decoder.norm.weight)
         best = chosen_once(scale)
         nn.Module.to(drafter, home)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collected, decoder_of
 from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
 from draftsmith.medusa.block.blocks import Anchors, anchors_at_once, block_states
@@ -30,7 +30,7 @@ def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: Writt
     ids_1T = text.sequence[None].to(target.device)
     # The last anchor that drafts a token of the text is its last but one, whose own features no block sees.
     with collected(target, drafter.layer_ids) as features, fixed_packing(False):
-        target.get_decoder()(input_ids=ids_1T[:, :-2], use_cache=False)
+        decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
     home, embed = drafter.device, target.get_input_embeddings()
     states_1TH, ids_T = drafter.fuse(features.pop().to(home, drafter.dtype)), ids_1T[0].to(home)
     places = states_1TH.shape[1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.decode.cache.features import decoder_layers, decoder_of
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.medusa.base import begin_nearly_uniform
@@ -104,7 +104,7 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
         target: with its weights.
     """
     last: Any = decoder_layers(target)[-1]
-    decoder: Any = target.get_decoder()
+    decoder = decoder_of(target)
     layer, size = heads.midlayer, heads.config.hidden_size
     with whole(last, decoder):
         for name in MAPS:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import Places, own_positions, padded
 from draftsmith.decode.cache.attention import in_groups
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collected, decoder_of
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.proposers.base import DraftTask, Proposal
 from draftsmith.decode.proposers.draft_tree import DynamicTree
@@ -127,7 +127,7 @@ class EagleProposer(FeatureProposer):
             lengths, places_T = lengths_of(wanted_BT), torch.arange(ids_BT.shape[1] - 1, device=heads.device)
             positions = own_positions(target, lengths, ids_BT[:, :-1])
             with collected(target, heads.layer_ids) as features, fixed_packing(False):
-                target.get_decoder()(input_ids=ids_BT[:, :-1], use_cache=False, **positions)
+                decoder_of(target)(input_ids=ids_BT[:, :-1], use_cache=False, **positions)
             embed: Any = target.get_input_embeddings()
             embeddings, seen = (part.to(heads.device, heads.dtype) for part in (embed(ids_BT[:, 1:]), features.pop()))
             places = own_positions(heads, lengths, embeddings[..., 0]).get("position_ids", places_T[None])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collected, decoder_of
 from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -35,7 +35,7 @@ def logits_of_steps(target: PreTrainedModel, heads: EagleHeads, text: WrittenTex
     ids_1T = text.sequence[None].to(target.device)
     # The last place that guesses a token of the text is that of its last but two.
     with collected(target, heads.layer_ids) as features, fixed_packing(False):
-        target.get_decoder()(input_ids=ids_1T[:, :-2], use_cache=False)
+        decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
     embed: Any = target.get_input_embeddings()
     embeddings, places = embed(ids_1T[:, 1:-1]), torch.arange(ids_1T.shape[1] - 2, device=heads.device)[None]
     embeddings, seen = (part.to(heads.device, heads.dtype) for part in (embeddings, features.pop()))

@@ -114,7 +114,8 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
     """
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     specs = drafter_specs([f"old={old}", f"new={new}"], [1])
-    pair = load_pair(config.target, tokenizer, specs, trust_remote_code=config.trust_remote_code)
+    code = config.trust_remote_code
+    pair = load_pair(config.target, tokenizer, specs, trust_remote_code=code, decodes=False)
     chains = {each.name: each.family.chain(each, config.draft_length) for each in pair.drafters}
     draft_length = min(most for _, most in chains.values())
     proposers = {name: chain for name, (chain, _) in chains.items()}

@@ -14,7 +14,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.cache import CachedModel, check_rollback
 from draftsmith.decode.cache.attention import NAME, attends_in_groups, grouped_attention
 from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import InputError
@@ -43,7 +43,7 @@ class BenchAttentionConfig(BenchmarkConfig):
 def bench(config: BenchAttentionConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     model = load_model(config.target, dtype=config.dtype, field="target")
-    check_model(model, "target")
+    check_rollback(model, "target")
     if not attends_in_groups(model):
         raise InputError(
             f"target: expected a model whose query heads share key heads under sdpa, found {config.target}"

@@ -114,7 +114,8 @@ def _load(config: CertifyConfig) -> tuple[list[SentPrompt], Pair | None]:
         return [SentPrompt(prompt, None) for prompt in prompts], None
     tokenizer, encoded = read_tokens(config.target, config, prompts)
     specs = drafter_specs(config.drafter)
-    pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
+    decodes = config.plain_server is None and 0 in config.temperature
+    pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code, decodes=decodes)
     return list(map(SentPrompt, prompts, encoded)), pair
 
 

@@ -26,6 +26,7 @@ from draftsmith.scripts.choose.command import BEST_OF_EPOCHS, dealt, settle
 from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
 from draftsmith.scripts.engine.offline import engine_python
 from draftsmith.scripts.kinds import kind_of
+from draftsmith.scripts.pair import require_rollback
 from draftsmith.scripts.stages import NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
@@ -76,6 +77,7 @@ def align(config: AlignConfig) -> int:
             f"prompts: expected at least {2 * config.measured_prompts} in {config.prompts}, {config.measured_prompts} "
             f"of them to be measured on, found {len(prompts)}"
         )
+    require_rollback(config.target, config.trust_remote_code)
     settle(config, output, [prompt.record() for prompt in prompts], FREE)
     random.Random(config.seed + 1).shuffle(prompts)
     measured, others = output / "prompts/measured.jsonl", output / "prompts/others.jsonl"

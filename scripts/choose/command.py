@@ -31,6 +31,7 @@ from draftsmith.scripts.choose.result import SCHEMA, Choice, Standing, best_way,
 from draftsmith.scripts.choose.rounds import CostFile, Replayed, measured_costs, replayed
 from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable, begins, growth, kept, survivors
 from draftsmith.scripts.kinds import recipes
+from draftsmith.scripts.pair import require_rollback
 from draftsmith.scripts.stages import JUDGED_LATER, Stages, flags_of, nested
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
@@ -231,6 +232,8 @@ def choose(config: ChooseConfig) -> Choice:
             f"prompts: expected at least {least} in {config.prompts}, {config.heldout_prompts} of them held out, found "
             f"{len(prompts)}"
         )
+    if config.costs is None:  # they are measured here
+        require_rollback(config.target, config.trust_remote_code)
     settle(config, output, [prompt.record() for prompt in prompts])
     random.Random(config.seed).shuffle(prompts)
     heldout, train = dealt(config, prompts, config.heldout_prompts)

@@ -246,4 +246,5 @@ def _specs(drafters: Mapping[str, str]) -> list[Any]:
 
 def _pair(config: ChooseConfig, drafters: Mapping[str, str]) -> Pair:
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    return load_pair(config.target, tokenizer, _specs(drafters), trust_remote_code=config.trust_remote_code)
+    code = config.trust_remote_code
+    return load_pair(config.target, tokenizer, _specs(drafters), trust_remote_code=code, decodes=False)

@@ -7,9 +7,10 @@ from functools import reduce
 
 import torch
 
-from draftsmith.decode.cache import check_model
+from draftsmith.decode.cache import check_rollback
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
+from draftsmith.scripts.pair import NOT_HERE
 from draftsmith.train.checkpoint import left_out
 from draftsmith.train.data.chat.masks import has_generation_markers, mask_conversation
 from draftsmith.train.kinds.findings import Finding
@@ -34,7 +35,7 @@ def check_setup(setup: Setup, context: int | None, dtype: str, device: torch.dev
         if sides:
             yield _vocabulary(sides)
     if setup.sides:
-        yield _rollback(setup.sides)
+        yield _rollback(target, setup.sides)
         yield _positions(setup, context)
     yield from _fits(setup, of_models=False)
     if setup.parts:
@@ -123,12 +124,14 @@ def _vocabulary(sides: list[Side]) -> Finding:
     return Finding("ok", "vocabulary", text)
 
 
-def _rollback(sides: list[Side]) -> Finding:
-    for side in sides:
+def _rollback(target: Side | None, sides: list[Side]) -> Finding:
+    for side in sides[::-1]:  # a draft is refused, and a target is not
         try:
-            check_model(side.model, side.role)
+            check_rollback(side.model, side.role)
         except InputError as error:
-            return Finding("error", "rollback", str(error), "take another architecture, or attn_implementation sdpa")
+            if side is target:
+                return Finding("warning", "rollback", f"{error}: not decoded here", NOT_HERE)
+            return Finding("error", "rollback", str(error), "take another draft, or attn_implementation sdpa")
     return Finding("ok", "rollback", "rejected tokens can be dropped from the cache")
 
 

@@ -58,8 +58,10 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
         fits, finding = check_memory(setup, config.batch_size, config.context, config.dtype, device)
         add(finding)
     works = all(finding.state != "error" for finding in findings)
-    if config.costs and works and not fits:
-        add(Finding("warning", "costs", "not measured: the weights do not fit", "see memory, above"))
+    decodes = all(finding.state == "ok" for finding in findings if finding.name == "rollback")
+    if config.costs and works and not (fits and decodes):
+        reason, where = ("the target is not decoded here", "rollback") if fits else ("the weights do not fit", "memory")
+        add(Finding("warning", "costs", f"not measured: {reason}", f"see {where}, above"))
     elif config.costs and works:
         with phase("costs"):
             costs = list(check_costs(drafters, _loading(config, setup), config.batch_size, device))

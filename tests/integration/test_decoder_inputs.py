@@ -33,7 +33,7 @@ from draftsmith.decode import (
     speculative_decode,
     speculative_generate,
 )
-from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.cache import CachedModel, check_rollback
 from draftsmith.decode.planner import RoundCosts
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 
@@ -299,7 +299,7 @@ def test_layers_that_share_keys_are_served(monkeypatch):
 )
 def test_models_whose_cache_is_another_are_refused(build, message):
     with pytest.raises(InputError) as error:
-        check_model(build(), "target")
+        check_rollback(build(), "target")
     assert str(error.value) == f"target: {message}"
 
 

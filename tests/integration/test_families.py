@@ -23,7 +23,7 @@ from draftsmith.decode import (
     autoregressive_generate,
     speculative_generate,
 )
-from draftsmith.decode.cache import CachedModel, Places, check_model, padded
+from draftsmith.decode.cache import CachedModel, Places, check_rollback, padded
 from draftsmith.decode.rules import Rule
 
 NEW = 12
@@ -417,11 +417,16 @@ REFUSED = {
     "jamba": STATEFUL,
     "recurrent-gemma": STATEFUL,
     "qwen3-next": STATEFUL,
+    "qwen3-5": STATEFUL,
+    "granite-hybrid": STATEFUL,
+    "nemotron-h": STATEFUL,
+    "deepseek-v32": "expected full or sliding attention layers, found indexed_attention in {}",
     "lfm2": "expected full or sliding attention layers, found conv in {}",
     "llama4": "expected full or sliding attention layers, found chunked_attention in {}",
     "gpt-neo": "expected full or sliding attention layers, found local ones in {}",
     "falcon-alibi": "expected positions by position_ids, found alibi in {}",
     "bloom": "expected a model that takes position_ids, found {}, which does not",
+    "bert-generation": "expected causal attention, found {} with is_decoder = False, an encoder",
 }
 
 
@@ -441,7 +446,7 @@ def test_families_that_cannot_be_rolled_back_are_refused_by_name(name):
 def test_encoder_decoders_are_refused_by_name():
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
     with pytest.raises(InputError) as error:
-        check_model(t5, "target")
+        check_rollback(t5, "target")
     assert (
         str(error.value)
         == "target: expected a decoder-only model, found the encoder-decoder T5ForConditionalGeneration"
@@ -453,7 +458,7 @@ def test_kernels_that_take_no_masks_are_refused_by_name(kernel):
     model = build("llama")
     model.config._attn_implementation = kernel  # as it stands after loading, where the kernel is installed
     with pytest.raises(InputError) as error:
-        check_model(model, "draft model")
+        check_rollback(model, "draft model")
     assert (
         str(error.value)
         == f"draft model: expected attn_implementation eager or sdpa, found {kernel}, which takes no masks"

@@ -594,7 +594,7 @@ MISTAKES = {
     "the draft's cache is not selected": (11, {"proposer": IgnoresSelect}),
     "the random numbers are not selected": (11, {"proposer": SharesGenerators}),
     "windows are not looked at": (12, {(cache.CachedModel, "__init__"): without_windows}),
-    "any model is let in": (12, {(draft_model, "check_model"): lambda model, role: None}),
+    "any model is let in": (12, {(draft_model, "check_rollback"): lambda model, role: None}),
     "logits of the token before": (13, {"rule": Changed(lambda logits, **_: {"logits": logits.roll(1, 0)})}),
     "everything is a tie": (13, {(exactness, "TIE_ULPS"): 1e9}),
     "nodes see their cousins": (14, {"tree": SeesAllNodes}),

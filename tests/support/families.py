@@ -5,7 +5,10 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertGenerationConfig,
     BloomConfig,
+    DeepseekV3Config,
+    DeepseekV32Config,
     FalconConfig,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -14,19 +17,24 @@ from transformers import (
     GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
+    NemotronHConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
 )
@@ -74,6 +82,24 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "phi3": (Phi3Config, {**GROUPED, "sliding_window": WINDOW}),
     "falcon": (FalconConfig, {"alibi": False}),
 }
+LATENT = {
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    **{"num_key_value_heads": 4, "intermediate_size": 2 * HIDDEN, "moe_intermediate_size": 16, "n_routed_experts": 4},
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+}
+LINEAR = {
+    **GROUPED,
+    **{"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", FULL]},
+}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+# Mixtures of experts that decode as others do.
+MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "mixtral": (MixtralConfig, {**GROUPED, "num_local_experts": 4}),
+    "qwen3-moe": (Qwen3MoeConfig, {**GROUPED, **SPARSE, "head_dim": 8}),
+    "deepseek-v3": (DeepseekV3Config, LATENT),
+}
 # Those whose cache cannot drop rejected tokens, or that take no positions for them.
 UNFIT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mamba": (MambaConfig, {}),
@@ -83,6 +109,18 @@ UNFIT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         Qwen3NextConfig,
         {**GROUPED, "head_dim": 8, "layer_types": ["linear_attention", FULL], "mlp_only_layers": [0, 1]},
     ),
+    "qwen3-5": (Qwen3_5TextConfig, LINEAR),
+    "granite-hybrid": (
+        GraniteMoeHybridConfig,
+        {**GROUPED, **MAMBA, "shared_intermediate_size": 16, **EXPERTS, "layer_types": ["mamba", "attention"]},
+    ),
+    "nemotron-h": (
+        NemotronHConfig,
+        {**GROUPED, "head_dim": 8, "layers_block_type": ["mamba", "moe", "attention"], "mamba_num_heads": 8}
+        | {"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek-v32": (DeepseekV32Config, {**LATENT, "index_n_heads": 32, "index_head_dim": 8, "index_topk": 8}),
     "lfm2": (Lfm2Config, {**GROUPED, "layer_types": ["conv", FULL]}),
     "llama4": (
         Llama4TextConfig,
@@ -91,12 +129,13 @@ UNFIT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gpt-neo": (GPTNeoConfig, {"attention_types": [[["global", "local"], 1]]}),
     "falcon-alibi": (FalconConfig, {"alibi": True}),
     "bloom": (BloomConfig, {}),
+    "bert-generation": (BertGenerationConfig, {"intermediate_size": 2 * HIDDEN}),
 }
 
 
 def tiny_model(name: str, **options: Any) -> PreTrainedModel:
     """A family's model, with fields of its config as given; the same weights every time."""
-    config, own = (FAMILIES | UNFIT)[name]
+    config, own = (FAMILIES | MIXTURES | UNFIT)[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**{**BASE, **own, **options})).eval().requires_grad_(False)
     model.generation_config.pad_token_id = 0

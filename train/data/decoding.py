@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import autoregressive_generate
-from draftsmith.decode.cache import check_model, rotary_limit, rotate_by_text
+from draftsmith.decode.cache import check_rollback, rotary_limit, rotate_by_text
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.options import Sampling
 from draftsmith.train.checkpoint import end_of_sequence_ids
@@ -106,7 +106,7 @@ def _complete_apart(
 def refills_rows(model: PreTrainedModel, longest: int) -> bool:
     """Say whether our own decoder can decode texts of `longest` tokens with a model."""
     try:
-        check_model(model, "target")
+        check_rollback(model, "target")
     except InputError:
         return False
     limit = rotary_limit(model)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.draft_models.cut_vocabulary import CutHead
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
@@ -90,7 +91,7 @@ def head_of(model: PreTrainedModel) -> OutputHead:
 
 def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
     """Return the hidden states that the head sees, (B, T, H); rows with `position_ids` are packed."""
-    decoder: Any = model.get_decoder()
+    decoder = decoder_of(model)
     with fixed_packing("position_ids" in inputs):
         return decoder(use_cache=False, **inputs).last_hidden_state
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.cache.kernels import AsOnCuda
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.memory.layers import Course, traced_by_layers, traced_whole
@@ -300,7 +301,7 @@ def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape,
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
             with LiveBytes([*tensors_of(draft), *inputs.values()]) as live, precision_of(precision):
-                decoder: Any = draft.eval().get_decoder()
+                decoder = decoder_of(draft.eval())
                 cache = decoder(**inputs, use_cache=True).past_key_values
                 held = live.course
                 del cache

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from draftsmith.decode.cache.features import decoder_of
+
 FEW = 2
 """Layers of the shallow model: the first and the last, which stand beside other things than layers."""
 OWN = ("layer_idx", "layer_id", "training", "gradient_checkpointing")
@@ -80,7 +82,7 @@ def like_layers(model: Any) -> tuple[nn.Module, str] | None:
     """Return the module that has a model's layers and their name in it; None if they are few or not alike."""
     if not hasattr(model, "get_decoder"):
         return None
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     lists = [name for name, part in decoder.named_children() if type(part) is nn.ModuleList]
     if len(lists) != 1:
         return None

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.decode.cache.features import decoder_layers, last_norm
 from draftsmith.train.checkpoint import check_finite, is_quantized, reading
 from draftsmith.train.files import written_aside
 from draftsmith.train.losses.output_head import head_of
@@ -76,12 +76,10 @@ def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> Pr
 
 def _ends(target: PreTrainedModel, last_layer: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers by their names in the model, tied ones once."""
-    decoder: Any = target.get_decoder()
-    last = decoder_layers(target)[-1]
-    parts: list[Any] = [target.get_input_embeddings(), decoder.norm, target.get_output_embeddings()]
+    parts: list[Any] = [target.get_input_embeddings(), last_norm(target), target.get_output_embeddings()]
     if last_layer:
-        parts.append(last)
-    inside = {part for module in parts for part in module.modules()}
+        parts.append(decoder_layers(target)[-1])
+    inside = {part for module in parts if module is not None for part in module.modules()}
     seen = set[int]()
     for prefix, module in target.named_modules():
         if module not in inside:

@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import cached_numbers, check_model
+from draftsmith.decode.cache import cached_numbers, check_rollback
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.hybrid import HybridProposer
 from draftsmith.decode.proposers.suffix.proposer import SuffixProposer
@@ -125,7 +125,7 @@ def load_texts(config: ServeDraftConfig, directory: str | None = None, copying: 
         device=config.device,
         trust_remote_code=config.trust_remote_code,
     )
-    check_model(model, "draft")
+    check_rollback(model, "draft")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = config.max_length or positions
     if longest is None:

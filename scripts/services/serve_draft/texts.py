@@ -62,7 +62,7 @@ class DraftTexts:
     """A draft model and the texts that it drafts for; one thread's own.
 
     Args:
-        model: the drafter, which `check_model` passes.
+        model: the drafter, which `check_rollback` passes.
         max_length: tokens of a text at most, drafted ones included; less where the model's rotary embedding says so.
         max_draft_length: γ at most.
         cache_tokens: tokens whose keys and values are kept at most, those of the present batch as many a row as its

@@ -7,7 +7,7 @@ import torch
 from families import tiny_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from draftsmith.decode.cache import CachedModel, attention, check_model
+from draftsmith.decode.cache import CachedModel, attention, check_rollback
 from draftsmith.decode.cache.attention import attends_in_groups, grouped_attention
 
 
@@ -65,5 +65,5 @@ def test_it_runs_where_heads_share_keys_and_leaves_the_config_as_it_was(name, mo
 def test_a_forward_in_another_thread_does_not_make_a_model_unfit():
     model = tiny_model("llama")
     with attention.Grouped(model):
-        check_model(model, "draft model")
+        check_rollback(model, "draft model")
         assert attends_in_groups(model)

@@ -1,0 +1,241 @@
+"""Targets of families with recurrent states, chunks, experts or images: each command takes them, or says why not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny_model
+from gemma import gemma_tokenizer, seeing_gemma, tiny_gemma
+
+from draftsmith.decode.cache.features import last_norm
+from draftsmith.decode.errors import InputError
+from draftsmith.distill import __main__ as distill_command
+from draftsmith.medusa import __main__ as medusa_command
+from draftsmith.medusa.block import __main__ as block_command
+from draftsmith.medusa.eagle import __main__ as eagle_command
+from draftsmith.scripts import pair
+from draftsmith.scripts.cli import main
+from draftsmith.scripts.pair import NOT_HERE
+from draftsmith.train.models import empty_model, load_model
+from draftsmith.train.runs import save_model
+from draftsmith.train.teacher.target_ends import load_ends, save_ends
+
+NOT_ROLLED_BACK = ["qwen3-5", "qwen3-next", "lfm2", "granite-hybrid", "nemotron-h", "deepseek-v32", "llama4", "gpt-neo"]
+NOT_ROLLED_BACK += ["bloom"]
+DECODED = ["mixtral", "qwen3-moe", "deepseek-v3", "gemma3-images"]
+TARGETS = [*NOT_ROLLED_BACK, *DECODED]
+NO_LAYERS = "target: expected a model whose decoder has its layers in `layers`"
+NO_ROPE = "target: expected rotary positions"
+REFUSALS = {
+    **{
+        (name, "gemma3-images"): "target: expected a text model to make a draft"
+        for name in ("carve", "plan of carving")
+    },
+    **{("carve", family): "init: expected weights that fit the carved config" for family in ("llama4", "deepseek-v3")},
+    **{(name, family): NO_LAYERS for name in ("features", "eagle", "block") for family in ("gpt-neo", "bloom")},
+    **{(name, "nemotron-h"): NO_ROPE for name in ("eagle", "block")},
+    ("joint", "nemotron-h"): "lora.target_modules: expected maps that take adapters, found ",
+}
+"""How a command refuses a family; all others work."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("targets")
+
+
+@pytest.fixture(scope="module")
+def place(root, tokenizer):
+    """Make the directory of a family's target, with completions that it did not write; return it."""
+
+    def made(name: str) -> Path:
+        path = root / name
+        if not path.exists():
+            if name == "gemma3-images":
+                save_model(seeing_gemma(tiny_gemma()), gemma_tokenizer(), path / "target")
+            else:
+                model = tiny_model(name, vocab_size=len(tokenizer))
+                model.generation_config.eos_token_id = tokenizer.eos_token_id
+                save_model(model, tokenizer, path / "target")
+            records = [{"prompt": f"x = {i}", "completion": " + 1\nprint(x)\nreturn x"} for i in range(4)]
+            (path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+            given = ["--answers", "given", "--output", str(path / "given")]
+            assert main(["prepare", *prompted(path), *given]) == 0
+        return path
+
+    return made
+
+
+def learned(place: Path, output: str) -> list[str]:
+    """Flags of a training run of one step."""
+    values = {"target": place / "target", "completions": f"[{place / 'given'}]", "target_dtype": "float32"}
+    training = {"output_dir": place / output, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": "true"}
+    training |= {"report_to": "[]", "save_strategy": "no", "disable_tqdm": "true"}
+    values |= {f"training.{name}": value for name, value in training.items()}
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+
+def cached(place: Path, output: str, features: bool) -> list[str]:
+    kept = ["--features", str(features).lower(), "--output", str(place / output), "--dtype", "float32"]
+    return ["cache", "--target", str(place / "target"), "--completions", f"[{place / 'given'}]", *kept]
+
+
+def planned(place: Path, recipe: str, **fields: object) -> list[str]:
+    config = {"target": str(place / "target"), "completions": ["none"], "target_dtype": "float32"} | fields
+    file = place / f"{recipe}.json"
+    file.write_text(json.dumps(config | {"training": {"output_dir": "out"}}))
+    return [
+        "plan",
+        "--recipe",
+        recipe,
+        "--config",
+        str(file),
+        "--gpus",
+        "1",
+        "--gpu-memory",
+        "80",
+        "--sequence_length",
+        "16",
+    ]
+
+
+def prompted(place: Path) -> list[str]:
+    return ["--target", str(place / "target"), "--prompts", str(place / "prompts.jsonl")]
+
+
+WORK = {
+    "prepare": lambda place: main(
+        ["prepare", "--output", str(place / "written"), "--max_new_tokens", "3", *prompted(place)]
+    ),
+    "cache": lambda place: main(cached(place, "cache", False)),
+    "features": lambda place: main(cached(place, "features", True)),
+    "carve": lambda place: distill_command.main([*learned(place, "carved"), "--init.layers", "1"]),
+    "medusa": lambda place: medusa_command.main([*learned(place, "medusa"), "--num_heads", "2"]),
+    "eagle": lambda place: eagle_command.main(learned(place, "eagle")),
+    "block": lambda place: block_command.main([*learned(place, "block"), "--block_size", "3"]),
+    "joint": lambda place: medusa_command.main([*learned(place, "joint"), "--num_heads", "2", "--backbone", "lora"]),
+    "plan of carving": lambda place: main(planned(place, "distill", init={"layers": 1})),
+    "plan of heads": lambda place: main(planned(place, "medusa")),
+}
+
+
+def refusal(work: Callable[[], int | None], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command says in its one line; "" where it works."""
+    try:
+        code = work()
+    except InputError as error:  # `accelerate launch` shows it as a line
+        assert "\n" not in str(error)
+        return str(error)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert (code or 0, len(errors)) in ((0, 0), (2, 1))
+    return errors[0].removeprefix("error: ") if errors else ""
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("name", WORK)
+def test_what_needs_forwards_alone_takes_every_target(name, family, place, capsys):
+    said, expected = refusal(lambda: WORK[name](place(family)), capsys), REFUSALS.get((name, family), "")
+    assert said.startswith(expected) and bool(said) == bool(expected), said
+
+
+def decoding(name: str, place: Path) -> list[str]:
+    flags = [name, "--target", str(place / "target"), "--dtype", "float32"]
+    flags += ["--temperature", "0", "--max_new_tokens", "4"]
+    if name == "generate":
+        return [*flags, "--prompt", "x = 1", "--drafter", "prompt_lookup"]
+    flags += ["--prompts", str(place / "prompts.jsonl"), "--output", str(place / name)]
+    if name == "certify":
+        return [*flags, "--server", "http://127.0.0.1:9"]
+    return [*flags, "--drafter", "none" if name == "measure" else "prompt_lookup"]
+
+
+@pytest.mark.parametrize("family", NOT_ROLLED_BACK)
+@pytest.mark.parametrize("name", ["measure", "generate", "tune", "profile", "certify"])
+def test_what_decodes_refuses_a_target_without_rollback_before_its_weights_are_read(
+    name, family, place, capsys, monkeypatch
+):
+    monkeypatch.setattr(pair, "load_model", lambda *args, **kwargs: pytest.fail("the weights are not needed"))
+    said = refusal(lambda: main(decoding(name, place(family))), capsys)
+    assert said.startswith("target: expected ") and said.endswith(f"; {NOT_HERE}")
+
+
+@pytest.mark.parametrize("name", ["choose", "align"])
+def test_what_chooses_refuses_it_before_a_text_is_written(name, place, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("".join(f"x = {i}\n" for i in range(100)))
+    flags = ["--target", str(place("lfm2") / "target"), "--prompts", str(tmp_path / "prompts.txt"), "--budget", "1h"]
+    flags += ["--heldout_prompts", "8", "--output", str(tmp_path / "out")]
+    flags += ["--measured_prompts", "8"] if name == "align" else []
+    said = refusal(lambda: main([name, *flags]), capsys)
+    assert said.startswith("target: expected ") and said.endswith(f"; {NOT_HERE}")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", DECODED)
+def test_measure_takes_the_others(family, place, capsys):
+    assert (
+        refusal(
+            lambda: main(
+                [
+                    *decoding("measure", place(family)),
+                    "--measure_costs",
+                    "false",
+                    "--compiled",
+                    "false",
+                    "--threads",
+                    "1",
+                ]
+            ),
+            capsys,
+        )
+        == ""
+    )
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_the_doctor_says_what_works_without_rollback(family, place, capsys):
+    assert main(["doctor", "--target", str(place(family) / "target"), "--dtype", "float32"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "rollback: " in line)
+    assert line.startswith("!") and line.endswith(f"→ {NOT_HERE}") if family in NOT_ROLLED_BACK else line[0] == "✓"
+
+
+def test_costs_of_a_target_without_rollback_are_not_measured(place, capsys):
+    target = str(place("lfm2") / "target")
+    assert (
+        main(["doctor", "--target", target, "--drafter", "prompt_lookup", "--dtype", "float32", "--costs", "true"]) == 0
+    )
+    assert "costs: not measured: the target is not decoded here" in capsys.readouterr().out
+
+
+def test_a_draft_without_rollback_learns_no_parallel_drafting(place, capsys):
+    target = place("qwen3-5")
+    flags = [*learned(target, "parallel"), "--draft", str(target / "target"), "--parallel", "2"]
+    said = refusal(lambda: distill_command.main(flags), capsys)
+    assert said.startswith("draft: expected a model with a key-value cache, found Qwen3_5ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (lambda size: tiny_model("bert-generation", vocab_size=size), "BertGenerationDecoder with is_decoder = False"),
+        (
+            lambda size: tiny_gemma(use_bidirectional_attention=True),
+            "Gemma3ForCausalLM with use_bidirectional_attention",
+        ),
+    ],
+)
+def test_encoders_are_refused_as_they_are_loaded(build, found, tokenizer, tmp_path):
+    save_model(build(len(tokenizer)), tokenizer, tmp_path)
+    for load in (load_model, empty_model):
+        with pytest.raises(InputError, match=f"^target: expected causal attention, found {found}"):
+            load(tmp_path, field="target")
+
+
+@pytest.mark.parametrize("family", [name for name in TARGETS if name not in ("gpt-neo", "bloom")])
+def test_the_ends_of_a_target_have_its_last_norm(family, place, tmp_path):
+    path = place(family) / "target"
+    target = load_model(path)
+    save_ends(target, tmp_path / "ends.safetensors")
+    (weight,) = (p for _, p in last_norm(load_ends(tmp_path / "ends.safetensors", str(path))).named_parameters())
+    assert torch.equal(weight, last_norm(target).weight)
