@@ -2,10 +2,13 @@
 
 import gc
 import json
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from typing_extensions import TypedDict
@@ -33,6 +36,40 @@ JUDGED_LATER: dict[str, Any] = {
 """Fields of a training run whose last state is judged, by what comes behind it."""
 
 
+class OutOfTime(Terminated):
+    """A block that took longer than it may: see `ending_after`."""
+
+
+@contextmanager
+def ending_after(seconds: float | None) -> Iterator[None]:
+    """Interrupt a block that takes longer than some seconds, as a scheduler would; None: never.
+
+    Raises:
+        OutOfTime: it does.
+    """
+    rang = False
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal rang
+        rang = True
+        raise OutOfTime
+
+    if seconds is None:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    except (KeyboardInterrupt, InputError) as error:
+        if rang:  # a command ends by its exit code
+            raise OutOfTime from error
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class KeptStage(TypedDict):
     """What is kept of a stage."""
 
@@ -53,12 +90,19 @@ class Stages:
 
     folder: Path
     _commands: list[list[str]] = field(default_factory=list, init=False)
+    _mark: float = field(default_factory=lambda: time.perf_counter(), init=False)
 
-    def run(self, name: str, argv: list[str]) -> float:
+    def lap(self) -> float:
+        """Return the seconds since the last stage or lap ended: what lies between stages counts, too."""
+        mark, self._mark = self._mark, time.perf_counter()
+        return self._mark - mark
+
+    def run(self, name: str, argv: list[str], most: float | None = None) -> float:
         """Run a command of ours, unless this very one has ended behind the very same ones; return its seconds.
 
         Raises:
             InputError: it failed.
+            OutOfTime: it took longer than `most` seconds.
         """
         self._commands.append(argv)
         kept, before = self.folder / f"{name}.json", 0.0
@@ -72,24 +116,34 @@ class Stages:
                 remove(kept)  # of other settings; what it wrote is the command's own to refuse
         print(f"{name}: draftsmith {' '.join(argv)}", flush=True)
         _give_back()
-        begin, ended = time.perf_counter(), False
+        ended, commands = False, list(self._commands)
         try:
-            code = cli.main(argv)
-            if code in (INTERRUPTED, TERMINATED):  # what it kept it has said
-                raise KeyboardInterrupt if code == INTERRUPTED else Terminated
+            with ending_after(most):
+                code = cli.main(argv)
+                if code in (INTERRUPTED, TERMINATED):  # what it kept it has said
+                    raise KeyboardInterrupt if code == INTERRUPTED else Terminated
             if code not in PASSED:
                 raise InputError(f"{name}: expected the stage to end, found exit code {code}: see its line above")
             ended = True
+        except OutOfTime:
+            self._commands.pop()  # what follows does without it
+            raise
         finally:
-            seconds = before + time.perf_counter() - begin
+            seconds = before + self.lap()
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, KeptStage(commands=self._commands, seconds=seconds, ended=ended))
+            write_json(kept, KeptStage(commands=commands, seconds=seconds, ended=ended))
         return seconds
 
     def changed(self, name: str, argv: list[str]) -> bool:
         """Return whether a stage was begun with another command than this."""
         kept = self.folder / f"{name}.json"
         return kept.is_file() and read(KeptStage, kept)["commands"][-1] != argv
+
+    def unfinished(self, name: str) -> float:
+        """Return the seconds of a stage that was begun and has not ended; 0 otherwise."""
+        kept = self.folder / f"{name}.json"
+        stage = read(KeptStage, kept) if kept.is_file() else None
+        return 0.0 if stage is None or stage["ended"] else stage["seconds"]
 
 
 def _give_back() -> None:

@@ -19,7 +19,7 @@ from draftsmith.decode.errors import (
 )
 from draftsmith.train.job.arguments import require_possible, require_scheduler
 from draftsmith.train.job.defaults import TRAINING, Defaults
-from draftsmith.train.options import SAVE_DTYPES, TargetOptions
+from draftsmith.train.options import SAVE_DTYPES, TargetOptions, seconds_of
 
 DUPLICATES = ("texts", "prompts")
 """What may be left out where it repeats; each leaves out what those before it do."""
@@ -87,6 +87,8 @@ class RecipeConfig(TargetOptions):
     memory allows, 2²⁷ of 80 GiB. More of them need fewer kernels and more memory."""
     packing: bool = False
     """Put whole samples one behind the other into rows of `max_length` tokens, apart from each other."""
+    stop_after: str | None = None
+    """End training after this time, such as 40m or 1h30m, at the end of a step, and keep what was learned."""
     patience: int | None = None
     """End training after this many evaluations without a better `training.metric_for_best_model`."""
     target_dtype: str = "auto"
@@ -119,6 +121,8 @@ class RecipeConfig(TargetOptions):
         require(self, one_of(SAVE_DTYPES), "save_dtype")
         require(self, at_least(2), "max_length")
         require(self, at_least(1), "loss_chunk")
+        if self.stop_after is not None:
+            seconds_of(self.stop_after, "stop_after")
         self._check_sources()
         if self.optimizer == "muon" and (self.training.fsdp or self.training.deepspeed):
             raise InputError("optimizer: expected trainer for training sharded by FSDP or DeepSpeed, found muon")

@@ -29,6 +29,7 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.sampler import EpochSampler
+from draftsmith.train.job.deadline import Deadline
 from draftsmith.train.job.finite import require_finite
 from draftsmith.train.job.first_loss import FirstLoss, Learner
 from draftsmith.train.job.flops import Work
@@ -40,6 +41,7 @@ from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.models import load_config, takes_bounds
 from draftsmith.train.optimizer import MuonAdamW
+from draftsmith.train.options import seconds_of
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import argument_errors
 from draftsmith.train.sharding import check_sharding
@@ -101,6 +103,8 @@ class RecipeTrainer(SavingTrainer, ABC):
             self.add_callback(TelemetryBar)
         if config.patience is not None:
             self.add_callback(EarlyStoppingCallback(config.patience))
+        if config.stop_after is not None:
+            self.add_callback(Deadline(seconds_of(config.stop_after, "stop_after")))
         self.tokenizer = tokenizer
         self.sizes = ChunkSizes.of(self.args.device, config.loss_chunk)
         self.sampler = Sampler.of(config.temperature, config.top_k, config.top_p)

@@ -15,8 +15,8 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,24 @@ SAMPLED = 8
 """Entries of a weight that are compared to see whether it was changed."""
 
 
+class NotCompiled(InputError):
+    """A program that is not on disk where none may be compiled."""
+
+
+_may_compile = True
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Within it programs are read from disk, and one that is not there raises `NotCompiled`."""
+    global _may_compile
+    _may_compile = False
+    try:
+        yield
+    finally:
+        _may_compile = True
+
+
 class Program:
     """A compiled `Forward` of a model, with the model's own weights."""
 
@@ -72,7 +90,9 @@ class Program:
         path = folder() / f"{_key(model, forward)}.pt2"
         try:
             self._load(path, device)
-        except UNREADABLE:  # not there, or damaged
+        except UNREADABLE as error:  # not there, or damaged
+            if not _may_compile:
+                raise NotCompiled(f"compiled: expected the program of {forward.title} in {path.parent}") from error
             with _alone(path):
                 try:
                     self._load(path, device)  # another process may have made it meanwhile

@@ -25,7 +25,7 @@ from draftsmith.scripts.choose.candidates import checked_candidates, say_plan
 from draftsmith.scripts.choose.command import BEST_OF_EPOCHS, dealt, settle
 from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
 from draftsmith.scripts.engine.offline import engine_python
-from draftsmith.scripts.kinds import kind_of
+from draftsmith.scripts.kinds import kind_of, recipes
 from draftsmith.scripts.pair import require_rollback
 from draftsmith.scripts.stages import NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
@@ -115,10 +115,13 @@ def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) ->
         print(f"\nno-go: {found['reason']}")
         return None
     standing = next(its for its in found["standings"] if its["name"] == name)
+    left = config.seconds - found["spent"]
     for number, line in enumerate(found["commands"], 1):
         words = shlex.split(line)[1:]
+        if words[0] in recipes() and config.budget_tokens is None:
+            words.append(f"--stop_after={max(1, round(left))}s")
         if words[0] != "measure":
-            stages.run(f"winner-{number}-{words[0]}", words)
+            left -= stages.run(f"winner-{number}-{words[0]}", words)
     lengths = {outlook["way"]["draft_length"] for outlook in standing["outlooks"]}
     return Made(name, None if name in COPIES else str(choice / "winner"), sorted(lengths))
 

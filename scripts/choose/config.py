@@ -53,7 +53,7 @@ class ChooseConfig(Filters, PromptedTarget):
     batch_size: Ints = field(default_factory=lambda: [1])
     """Texts that are going to be decoded together, several numbers with commas."""
     heldout_prompts: int = 64
-    """Prompts that nothing learns from, on which acceptance is replayed."""
+    """Prompts that nothing learns from, on which acceptance is replayed; fewer where the time is short."""
     server: str | None = None
     """What is going to load the drafter, vllm or sglang: what it cannot load does not compete."""
     endpoint: str | None = None

@@ -13,7 +13,7 @@ from draftsmith.scripts.choose.result import Choice, Standing, by_name
 from draftsmith.scripts.report.charts import Series, Style, limits, line_chart
 from draftsmith.scripts.report.figures import Panel
 from draftsmith.scripts.report.page import css, template
-from draftsmith.scripts.summary import figures_table
+from draftsmith.scripts.summary import DOUBTFUL, figures_table, print_doubts
 from draftsmith.train.files import write_aside
 from draftsmith.train.kinds.quantities import count
 
@@ -64,6 +64,7 @@ def write_page(choice: Choice, path: Path) -> None:
         won=by_name(choice.standings).get(choice.winner),
         style=_style(choice),
         panels=_panels(choice),
+        doubtful=DOUBTFUL,
         way=way_text,
         time=time_text,
         count=count,
@@ -98,6 +99,11 @@ def print_choice(choice: Choice, output: Path, console: Console | None = None) -
     for line in choice.failed.values():
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(f"{choice.winner}: {choice.reason}", highlight=False, soft_wrap=True)
+    for line in choice.notes:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    print_doubts(console, choice.doubts)
+    spent = ", ".join(f"{what} {time_text(seconds)}" for what, seconds in choice.ledger.items())
+    console.print(f"{time_text(choice.spent)} spent: {spent}", highlight=False, soft_wrap=True)
     for command in choice.commands:
         console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)
     console.print(f"page: {output / 'choose.html'}", highlight=False, soft_wrap=True, markup=False)

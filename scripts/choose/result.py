@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.choose.config import COPIES, NONE
 from draftsmith.scripts.choose.forecast import Outlook, Trial, score
 from draftsmith.scripts.kinds import KINDS
 
 SCHEMA = "draftsmith.choose/1"
+COST_ERROR = 0.02
+"""The relative standard error of a candidate's costs."""
+DRAWS = 2000
+"""Resamples of the held-out prompts."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Choice:
     winner: str
     """A name, or `none`."""
     reason: str
+    close: list[str]
+    """Those from which it cannot be told apart."""
     more_text: dict[str, Estimate]
     """What the winner would bring at several times the text."""
     more_text_at: str
@@ -82,7 +91,13 @@ class Choice:
     commands: list[str]
     """What to do next, one behind the other."""
     failed: dict[str, str]
-    """By candidate, how its training failed; it was left out from there on."""
+    """By candidate, why it was left out: its training failed, or there was no time for it."""
+    ledger: dict[str, float]
+    """What the time for choosing went into, in seconds."""
+    notes: list[str]
+    """What there is to say of the costs."""
+    doubts: list[str]
+    """Costs that were measured twice and do not agree."""
 
 
 def verdict(standings: Sequence[Standing]) -> tuple[str, str]:
@@ -94,6 +109,30 @@ def verdict(standings: Sequence[Standing]) -> tuple[str, str]:
     if len(paying) == len(best.outlooks):
         return best.name, f"the fastest by forecast, at {where}"
     return best.name, f"the fastest by forecast at {where}; elsewhere plain decoding is faster: do not draft there"
+
+
+def close_to(winner: str, standings: Sequence[Standing], tables: Mapping[str, CostTable]) -> list[str]:
+    """Return those whose forecast is not below the winner's by more than twice its standard error.
+
+    That is of the present speed-ups over the held-out prompts, which are the same for all, and of the costs.
+    """
+    best, logs = by_name(standings)[winner], dict[str, np.ndarray]()
+    for its in standings:
+        logs[its.name] = np.zeros(DRAWS)
+        for outlook in its.outlooks:
+            now, table = its.trials[-1].replayed[outlook.temperature], tables[outlook.temperature]
+            plain = np.array(now.plain_seconds(its.name, table, outlook.rows))
+            seconds = np.array(now.seconds(outlook.way, its.name, table, outlook.rows))
+            # The same draws for all: they answered the same prompts.
+            weights = np.random.default_rng(0).multinomial(len(plain), [1 / len(plain)] * len(plain), DRAWS)
+            logs[its.name] += np.log(np.maximum(1.0, weights @ plain / (weights @ seconds))) / len(its.outlooks)
+    return [
+        its.name
+        for its in standings
+        if its.name != winner
+        and math.log(best.worth[0] / its.worth[0])
+        <= 2 * math.hypot(float(np.std(logs[winner] - logs[its.name])), COST_ERROR * math.sqrt(2))
+    ]
 
 
 def settings_text(outlooks: Sequence[Outlook]) -> str:

@@ -1,7 +1,9 @@
 """Acceptance of candidates, replayed, and what rounds cost: together the speed-up of every way to draft."""
 
 import dataclasses
+import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +13,7 @@ import torch
 from pydantic import Field
 
 from draftsmith.decode import HybridProposer, Proposer, Switch
+from draftsmith.decode.cache.program import NotCompiled, nothing_compiled
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, measure_costs
 from draftsmith.decode.measurement.replay import replay_drafters
@@ -20,6 +23,7 @@ from draftsmith.scripts.choose.config import COPIES, ChooseConfig
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.settings import load_fastest
+from draftsmith.scripts.stages import OutOfTime, ending_after
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.models import load_tokenizer
@@ -163,19 +167,44 @@ class CostFile:
 
 
 def measured_costs(
-    config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str], path: Path
+    config: ChooseConfig,
+    drafters: Mapping[str, str],
+    heldout: Mapping[float, str],
+    path: Path,
+    compiles: bool,
+    seconds: float,
+    most: float,
 ) -> dict[str, CostTable]:
     """Measure what rounds of all drafters cost here, side by side, unless it is in the file, or in another's.
+
+    Args:
+        config: γ, temperatures and batch sizes.
+        drafters: as of `replayed`.
+        heldout: as of `replayed`.
+        path: the file.
+        compiles: whether forwards may be compiled; otherwise costs are of programs that are on disk, or eager.
+        seconds: about what timing may take, once everything is compiled.
+        most: seconds that all of it may take; after half of them nothing more is compiled.
 
     Returns:
         By temperature (as JSON has it) a table.
 
     Raises:
         InputError: a file without some drafter, temperature or batch size.
+        OutOfTime: it took too long.
     """
     given = None if config.costs is None else Path(config.costs)
     if given is None and not path.is_file():
-        write_json(path, _measured(config, drafters, heldout))
+        begin = time.perf_counter()
+        try:
+            with ending_after(most if config.compiled else most / 2), nullcontext() if compiles else nothing_compiled():
+                costs = _measured(config, drafters, heldout, config.compiled, seconds)
+        except (NotCompiled, OutOfTime):
+            if config.compiled is not None:
+                raise
+            with ending_after(most - (time.perf_counter() - begin)):
+                costs = _measured(config, drafters, heldout, False, seconds)
+        write_json(path, costs)
     try:
         file = read(CostFile, given or path, "costs")
     except FileNotFoundError as error:
@@ -198,13 +227,19 @@ def measured_costs(
     return tables
 
 
-def _measured(config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str]) -> dict[str, Any]:
+def _measured(
+    config: ChooseConfig,
+    drafters: Mapping[str, str],
+    heldout: Mapping[float, str],
+    compiled: bool | None,
+    seconds: float,
+) -> dict[str, Any]:
     samples = [sample for path in heldout.values() for sample in load_completions(path).sort("id")]
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     threads = torch.get_num_threads()
     try:
         pair, settings = load_fastest(
-            config.target, tokenizer, _specs(drafters), config.dtype, config.threads, config.compiled,
+            config.target, tokenizer, _specs(drafters), config.dtype, config.threads, compiled,
             config.trust_remote_code,
         )  # fmt: skip
         chains = {each.name: each.family.chain(each, max(config.draft_length)) for each in pair.drafters}
@@ -225,6 +260,7 @@ def _measured(config: ChooseConfig, drafters: Mapping[str, str], heldout: Mappin
             # None of what no way to draft needs: each is compiled, for a minute where the target is large.
             sorted({*(block for block in BLOCKS if block < longest), longest}),
             compiled=settings.compiled,
+            seconds=seconds,
         )
     finally:
         torch.set_num_threads(threads)

@@ -39,12 +39,14 @@ def survivors(rung: int, candidates: int) -> int:
     return min(candidates, max(FINALISTS, math.ceil(candidates / 2)) if rung < RUNGS else FINALISTS)
 
 
-def begins(seconds: float, rung: int, tokens: float, paces: Sequence[Pace], candidates: int, write: float) -> bool:
-    """Return whether another amount of text is tried: of the least one that may follow, half must fit the time.
+def begins(
+    seconds: float, rung: int, tokens: float, paces: Sequence[Pace], candidates: int, write: float, least: float
+) -> bool:
+    """Return whether another amount of text is tried: one that is `least` times as large must fit the time.
 
-    The arguments are those of `growth`. A second amount is always tried.
+    The other arguments are those of `growth`.
     """
-    return rung < LEAST_AMOUNTS or _trials(rung + 1, tokens, LEAST_GROWTH, paces, candidates, write) <= 2 * seconds
+    return _trials(rung + 1, tokens, least, paces, candidates, write) <= seconds
 
 
 def _trials(rung: int, tokens: float, factor: float, paces: Sequence[Pace], candidates: int, write: float) -> float:

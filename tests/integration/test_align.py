@@ -115,7 +115,8 @@ def test_a_dry_run_does_nothing(pair_dirs, tmp_path, capsys, ran):
 def choice(winner: str, way: dict, commands: list[str]) -> str:
     outlook = {"temperature": "0", "rows": 1, "way": way}
     standing = {"name": winner, "command": "distill", "outlooks": [outlook]}
-    return json.dumps({"winner": winner, "reason": "because", "standings": [standing], "commands": commands})
+    found = {"winner": winner, "reason": "because", "standings": [standing], "commands": commands, "spent": 600.0}
+    return json.dumps(found)
 
 
 @pytest.mark.parametrize(("winner", "code"), [("carved", 0), ("suffix", 0), ("none", 3)])
@@ -149,6 +150,8 @@ def test_the_winner_of_a_choice_is_trained_measured_and_exported(
         assert names == ["choose"] and "no-go: because" in capsys.readouterr().out
         return
     assert names == (["choose", "distill", "measure", "export"] if winner == "carved" else ["choose", "measure"])
+    if winner == "carved":  # an hour less what choosing took
+        assert said[1] == ["distill", "--config", "winner.yaml", "--stop_after=3000s"]
     flags = said[0][1:]
     assert f"--prompts={tmp_path / 'all/prompts/others.jsonl'}" in flags and "--server=vllm" in flags
     parsed = command.parse_config(cli.config_class("choose", flags), flags)

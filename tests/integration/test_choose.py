@@ -3,21 +3,28 @@
 import json
 import shlex
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import yaml
 
+from draftsmith.decode.cache import program
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts import cli, stages
-from draftsmith.scripts.choose import command
+from draftsmith.scripts.choose import command, rounds
+from draftsmith.scripts.choose import run as run_module
 from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.choose.forecast import Outlook, Trial
 from draftsmith.scripts.choose.rounds import Way
+from draftsmith.scripts.choose.run import Choosing
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompts import Prompt, read_prompts
 
+LEARNING = {"training.max_steps": 1, "training.use_cpu": True, "training.per_device_train_batch_size": 4}
+HEADS = {"command": "medusa", "num_heads": 2}
+CARVED = {"command": "distill", "init.layers": 1}
 WORDS = ("def", "return", "class", "import", "for", "while", "with", "yield", "try", "pass")
 
 
@@ -25,12 +32,9 @@ def config(pair_dirs, tmp_path, **fields):
     """A choice between two drafters of a tiny target, whose time is spent at once."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{a} {b} x"}) + "\n" for a in WORDS for b in WORDS))
-    learning = {"training.max_steps": 1, "training.use_cpu": True, "training.per_device_train_batch_size": 4}
     given = {
-        "candidates": {
-            "heads": {"command": "medusa", "num_heads": 2}, "carved": {"command": "distill", "init.layers": 1},
-        },
-        "learning": learning, "budget": "1h", "heldout_prompts": 8, "max_new_tokens": 8, "draft_length": "1,3",
+        "candidates": {"heads": HEADS, "carved": CARVED},
+        "learning": LEARNING, "budget": "1h", "heldout_prompts": 8, "max_new_tokens": 8, "draft_length": "1,3",
         "temperature": "0,1", "dtype": "float32", "compiled": False, "threads": 1,
     }  # fmt: skip
     return ChooseConfig(
@@ -55,12 +59,12 @@ def test_a_choice_is_made_and_handed_on_and_goes_on_where_it_was_stopped(pair_di
     settings = config(pair_dirs, tmp_path)
     own, count = command.Stages.run, 0
 
-    def stopped(self, name, argv):
+    def stopped(self, name, argv, most):
         nonlocal count
         count += name.startswith("train-")
         if count == 4:
             raise KeyboardInterrupt
-        return own(self, name, argv)
+        return own(self, name, argv, most)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command.Stages, "run", stopped)
@@ -94,7 +98,6 @@ def test_a_choice_is_made_and_handed_on_and_goes_on_where_it_was_stopped(pair_di
     assert all(line in rest for line in choice.commands)
 
 
-CARVED = {"command": "distill", "init.layers": 1}
 BLOCK = {"command": "block", "layers": 1, "block_size": 3, "markov_rank": 4, "layer_ids": [0], "mask_token": 3}
 
 
@@ -102,20 +105,19 @@ BLOCK = {"command": "block", "layers": 1, "block_size": 3, "markov_rank": 4, "la
     ("fields", "ways"),
     [
         (
-            {"candidates": {"it": CARVED}, "temperature": "0", "batch_size": "1,2", "budget": "1s"},
+            {"candidates": {"it": CARVED}, "temperature": "0", "batch_size": "1,2"},
             {("0", 1), ("0", 2)},
         ),
         ({"candidates": {"it": BLOCK}, "temperature": "0.7", "server": "vllm", "budget_tokens": 9000}, {("0.7", 1)}),
     ],
     ids=["one", "served"],
 )
-def test_few_candidates_settings_and_seconds_are_enough(pair_dirs, tmp_path, fields, ways):
+def test_few_candidates_and_settings_are_enough(pair_dirs, tmp_path, fields, ways):
     choice = command.choose(config(pair_dirs, tmp_path, **fields))
     its = next(each for each in choice.standings if each.name == "it")
     assert {(each.temperature, each.rows) for each in its.outlooks} == ways
-    # Of no time two amounts are left; a server drafts whole blocks, alone.
-    assert len(its.trials) == (2 if fields.get("budget") else 4)
-    if "server" in fields:
+    assert len(its.trials) == 4
+    if "server" in fields:  # it drafts whole blocks, alone
         assert {each.way for each in its.outlooks} == {Way(3)}
         assert all(each.tokens == 9000 for each in its.outlooks)
     assert its.dropped_after is None and (tmp_path / "choice/choose.html").is_file()
@@ -171,12 +173,95 @@ def test_prompts_that_are_the_same_to_the_target_are_not_dealt_to_both_sides(pai
     assert (measured, others) == (prompts[:2], prompts[3:])
 
 
-def choosing(settings, tmp_path, prompts: int, used: int, written: float) -> command.Choosing:
+@pytest.fixture
+def priced(monkeypatch):
+    """Seconds that stages are said to take, by how their names begin; an exception is raised in place of the stage."""
+    prices, own = {}, stages.Stages.run
+
+    def run(self, name, argv, most):
+        price = next((price for begin, price in prices.items() if name.startswith(begin)), 1e-3)
+        if isinstance(price, type):
+            raise price
+        own(self, name, argv, None)
+        return price
+
+    monkeypatch.setattr(stages.Stages, "run", run)
+    monkeypatch.setattr(stages.Stages, "lap", lambda self: 0.0)
+    for module in (run_module, rounds):
+        monkeypatch.setattr(module, "ending_after", nullcontext)
+    return prices
+
+
+FOUR = {"first": CARVED, "second": BLOCK, "third": CARVED | {"init.layers": 2}, "heads": HEADS}
+
+
+def test_what_does_not_fit_the_budget_is_not_begun(pair_dirs, tmp_path, ran, priced):
+    """Of two minutes for choosing three quarters are for first trials: two of 35 seconds, and no second amount."""
+    priced |= {"text-1": 4.0, "heldout": 6.0, "train-": 35.0}
+    settings = config(pair_dirs, tmp_path, candidates=FOUR, budget="4m", heldout_prompts=20)
+    choice = command.choose(settings)
+    assert [argv[0] for argv in ran if argv[0] in recipes()] == ["distill", "block"]  # each kind before another of one
+    assert choice.failed.keys() == {"heads", "third"} and "no time" in choice.failed["third"]
+    # A prompt costs half a second: 24 fit the share of held-out ones, 19 that of the first amount.
+    written = [argv for argv in ran if argv[0] == "prepare"]
+    files = [next(word for word in argv if "--prompts=" in word).partition("=")[2] for argv in written]
+    counts = [len(read_prompts(file)) for file in files]
+    assert counts == [8, 20, 20, 11] and len(choice.amounts) == 1
+    took = {what: round(seconds) for what, seconds in choice.ledger.items()}
+    assert took["text"] == 4 and took["held-out text"] == 12 and took["training"] == 70
+    assert choice.spent == sum(choice.ledger.values()) <= 120.0
+    page = (tmp_path / "choice/choose.html").read_text()
+    assert "What the time went into" in page and all(what in page for what in choice.ledger)
+    ran.clear()
+    assert command.choose(settings) == choice and not ran
+
+
+@pytest.mark.parametrize("late", ["train-1-second", "train-2-", "text-3"])
+def test_what_overruns_the_budget_is_ended_and_the_choice_made_of_the_rest(pair_dirs, tmp_path, priced, late):
+    priced |= {late: stages.OutOfTime}
+    candidates = {name: FOUR[name] for name in ("first", "second")}
+    choice = command.choose(config(pair_dirs, tmp_path, candidates=candidates, temperature="0"))
+    standings = {its.name: its for its in choice.standings}
+    assert len(standings["first"].trials) == len(choice.amounts) == (4 if late == "train-1-second" else 1)
+    assert ("second" in standings) == (late != "train-1-second") == (choice.failed == {})
+
+
+def test_a_budget_without_time_for_a_choice_is_refused(pair_dirs, tmp_path, priced):
+    priced |= {"text-1": 4.0, "heldout-1": stages.OutOfTime}
+    with pytest.raises(
+        InputError, match=r"budget: expected time for text, replay and costs, found 4m, .* 0:04 of text"
+    ):
+        command.choose(config(pair_dirs, tmp_path, budget="4m"))
+
+
+@pytest.mark.parametrize(
+    ("budget", "compiled", "tried"),
+    [("4m", None, [(None, False), (False, True)]), ("1h", None, [(None, True)]), ("4m", True, [(True, True)])],
+)
+def test_nothing_is_compiled_that_the_budget_does_not_pay_for(
+    pair_dirs, tmp_path, monkeypatch, priced, budget, compiled, tried
+):
+    said, own = [], rounds._measured
+
+    def measured(config, drafters, heldout, compiled, seconds):
+        said.append((compiled, program._may_compile))
+        if not program._may_compile:
+            raise program.NotCompiled("compiled: expected a program")
+        return own(config, drafters, heldout, False, seconds)
+
+    monkeypatch.setattr(rounds, "_measured", measured)
+    settings = config(pair_dirs, tmp_path, candidates={"it": CARVED}, temperature="0", budget=budget, compiled=compiled)
+    choice = command.choose(settings)
+    assert said == tried
+    assert any("eager" in note for note in choice.notes) == (len(tried) == 2)
+
+
+def choosing(settings, tmp_path, prompts: int, used: int, written: float) -> Choosing:
     """A run whose target has answered some of its prompts."""
     train = [Prompt(str(number), f"text {number}", None, None) for number in range(prompts)]
-    return command.Choosing(
+    return Choosing(
         settings, settings.candidates, tmp_path / "choice", train, stages.Stages(tmp_path / "choice/stages"),
-        used=used, written=written, amounts=[100, 1000],
+        used=used, written=written, parts=["text-1", "text-2"],
     )  # fmt: skip
 
 

@@ -1,11 +1,13 @@
 """Stages of a long command: each runs once, and again behind one that changed."""
 
+import time
+
 import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import stages
-from draftsmith.scripts.stages import Stages, flags_of
-from draftsmith.train.cli import Terminated
+from draftsmith.scripts.stages import OutOfTime, Stages, ending_after, flags_of
+from draftsmith.train.cli import TERMINATED, Terminated
 
 
 def test_a_stage_that_failed_is_not_taken_for_ended(tmp_path, monkeypatch):
@@ -20,7 +22,7 @@ def test_a_stage_that_failed_is_not_taken_for_ended(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("code", "error"), [(130, KeyboardInterrupt), (143, Terminated)])
 def test_an_interrupted_stage_interrupts_and_its_time_counts(tmp_path, monkeypatch, code, error):
-    monkeypatch.setattr(stages.time, "perf_counter", iter([0.0, 5.0, 10.0, 12.0]).__next__)
+    monkeypatch.setattr(stages.time, "perf_counter", iter([0.0, 5.0, 10.0, 12.0, 20.0, 30.0, 40.0]).__next__)
     monkeypatch.setattr(stages.cli, "main", lambda argv: code)
     with pytest.raises(error):
         Stages(tmp_path).run("text", ["prepare"])
@@ -39,6 +41,38 @@ def test_stages_run_again_behind_one_that_changed(tmp_path, monkeypatch):
         run.run("report", ["measure"])
     assert ran == ["distill", "measure"] * 2
     assert said[0] == said[1] > 0  # what it took when it ran
+
+
+@pytest.mark.parametrize("code", [None, TERMINATED])
+def test_a_stage_that_takes_too_long_is_ended_and_later_ones_do_without_it(tmp_path, monkeypatch, code):
+    def main(argv):
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            if code is None:
+                raise
+        return code
+
+    run = Stages(tmp_path)
+    monkeypatch.setattr(stages.cli, "main", main)
+    with pytest.raises(OutOfTime):
+        run.run("text", ["prepare"], most=0.01)
+    assert run.unfinished("text") > 0 == run.unfinished("other")
+    monkeypatch.setattr(stages.cli, "main", lambda argv: 0)
+    run.run("train", ["distill"], most=60.0)
+    assert Stages(tmp_path).unfinished("train") == 0
+    ran = Stages(tmp_path)
+    monkeypatch.setattr(stages.cli, "main", lambda argv: pytest.fail("it has ended"))
+    assert ran.run("train", ["distill"]) > 0
+
+
+def test_what_ends_in_time_is_not_interrupted():
+    with ending_after(0.01):
+        pass
+    time.sleep(0.02)
+    with pytest.raises(KeyboardInterrupt) as stop, ending_after(60.0):
+        raise KeyboardInterrupt
+    assert not isinstance(stop.value, OutOfTime)
 
 
 def test_a_no_go_is_a_result(tmp_path, monkeypatch):

@@ -1,9 +1,13 @@
 """Speed-ups of candidates, now and after more text, from rounds and costs by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts
+from draftsmith.scripts.choose import result
 from draftsmith.scripts.choose.forecast import Trial, outlook, outlooks, score
+from draftsmith.scripts.choose.result import Standing
 from draftsmith.scripts.choose.rounds import Replayed, Way
 
 TABLE = CostTable(
@@ -74,3 +78,23 @@ def test_the_score_is_the_geometric_mean_over_settings():
     )
     assert [each.temperature for each in found] == ["0", "1"]
     assert score(found) == pytest.approx((1.5 * 1.2) ** 0.5 / 1.4)
+
+
+def standing(name: str, taus: list[float]) -> Standing:
+    """A candidate of which each held-out text is drafted at its own τ, one token at a time."""
+    texts = Replayed([30] * len(taus), {"alone": {1: [alone(30 / tau, 1) for tau in taus]}})
+    trials = [Trial("dir", 1000, 1.0, {"0": texts})]
+    return Standing(name, "distill", {}, trials, None, outlooks("draft", trials, {"0": TABLE}, [1], 1e3), 0.1)
+
+
+def test_the_winner_is_told_from_those_that_are_slower_on_the_same_prompts(monkeypatch):
+    """Texts differ far more than candidates: only what is paired over them tells candidates apart."""
+    monkeypatch.setattr(result, "COST_ERROR", 0.0)
+    table = replace(TABLE, drafters={name: TABLE.drafters["draft"] for name in ("best", "near", "far")})
+    texts = [1.6, 2.6, 1.9, 2.2] * 4
+    best = standing("best", texts)
+    far = standing("far", [0.95 * tau for tau in texts])
+    near = standing("near", [tau * (0.97 if place % 2 else 1.02) for place, tau in enumerate(texts)])
+    assert result.close_to("best", [best, far, near], {"0": table}) == ["near"]
+    monkeypatch.setattr(result, "COST_ERROR", 0.02)  # 5 % are within two standard errors of 2 % for each
+    assert result.close_to("best", [best, far, near], {"0": table}) == ["far", "near"]

@@ -1,0 +1,240 @@
+"""One run of `choose`: where it stands, what its time went into, and the trials of its candidates."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import time_text
+from draftsmith.decode.validation import Amount, parse_json, read
+from draftsmith.scripts.choose.config import ChooseConfig
+from draftsmith.scripts.choose.forecast import Trial
+from draftsmith.scripts.choose.rounds import Replayed, replayed
+from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable
+from draftsmith.scripts.stages import JUDGED_LATER, OutOfTime, Stages, ending_after, flags_of
+from draftsmith.train.data.corpus import write_prompts
+from draftsmith.train.data.generate import load_completions
+from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.provenance import write_json
+
+COSTS = 0.25
+"""The share of the time for choosing that is left for costs of rounds."""
+MOST_SAMPLES = 8
+"""Answers to a prompt at a temperature above 0 that the winner learns from, at most."""
+
+
+@dataclass(frozen=True)
+class KeptTrial:
+    """What is kept of a trial: its replays by temperature, and the seconds that they took."""
+
+    command: list[str]
+    """What trained the candidate; nothing of copies."""
+    training: Amount
+    replayed: dict[str, Replayed]
+    seconds: Amount
+
+
+@dataclass
+class Choosing:
+    """One run: where it stands, and what it has spent."""
+
+    config: ChooseConfig
+    candidates: dict[str, dict[str, Any]]
+    output: Path
+    train: list[Prompt]
+    stages: Stages
+    ledger: dict[str, float] = field(default_factory=dict)
+    """What the time went into, in seconds."""
+    parts: list[str] = field(default_factory=list)
+    """Names of the texts that the target wrote; each amount is all of them."""
+    writing: float = 0.0
+    """Seconds that they took."""
+    used: int = 0
+    """Prompts of `train` that the target has answered."""
+    written: float = 0.0
+    """Tokens of text that are there."""
+    trials: dict[str, list[Trial]] = field(default_factory=dict)
+    paces: dict[str, Pace] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Candidates whose training failed or had no time, and how; the former are tried again when the same command runs
+    again."""
+    notes: list[str] = field(default_factory=list)
+    """What there is to say of the costs."""
+    amounts: list[int] = field(default_factory=list)
+    over: bool = False
+    """Whether no more is tried: what is left of the time for choosing is then the winner's."""
+
+    @property
+    def seconds(self) -> float:
+        """The time for choosing."""
+        return self.config.seconds * self.config.choosing
+
+    @property
+    def spent(self) -> float:
+        """The time that is spent."""
+        return sum(self.ledger.values())
+
+    @property
+    def rest(self) -> float:
+        """What is left of the whole budget: that much may be taken by what no choice can do without."""
+        return self.config.seconds - self.spent
+
+    @property
+    def write(self) -> float:
+        """Seconds for a token of the target's text."""
+        return self.writing / self.written
+
+    def spend(self, what: str, seconds: float) -> None:
+        """Enter seconds in the ledger."""
+        self.ledger[what] = self.ledger.get(what, 0.0) + seconds
+
+    def run(self, what: str, name: str, argv: list[str], most: float) -> float:
+        """Run a stage, and enter its time.
+
+        Raises:
+            OutOfTime: it takes longer than `most` seconds, or did in an earlier run.
+        """
+        if (before := self.stages.unfinished(name)) >= most:
+            self.spend(what, before)
+            raise OutOfTime
+        try:
+            seconds = self.stages.run(name, argv, most)
+        except BaseException:
+            self.spend(what, self.stages.unfinished(name))
+            raise
+        self.spend(what, seconds)
+        return seconds
+
+    def more_text(self, prompts: int, most: float) -> None:
+        """Let the target answer further prompts."""
+        new, name = self.train[self.used : self.used + prompts], f"text-{len(self.parts) + 1}"
+        path = self.output / "prompts" / f"{name}.jsonl"
+        write_prompts(path, [prompt.record() for prompt in new])
+        self.writing += self.run("text", name, ["prepare", *flags_of(self.answers(name, path))], most)
+        self.parts.append(name)
+        self.used += len(new)
+        samples = (sample for part in self.texts() for sample in load_completions(part))
+        self.written = sum(len(sample["input_ids"]) - sample["prompt_length"] for sample in samples)
+
+    def answers(self, name: str, prompts: Path) -> dict[str, Any]:
+        """Return the fields of `prepare`."""
+        return self.config.answers() | {"prompts": prompts, "output": self.completions(name)}
+
+    def completions(self, name: str) -> Path:
+        """Return the directory of the target's answers."""
+        return self.output / "completions" / name
+
+    def texts(self) -> list[str]:
+        """Return the directories of the text that is there."""
+        return [str(self.completions(name)) for name in self.parts]
+
+    def training(self, name: str, output: Path) -> dict[str, Any]:
+        """Return the fields of a candidate's training on the text that is there."""
+        return self.config.training(self.candidates[name], self.texts(), str(output))
+
+    @property
+    def heldout(self) -> dict[float, str]:
+        """The directories of held-out answers, by temperature."""
+        return {t: str(self.completions(f"heldout-{t:g}")) for t in self.config.temperature}
+
+    def trial(self, name: str, rung: int, until: float) -> tuple[Trial, Pace]:
+        """Train a candidate on the text that is there, and replay it; or read what an earlier run left of that.
+
+        Raises:
+            InputError, RuntimeError: the training failed.
+            OutOfTime: more than `until` seconds of the budget would be spent.
+        """
+        output, path = self.output / "trials" / str(rung) / name, self.output / "trials" / f"{rung}-{name}.json"
+        stage, argv, took = f"train-{rung}-{name}", list[str](), 0.0
+        if name in self.candidates:
+            flags = flags_of(self.training(name, output) | JUDGED_LATER)
+            argv = [self.candidates[name]["command"], *self.config.launcher(), *flags]
+            if self.stages.changed(stage, argv) and output.is_dir():
+                shutil.rmtree(output)  # it was trained otherwise
+            took = self.run("training", stage, argv, until - self.spent)
+        drafter = str(output) if argv else name
+        kept = read(KeptTrial, path) if path.is_file() else None
+        if kept is None or kept.command != argv:
+            try:
+                with ending_after(until - self.spent):
+                    found = replayed(self.config, {name: drafter}, self.heldout)[name]
+            except OutOfTime:
+                self.spend("replay", self.stages.lap())
+                raise
+            trained = _train_seconds(drafter) if argv else 0.0
+            write_json(path, KeptTrial(argv, trained, found, self.stages.lap()))
+            kept = read(KeptTrial, path)
+        self.spend("replay", kept.seconds)
+        pace = Pace(kept.training / self.written, max(0.0, took - kept.training) + kept.seconds)
+        return Trial(drafter, int(self.written), kept.training, kept.replayed), pace
+
+    def rung(self, rung: int, names: Sequence[str]) -> list[str]:
+        """Try candidates on the text that is there.
+
+        Of the first amount, those are left out for whom there is no time; of a later one all must end.
+
+        Returns:
+            Those that were tried.
+
+        Raises:
+            InputError: all trainings failed.
+            OutOfTime: a later amount took longer than the time that is left.
+        """
+        self.say(rung, names)
+        until, made = self.seconds * (1.0 if rung > 1 else 1 - COSTS), dict[str, tuple[Trial, Pace]]()
+        for name in names:
+            seconds = [pace.trial(self.written) for _, pace in made.values()]
+            try:
+                if rung == 1 and self.spent + sum(seconds) / max(1, len(seconds)) >= until:
+                    raise OutOfTime
+                made[name] = self.trial(name, rung, until)
+            except OutOfTime:
+                if rung > 1:
+                    raise
+                self.failed[name] = f"{name} is left out: there was no time to train it as well"
+            except (InputError, RuntimeError) as error:  # the latter are torch's: memory, a kernel that is missing
+                if name == names[-1] and not made:
+                    raise
+                line = str(error).partition("\n")[0]
+                self.failed[name] = f"{name} is left out, its training failed on amount {rung}: {line}"
+                if name in self.trials:
+                    self.dropped[name] = rung - 1
+            if name in self.failed:
+                print(self.failed[name], flush=True)
+        for name, (trial, pace) in made.items():
+            self.trials.setdefault(name, []).append(trial)
+            self.paces[name] = pace
+        self.amounts.append(int(self.written))
+        return list(made)
+
+    def say(self, rung: int, names: Sequence[str]) -> None:
+        """Say where it stands."""
+        print(
+            f"\n{rung} of {RUNGS}: {', '.join(names)} on {self.written:,.0f} tokens of text; "
+            f"{time_text(self.spent)} of {time_text(self.seconds)} spent",
+            flush=True,
+        )
+
+    def reach(self, name: str) -> float:
+        """Return the tokens of text that a candidate will learn from when it has won."""
+        trained = float(self.trials[name][-1].tokens)
+        if self.config.budget_tokens is not None:
+            return max(float(self.config.budget_tokens), trained)
+        choosing = self.spent if self.over else max(self.spent, self.seconds)
+        left = max(self.config.seconds - choosing, 0.0)
+        # No more than the target can write from these prompts.
+        most = self.written / self.used * len(self.train) * self.answers_of(MOST_SAMPLES) / self.answers_of(1)
+        return max(min(affordable(left, self.paces[name], self.written, self.write), most), trained)
+
+    def answers_of(self, samples: int) -> int:
+        """Return how many answers a prompt has with this many samples: one at T=0, as many elsewhere."""
+        return sum(samples if temperature > 0 else 1 for temperature in self.config.temperature)
+
+
+def _train_seconds(directory: str) -> float:
+    """Return the seconds of a training run, as its trainer noted them."""
+    state = parse_json((Path(directory) / "trainer_state.json").read_text(encoding="utf-8"))
+    return float(next(entry["train_runtime"] for entry in state["log_history"] if "train_runtime" in entry))
