@@ -43,7 +43,9 @@ class Samples:
     """The error of each sample that is refused."""
 
 
-def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: Sequence[int]) -> Samples:
+def read(
+    config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: Sequence[int] = ()
+) -> Samples:
     """Read the samples that a config names, with their loss masks.
 
     Args:
