@@ -11,13 +11,14 @@ what servers hand to templates.
 
 import json
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from jinja2 import meta
+from jinja2 import TemplateError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
@@ -82,25 +83,28 @@ class ChatTemplate:
         """
         reasons = any(name in message for message in messages for name in REASONING)
         calls = any("tool_calls" in message for message in messages)
-        first: InputError | None = None
+        errors = list[tuple[int, InputError]]()
         for renamed, parts, parsed in product((False, True)[: 1 + reasons], (False, True), (True, False)[: 1 + calls]):
             form = replace(self, reasoning_renamed=renamed, in_parts=parts, arguments_parsed=parsed)
             try:
-                form._require_all(messages, answer, begun)
-                return form
-            except InputError as error:
-                first = first or error
-        assert first is not None
-        raise first
+                if not (left_out := form._left_out(messages, answer, begun)):
+                    return form
+                expected = f"{left_out[0]}: expected a chat template that writes it"
+                error = InputError(f"{self.name}: {expected}, found that the target's leaves it out")
+                errors.append((len(left_out), error))
+            except InputError as error:  # the template says what it does not take, or stumbles over another form
+                errors.append((0 if type(error.__cause__) is TemplateError else sys.maxsize, error))
+        raise min(errors, key=lambda error: error[0])[1]
 
     def _render(
         self, formed: list[Message], answer: bool = False, marked: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         rendered: Any
+        tools: Any = self.tools
         with reading(self.name, "messages that the chat template renders"):
             rendered = render_jinja_template(
                 conversations=[formed],
-                tools=self.tools,
+                tools=tools,
                 chat_template=self.source,
                 add_generation_prompt=answer,
                 return_assistant_tokens_mask=marked,
@@ -121,15 +125,11 @@ class ChatTemplate:
             formed.setdefault("reasoning", reasoning)
         return formed
 
-    def _require_all(self, messages: Sequence[Message], answer: bool, begun: int) -> None:
-        """Require that each field leaves its mark.
-
-        Raises:
-            InputError: names the first that does not.
-        """
+    def _left_out(self, messages: Sequence[Message], answer: bool, begun: int) -> list[str]:
+        """Return the fields that leave no mark."""
         text = self.render(messages, answer=answer)[0]
         if not text:
-            return
+            return []
         marks = _Marks(text)
         called = {function_of(call)["name"] for message in messages for call in message.get("tool_calls", ())}
         formed = [
@@ -139,21 +139,16 @@ class ChatTemplate:
         tools = None if self.tools is None else [marks.tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
         told = replace(self, tools=tools)
         written = told._render(formed, answer)[0].lower()
-        for mark, field in marks.fields.items():
-            turn, misread = marks.reasoning.get(mark), marks.misread.get(mark, ())
-            there = mark in written and not any(text in written for text in misread)
-            if not there and turn is not None and turn < len(messages) - 1:  # would it be there in the last answer?
-                there = mark in told._render(formed[: turn + 1])[0].lower()
-            if not there:
-                raise self._unwritten(field)
-        for field, name in marks.unmarked.items():
-            if re.search(rf"\b{re.escape(name)}\b", self.source) is None:
-                raise self._unwritten(field)
 
-    def _unwritten(self, field: str) -> InputError:
-        return InputError(
-            f"{self.name}: {field}: expected a chat template that writes it, found that the target's leaves it out"
-        )
+        def is_written(mark: str) -> bool:
+            if mark in written:
+                return not any(misread in written for misread in marks.misread.get(mark, ()))
+            turn = marks.reasoning.get(mark, len(messages))  # would it be there in the last answer?
+            return turn < len(messages) - 1 and mark in told._render(formed[: turn + 1])[0].lower()
+
+        left_out = [field for mark, field in marks.fields.items() if not is_written(mark)]
+        unnamed = [f for f, name in marks.unmarked.items() if re.search(rf"\b{re.escape(name)}\b", self.source) is None]
+        return left_out + unnamed
 
 
 class _Marks:
