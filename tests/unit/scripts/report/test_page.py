@@ -18,7 +18,7 @@ from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report, Speed
 from draftsmith.scripts.report.words import turns
-from draftsmith.scripts.summary import figures_table
+from draftsmith.scripts.summary import DOUBTFUL, figures_table
 from draftsmith.train.kinds.quantities import size
 
 NOTHING = Estimate(None, None, 0)
@@ -536,6 +536,18 @@ def test_hostile_words_stay_words(full):
     page = Page(html)
     assert "script" not in page.tags and html.count(HOSTILE) == 0
     assert page.text.count(HOSTILE) > 10
+
+
+def test_costs_that_do_not_agree_are_named_on_the_page_and_in_the_terminal(full):
+    doubt, report = f"T=0, 1 at a time: {HOSTILE} takes 9 ms at first, 18 ms later", copy.deepcopy(full)
+    table = {"context": 9, "temperature": 0.0, "prompt": 5, "drafters": {}, "doubts": [doubt]}
+    table |= {name: {1: 0.1} for name in ("plain_overhead_seconds", "prefill_seconds")}
+    report["costs"]["tables"] = [table | {"target_seconds": {1: {1: 0.1}}}]
+    typed = TYPED.validate_python(report)
+    console = Console(file=io.StringIO(), width=200)
+    print_report(typed, console)
+    assert doubt in Page(render_page(typed)).text and doubt in console.file.getvalue()
+    assert DOUBTFUL in console.file.getvalue() and DOUBTFUL not in words_of(full)
 
 
 def test_numbers_and_tokens_are_written_to_be_read():
