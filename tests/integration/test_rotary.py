@@ -27,7 +27,7 @@ ROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 9.0, 27.0]}
     ],
 )
 def test_the_loss_does_not_depend_on_the_longest_text_of_a_batch(kind, config, pipeline, tokenizer, tmp_path):
-    model = tiny_llama(0, len(tokenizer), rope_parameters=ROPE)
+    model = tiny_llama(0, len(tokenizer), scale=1.0, rope_parameters=ROPE, initializer_range=0.3)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     save_model(model, tokenizer, tmp_path / "target")
     for name in ("short", "long"):
