@@ -7,6 +7,7 @@ alike there are judged by the time of verifying some tokens, which drafts wait f
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from draftsmith.decode.measurement.costs import forward_behind_text
 from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import read
 from draftsmith.scripts.pair import load_pair
+from draftsmith.scripts.programs import Order, compiling, needs_compiling
 from draftsmith.train.files import write_aside
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Pair
 from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_model
@@ -172,7 +174,8 @@ def fastest_settings(
     timed = _Timed({own: target} | copies, [threads] if threads else sorted({1, max(1, most // 2), most}))
     torch.set_num_threads(timed.threads)
     if compiled is not False and (compiled or timed.tokens[timed.fastest] < COMPILED_BELOW):
-        timed.compile(bool(compiled))
+        with _compiled_aside(timed, path, trust_remote_code):
+            timed.compile(bool(compiled))
         compiled = compiled or timed.compiling_pays
     chosen = timed.dtype(bool(compiled))
     draft_dtypes = {}
@@ -182,6 +185,14 @@ def fastest_settings(
         draft_dtypes[draft] = _least(median_seconds(forwards, REPEATS)) if forwards else own
     torch.set_num_threads(most)
     return Settings(chosen, timed.threads, bool(compiled), draft_dtypes, timed.in_words())
+
+
+def _compiled_aside(timed: "_Timed", path: str, trust_remote_code: bool) -> AbstractContextManager[None]:
+    """Let another process compile the target in its second dtype, where both have to be compiled."""
+    _, *others = timed.models
+    if len(others) != 1 or not all(needs_compiling(model) for model in timed.models.values()):
+        return nullcontext()
+    return compiling(Order(path, others[0], timed.threads, trust_remote_code))
 
 
 def _least(seconds: Mapping[str, float]) -> str:

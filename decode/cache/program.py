@@ -87,7 +87,7 @@ class Program:
             InputError: a forward that cannot be traced, or a folder that cannot be written.
         """
         begin, device = time.perf_counter(), device_of(model)
-        path = folder() / f"{_key(model, forward)}.pt2"
+        path = _path(forward)
         try:
             self._load(path, device)
         except UNREADABLE as error:  # not there, or damaged
@@ -186,6 +186,15 @@ def folder() -> Path:
     """Return where programs are kept: $DRAFTSMITH_PROGRAMS, or draftsmith/programs in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(FOLDER) or Path(cache) / "draftsmith" / "programs")
+
+
+def on_disk(forward: Forward) -> bool:
+    """Return whether a program is kept on disk, so that no process needs to compile it."""
+    return _path(forward).exists()
+
+
+def _path(forward: Forward) -> Path:
+    return folder() / f"{_key(forward.model, forward)}.pt2"
 
 
 def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]) -> Any:

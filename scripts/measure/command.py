@@ -22,6 +22,7 @@ from draftsmith.scripts.measure.stages import observe
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import SETTINGS, Unfinished
 from draftsmith.scripts.pair import read_tokens
+from draftsmith.scripts.programs import Order, compile_side_by_side
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
@@ -57,10 +58,11 @@ def measure(config: MeasureConfig) -> Report:
         raise InputError(
             f"batch_size: expected at most the {count} prompts that are decoded, found {max(config.batch_size)}"
         )
+    drafters = _drafters(config)
     pair, settings = load_fastest(
         config.target,
         tokenizer,
-        _drafters(config),
+        drafters,
         config.dtype,
         config.threads,
         config.compiled,
@@ -69,6 +71,10 @@ def measure(config: MeasureConfig) -> Report:
     )
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     config = replace(config, compiled=settings.compiled)
+    if settings.compiled:
+        specs = [replace(spec, dtype=settings.draft_dtypes.get(str(spec.path))) for spec in drafters]
+        order = Order(config.target, settings.dtype, settings.threads, config.trust_remote_code)
+        compile_side_by_side(pair, order, specs, [config.options(temperature) for temperature in config.temperature])
     tables: list[CostTable] | None = None if config.measure_costs else []
     if config.costs is not None:  # others' are refused before a text is decoded
         tables = load_costs(Path(config.costs), config, pair)

@@ -1,0 +1,120 @@
+"""Programs that are compiled in two processes side by side: each compiles on one core alone."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.decode import clock, speculative_generate
+from draftsmith.decode.cache.forward import BlockForward
+from draftsmith.decode.cache.program import on_disk
+from draftsmith.decode.measurement.costs import forward_behind_text
+from draftsmith.decode.progress import phase
+from draftsmith.scripts.pair import load_pair
+from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Pair
+from draftsmith.train.models import load_tokenizer
+
+COMPILED = 3.0
+"""Seconds of a program from which it was compiled; those that are on disk are read in less."""
+PROMPT = list(range(2, 10))
+NEW_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Order:
+    """Programs for another process to make: those of a target alone, or those that drafters decode with."""
+
+    target: str
+    dtype: str
+    threads: int
+    trust_remote_code: bool
+    drafters: Sequence[DrafterSpec] = ()
+    options: Sequence[Mapping[str, Any]] = ()
+    """Of the decoder, for each drafter."""
+
+
+@contextmanager
+def compiling(order: Order) -> Iterator[None]:
+    """Let another process make programs while the block makes others; what it fails at is left to whoever needs it."""
+    command = [sys.executable, "-m", "draftsmith.scripts.programs", json.dumps(asdict(order))]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+        process.wait()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def needs_compiling(model: Any) -> bool:
+    """Return whether the program of a target's forward is not on disk."""
+    layers = model.config.get_text_config().num_hidden_layers
+    return not on_disk(BlockForward(model, (), [], [True] * layers))
+
+
+def compile_side_by_side(
+    pair: Pair, order: Order, drafters: Sequence[DrafterSpec], options: Sequence[Mapping[str, Any]]
+) -> None:
+    """Compile what drafters decode with, half of it in another process, where the target had to be compiled too.
+
+    Args:
+        pair: the loaded models, on a CPU.
+        order: what the other process needs to load them.
+        drafters: the specs of the pair's drafters, in their order.
+        options: of the decoder, for each drafter.
+    """
+    if pair.target.device.type != "cpu" or max(clock.PROGRAMS, default=0.0) < COMPILED:
+        return
+    programs = {
+        (_shape(drafter), tuple(drafter.draft_lengths), place): (drafter, spec, of_decoder)
+        for drafter, spec in zip(reversed(pair.drafters), reversed(drafters), strict=True)
+        for place, of_decoder in enumerate(options)
+        if drafter.model is not None
+    }
+    parts = list(programs.values())
+    if len(parts) < 2:
+        return
+    ours, theirs = parts[::2], parts[1::2]
+    others = Order(**vars(order) | {"drafters": [s for _, s, _ in theirs], "options": [o for _, _, o in theirs]})
+    with phase("compiling in two processes"), compiling(others):
+        for drafter, _, of_decoder in ours:
+            with suppress(Exception):  # decoding says what fails
+                decode_briefly(pair, drafter, of_decoder)
+
+
+def _shape(drafter: Drafter) -> str:
+    """Return what drafters with the same programs have in common."""
+    config = drafter.model.config.to_dict() if drafter.model is not None else {}
+    config.pop("_name_or_path", None)
+    return json.dumps([type(drafter.proposer).__name__, config], sort_keys=True, default=str)
+
+
+def decode_briefly(pair: Pair, drafter: Drafter, options: Mapping[str, Any]) -> None:
+    """Decode a few tokens compiled, with each draft length."""
+    ids = torch.tensor([PROMPT], device=pair.target.device)
+    for draft_length in drafter.draft_lengths:
+        brief = {**options, "compiled": True, "max_new_tokens": NEW_TOKENS}
+        speculative_generate(pair.target, drafter.proposer, ids, draft_length=draft_length, **brief)
+
+
+def main(argument: str) -> None:
+    """Make the programs of an order."""
+    order = Order(**json.loads(argument))
+    torch.set_num_threads(order.threads)
+    specs = [DrafterSpec(**spec) for spec in order.drafters]  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(order.target, trust_remote_code=order.trust_remote_code)
+    pair = load_pair(order.target, tokenizer, specs, order.dtype, order.trust_remote_code)
+    if not specs:
+        forward_behind_text(pair.target, compiled=True)()
+    for drafter, options in zip(pair.drafters, order.options, strict=True):
+        with suppress(Exception):
+            decode_briefly(pair, drafter, options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

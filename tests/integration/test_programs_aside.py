@@ -1,0 +1,73 @@
+"""Programs that a second process makes: they are on disk for the first one, and a failure there costs nothing."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.decode import clock
+from draftsmith.decode.cache import program
+from draftsmith.scripts import programs
+from draftsmith.scripts.kinds import drafter_specs
+from draftsmith.scripts.pair import load_pair
+from draftsmith.train.models import load_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv(program.FOLDER, str(tmp_path / "programs"))
+    return tmp_path / "programs"
+
+
+def order_of(target: str, **fields) -> programs.Order:
+    return programs.Order(target, "float32", torch.get_num_threads(), False, **fields)
+
+
+def test_another_process_compiles_what_is_then_read(pair_dirs, folder, monkeypatch):
+    target, draft = map(str, pair_dirs)
+    specs, options = drafter_specs([draft], [2]), {"do_sample": False}
+    pair = load_pair(target, load_tokenizer(target), specs)
+    assert programs.needs_compiling(pair.target)
+    with programs.compiling(order_of(target, drafters=specs, options=[options])):
+        pass
+    assert not programs.needs_compiling(pair.target)
+    monkeypatch.setattr(program, "_write", lambda *_: pytest.fail("compiled again"))
+    programs.decode_briefly(pair, pair.drafter, options)
+
+
+def test_two_processes_share_out_what_drafters_need(pair_dirs, monkeypatch):
+    target, draft = map(str, pair_dirs)
+    specs = drafter_specs([draft, "prompt_lookup"], [2])
+    pair = load_pair(target, load_tokenizer(target), specs)
+    options = [{"do_sample": False}, {"do_sample": True, "temperature": 1.0, "top_k": 0}]
+    here, there = [], []
+    monkeypatch.setattr(programs, "decode_briefly", lambda pair, drafter, options: here.append(options))
+    monkeypatch.setattr(programs, "compiling", lambda order: there.append(order) or nullcontext())
+    for seconds in (0.5, 30.0):  # of the target's program, read from disk or compiled
+        monkeypatch.setattr(clock, "PROGRAMS", [seconds])
+        programs.compile_side_by_side(pair, order_of(target), specs, options)
+        if seconds < 1:
+            assert here == there == []
+    assert here == options[:1] and there[0].options == options[1:] and there[0].drafters == specs[:1]
+
+
+def test_an_order_that_fails_is_left_to_the_first_process(tmp_path, folder):
+    with programs.compiling(order_of(str(tmp_path / "nowhere"))):
+        pass
+    assert not folder.exists()
+
+
+def test_a_block_that_fails_ends_the_other_process(monkeypatch):
+    started = []
+    popen = programs.subprocess.Popen
+
+    def sleeping(command, **options):
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        return started[0]
+
+    monkeypatch.setattr(programs.subprocess, "Popen", sleeping)
+    with pytest.raises(RuntimeError, match="out of memory"), programs.compiling(order_of("target")):
+        raise RuntimeError("out of memory")
+    assert started[0].returncode is not None and started[0].returncode < 0
