@@ -25,11 +25,10 @@ def order_of(target: str, **fields) -> programs.Order:
     return programs.Order(target, "float32", torch.get_num_threads(), False, **fields)
 
 
-def test_another_process_compiles_what_is_then_read(pair_dirs, folder, monkeypatch):
+def test_another_process_compiles_what_is_then_read(pair_dirs, monkeypatch):
     target, draft = map(str, pair_dirs)
     specs, options = drafter_specs([draft], [2]), {"do_sample": False}
     pair = load_pair(target, load_tokenizer(target), specs)
-    assert programs.needs_compiling(pair.target)
     with programs.compiling(order_of(target, drafters=specs, options=[options])):
         pass
     assert not programs.needs_compiling(pair.target)
