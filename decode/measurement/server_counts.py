@@ -14,7 +14,7 @@ So a text must be known γ tokens beyond its end. At T=0, where acceptance is 0 
 the server's own; under sampling they are their expectations.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, starmap, zip_longest
 from operator import add, sub
@@ -65,10 +65,6 @@ class ServerCounts:
         numbers = less.num_drafts, less.num_draft_tokens, less.num_accepted_tokens, *less.num_accepted_tokens_per_pos
         return not any(map(round, numbers))
 
-    def mean_acceptance_length(self) -> float | None:
-        """Return 1 + accepted ÷ drafts, as vLLM's log has it; None where nothing was drafted."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
-
     def draft_acceptance_rate(self) -> float | None:
         """Return accepted ÷ drafted tokens; None where nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
@@ -88,6 +84,63 @@ class ServerCounts:
         )
 
 
+@dataclass(frozen=True)
+class Convention:
+    """How a server counts; by default as vLLM 0.32 does."""
+
+    prompt_drafts: bool = False
+    """Whether the step that reads the prompt verifies a draft, too; else it emits a token, and is none of the steps."""
+    beyond_end: bool = True
+    """Whether tokens that are accepted beyond the end of a text count."""
+    bonus: bool = False
+    """Whether the token that the target adds to each step counts as accepted."""
+    by_batch: bool = False
+    """Whether the steps of all texts of a batch count as one."""
+
+    def counted(self, counts: ServerCounts, steps: float, draft_length: int | None) -> ServerCounts | None:
+        """Return counts of single texts' steps without the added tokens; None where they cannot be of this convention.
+
+        Args:
+            counts: the server's.
+            steps: of texts, where it counts those of batches.
+            draft_length: γ; None where it varies.
+        """
+        drafted = counts.num_draft_tokens
+        if self.by_batch and draft_length and drafted == draft_length * counts.num_drafts:
+            drafted = draft_length * steps
+        steps = steps if self.by_batch else counts.num_drafts
+        accepted, per_pos = counts.num_accepted_tokens - steps * self.bonus, counts.num_accepted_tokens_per_pos
+        depth = len(per_pos) if draft_length is None else draft_length
+        if self.bonus and len(per_pos) > depth and per_pos[0] == steps:
+            per_pos = per_pos[1:]  # the first of them is the step itself
+        if per_pos and (sum(per_pos) != accepted or any(per_pos[depth:]) or per_pos[0] > steps):
+            return None
+        if accepted < 0 or (self.by_batch and steps < counts.num_drafts):
+            return None
+        return ServerCounts(steps, drafted, accepted, per_pos)
+
+
+WORDS = {
+    "prompt_drafts": ("the prompt's step drafts too", "the prompt's step drafts nothing"),
+    "beyond_end": ("accepted tokens count beyond the end of a text", "accepted tokens count up to the end of a text"),
+    "bonus": ("the target's own token counts as accepted", ""),
+    "by_batch": ("the steps of a batch count as one", ""),
+}
+"""Of each field of a convention, what it says if it is true or false."""
+
+
+VLLM = Convention()
+
+
+def in_words(conventions: Collection[Convention]) -> str:
+    """Return what conventions say in words, and of what they differ in both."""
+    said = []
+    for name, (yes, no) in WORDS.items():
+        values = {getattr(convention, name) for convention in conventions}
+        said.append(" or ".join(filter(None, (yes, no or "not"))) if len(values) > 1 else yes if True in values else no)
+    return "; ".join(filter(None, said))
+
+
 def possible(counts: ServerCounts) -> ServerCounts:
     """Return a server's counts if they are possible: whole numbers, no more accepted than drafted.
 
@@ -99,11 +152,12 @@ def possible(counts: ServerCounts) -> ServerCounts:
     for number in (drafts, drafted, accepted, *per_pos):
         if not 0 <= number <= MOST or number != int(number):
             raise ValueError(f"expected whole numbers of drafts and tokens, found {number}")
-    if accepted > drafted or (per_pos and sum(per_pos) > accepted):
+    # Some count the target's own token of each step, too, or the steps of a batch as one.
+    if accepted > drafted + drafts or (per_pos and sum(per_pos) > accepted):
         raise ValueError(
             f"expected at most as many accepted as drafted tokens, found {max(accepted, sum(per_pos))} of {drafted}"
         )
-    if any(after > before for before, after in pairwise((drafts, *per_pos))):
+    if any(after > before for before, after in pairwise((drafted, *per_pos))):
         raise ValueError(f"expected each position accepted by no more drafts than the one before, found {per_pos}")
     return counts
 
@@ -118,8 +172,9 @@ def vllm_counts(
     draft_length: int,
     room: int | None = None,
     drafted_T: np.ndarray | None = None,
+    convention: Convention = VLLM,
 ) -> ServerCounts:
-    """Return what vLLM counts, or is expected to count, while it writes one text.
+    """Return what a server counts, or is expected to count, while it writes one text.
 
     Args:
         acceptance_TK: of each token of the text and of γ tokens behind its end, the probability that a round that
@@ -131,6 +186,7 @@ def vllm_counts(
             are needed if None.
         drafted_T: of each start the tokens that a round drafts there, where some draft fewer than γ
             (`TextReplay.drafted`); one that drafts nothing is no round.
+        convention: how it counts; the target's own tokens are left out.
 
     Raises:
         InputError: fewer starts or positions than the counts need.
@@ -142,9 +198,10 @@ def vllm_counts(
             f"positions, found {starts} × {depth}"
         )
     begins = np.zeros(tokens + draft_length + 1)  # the probability that a step starts there
-    begins[1 if tokens > 1 else 0] = float(tokens > 1)
+    first = 0 if convention.prompt_drafts else 1
+    begins[first] = 1.0
     drafts, drafted, accepted_K = 0.0, 0.0, np.zeros(draft_length)
-    for t in range(1, tokens):
+    for t in range(first, tokens):
         gamma = draft_length if room is None else max(min(draft_length, room - t - 1), 0)
         if drafted_T is not None:
             gamma = min(gamma, int(drafted_T[t]))
@@ -152,18 +209,19 @@ def vllm_counts(
         reach_K = np.cumprod(a_K)  # the first j + 1 are accepted
         drafts += begins[t] * (gamma > 0)
         drafted += begins[t] * gamma
-        accepted_K[:gamma] += begins[t] * reach_K
+        counted = gamma if convention.beyond_end else min(gamma, tokens - t)
+        accepted_K[:counted] += begins[t] * reach_K[:counted]
         stops_K = np.append(1.0, reach_K) * np.append(1 - a_K, 1.0)  # exactly j are
         begins[t + 1 : t + gamma + 2] += begins[t] * stops_K
     return ServerCounts(float(drafts), float(drafted), float(accepted_K.sum()), tuple(accepted_K.tolist()))
 
 
-def steps_of(acceptance_TK: np.ndarray, tokens: int, draft_length: int) -> list[int]:
+def steps_of(acceptance_TK: np.ndarray, tokens: int, draft_length: int, convention: Convention = VLLM) -> list[int]:
     """Return how many tokens each step of one text emits at T=0, the prompt's among them, as they stream in.
 
     The last step's are cut where the text ends. Arguments are those of `vllm_counts`, with entries of 0 or 1.
     """
-    steps, t = [1] if tokens else [], 1
+    steps, t = ([], 0) if convention.prompt_drafts or not tokens else ([1], 1)
     while t < tokens:
         row = acceptance_TK[t, :draft_length] < 0.5
         accepted = int(row.argmax()) if row.any() else draft_length

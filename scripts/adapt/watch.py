@@ -1,7 +1,8 @@
 """What a server makes of a drafter: what it counts of live traffic, and whether a new one holds what replay promised.
 
 Live traffic is seen in the server's counters alone, which do not tell texts apart. So the interval of τ is computed
-from the accepted tokens by position and the number of texts, with a usual correlation of the drafts of one text.
+from the accepted tokens by position and the number of texts, with a usual correlation of the drafts of one text. It
+holds every τ that the counters allow (`decode.measurement.server_steps`).
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from pathlib import Path
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.decode.measurement.server_steps import NOTHING, CountedTexts, server_steps
 from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Count, parse_json, read
 from draftsmith.scripts.adapt.config import AdaptConfig
@@ -68,6 +70,10 @@ class Watched:
     """Its counters then; None before the first one."""
     texts: Count = 0
     """Those it had finished then."""
+    requests: Count = 0
+    """Those under way then."""
+    tokens: Count | None = None
+    """What it had written; None where it does not say."""
     at_first: Estimate | None = None
     """τ of the first look after the last step, with which later ones are compared."""
     unchecked: Unchecked | None = None
@@ -79,15 +85,33 @@ def watched(output: Path) -> Watched:
     return read(Watched, path) if path.is_file() else Watched()
 
 
-def length_of(counts: ServerCounts, texts: int) -> Estimate:
-    """Return τ of what a server counted in some texts, 1 + accepted ÷ drafts, with an approximate interval."""
+def length_of(counts: ServerCounts, texts: int, tokens: int, under_way: tuple[int, int] = (0, 0)) -> Estimate:
+    """Return τ, emitted tokens ÷ drafts, of what a server counted, with an approximate interval.
+
+    The value is None where the counts allow several, and the interval too where they allow none.
+
+    Args:
+        counts: of its drafts.
+        texts: that ended meanwhile.
+        tokens: that it wrote.
+        under_way: texts that had begun before and that had not ended: their prompts' tokens may be among those or not.
+    """
+    before, after = under_way
+    begun = {max(texts - before, 0), texts, texts + after}
+    found = [server_steps([CountedTexts(counts, tokens, number)]) for number in begun]
+    bounds = [each for steps in found if (each := steps.length_bounds()) is not None]
+    if not bounds:
+        return NOTHING
     drafts, per_pos = counts.num_drafts, counts.num_accepted_tokens_per_pos
-    mean = counts.num_accepted_tokens / drafts
+    mean = sum(per_pos) / drafts
     # Of a draft with x accepted tokens x² is the sum of 2 i − 1 over its accepted positions i.
     square = sum((2 * i - 1) * accepted for i, accepted in enumerate(per_pos, 1)) / drafts
-    alone = ALIKE * UNEQUAL / texts + (1 - ALIKE) / drafts
+    alone = ALIKE * UNEQUAL / max(texts, 1) + (1 - ALIKE) / drafts
     spread = NORMAL * math.sqrt(max(square - mean**2, 0.0) * alone)
-    return Estimate(1 + mean, (1 + mean - spread, 1 + mean + spread), int(drafts))
+    most = counts.num_draft_tokens / drafts + 1
+    low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
+    value = low if high - low < 1e-12 else None
+    return Estimate(value, (max(low - spread, 1.0), min(high + spread, most)), int(drafts))
 
 
 def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
@@ -100,31 +124,43 @@ def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
     except (ServerFailure, InputError) as failure:
         return str(failure), False
     before, drafter = watched(output), os.path.realpath(config.drafter)
-    totals, texts = metrics.counters, metrics.finished or 0
-    now = replace(before, drafter=drafter, totals=totals, texts=texts)
-    if before.totals is None or before.drafter != drafter:
+    totals, texts, tokens = metrics.counters, metrics.finished or 0, metrics.generated_tokens
+    if tokens is None:
+        return "the server does not count the tokens that it writes, so that its τ is not known", False
+    now = replace(before, drafter=drafter, totals=totals, texts=texts, requests=metrics.requests, tokens=tokens)
+    if before.totals is None or before.tokens is None or before.drafter != drafter:
         _keep(output, replace(now, at_first=None))
         return None, False
-    since, texts_before = before.totals, before.texts
-    counted, ended = totals - since, texts - texts_before
-    least = counted.num_drafts, counted.num_draft_tokens, ended, *counted.num_accepted_tokens_per_pos
+    counted, ended, written = totals - before.totals, texts - before.texts, tokens - before.tokens
+    least = counted.num_drafts, counted.num_draft_tokens, ended, written, *counted.num_accepted_tokens_per_pos
     if min(least) < 0:  # the server was started again, and counts from nothing
-        _keep(output, replace(before, totals=ServerCounts(), texts=0))
-        counted, ended = totals, texts
+        before = replace(before, totals=ServerCounts(), texts=0, requests=0, tokens=0)
+        _keep(output, before)
+        counted, ended, written = totals, texts, tokens
     if counted.num_drafts < LEAST_DRAFTS or ended < LEAST_TEXTS:  # they count with what comes
         return None, False
-    length = length_of(counted, ended)
+    length = length_of(counted, ended, written, (before.requests, metrics.requests))
+    if length.ci95 is None:
+        _keep(output, now)
+        counts = f"{counted.num_drafts:,} drafts for {written:,} tokens in {ended} texts"
+        return f"the server's τ is not known: {counts} fit no way of counting that is known", False
     first = before.at_first or length
-    assert length.ci95 is not None and first.ci95 is not None
+    assert first.ci95 is not None
     fell = length.ci95[1] < first.ci95[0]
     line = {"time": time.time(), "drafter": drafter, "counts": counted.to_dict(), "texts": ended, "fell": fell}
     with (output / LOOKS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line | {"mean_acceptance_length": asdict(length)}) + "\n")
+        file.write(json.dumps(line | {"tokens": written, "mean_acceptance_length": asdict(length)}) + "\n")
     _keep(output, replace(now, at_first=first))
-    said = f"the server's τ since the last look: {format_estimate(length, spread='interval')}"
+    said = f"the server's τ since the last look: {_between(length)}"
     if first is not length:
-        said += f"; {format_estimate(first, spread='interval')} in the first one after the last step"
+        said += f"; {_between(first)} in the first one after the last step"
     return said + (": it fell" if fell else ""), fell
+
+
+def _between(length: Estimate) -> str:
+    if length.value is None and length.ci95 is not None:
+        return f"between {length.ci95[0]:.2f} and {length.ci95[1]:.2f}"
+    return format_estimate(length, spread="interval")
 
 
 def look_anew(output: Path) -> None:
@@ -156,9 +192,10 @@ def check(config: AdaptConfig, output: Path) -> tuple[str, bool] | None:
     step = Path(unchecked.step)
     Stages(step / "check").run("server", ["measure", *unchecked.command])
     report = parse_json((step / "server/report.json").read_text(encoding="utf-8"))
-    alpha, gate = report["runs"][0]["alpha"], report["gate"]
-    # What is not known is no reason to go back.
-    stays = gate["passed"] or alpha["ci95"] is None
+    alpha, gate, within = report["runs"][0]["alpha"], report["gate"], report["server"]["counted"][0]["alpha_within"]
+    # What is not known is no reason to go back, nor what may be as good as was promised.
+    unsure = alpha["ci95"] is None and (within is None or within[1] > gate["min_alpha"])
+    stays = gate["passed"] or unsure
     if not stays:
         if os.path.realpath(config.drafter) == os.path.realpath(step / "drafter"):
             move_link(Path(config.drafter), unchecked.before)

@@ -36,7 +36,7 @@ SOURCES = {
     "answers": "each answer, counted by the server",
     "parts": "the server's counters; intervals by the parts that answers came in, which match them step by step",
     "counters": "the server's counters of all requests together",
-    "means": "a mean of the server's own means",
+    "means": "not known: the server shows means of its last steps alone",
 }
 """What acceptance rests on."""
 

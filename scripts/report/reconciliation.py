@@ -107,3 +107,5 @@ class Reconciliation(Entry):
     near_ties: Count | None = None
     """At T=0 beside a report in half precision, answers that part from the expected text where rounding decides: they
     are no departure; null elsewhere."""
+    convention: str | None = None
+    """How the server counts: what the expected counts were computed for."""

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from draftsmith.decode.measurement.intervals import Interval
 from draftsmith.scripts.report.entry import AboveZero, Count, Entry, NotNegative, Positive, Some, Temperature
 from draftsmith.scripts.report.reconciliation import Reconciliation
 
 Role = Literal["server", "baseline_server"]
 Source = Literal["answers", "parts", "counters", "means"]
 """answers: each answer was counted by the server; parts: counters of all, and intervals by the parts that answers came
-in, a part a step; counters: of all, without an interval; means: a mean of the server's own means."""
+in, a part a step; counters: of all, without an interval; means: the server shows means of its steps alone."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Counted(Entry):
     """Of the answers."""
     generated_tokens: Count | None
     """That the server counted meanwhile, for whomever; null where it does not say."""
+    convention: str | None = None
+    """How the server counts, as far as its counts tell; null where they fit no way that is known."""
+    mean_acceptance_length_within: Interval | None = None
+    """The least and the greatest τ that the counts allow: the same figure twice where they determine it."""
+    alpha_within: Interval | None = None
 
 
 @dataclass(frozen=True)

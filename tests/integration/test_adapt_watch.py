@@ -31,7 +31,7 @@ class Counting:
     """A server that shows counters."""
 
     def __init__(self):
-        self.counts, self.texts = ServerCounts(), 0
+        self.counts, self.texts, self.tokens, self.counts_tokens = ServerCounts(), 0, 0, True
         counting = self
 
         class Handler(LocalHandler):
@@ -42,6 +42,8 @@ class Counting:
                 text = "".join(
                     f"vllm:spec_decode_num_{name}_total {value}\n" for name, value in zip(names, values, strict=True)
                 )
+                if counting.counts_tokens:
+                    text += f"vllm:generation_tokens_total {counting.tokens}\n"
                 text += f'vllm:request_success_total{{finished_reason="stop"}} {counting.texts}\n'
                 text += "".join(
                     POS.format(place, accepted) for place, accepted in enumerate(counts.num_accepted_tokens_per_pos)
@@ -58,7 +60,9 @@ class Counting:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def write(self, drafts: int, *per_pos: int) -> None:
+        """Write texts of twenty drafts each, whose ends cut none."""
         self.texts += drafts // 20
+        self.tokens += drafts + sum(per_pos) + drafts // 20
         self.counts += ServerCounts(drafts, drafts * len(per_pos), sum(per_pos), per_pos)
 
 
@@ -101,7 +105,7 @@ def test_live_acceptance_that_falls_is_seen(config, server, tmp_path):
 def test_a_server_that_was_started_again_counts_from_nothing(config, server, tmp_path):
     server.write(5000, 4000)
     look(config, tmp_path)
-    server.counts, server.texts = ServerCounts(), 0
+    server.counts, server.texts, server.tokens = ServerCounts(), 0, 0
     server.write(100, 60)
     assert look(config, tmp_path) == (None, False)
     server.write(500, 300)
@@ -114,20 +118,45 @@ def test_a_server_that_was_started_again_counts_from_nothing(config, server, tmp
 
 def test_the_interval_is_that_of_drafts_with_their_spread():
     alike, spread = ServerCounts(1000, 4000, 2000, (500, 500, 500, 500)), ServerCounts(1000, 4000, 2000, (1000, 1000))
-    assert length_of(alike, 50).value == length_of(spread, 50).value == 3.0
-    assert length_of(spread, 50).ci95 == (3.0, 3.0)  # each accepts two
+    assert length_of(alike, 50, 3050).value == length_of(spread, 50, 3050).value == 3.0
+    assert length_of(spread, 50, 3050).ci95 == (3.0, 3.0)  # each accepts two
     # Half of them accept four, half none: a standard deviation of 2. Of 50 texts with 20 drafts on the mean a variance
     # that is 20 × 0.4 + 0.8 times that of drafts alone.
     for texts, effect in ((50, 8.8), (1000, 1.2)):
-        low, high = length_of(alike, texts).ci95
+        low, high = length_of(alike, texts, 3000 + texts).ci95
         assert high - low == pytest.approx(2 * 1.96 * 2 * (effect / 1000) ** 0.5)
+
+
+def test_live_acceptance_is_what_was_emitted():
+    """Texts of one draft whose ends cut it: vLLM counts eight accepted tokens, and three were emitted."""
+    perfect = ServerCounts(1000, 8000, 8000, (1000,) * 8)
+    found = length_of(perfect, 1000, 4000)
+    assert found.value is None and found.ci95 == (3.0, 4.0)  # 4 if the prompt's step drafted, too
+    assert length_of(ServerCounts(1000, 8000, 3000, (1000,) * 3), 1000, 4000).ci95 == (3.0, 4.0)
+    (low, high), least = length_of(perfect, 1000, 8200).ci95, length_of(perfect, 1000, 4000, (100, 50)).ci95[0]
+    assert (low, high) == (7.2, 8.2) and least == pytest.approx(4.0 - 1.05)
+    assert length_of(perfect, 1000, 900).ci95 is None  # fewer tokens than drafts
+
+
+def test_a_server_that_does_not_count_its_tokens_has_no_live_acceptance(config, server, tmp_path):
+    server.counts_tokens = False
+    server.write(5000, 4000)
+    said, fell = look(config, tmp_path)
+    assert "so that its τ is not known" in said and not fell
 
 
 def report(step: Path, alpha: float | None, passed: bool) -> None:
     (step / "server").mkdir(parents=True, exist_ok=True)
     found = {"value": alpha, "ci95": None if alpha is None else [alpha - 0.02, alpha + 0.02], "n": 9}
     failures = [] if passed else ["α must exceed 0.4"]
-    text = json.dumps({"runs": [{"alpha": found}], "gate": {"passed": passed, "failures": failures}})
+    within = found["ci95"]
+    text = json.dumps(
+        {
+            "runs": [{"alpha": found}],
+            "gate": {"passed": passed, "failures": failures, "min_alpha": 0.4},
+            "server": {"counted": [{"alpha_within": within}]},
+        }
+    )
     (step / "server/report.json").write_text(text)
 
 

@@ -61,20 +61,25 @@ def last_line(err: str) -> str:
 
 
 def expected(server) -> dict[str, float]:
-    """What the law's steps say."""
-    drafts, accepted = len(server.steps), sum(server.steps)
-    rejections = sum(step < server.draft_length for step in server.steps)
-    return {"tau": 1 + accepted / drafts, "alpha": accepted / (accepted + rejections), "drafts": drafts}
+    """What the law's steps did in the texts."""
+    drafts = len(server.emitted)
+    tau, alpha = sum(server.emitted) / drafts, sum(server.accepted) / sum(server.tried)
+    return {"tau": tau, "alpha": alpha, "drafts": drafts}
 
 
-def check_run(run: dict, server) -> None:
-    law = expected(server)
+def check_run(report: dict, server) -> None:
+    (run,), (counted,), law = report["runs"], report["server"]["counted"], expected(server)
     assert run["counts"]["num_drafts"] == law["drafts"]
     assert run["counts"]["num_accepted_tokens"] == sum(server.steps)
     assert run["mean_acceptance_length"]["value"] == pytest.approx(law["tau"])
-    assert run["alpha"]["value"] == pytest.approx(law["alpha"])
-    low, high = run["alpha"]["ci95"]
-    assert low < law["alpha"] < high and run["alpha"]["n"] == COUNT
+    low, high = run["mean_acceptance_length"]["ci95"]
+    assert 1 <= low < law["tau"] < high <= server.draft_length + 1
+    low, high = counted["alpha_within"]
+    assert low - 1e-9 <= law["alpha"] <= high + 1e-9
+    if low == high:
+        assert run["alpha"]["value"] == pytest.approx(law["alpha"])
+        low, high = run["alpha"]["ci95"]
+        assert low < law["alpha"] < high and run["alpha"]["n"] == COUNT
     by_position = [sum(s > i for s in server.steps) / law["drafts"] for i in range(server.draft_length)]
     assert run["acceptance_per_position"] == pytest.approx(by_position)
 
@@ -94,16 +99,41 @@ def test_what_a_server_counts_is_what_is_reported(measure, prompts, law, source)
         code, report, _ = measure(server, prompts)
     assert code == 0
     (run,) = report["runs"]
-    check_run(run, server)
+    check_run(report, server)
     assert report["server"]["counted"][0]["source"] == source
+    assert report["server"]["counted"][0]["convention"].startswith("the prompt's step drafts nothing; ")
     assert run["draft_length"] == 4 and run["proposer"]["kind"] == "server"
     assert run["counts"]["num_emitted_tokens"] == COUNT * NEW
     assert report["baseline"] is report["memory"] is report["gate"] is None
     assert not report["recommendation"]["go"] and "Nothing to decide" in report["recommendation"]["reason"]
     assert "MEASURED" in measure.out
     assert report["server"]["servers"][0]["kind"] == law.get("kind", "vllm")
-    assert report["server"]["warnings"] == []
+    low, high = report["server"]["counted"][0]["alpha_within"]
+    assert low == high and report["server"]["warnings"] == []
     assert {name: of["prompts"] for name, of in run["by_category"].items()} == {"a": COUNT / 2, "b": COUNT / 2}
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        {"beyond_end": False},
+        {"bonus": True, "counts_answers": True},
+        {"prompt_drafts": True, "counts_answers": True},
+        {"alpha": 1.0, "draft_length": 8},
+        {"alpha": 1.0, "draft_length": 8, "beyond_end": False},
+    ],
+    ids=str,
+)
+def test_the_way_of_counting_is_told_and_changes_no_figure(measure, prompts, law):
+    with simulated_server(**law) as server:
+        code, report, _ = measure(server, prompts)
+    (run,), (counted,), found = report["runs"], report["server"]["counted"], expected(server)
+    assert code == 0 and run["mean_acceptance_length"]["value"] == pytest.approx(found["tau"])
+    assert run["alpha"]["value"] == pytest.approx(found["alpha"])
+    assert run["alpha"]["value"] == 1.0 or law.get("alpha") != 1.0
+    assert run["counts"]["num_accepted_tokens"] == sum(server.steps) - server.bonus * len(server.steps)
+    words = {"beyond_end": "up to the end", "bonus": "own token counts", "prompt_drafts": "step drafts too"}
+    assert all(words[name] in counted["convention"] for name in law if name in words)
 
 
 def test_the_page_and_the_summary_name_the_server(measure, prompts, tmp_path):
@@ -119,9 +149,11 @@ def test_the_page_and_the_summary_name_the_server(measure, prompts, tmp_path):
 def test_steps_that_come_together_leave_no_interval_and_so_no_pass(measure, prompts):
     with simulated_server(merges=True) as server:
         code, report, _ = measure(server, prompts, "--min-alpha", "0.1")
-    (run,) = report["runs"]
-    assert report["server"]["counted"][0]["source"] == "counters"
-    assert run["alpha"]["value"] == pytest.approx(expected(server)["alpha"]) and run["alpha"]["ci95"] is None
+    (run,), (counted,), law = report["runs"], report["server"]["counted"], expected(server)
+    assert counted["source"] == "counters" and run["alpha"]["value"] is run["mean_acceptance_length"]["ci95"] is None
+    for name, within in (("alpha", "alpha_within"), ("tau", "mean_acceptance_length_within")):
+        low, high = counted[within]
+        assert low - 1e-9 <= law[name] <= high + 1e-9 and high - low < 0.15
     assert code == 3 and "no interval over prompts" in report["server"]["warnings"][0]
 
 
@@ -137,14 +169,14 @@ def test_chats_of_sglang_are_not_counted_one_by_one(measure, chats, newer):
         assert run["mean_acceptance_length"]["value"] == pytest.approx(written / len(server.steps))
         assert report["server"]["counted"][0]["source"] == "counters"
     else:
-        assert run["counts"] is None and 1 < run["mean_acceptance_length"]["value"] < 5
-        assert report["server"]["counted"][0]["source"] == "means" and "mean of means" in warning
+        assert run["counts"] is run["mean_acceptance_length"]["value"] is None
+        assert report["server"]["counted"][0]["source"] == "means" and "is not the τ of these texts" in warning
     assert {path for path, _ in server.asked} == {"/v1/chat/completions"}
 
 
 def test_alpha_is_a_gate_for_a_cron_job(measure, prompts):
     """The lower end of the interval decides: above it 0, below it 3."""
-    with simulated_server(alpha=0.7) as server:
+    with simulated_server(alpha=0.7, counts_answers=True) as server:
         report = measure(server, prompts)[1]
         low, high = report["runs"][0]["alpha"]["ci95"]
         good, report, _ = measure(server, prompts, "--min-alpha", low - 0.01)
@@ -189,9 +221,8 @@ def test_what_a_draft_length_of_0_costs_is_measured(measure, prompts):
 def test_requests_arrive_at_a_rate(measure, prompts):
     with simulated_server() as server:
         code, report, _ = measure(server, prompts, "--rate", "200", "--concurrency", "8")
-    (run,) = report["runs"]
     assert code == 0 and report["server"]["rate"] == 200
-    check_run(run, server)
+    check_run(report, server)
     assert report["server"]["latencies"][0]["request"]["count"] == COUNT
 
 
@@ -234,7 +265,7 @@ def test_an_interrupt_keeps_what_was_measured(measure, prompts, monkeypatch):
         asked = len(server.asked)
         code, report, _ = measure(server, prompts)
         assert code == 0 and len(server.asked) == COUNT > asked
-    check_run(report["runs"][0], server)
+    check_run(report, server)
 
 
 @pytest.mark.parametrize("reading", [8, 9, 10])
@@ -258,8 +289,11 @@ def test_a_server_that_started_anew_is_not_counted_on(measure, prompts, reading)
 def test_the_traffic_of_others_is_seen(measure, prompts):
     with simulated_server(others=7) as server:
         code, report, _ = measure(server, prompts)
-    (warning,) = report["server"]["warnings"]
+    warnings = report["server"]["warnings"]
+    warning = warnings.pop()
     assert code == 0 and f"the server wrote {COUNT * (NEW + 7)} tokens; {COUNT * NEW} were ours" in warning
+    assert "others' tokens are in the server's counts, so that τ and α are not known" in warnings.pop()
+    assert report["runs"][0]["mean_acceptance_length"]["value"] is None
 
 
 def refused(measure, server, prompts, *flags) -> str:

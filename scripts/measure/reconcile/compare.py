@@ -8,6 +8,7 @@ rounds.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy import stats
@@ -20,7 +21,7 @@ from draftsmith.decode.measurement.intervals import (
     ratio,
     ratio_interval,
 )
-from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of
+from draftsmith.decode.measurement.server_counts import VLLM, Convention, ServerCounts, in_words, pooled, steps_of
 from draftsmith.scripts.measure.reconcile.causes import causes_of
 from draftsmith.scripts.measure.reconcile.pairing import (
     Pairing,
@@ -47,8 +48,9 @@ def reconcile(
     served: Sequence[ServedText],
     total: ServerCounts,
     plain: Sequence[ServedText] = (),
+    conventions: Sequence[Convention] = (VLLM,),
 ) -> Reconciliation:
-    """Compare what a server answered and counted with what is expected.
+    """Compare what a server answered and counted with what is expected, in each convention that it may have.
 
     Args:
         report: where the expectation is from.
@@ -58,12 +60,24 @@ def reconcile(
         served: the server's answers, all that `total` counts.
         total: what the server counted.
         plain: answers of a server of the same target without speculation.
+        conventions: those that the counts allow, the likeliest first; one in which they agree is enough.
 
     Raises:
         InputError: the report knows none of these prompts, temperatures, drafters or draft lengths; or the answers are
             too few for an interval, where that has to decide.
     """
-    pairing = paired(settings, texts, asked, served, plain)
+    found = list[Reconciliation]()
+    for convention in conventions:
+        pairing = paired(settings, texts, replace(asked, convention=convention), served, plain)
+        found.append(_reconciled(report, settings, pairing, total))
+        if found[-1].agrees:
+            return found[-1]
+    return found[0]
+
+
+def _reconciled(report: str, settings: RoundsSettings, pairing: Pairing, total: ServerCounts) -> Reconciliation:
+    """Compare in one convention."""
+    asked = pairing.asked
     counts = pairing.expected_counts(asked.drafter, asked.verifier)
     assert counts is not None
     expected = pooled(counts)
@@ -100,6 +114,7 @@ def reconcile(
         departure=None if agrees else first_departure(pairing),
         causes=[] if agrees else causes_of(pairing, settings, expected, total, agrees_with(pairing, total)),
         near_ties=len(pairing.near_ties) if greedy and pairing.tie is not None else None,
+        convention=in_words([asked.convention]),
     )
 
 
@@ -142,7 +157,7 @@ def first_departure(pairing: Pairing) -> Departure | None:
                 continue
             a_TK = text.acceptance(pairing.asked.drafter, pairing.asked.verifier, pairing.asked.draft_length)
             assert a_TK is not None
-            steps = steps_of(a_TK, text.length, pairing.asked.draft_length)
+            steps = steps_of(a_TK, text.length, pairing.asked.draft_length, pairing.asked.convention)
             at_step = first_difference(steps, one.parts)
             if at_step is not None and sum(one.parts) == sum(steps):
                 # A step emits what it accepted and one more, unless the text ends within it.

@@ -9,7 +9,7 @@ import numpy as np
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.intervals import LEAST
-from draftsmith.decode.measurement.server_counts import ServerCounts, vllm_counts
+from draftsmith.decode.measurement.server_counts import VLLM, Convention, ServerCounts, vllm_counts
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings
 from draftsmith.scripts.report.types import Verifier
 
@@ -51,6 +51,8 @@ class ServedSetting:
     """Requests under way at once."""
     room: int | None = None
     """Tokens that the server's context has, prompts included; None where it does not say."""
+    convention: Convention = VLLM
+    """How it counts."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Pairing:
     ) -> ServerCounts:
         """Return what a server counts of a text, given the acceptance of its rounds, and their lengths if not γ."""
         room = None if self.asked.room is None else self.asked.room - len(text.prompt_ids)
-        return vllm_counts(acceptance_TK, text.length, self.asked.draft_length, room, drafted_T)
+        return vllm_counts(acceptance_TK, text.length, self.asked.draft_length, room, drafted_T, self.asked.convention)
 
     @cached_property
     def prompt_departures(self) -> dict[int, int]:

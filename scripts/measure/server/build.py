@@ -12,9 +12,9 @@ from draftsmith.decode import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.decode.measurement.server_steps import NOTHING
 from draftsmith.decode.repetition import repeated_ngram_share
 from draftsmith.scripts.measure.server.estimates import (
-    NOTHING,
     Acceptance,
     acceptance,
     by_latency,
@@ -57,7 +57,7 @@ def build_report(observed: Observed, expectation: Expectation | None = None) -> 
     _require_drafts(observed, list(accepted.values()))
     runs = [_run(observed, setting, accepted[setting]) for setting in observed.blocks]
     speedups = {run_setting(run): run.speedup for run in runs}
-    alphas = {setting: each.alpha(config.confidence) for setting, each in accepted.items()}
+    alphas = {setting: each.steps.alpha(config.confidence) for setting, each in accepted.items()}
     if config.baseline_server is not None:
         for setting, estimate in speedups.items():
             paces = (pace(observed, setting, "server"), pace(observed, setting, "baseline_server"))
@@ -128,12 +128,12 @@ def categories(observed: Observed) -> dict[str, list[int]]:
 def _require_drafts(observed: Observed, accepted: Sequence[Acceptance]) -> None:
     for each in accepted:
         if observed.config.draft_length == 0:
-            if each.mean is not None or (each.total is not None and each.total.num_drafts):
+            if each.total is not None and each.total.num_drafts:
                 raise InputError(
                     f"draft_length: expected a server that drafts nothing at {observed.urls['server']}, found drafts"
                 )
             continue
-        if (each.total is None and each.mean is None) or (each.total is not None and not each.total.num_drafts):
+        if each.total is not None and not each.total.num_drafts:
             raise InputError(
                 f"server: expected one that speculates at {observed.urls['server']}, found none that counts a draft"
             )
@@ -178,9 +178,9 @@ def _run(observed: Observed, setting: Setting, accepted: Acceptance) -> Run:
         temperature=temperature,
         batch_size=concurrency,
         counts=counts,
-        alpha=accepted.alpha(),
+        alpha=known(accepted.steps.alpha()),
         draft_acceptance_rate=accepted.draft_acceptance_rate(),
-        mean_acceptance_length=accepted.mean_acceptance_length(),
+        mean_acceptance_length=known(accepted.steps.mean_acceptance_length()),
         acceptance_per_position=[a / drafts for a in per_pos],
         conditional_acceptance=[a / r if r else None for a, r in zip(per_pos, reached, strict=True)],
         speedup=faster,
@@ -192,6 +192,11 @@ def _run(observed: Observed, setting: Setting, accepted: Acceptance) -> Run:
         by_category=_by_category(observed, setting, accepted),
         repeated_ngram_share=repeated_ngram_share(ids) if len(ids) == len(records) else None,
     )
+
+
+def known(estimate: Estimate) -> Estimate:
+    """Return an estimate for the report; one that is known within bounds alone is a warning."""
+    return estimate if estimate.value is not None else replace(estimate, ci95=None)
 
 
 def _compared(observed: Observed, setting: Setting) -> Certificate:
@@ -231,7 +236,7 @@ def _by_category(observed: Observed, setting: Setting, accepted: Acceptance) -> 
         if observed.config.baseline_server is not None and by_latency(observed, setting):
             paces = [pace(observed, setting, role, chosen) for role in ("server", "baseline_server")]
             faster = paces[0].speedup(paces[1])
-        length = accepted.mean_acceptance_length(chosen) if accepted.by_prompt else NOTHING
+        length = known(accepted.steps.mean_acceptance_length(chosen))
         found[name] = RunCategory(len(places), length, faster)
     return found
 
@@ -267,6 +272,9 @@ def _serving(
                 source=each.source,
                 completion_tokens=sum(record.tokens for record in observed.records(setting, "server")),
                 generated_tokens=sum(generated) if len(generated) == len(blocks) else None,
+                convention=each.steps.convention(),
+                mean_acceptance_length_within=each.steps.length_bounds(),
+                alpha_within=each.steps.alpha_bounds(),
             )
         )
         for role in observed.engines:

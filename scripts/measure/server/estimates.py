@@ -1,7 +1,7 @@
 """From what servers counted and when parts came to estimates, with intervals over prompts."""
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,15 +11,13 @@ from draftsmith.decode.measurement.intervals import (
     rate_ratio,
     rate_ratio_interval,
     ratio,
-    ratio_interval,
 )
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
+from draftsmith.decode.measurement.server_steps import CountedTexts, ServerSteps, server_steps
 from draftsmith.scripts.measure.server.load import RequestRecord
 from draftsmith.scripts.measure.server.observe import Observed, Role, ServerTurn, Setting
 from draftsmith.scripts.report.serving_types import Percentiles, Source
 from draftsmith.scripts.report.types import Speed
-
-NOTHING = Estimate(None, None, 0)
 
 
 @dataclass(frozen=True)
@@ -27,14 +25,9 @@ class Acceptance:
     """Accepted tokens and drafts of one setting."""
 
     source: Source
+    steps: ServerSteps
     total: ServerCounts | None
-    """None where the server gives means alone."""
-    by_prompt: Sequence[ServerCounts] = ()
-    """In order of the prompts, all repeats together; empty where it is not known prompt by prompt."""
-    places: Sequence[int] = field(default=())
-    """Which prompts those are."""
-    mean: float | None = None
-    """The server's own τ, where it gives nothing else."""
+    """The server's counts; None where it gives means alone."""
     tree: bool = False
 
     @property
@@ -42,7 +35,7 @@ class Acceptance:
         """γ: drafted tokens a draft, rounded; None where nothing was drafted."""
         if self.total is None or not self.total.num_drafts:
             return None
-        return max(1, round(self.total.num_draft_tokens / self.total.num_drafts))
+        return self.steps.draft_length or max(1, round(self.total.num_draft_tokens / self.total.num_drafts))
 
     @property
     def one_length(self) -> bool:
@@ -56,117 +49,62 @@ class Acceptance:
             and len(total.num_accepted_tokens_per_pos) > 0
         )
 
-    def tried(self, counts: ServerCounts) -> float:
-        """Return the positions that were tried: those accepted, and the rejected one of each draft that has one."""
-        per_pos, length = counts.num_accepted_tokens_per_pos, self.draft_length or 0
-        whole = per_pos[length - 1] if len(per_pos) >= length else 0
-        return counts.num_accepted_tokens + counts.num_drafts - whole
-
-    def alpha(self, confidence: float | None = None) -> Estimate:
-        """Estimate α, accepted ÷ tried positions, with its 95 % interval, or a gate's at its level.
-
-        Where each position is accepted with one probability, as α says, this is its maximum-likelihood estimate.
-        """
-        if not self.one_length or self.total is None:
-            return NOTHING
-        columns = [(c.num_accepted_tokens, self.tried(c)) for c in self.by_prompt]
-        return self._estimate(self.total.num_accepted_tokens, self.tried(self.total), columns, confidence)
-
     def draft_acceptance_rate(self) -> Estimate:
-        """Estimate accepted ÷ drafted tokens."""
-        if self.total is None:
-            return NOTHING
-        columns = [(c.num_accepted_tokens, c.num_draft_tokens) for c in self.by_prompt]
-        return self._estimate(self.total.num_accepted_tokens, self.total.num_draft_tokens, columns)
-
-    def mean_acceptance_length(self, places: Set[int] | None = None) -> Estimate:
-        """Estimate τ, 1 + accepted tokens ÷ drafts, of all prompts or of some."""
-        if self.total is None:
-            return Estimate(self.mean, None, 0)
-        if places is not None:
-            chosen = [c for c, place in zip(self.by_prompt, self.places, strict=True) if place in places]
-            return ratio([c.num_accepted_tokens + c.num_drafts for c in chosen], [c.num_drafts for c in chosen])
-        columns = [(c.num_accepted_tokens + c.num_drafts, c.num_drafts) for c in self.by_prompt]
-        whole = self.total.num_accepted_tokens + self.total.num_drafts
-        return self._estimate(whole, self.total.num_drafts, columns)
-
-    def _estimate(
-        self,
-        numerator: float,
-        denominator: float,
-        columns: Sequence[tuple[float, float]],
-        confidence: float | None = None,
-    ) -> Estimate:
-        """Return a ratio of the server's counts, with the interval over prompts that their own counts give.
-
-        Parts lack what was accepted beyond the end of a text, which the counters have, and so are a little lower: the
-        interval is moved by that difference.
-        """
-        if not denominator:
-            return NOTHING
-        value = numerator / denominator
-        if not columns:
-            return Estimate(value, None, 0)
-        numerators, denominators = zip(*columns, strict=True)
-        own = ratio(numerators, denominators)
-        interval = own.ci95 if confidence is None else ratio_interval(numerators, denominators, confidence=confidence)
-        if own.value is None or interval is None:
-            return Estimate(value, None, own.n)
-        moved = value - own.value
-        return Estimate(value, (interval[0] + moved, interval[1] + moved), own.n)
+        """Return accepted ÷ drafted tokens, as the server counts them."""
+        return Estimate(None if self.total is None else self.total.draft_acceptance_rate(), None, 0)
 
 
 def acceptance(observed: Observed, setting: Setting) -> Acceptance:
     """Return what was accepted in a setting, by the best source that the server offers."""
     blocks, engine = observed.blocks[setting]["server"], observed.engines["server"]
     records = observed.records(setting, "server")
-    places = list(dict.fromkeys(record.prompt for record in records))
-    counted = [record.counts for record in records]
-    by_answers = all(counts is not None for counts in counted)
-    if by_answers:
-        totals = _by_prompt(records, places, [counts for counts in counted if counts is not None])
-        return Acceptance("answers", pooled(totals), totals, places, tree=engine.tree)
-    if engine.kind == "sglang":
-        return _of_chats(blocks, records, engine.draft_tokens, engine.tree)
-    total = pooled([block.counters for block in blocks])
-    by_parts = [_of_parts(record, total) for record in records]
-    if total.num_drafts and sum(counts.num_drafts for counts in by_parts) == total.num_drafts:
-        return Acceptance("parts", total, _by_prompt(records, places, by_parts), places)
-    return Acceptance("counters", total)
-
-
-def _of_chats(
-    blocks: Sequence[ServerTurn], records: Sequence[RequestRecord], drafted: int | None, tree: bool
-) -> Acceptance:
-    """Return what SGLang counts where it does not count answers: its steps, or in older versions a mean of the last."""
+    gamma = observed.config.draft_length or engine.draft_tokens
+    if any(record.counts is not None for record in records) and all(
+        record.counts is not None or record.tokens == 1 for record in records
+    ):
+        alone = [_counted([record], record.counts or ServerCounts()) for record in records]
+        return _acceptance("answers", alone, gamma, engine.tree)
     calls = [block.verify_calls for block in blocks if block.verify_calls is not None]
-    steps = sum(calls)
-    if len(calls) == len(blocks) and steps and drafted:
-        # The first token of each text comes without a draft.
-        accepted = sum(record.tokens - 1 for record in records) - steps
-        return Acceptance("counters", ServerCounts(steps, drafted * steps, max(accepted, 0), ()), tree=tree)
-    means = [block.mean_acceptance_length for block in blocks if block.mean_acceptance_length is not None]
-    return Acceptance("means", None, mean=sum(means) / len(means) if means else None, tree=tree)
+    if engine.kind != "sglang":
+        found = _acceptance("counters", [_counted(block.records, block.counters) for block in blocks], gamma)
+    elif len(calls) == len(blocks) and sum(calls) and gamma:
+        chats = [
+            replace(_counted(block.records, ServerCounts(count, gamma * count)), accepted=False)
+            for block, count in zip(blocks, calls, strict=True)
+        ]
+        found = _acceptance("counters", chats, gamma, engine.tree)
+    else:
+        means = any(block.mean_acceptance_length for block in blocks)
+        return Acceptance("means", ServerSteps(gamma, {}), None if means else ServerCounts(), engine.tree)
+    if not written_by_us(blocks):
+        return replace(found, steps=ServerSteps(gamma, {}))
+    in_parts = found.steps.readings and all(reading.by_prompt for reading in found.steps.readings.values())
+    return replace(found, source="parts") if in_parts else found
 
 
-def _of_parts(record: RequestRecord, total: ServerCounts) -> ServerCounts:
-    """Return the counts of a text out of the parts that it came in: the prompt's step, then a part a step."""
-    steps = [0] * (len(total.num_accepted_tokens_per_pos) + 1)
-    for tokens in record.parts[1:]:
-        if not 1 <= tokens <= len(steps):
-            return ServerCounts()  # no ids, or steps that came together
-        steps[tokens - 1] += 1
-    drafted = int(total.num_draft_tokens // total.num_drafts) if total.num_drafts else 0
-    return ServerCounts.of_histogram(steps, sum(steps) * drafted)
+def written_by_us(blocks: Sequence[ServerTurn]) -> bool:
+    """Return whether all that a server wrote meanwhile were our answers, as far as it says."""
+    return all(block.generated_tokens in (None, sum(record.tokens for record in block.records)) for block in blocks)
 
 
-def _by_prompt(
-    records: Sequence[RequestRecord], places: Sequence[int], counts: Sequence[ServerCounts]
-) -> list[ServerCounts]:
-    totals = dict.fromkeys(places, ServerCounts())
-    for record, counted in zip(records, counts, strict=True):
-        totals[record.prompt] += counted
-    return list(totals.values())
+def _counted(records: Sequence[RequestRecord], counts: ServerCounts) -> CountedTexts:
+    return CountedTexts(
+        counts,
+        sum(record.tokens for record in records),
+        len(records),
+        sum(record.tokens == 1 for record in records),
+        [record.parts for record in records],
+        [record.prompt for record in records],
+    )
+
+
+def _acceptance(source: Source, groups: Sequence[CountedTexts], gamma: int | None, tree: bool = False) -> Acceptance:
+    steps = server_steps(groups, gamma, tree)
+    total = steps.counts(pooled([group.counts for group in groups]))
+    if not groups[0].accepted and (bounds := steps.length_bounds()) is not None:
+        written = bounds[0] * total.num_drafts  # of steps alone, accepted is what came beside the target's own tokens
+        total = replace(total, num_accepted_tokens=round(written - total.num_drafts))
+    return Acceptance(source, steps, total, tree)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """`--expect`: the counts that a report expects of the server, and whether it meets them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import LEAST
+from draftsmith.decode.measurement.server_counts import VLLM
+from draftsmith.decode.measurement.server_steps import ServerSteps
 from draftsmith.decode.validation import Said, read
 from draftsmith.scripts.measure.reconcile import pairing
 from draftsmith.scripts.measure.reconcile.compare import reconcile
@@ -110,15 +112,17 @@ def reconciled(
         verifier: Verifier = expectation.verifier if setting[0] > 0 else "probabilistic"
         room = observed.lengths["server"]
         asked = pairing.ServedSetting(expectation.drafter, verifier, setting[0], length, setting[1], room)
-        served = [_served(observed, setting, role) for role in observed.engines]
+        served = [_served(observed, setting, role, each.steps) for role in observed.engines]
         plain = served[1] if len(served) > 1 else []
-        found.append(
-            reconcile(expectation.report, expectation.settings, expectation.texts, asked, served[0], each.total, plain)
-        )
+        # The counts are those of single steps; vLLM's own convention is the first that is tried.
+        single = {replace(one, bonus=False, by_batch=False) for one in each.steps.readings} or {VLLM}
+        conventions = sorted(single, key=lambda one: (one != VLLM, one.prompt_drafts, one.beyond_end))
+        of = expectation.report, expectation.settings, expectation.texts
+        found.append(reconcile(*of, asked, served[0], each.total, plain, conventions))
     return found
 
 
-def _served(observed: Observed, setting: Setting, role: Role) -> list[ServedText]:
+def _served(observed: Observed, setting: Setting, role: Role, steps: ServerSteps) -> list[ServedText]:
     return [
         ServedText(
             observed.prompts[record.prompt].prompt.id,
@@ -126,7 +130,7 @@ def _served(observed: Observed, setting: Setting, role: Role) -> list[ServedText
             record.prompt_ids,
             record.token_ids,
             record.parts,
-            record.counts,
+            None if record.counts is None else steps.counts(record.counts),
         )
         for record in observed.records(setting, role)
     ]

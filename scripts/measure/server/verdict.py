@@ -87,7 +87,10 @@ def _reason(config: MeasureServerConfig, run: Run, reconciliations: Sequence[Rec
     if config.min_alpha is None:
         counted = "to the integer" if all(one.exact for one in reconciliations) else "within intervals"
         return f"The server counts what {config.expect} expects, {counted} ({where}{least})"
-    return f"Acceptance holds: α is {format_estimate(run.alpha, spread='interval')} ({where}{least})"
+    found = f"above {config.min_alpha:g}"
+    if run.alpha is not None and run.alpha.value is not None:
+        found = format_estimate(run.alpha, spread="interval")
+    return f"Acceptance holds: α is {found} ({where}{least})"
 
 
 def _departs(one: Reconciliation) -> str:
@@ -100,7 +103,7 @@ def _departs(one: Reconciliation) -> str:
 def _below(what: str, estimate: Estimate, least: float, confidence: float, where: str) -> list[str]:
     """Return why an estimate's lower end does not exceed a bound, in one sentence or none."""
     level = f"{confidence:.0%} confidence"
-    if estimate.value is None:
+    if estimate.value is None and estimate.ci95 is None:
         return [f"{what} is not known {where}: see the warnings"]
     if estimate.ci95 is None:
         if estimate.n >= LEAST:
@@ -109,4 +112,5 @@ def _below(what: str, estimate: Estimate, least: float, confidence: float, where
     low, high = estimate.ci95
     if low > least:
         return []
-    return [f"{what} must exceed {least:g} with {level}, and is {estimate.value:.2f} [{low:.2f}, {high:.2f}] {where}"]
+    value = "in" if estimate.value is None else f"{estimate.value:.2f}"
+    return [f"{what} must exceed {least:g} with {level}, and is {value} [{low:.2f}, {high:.2f}] {where}"]

@@ -4,16 +4,19 @@ from collections.abc import Mapping
 from itertools import combinations
 
 from draftsmith.decode.measurement.intervals import format_estimate
-from draftsmith.scripts.measure.server.estimates import Acceptance
+from draftsmith.scripts.measure.server.estimates import Acceptance, written_by_us
 from draftsmith.scripts.measure.server.observe import Observed, Setting
 
 COUNTED_BY = {
     "counters": "the server counts all requests together, so that τ and α have no interval over prompts, and "
-    "`--min-alpha` cannot pass. vLLM counts each answer with `--per-request-spec-decode-metrics summary`, SGLang each "
-    "that is asked for by tokens (`--target`)",
-    "means": "the server gives a mean of its last steps only (`sglang:spec_accept_length`), so that τ is a mean of "
-    "means, not of all steps, and α is unknown; give `--target`, and its answers are counted",
+    "`--min-alpha` cannot pass",
+    "means": "the server gives a mean of its last steps only (`sglang:spec_accept_length`), which is not the τ of "
+    "these texts; give `--target`, and its answers are counted",
 }
+EACH = (
+    "vLLM counts each answer with `--per-request-spec-decode-metrics summary`, SGLang each that is asked for by tokens "
+    "(`--target`)"
+)
 
 
 def warnings_of(observed: Observed, accepted: Mapping[Setting, Acceptance]) -> list[str]:
@@ -30,8 +33,9 @@ def warnings_of(observed: Observed, accepted: Mapping[Setting, Acceptance]) -> l
             warnings.append(f"{where}: {COUNTED_BY[each.source]}.")
         if each.tree:
             warnings.append(f"{where}: the server drafts trees, so α is not known.")
-        elif each.source in ("answers", "parts") and not each.one_length:
+        elif each.source in ("answers", "parts") and each.steps.readings and each.steps.alpha_bounds() is None:
             warnings.append(f"{where}: drafts had different lengths, so that tried positions, and α, are not known.")
+        warnings += [f"{where}: {sentence}" for sentence in _within_bounds(observed, setting, each)]
         for role in observed.engines:
             warnings += [f"{where}: {sentence}" for sentence in _disturbed(observed, setting, role)]
         if "baseline_server" in observed.engines:
@@ -46,6 +50,27 @@ def warnings_of(observed: Observed, accepted: Mapping[Setting, Acceptance]) -> l
     return warnings + _by_load(accepted)
 
 
+def _within_bounds(observed: Observed, setting: Setting, found: Acceptance) -> list[str]:
+    """Return what the counts do not determine, and between which figures it lies."""
+    if found.total is None or not found.total.num_drafts:
+        return []
+    if found.source == "counters" and not written_by_us(observed.blocks[setting]["server"]):
+        return ["others' tokens are in the server's counts, so that τ and α are not known."]
+    if not found.steps.readings:
+        records = observed.records(setting, "server")
+        return [
+            f"{found.total.num_drafts:,} drafts for {sum(record.tokens for record in records):,} tokens in "
+            f"{len(records)} answers fit no way of counting that is known, so that τ and α are not known."
+        ]
+    sentences, counted = [], found.steps.convention()
+    for name, bounds in (("τ", found.steps.length_bounds()), ("α", found.steps.alpha_bounds())):
+        if bounds is not None and bounds[1] - bounds[0] > 1e-12:
+            sentences.append(
+                f"{name} lies between {bounds[0]:.3f} and {bounds[1]:.3f}; the counts tell no more ({counted}). {EACH}."
+            )
+    return sentences
+
+
 def _by_load(accepted: Mapping[Setting, Acceptance]) -> list[str]:
     """Return where α differs beyond chance between numbers of requests at once, which tells of a mistake of the server.
 
@@ -53,7 +78,7 @@ def _by_load(accepted: Mapping[Setting, Acceptance]) -> list[str]:
     """
     found = []
     for (first, one), (second, other) in combinations(accepted.items(), 2):
-        alphas = one.alpha(), other.alpha()
+        alphas = one.steps.alpha(), other.steps.alpha()
         bounds = [alpha.ci95 for alpha in alphas if alpha.ci95 is not None]
         if first[0] == second[0] and len(bounds) == 2 and max(b[0] for b in bounds) > min(b[1] for b in bounds):
             values = [format_estimate(alpha, spread="interval") for alpha in alphas]

@@ -46,40 +46,58 @@ def test_parts_that_match_the_counters_give_the_interval():
     total = steps_of(PARTS)
     accepted = [tokens - 1 for of in PARTS for tokens in of[1:]]
     assert total.num_drafts == len(accepted) == 14
-    turn = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=total)
-    found = acceptance(observed({ONE: {"server": [turn]}}), ONE)
+    turns = [
+        block([record(i, 1.0, parts)], counters=steps_of([parts]), generated_tokens=sum(parts))
+        for i, parts in enumerate(PARTS)
+    ]
+    found = acceptance(observed({ONE: {"server": turns}}), ONE)
     assert found.source == "parts" and found.draft_length == 2 and found.one_length
     rejected = sum(a < 2 for a in accepted)
-    assert found.alpha().value == pytest.approx(sum(accepted) / (sum(accepted) + rejected))
-    assert found.mean_acceptance_length().value == pytest.approx(1 + sum(accepted) / 14)
+    assert found.steps.alpha().value == pytest.approx(sum(accepted) / (sum(accepted) + rejected))
+    assert found.steps.mean_acceptance_length().value == pytest.approx(1 + sum(accepted) / 14)
     columns = [[t - 1 for t in parts[1:]] for parts in PARTS]
     own = ratio([sum(of) for of in columns], [sum(of) + sum(a < 2 for a in of) for of in columns])
-    assert found.alpha() == own and own.n == len(PARTS)
+    assert found.steps.alpha() == own and own.n == len(PARTS)
 
 
-def test_what_is_accepted_beyond_the_end_moves_the_interval():
-    """The server counts three tokens more than came in parts."""
+def test_what_is_accepted_beyond_the_end_is_no_part_of_a_text():
+    """The server counts three tokens more than came in parts: τ is what was emitted, α lies within bounds."""
     total = steps_of(PARTS)
-    more = ServerCounts(total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens + 3, (11, 8))
+    more = ServerCounts(total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens + 3, (11, 7))
     turn = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=more)
     found = acceptance(observed({ONE: {"server": [turn]}}), ONE)
-    exact = Acceptance("parts", total, found.by_prompt, found.places)
-    moved = found.mean_acceptance_length(), exact.mean_acceptance_length()
-    assert moved[0].value - moved[1].value == pytest.approx(3 / 14)
-    assert [a - b for a, b in zip(moved[0].ci95, moved[1].ci95, strict=True)] == pytest.approx([3 / 14] * 2)
+    assert found.steps.mean_acceptance_length().value == pytest.approx(1 + total.num_accepted_tokens / 14)
+    assert found.steps.alpha().value is None
+    low, high = found.steps.alpha_bounds()
+    # At least two ends cut a step within its accepted tokens, and three at most; five steps emitted a token beyond.
+    assert (low, high) == (17 / 24, 18 / 24)
+    (warning,) = [
+        words for words in warnings_of(only(observed({ONE: {"server": [turn]}})), {ONE: found}) if "α" in words
+    ]
+    assert f"α lies between {low:.3f} and {high:.3f}" in warning
 
 
-def test_parts_that_do_not_match_say_nothing():
-    total = steps_of(PARTS) + ServerCounts(1, 2, 0, (0, 0))
+def test_counts_that_fit_nothing_give_no_figure():
+    total = steps_of(PARTS) + ServerCounts(40, 80, 0, (0, 0))
     turn = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=total)
-    found = acceptance(observed({ONE: {"server": [turn]}}), ONE)
-    assert found.source == "counters" and found.alpha().ci95 is None and found.alpha().value is not None
+    seen = only(observed({ONE: {"server": [turn]}}))
+    found = acceptance(seen, ONE)
+    assert found.source == "counters" and found.steps.convention() is None
+    assert found.steps.alpha().value is found.steps.mean_acceptance_length().value is None
+    assert any("fit no way of counting that is known" in words for words in warnings_of(seen, {ONE: found}))
+
+
+def only(seen: Observed) -> Observed:
+    seen.engines.pop("baseline_server")
+    return seen
 
 
 def test_drafts_of_several_lengths_have_no_alpha():
     counts = ServerCounts(10, 17, 6, (5, 1))
-    found = Acceptance("answers", counts, [counts] * 6, range(6))
-    assert found.alpha().value is None and found.mean_acceptance_length().value == 1.6
+    records = [record(i, 1.0, [1, 16], counts=counts) for i in range(6)]
+    found = acceptance(observed({ONE: {"server": [block(records)]}}), ONE)
+    assert found.source == "answers" and found.steps.alpha().value is None
+    assert found.steps.mean_acceptance_length().value == 1.6
 
 
 def test_one_at_a_time_speed_is_that_of_requests_paired_over_prompts():
@@ -111,10 +129,13 @@ def test_percentiles_and_seconds_a_token():
 def test_a_load_that_changes_alpha_is_told():
     """As of a server whose rows get mixed up."""
     good, bad = ServerCounts(10, 20, 12, (8, 4)), ServerCounts(18, 36, 3, (2, 1))
-    accepted = {
-        (1.0, 1): Acceptance("answers", good + good, [good] * 6, range(6)),
-        (1.0, 4): Acceptance("answers", bad + bad, [bad] * 6, range(6)),
-    }
+
+    def at(setting, counts: ServerCounts) -> Acceptance:
+        tokens = 1 + counts.num_drafts + counts.num_accepted_tokens
+        records = [record(i, 1.0, [tokens], counts=counts) for i in range(6)]
+        return acceptance(observed({setting: {"server": [block(records)]}}), setting)
+
+    accepted = {(1.0, 1): at((1.0, 1), good), (1.0, 4): at((1.0, 4), bad)}
     turn = {"server": [block([record(0, 1.0, [1] * 99)])]}
     seen = observed({(1.0, 1): turn, (1.0, 4): turn})
     seen.engines.pop("baseline_server")
