@@ -37,7 +37,7 @@ class Parts:
     target: dict[int, float]
     """k → t(k)."""
     drafts: dict[float, dict[str, tuple[float, float, float]]]
-    """By temperature and drafter: start and step of d(γ), and what the first draft takes beyond another."""
+    """Start and step of d(γ), and what the first draft takes beyond another, by temperature and drafter."""
 
     def costs(self, temperature: float, name: str) -> RoundCosts:
         """Return what the parts of a drafter's round cost."""
@@ -50,9 +50,10 @@ class Turns:
     """Seconds of whole loops at one temperature: in each turn plain decoding and every drafter write a text."""
 
     tokens: list[float] = field(default_factory=list)
-    """Of a token of plain decoding, by turn."""
+    """Seconds of a token of plain decoding, turn by turn."""
     rounds: dict[str, list[tuple[float, list[int]]]] = field(default_factory=lambda: defaultdict(list))
-    """By drafter and turn: of a round, and the tokens that each of the turn's rounds verifies beside the last one."""
+    """Seconds of a round, and the tokens that each round of the turn verifies after the last one: a pair for each turn,
+    by drafter."""
 
     def and_later(self, later: "Turns") -> "Turns":
         """Return these turns and later ones."""
@@ -70,7 +71,7 @@ class Turns:
         return median(seconds for seconds, _ in self.rounds[name])
 
     def rest(self, name: str, parts: RoundCosts, draft_length: int) -> float:
-        """Return what a drafter's round takes beside its draft and its forward, which `parts` price."""
+        """Return what a drafter's round takes in addition to its draft and its forward, which `parts` price."""
         # Block by block: a forward of many tokens takes more than the mean block, so that the rest would be too large
         # where drafts are of different lengths.
         return median(
@@ -84,17 +85,17 @@ class Timing:
     """Loops before and after the parts of their rounds were timed."""
 
     before: dict[float, Turns]
-    """By temperature."""
+    """Turns at each temperature."""
     parts: Parts
     after: dict[float, Turns]
     draft_lengths: Mapping[str, int]
 
     def plain_overhead(self, temperature: float) -> float:
-        """Return what plain decoding does for a token beside its forward."""
+        """Return what plain decoding does for a token in addition to its forward."""
         return self._all(temperature).token - self.parts.target[1]
 
     def rest(self, temperature: float, name: str) -> float:
-        """Return o, what a drafter's round takes beside its draft and its forward."""
+        """Return o, what a drafter's round takes in addition to its draft and its forward."""
         return self._rest(self._all(temperature), temperature, name)
 
     def doubts(self) -> dict[float, list[str]]:

@@ -55,13 +55,13 @@ from draftsmith.train.runs import note_on_interrupt
 MORE = "text-winner"
 """The winner's further text."""
 PROBE_PROMPTS, FIRST_PROMPTS = 8, 32
-"""Of the text that is written first, to see what it costs; and of the first amount, if the time allows: a handful of
-steps says little of what more of them bring."""
+"""Prompts that are answered first, to see what text costs; and those of the first amount, if the time allows: a handful
+of steps says little of what more of them bring."""
 TEXT, HELDOUT = 0.08, 0.1
 """Shares of the time for choosing: for the first amount of text, and for held-out answers."""
 LEAST_HELDOUT = 8
 PROGRAM_SECONDS = 20.0
-"""What compiling a program takes on two cores; there are about two of each drafter, and two of the target's."""
+"""Seconds to compile a program on two cores; there are about two of each drafter, and two of the target's."""
 FREE = ("output", "dry_run", "candidates", "draft", "learning", "epochs", "processes", "threads", "dtype", "compiled")
 """Fields that may change in an output that is gone on with: text stays, and what differs is trained again."""
 BEST_OF_EPOCHS = {"training.save_strategy": "epoch", "training.save_total_limit": 1}

@@ -93,9 +93,9 @@ class Choice:
     failed: dict[str, str]
     """By candidate, why it was left out: its training failed, or there was no time for it."""
     ledger: dict[str, float]
-    """What the time for choosing went into, in seconds."""
+    """Seconds of the time for choosing, by what they went into."""
     notes: list[str]
-    """What there is to say of the costs."""
+    """Sentences on the costs."""
     doubts: list[str]
     """Costs that were measured twice and do not agree."""
 

@@ -27,10 +27,10 @@ MOST_SAMPLES = 8
 
 @dataclass(frozen=True)
 class KeptTrial:
-    """What is kept of a trial: its replays by temperature, and the seconds that they took."""
+    """A trial that ended: its replays by temperature, and the seconds that they took."""
 
     command: list[str]
-    """What trained the candidate; nothing of copies."""
+    """The command that trained the candidate; empty for copies."""
     training: Amount
     replayed: dict[str, Replayed]
     seconds: Amount
@@ -46,7 +46,7 @@ class Choosing:
     train: list[Prompt]
     stages: Stages
     ledger: dict[str, float] = field(default_factory=dict)
-    """What the time went into, in seconds."""
+    """Seconds that were spent, by what they went into."""
     parts: list[str] = field(default_factory=list)
     """Names of the texts that the target wrote; each amount is all of them."""
     writing: float = 0.0
@@ -62,7 +62,7 @@ class Choosing:
     """Candidates whose training failed or had no time, and how; the former are tried again when the same command runs
     again."""
     notes: list[str] = field(default_factory=list)
-    """What there is to say of the costs."""
+    """Sentences on the costs."""
     amounts: list[int] = field(default_factory=list)
     over: bool = False
     """Whether no more is tried: what is left of the time for choosing is then the winner's."""
@@ -79,7 +79,7 @@ class Choosing:
 
     @property
     def rest(self) -> float:
-        """What is left of the whole budget: that much may be taken by what no choice can do without."""
+        """The rest of the whole budget: that much may be taken by what no choice can do without."""
         return self.config.seconds - self.spent
 
     @property
