@@ -28,6 +28,7 @@ DECODED = ["mixtral", "qwen3-moe", "deepseek-v3", "gemma3-images"]
 TARGETS = [*NOT_ROLLED_BACK, *DECODED]
 NO_LAYERS = "target: expected a model whose decoder has its layers in `layers`"
 NO_ROPE = "target: expected rotary positions"
+PEFT_EXPERTS = "lora.target_modules: expected names that peft does not take for experts, found down_proj, gate_proj"
 REFUSALS = {
     **{
         (name, "gemma3-images"): "target: expected a text model to make a draft"
@@ -37,6 +38,7 @@ REFUSALS = {
     **{(name, family): NO_LAYERS for name in ("features", "eagle", "block") for family in ("gpt-neo", "bloom")},
     **{(name, "nemotron-h"): NO_ROPE for name in ("eagle", "block")},
     ("joint", "nemotron-h"): "lora.target_modules: expected maps that take adapters, found ",
+    **{("joint", family): PEFT_EXPERTS for family in ("deepseek-v3", "deepseek-v32")},
 }
 """How a command refuses a family; all others work."""
 
