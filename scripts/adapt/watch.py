@@ -2,7 +2,7 @@
 
 Live traffic is seen in the server's counters alone, which do not tell texts apart. So the interval of τ is computed
 from the accepted tokens by position and the number of texts, with a usual correlation of the drafts of one text. It
-holds every τ that the counters allow (`decode.measurement.server_steps`).
+holds every τ that the counters allow (`scripts.serving.server_steps`).
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from pathlib import Path
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.decode.measurement.server_steps import NOTHING, CountedTexts, server_steps
 from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Count, parse_json, read
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.serving.client import Client
 from draftsmith.scripts.serving.counters import ServerMetrics
+from draftsmith.scripts.serving.server_steps import NOTHING, CountedTexts, server_steps
 from draftsmith.scripts.stages import NO_GO, Stages
 from draftsmith.train.cli import INTERRUPTED, TERMINATED, Terminated
 from draftsmith.train.endpoint.http import ServerFailure

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.decode.measurement.server_steps import Convention, CountedTexts
+from draftsmith.scripts.serving.server_steps import Convention, CountedTexts
 
 
 @dataclass

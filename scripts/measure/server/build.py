@@ -12,7 +12,6 @@ from draftsmith.decode import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.intervals import Estimate
-from draftsmith.decode.measurement.server_steps import NOTHING
 from draftsmith.decode.repetition import repeated_ngram_share
 from draftsmith.scripts.measure.server.estimates import (
     Acceptance,
@@ -41,6 +40,7 @@ from draftsmith.scripts.report.types import (
     RunCategory,
     Target,
 )
+from draftsmith.scripts.serving.server_steps import NOTHING
 from draftsmith.train.provenance import git_sha
 
 

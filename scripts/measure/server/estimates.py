@@ -13,11 +13,11 @@ from draftsmith.decode.measurement.intervals import (
     ratio,
 )
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
-from draftsmith.decode.measurement.server_steps import CountedTexts, ServerSteps, server_steps
 from draftsmith.scripts.measure.server.load import RequestRecord
 from draftsmith.scripts.measure.server.observe import Observed, Role, ServerTurn, Setting
 from draftsmith.scripts.report.serving_types import Percentiles, Source
 from draftsmith.scripts.report.types import Speed
+from draftsmith.scripts.serving.server_steps import CountedTexts, ServerSteps, server_steps
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import LEAST
 from draftsmith.decode.measurement.server_counts import VLLM
-from draftsmith.decode.measurement.server_steps import ServerSteps
 from draftsmith.decode.validation import Said, read
 from draftsmith.scripts.measure.reconcile import pairing
 from draftsmith.scripts.measure.reconcile.compare import reconcile
@@ -19,6 +18,7 @@ from draftsmith.scripts.measure.server.load import LoadPrompt
 from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Verifier
+from draftsmith.scripts.serving.server_steps import ServerSteps
 
 
 @dataclass(frozen=True)

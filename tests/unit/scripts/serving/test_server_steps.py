@@ -10,7 +10,7 @@ from server_steps import SteppingServer, together
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.intervals import LEAST
 from draftsmith.decode.measurement.server_counts import VLLM, Convention, ServerCounts, vllm_counts
-from draftsmith.decode.measurement.server_steps import CountedTexts, ServerSteps, server_steps
+from draftsmith.scripts.serving.server_steps import CountedTexts, ServerSteps, server_steps
 
 LENGTHS = {"at the limit": [24] * 12, "short": [random.Random(i).randint(1, 7) for i in range(12)]}
 LENGTHS["mixed"] = [random.Random(i).randint(1, 50) for i in range(12)]
