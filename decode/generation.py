@@ -49,6 +49,8 @@ class DecodeOutput:
     drafted in no row are left out."""
     finish_reasons: tuple[str, ...] = ()
     """Why each row ended: `stop` by an end of texts or another criterion, `length` by the limit."""
+    num_undrafted_tokens: int = 0
+    """Tokens beyond the drafter's own positions, which drafts nothing there, summed over the rows."""
 
     @property
     def departure(self) -> Departure | None:
@@ -218,7 +220,11 @@ def prepare_rows(
 
 
 def collect_output(
-    rows: Sequence[TextRow], input_ids: Tensor, config: GenerationConfig, lossy: bool = False
+    rows: Sequence[TextRow],
+    input_ids: Tensor,
+    config: GenerationConfig,
+    lossy: bool = False,
+    positions: int | None = None,
 ) -> DecodeOutput | Tensor:
     """Return what `generate` returns for rows that were written: the sequences, with counts if it asks for a dict."""
     fill = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
@@ -229,7 +235,22 @@ def collect_output(
     counts = tuple(Counts.total(row.rounds) for row in rows)
     departures = tuple(row.departure for row in rows) if lossy else ()
     reasons = tuple(row.finish_reason for row in rows)
-    return DecodeOutput(sequences, Counts.total(counts), counts, departures, _by_source(rows), reasons)
+    prompts = [row.length - its.num_emitted_tokens for row, its in zip(rows, counts, strict=True)]
+    beyond = undrafted([row.length for row in rows], prompts, positions)
+    return DecodeOutput(sequences, Counts.total(counts), counts, departures, _by_source(rows), reasons, beyond)
+
+
+def undrafted(lengths: Sequence[int], prompts: Sequence[int], positions: int | None) -> int:
+    """Return how many tokens of texts no draft is made of, for it would lie beyond the drafter's positions.
+
+    Args:
+        lengths: of prompt and text.
+        prompts: lengths of the prompts.
+        positions: the longest text after which anything is drafted; None where there is no such limit.
+    """
+    if positions is None:
+        return 0
+    return sum(max(0, length - max(prompt, positions + 1)) for length, prompt in zip(lengths, prompts, strict=True))
 
 
 def _by_source(rows: Sequence[TextRow]) -> tuple[tuple[Counts, ...], ...]:

@@ -139,7 +139,7 @@ def speculative_decode(
     rule, plan = as_rule(rule), as_plan(draft_length, proposer.longest)
     rows = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
     _write(model, proposer, list(rows), plan, rule, compiled, observer)
-    return collect_output(rows, input_ids, generation_config, rule.lossy)
+    return collect_output(rows, input_ids, generation_config, rule.lossy, proposer.positions)
 
 
 def _write(

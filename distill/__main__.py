@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.cache import check_rollback
+from draftsmith.decode.cache import check_rollback, positions_of
 from draftsmith.distill.card import card
 from draftsmith.distill.carving import CHOICE, Carving, choose
 from draftsmith.distill.config import DistillConfig
@@ -43,6 +43,14 @@ class DistillRun(TrainingRun[DistillConfig]):
             )
         if config.teacher_cache:
             self.distributions = find_distributions(config.teacher_cache, config, self.tokens)
+
+    @property
+    def positions(self) -> int | None:
+        """As of the target, or of the draft, where its own end before."""
+        config = self.config
+        changed = (config.init.config or {}).get("max_position_embeddings")
+        own = changed if config.draft is None else positions_of(self._config_of(config.draft))
+        return min(filter(None, [own, super().positions]), default=None)
 
     def load_target(self) -> PreTrainedModel | None:
         """Load the target, unless a cache has its distributions."""

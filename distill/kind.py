@@ -132,7 +132,7 @@ class ReencodedDraft(_OneByOne):
             return super().load(spec, loading)
         model = self.model(spec, loading)
         proposer = RetokenizedProposer(model, tokenizer, loading.tokenizer, spec.tree)
-        return self.drafter(spec, proposer, model=model, own_positions=proposer.renumbers)
+        return self.drafter(spec, proposer, model=model)
 
 
 class RunAheadDraft(_OneByOne):

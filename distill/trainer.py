@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache import positions_of
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.on_policy import continued, prompts_of
@@ -106,7 +107,7 @@ class DistillTrainer(RecipeTrainer):
                 draft,
                 prompts_of(batch),
                 generation,
-                config.max_length,
+                min(filter(None, [config.max_length, positions_of(draft.config)]), default=None),
                 mixed_seed(*seeds, self.accelerator.process_index),
                 synced=self.is_fsdp_enabled or self.is_deepspeed_enabled,
             )

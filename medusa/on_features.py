@@ -23,7 +23,7 @@ from draftsmith.decode.proposers.draft_tree import DynamicTree, TreeProposer
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, ranks_by_start
-from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.replay.texts import WrittenText, drafted_parts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
@@ -47,6 +47,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         self.heads, self.tree, self.greedy, self.stop = heads.eval(), tree, greedy, None
         self.draft_model: PreTrainedModel = model.eval()
         self.wants_features = heads.layer_ids
+        self.positions = heads.config.max_position_embeddings + self._without
 
     def with_tree(self, tree: Tree) -> Self:
         """Return the same heads with another tree."""
@@ -125,6 +126,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         target, depth, sampler = task.target, min(task.draft_length, self.longest or task.draft_length), task.sampler
         assert target is not None
         self.heads.check_fits(target)
+        _, texts = drafted_parts(texts, self.positions)
         tree = self.tree.pruned(depth)[0] if isinstance(self.tree, Tree) else Tree.chain(depth)
         if distributions is not None:
             each = [

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache import positions_of
 from draftsmith.medusa.base import DraftingHeads
 from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
 from draftsmith.medusa.seen import TargetStates, seen_before, seen_now
@@ -31,6 +32,12 @@ class HeadsRun(TrainingRun[Config]):
         if self.config.heads is not None:
             with whole_weights():
                 self.heads = self.heads_class.from_pretrained(self.config.heads).float()
+
+    @property
+    def positions(self) -> int | None:
+        """As of the target, or of heads that are given, where theirs end before."""
+        own = None if self.heads is None else positions_of(self.heads.config)
+        return min(filter(None, [own, super().positions]), default=None)
 
     def make_model(self) -> PreTrainedModel:
         """Return the given heads, or new ones, in float32."""

@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from draftsmith.decode.cache import positions_of
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
@@ -54,8 +55,12 @@ MORE = (
 
 
 @phase("reading completions")
-def read_data(config: RecipeConfig) -> tuple[TrainingData, TrainingData | None]:
+def read_data(config: RecipeConfig, positions: int | None = None) -> tuple[TrainingData, TrainingData | None]:
     """Return the samples to train on and those to measure acceptance on.
+
+    Args:
+        config: of the run.
+        positions: tokens of the longest text that its models read; None where there is no such limit.
 
     Raises:
         InputError: completions that cannot be used, are unfinished, of another target, or not the same on all
@@ -74,7 +79,9 @@ def read_data(config: RecipeConfig) -> tuple[TrainingData, TrainingData | None]:
 
     def read(field: str) -> TrainingData:
         output = Path(str(config.training.output_dir))
-        return training_examples(getattr(config, field), config.max_length, size, config.dedup, output, field)
+        return training_examples(
+            getattr(config, field), config.max_length, size, config.dedup, output, field, positions
+        )
 
     train, heldout = read("completions"), None
     if not isinstance(config.heldout, list):
@@ -144,7 +151,7 @@ class TrainingRun(ABC, Generic[Config]):
         """Train, or resume; what was trained is in `config.training.output_dir` when this returns."""
         config, args = self.config, self.config.training
         self.read_small_files()
-        self.data, self.heldout = read_data(config)
+        self.data, self.heldout = read_data(config, self.positions)
         self.target = self.load_target()
         model = self.make_model()
         if config.packing:
@@ -155,6 +162,11 @@ class TrainingRun(ABC, Generic[Config]):
         trainer.kept = self.kept
         run_training(trainer, lambda output: self.finish(trainer, output))
         return trainer
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest text that the models read; None where there is no such limit."""
+        return positions_of(self.target_config)
 
     @cached_property
     def ends(self) -> list[int]:

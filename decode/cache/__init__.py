@@ -1,6 +1,6 @@
 """A model with its key-value cache, and which models can have one that is rolled back."""
 
-from draftsmith.decode.cache.checks import cached_numbers, check_causal, check_rollback
+from draftsmith.decode.cache.checks import cached_numbers, check_causal, check_rollback, positions_of
 from draftsmith.decode.cache.layers import Places
 from draftsmith.decode.cache.model import CachedModel, SavedRow, padded
 from draftsmith.decode.cache.rotary import own_positions, rotary_limit, rotate_by_text
@@ -14,6 +14,7 @@ __all__ = [
     "check_rollback",
     "own_positions",
     "padded",
+    "positions_of",
     "rotary_limit",
     "rotate_by_text",
 ]

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from draftsmith.decode.cache.attention import implementation_of
@@ -17,6 +17,11 @@ ATTENTION = ("eager", "sdpa")
 UNFIT_TYPES = {"moshi": "whose config names a window that its layers do not have"}
 # Families that are encoders unless their config says `is_decoder`.
 ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
+
+
+def positions_of(config: PretrainedConfig) -> int | None:
+    """Return the longest text that a model reads, in tokens, by its config; None where it has no such limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_causal(model: PreTrainedModel, role: str) -> None:

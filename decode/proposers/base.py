@@ -233,6 +233,8 @@ class Proposer(ABC):
     number. A proposer wants these or hidden states, not both."""
     at_once: bool = False
     """Whether a draft costs about the same however long it is."""
+    positions: int | None = None
+    """The longest text after which anything is drafted, in tokens; None where there is no such limit."""
     longest: int | None = None
     """The greatest depth of a draft, whatever the draft length; None where there is no such limit."""
 

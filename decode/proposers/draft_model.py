@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import CachedModel, Places, check_rollback, padded
+from draftsmith.decode.cache import CachedModel, Places, check_rollback, padded, positions_of
 from draftsmith.decode.cache.model import SHORT
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
@@ -21,9 +21,17 @@ from draftsmith.decode.proposers.draft_tree import (
     grow_trees,
 )
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_position, replay_by_ranks
-from draftsmith.decode.replay.ranks import ranks_of
+from draftsmith.decode.replay.ranks import NONE, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
-from draftsmith.decode.replay.texts import Distributions, WrittenText, model_distributions, teacher_forced
+from draftsmith.decode.replay.texts import (
+    Distributions,
+    WrittenText,
+    drafted_parts,
+    filled,
+    model_distributions,
+    readable,
+    teacher_forced,
+)
 from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax, draw_rows, prefixes, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
 
@@ -74,6 +82,7 @@ class DraftModelProposer(Proposer):
         if tree is not None and stop is not None:
             raise InputError("stop: expected a chain, whose length it decides, found a tree")
         self.draft_model, self.tree, self.stop, self.greedy = draft_model, tree, stop, greedy
+        self.positions = positions_of(draft_model.config)
 
     def start(self, task: DraftTask) -> int:
         """Begin with an empty cache."""
@@ -102,7 +111,9 @@ class DraftModelProposer(Proposer):
             widest = self.tree.width
         if widest > task.vocab_size:
             raise InputError(f"tree: expected at most V = {task.vocab_size} siblings, found {widest}")
-        self._model = CachedModel(self.draft_model, rows, task.max_length, block=block, compiled=task.compiled)
+        # Heads read features of all of the text, and draft nothing where their positions end.
+        self._reach = task.max_length if self._without else min(task.max_length, self.positions or task.max_length)
+        self._model = CachedModel(self.draft_model, rows, self._reach, block=block, compiled=task.compiled)
         self._most_together = block + 1  # rows of a batch
         self._in_programs = self._can_draft_in_programs()
         self._cached = [0] * rows  # how many of each row's tokens stand in the cache
@@ -118,7 +129,8 @@ class DraftModelProposer(Proposer):
         return draft_length
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft a chain or a tree for each row."""
+        """Draft a chain or a tree for each row, no further than the draft model has positions."""
+        contexts, draft_lengths = self._within(contexts, draft_lengths)
         self._lengths = Places([context.shape[0] - self._without for context in contexts], self._device)
         if max(draft_lengths) < 1:
             empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
@@ -129,6 +141,17 @@ class DraftModelProposer(Proposer):
             return self._draft(contexts, draft_lengths)
         drafts = self._draft([context.to(self._device) for context in contexts], draft_lengths)
         return [draft.to(home) for draft in drafts]
+
+    def _within(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[int]]:
+        """Return texts up to the last position, and how deep drafts may be there: a drafted token has a position too.
+
+        A row that is longer drafts nothing, and stays in the batch as it was where they end.
+        """
+        most = self.positions
+        if most is None or max(map(len, texts)) + max(draft_lengths) <= most + 1:
+            return texts, draft_lengths
+        lengths = [max(0, min(k, most + 1 - len(text))) for text, k in zip(texts, draft_lengths, strict=True)]
+        return [text[: self._reach] for text in texts], lengths
 
     def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft behind texts on the draft model's device, at least one token for one of them."""
@@ -182,7 +205,8 @@ class DraftModelProposer(Proposer):
         """Replay chains, and at T=0 trees of one shape: see `draftsmith.decode.measurement.replay`."""
         sampler, widest = task.sampler, max(map(len, self.tree.children)) if isinstance(self.tree, Tree) else 1
         ranks, acceptance, overlaps = [], [], []
-        for place, (text, logits) in enumerate(zip(texts, teacher_forced(self.draft_model, texts), strict=True)):
+        drafted, texts = drafted_parts(texts, self.positions)
+        for place, (text, logits) in enumerate(zip(drafted, teacher_forced(self.draft_model, drafted), strict=True)):
             contexts = prefixes(text.sequence[:-1], len(text))
             scores = sampler.scores(align_vocabulary(logits, task.vocab_size).to(text.sequence.device), contexts)
             if self.tree is not None:
@@ -192,15 +216,17 @@ class DraftModelProposer(Proposer):
             if distributions is None or self.greedy:
                 acceptance.append(agrees)
                 overlaps.append(
-                    agrees if distributions is None else distributions[place].gather(1, guess[:, None])[:, 0]
+                    agrees
+                    if distributions is None
+                    else distributions[place][: len(text)].gather(1, guess[:, None])[:, 0]
                 )
             else:
-                p, q = distributions[place], scores.softmax(-1)
+                p, q = distributions[place][: len(text)], scores.softmax(-1)
                 acceptance.append(acceptance_probabilities(p, q, text.tokens))
                 overlaps.append(overlap(p, q))
         if not isinstance(self.tree, Tree):
-            return replay_by_position(texts, acceptance, overlaps)
-        return replay_by_ranks(texts, ranks, self.tree, overlaps)
+            return replay_by_position(texts, filled(acceptance, texts, 0.0), overlaps)
+        return replay_by_ranks(texts, filled(ranks, texts, NONE), self.tree, overlaps)
 
     def _feed_texts(self, contexts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
         """Feed what the cache lacks of each text, and behind it masks, (M,); return the logits, (B, 1 + M, V).
@@ -208,6 +234,7 @@ class DraftModelProposer(Proposer):
         They are those after the text's last token and after each mask; there are no masks by default. A row that lacks
         fewer tokens than another is fed its last cached ones again, into their own slots.
         """
+        contexts = readable(self.draft_model, contexts)
         if len(contexts) == 1 and not any(self._cached) and self._model.is_empty:
             logits = self._model.prefill(_followed(contexts[0][None, :], masks), 1 if masks is None else 1 + len(masks))
             self._cached = list(self._lengths.host)
@@ -319,6 +346,7 @@ class DraftModelProposer(Proposer):
         Returns:
             Tokens, (B, K); their slots; each row's last one among them, (B,); further inputs of the model's.
         """
+        texts = readable(self.draft_model, texts)
         if not any(self._cached) and self._lengths.alike and len(texts) * len(texts[0]) <= SHORT:
             self._cached = list(self._lengths.host)
             block, places = torch.stack(list(texts)), Places([0] * len(texts), texts[0].device)

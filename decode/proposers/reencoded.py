@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.cache import CachedModel, check_rollback, padded
+from draftsmith.decode.cache import CachedModel, check_rollback, padded, positions_of
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Proposal, Proposer
@@ -76,7 +76,7 @@ class ReencodingProposer(Proposer):
         self._to_target = same_specials(target_tokenizer, draft_tokenizer)
         config = draft_model.config.get_text_config()
         self._size = token_count(draft_tokenizer, config)
-        self._positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._positions = positions_of(config)
         begin = draft_tokenizer.bos_token_id
         begins = begin is not None and draft_tokenizer.encode("a")[:1] == [begin]
         self._prefix = [begin] if begins else []

@@ -60,6 +60,7 @@ class RetokenizedProposer(Proposer):
             raise InputError("tree: expected a chain from a draft whose text has to be re-encoded, found a tree")
         else:
             self._drafter = ReencodingProposer(draft_model, draft_tokenizer, target_tokenizer, stop)
+        self.positions = self._drafter.positions
 
     def start(self, task: DraftTask) -> int:
         """Begin with an empty cache."""

@@ -6,7 +6,7 @@ true tokens alone replay every chain and every fixed tree, count for count as th
 Shape suffixes: N tokens of the text, K depths.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -67,6 +67,11 @@ class TextRanks:
         """Whether the drafter's first choice is the token, 1 or 0 for each start that drafts it, (≤ N,) float32."""
         return torch.from_numpy(self.ranks[:, 0] == 0).float()[torch.from_numpy(self.drafted[:, 0])]
 
+    def up_to(self, tokens: int) -> "TextRanks":
+        """Return the ranks of so many tokens, those behind the known ones not drafted."""
+        missing = ((0, tokens - len(self)), (0, 0))
+        return replace(self, ranks=np.pad(self.ranks, missing, constant_values=NONE))
+
     def nodes(self, tree: Tree) -> np.ndarray:
         """Return the node that the text reaches at each depth, from each start, (N, depth); `ROOT` once it has left.
 
@@ -112,7 +117,7 @@ class TextRanks:
         counts = Counts()
         for start in _walk(accepted):
             emitted = min(int(accepted[start]) + 1, n - start)
-            drafted, _ = tree.pruned(self.limit - start - 1 if start >= self.first else 0)
+            drafted, _ = tree.pruned(max(0, self.limit - start - 1) if start >= self.first else 0)
             counts += Counts.of_round(drafted, int(accepted[start]), emitted)
         return counts
 

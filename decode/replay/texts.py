@@ -5,7 +5,7 @@ Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens of a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -42,6 +42,39 @@ class WrittenText:
         return self.sequence[self.prompt_length :]
 
 
+def drafted_parts(texts: Sequence[WrittenText], positions: int | None) -> tuple[list[WrittenText], list[WrittenText]]:
+    """Return the beginnings of texts that a drafter drafts, and the texts with the limits up to which it does.
+
+    Args:
+        texts: what the target wrote.
+        positions: the longest text after which anything is drafted; None where there is no such limit.
+    """
+    if positions is None:
+        return list(texts), list(texts)
+    ends = [max(text.prompt_length, positions + 1) for text in texts]
+    limits = [min(text.limit, positions + 2 - text.prompt_length) for text in texts]
+    whole = [replace(text, limit=limit) for text, limit in zip(texts, limits, strict=True)]
+    return [replace(text, sequence=text.sequence[:end]) for text, end in zip(whole, ends, strict=True)], whole
+
+
+def filled(parts: Sequence[Tensor], texts: Sequence[WrittenText], value: float) -> list[Tensor]:
+    """Return what is known of the first tokens of texts, (≤ N, …) each, with a value for the others, (N, …)."""
+    missing = [len(text) - len(part) for part, text in zip(parts, texts, strict=True)]
+    return [
+        torch.cat([part, part.new_full((n, *part.shape[1:]), value)]) for part, n in zip(parts, missing, strict=True)
+    ]
+
+
+def readable(model: PreTrainedModel, texts: Sequence[Tensor]) -> list[Tensor]:
+    """Return texts, (T_b,) int64, with a model's last token for those that it has no embedding for.
+
+    A target with padded logits may write a token that its tokenizer does not have, and a draft with fewer rows reads
+    another. A view over other ids (`renumbered`) has a forward of its own, which reads any.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    return list(texts) if "forward" in vars(model) else [text.clamp(max=rows - 1) for text in texts]
+
+
 @contextmanager
 def fixed_packing(packed: bool) -> Iterator[None]:
     """Tell the library's masks whether rows are packed, in place of a look at the positions.
@@ -62,8 +95,12 @@ def fixed_packing(packed: bool) -> Iterator[None]:
 
 def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list[Tensor]:
     """Return a model's logits of each text's tokens on their true prefixes, (N, V) each, from one forward."""
-    device, first = model.device, min(text.prompt_length for text in texts) - 1
-    padded = torch.nn.utils.rnn.pad_sequence([text.sequence[:-1] for text in texts], batch_first=True).to(device)
+    device, written = model.device, [text for text in texts if len(text)]
+    if not written:
+        return [torch.zeros(0, model.config.get_text_config().vocab_size, device=device) for _ in texts]
+    first = min(text.prompt_length for text in written) - 1
+    fed = readable(model, [text.sequence[:-1] for text in written])
+    padded = torch.nn.utils.rnn.pad_sequence(fed, batch_first=True).to(device)
     # Padding lies behind the texts, where a causal model does not see it.
     keep: dict[str, Any] = (
         {"logits_to_keep": padded.shape[1] - first} if "logits_to_keep" in signature(model.forward).parameters else {}
@@ -71,9 +108,10 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
     keep |= own_positions(model, [len(text.sequence) - 1 for text in texts], padded)
     with fixed_packing(False):
         logits = model(input_ids=padded, use_cache=False, **keep).logits[:, first - padded.shape[1] :]
+    rows = iter(logits)
     return [
-        row[text.prompt_length - 1 - first : len(text.sequence) - 1 - first]
-        for row, text in zip(logits, texts, strict=True)
+        next(rows)[text.prompt_length - 1 - first : len(text.sequence) - 1 - first] if len(text) else logits[0, :0]
+        for text in texts
     ]
 
 

@@ -15,7 +15,7 @@ from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
-from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.replay.texts import WrittenText, drafted_parts, filled
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.parallel.layout import check_depth, length_of, mask_token_of
@@ -60,7 +60,9 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         """Return the ranks of a text's tokens among the draft's logits."""
         text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
         vocab_size = target.config.get_text_config().vocab_size
-        return text_ranks(self.draft_model, text, Sampler.of(0), vocab_size, [MOST_RANKS] * self.depth)[0]
+        ((drafted,), _) = drafted_parts([text], self.positions)
+        ranks, _ = text_ranks(self.draft_model, drafted, Sampler.of(0), vocab_size, [MOST_RANKS] * self.depth)
+        return ranks.up_to(len(text))
 
     def start(self, task: DraftTask) -> int:
         """Begin with an empty cache."""
@@ -87,18 +89,21 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
 
         See `draftsmith.decode.measurement.replay`.
         """
+        drafted, texts = drafted_parts(texts, self.positions)
         depth, sampler, v = self._cut(task.draft_length), task.sampler, task.vocab_size
         tree = Tree.chain(depth) if self.tree is None else self._shape(depth)
         if distributions is not None:
             each = [
-                text_acceptance(self.draft_model, text, sampler, p_NV, tree.depth, self.greedy)
-                for text, p_NV in zip(texts, distributions, strict=True)
+                text_acceptance(self.draft_model, text, sampler, p_NV[: len(text)], tree.depth, self.greedy)
+                for text, p_NV in zip(drafted, distributions, strict=True)
             ]
-            return replay_by_start(texts, [a_NK for a_NK, _ in each], [common_N for _, common_N in each])
+            acceptance = filled([a_NK for a_NK, _ in each], texts, 0.0)
+            return replay_by_start(texts, acceptance, [common_N for _, common_N in each])
         # Behind the tree the most likely tokens, for servers that draft chains.
         widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
-        ranks = [text_ranks(self.draft_model, text, sampler, v, widths, chains) for text in texts]
-        return replay_by_start_ranks([of_text for of_text, _ in ranks], tree, [agrees for _, agrees in ranks])
+        each = [text_ranks(self.draft_model, text, sampler, v, widths, chains) for text in drafted]
+        ranks = [of_text.up_to(len(text)) for (of_text, _), text in zip(each, texts, strict=True)]
+        return replay_by_start_ranks(ranks, tree, [agrees for _, agrees in each])
 
     def _cut(self, draft_length: int) -> int:
         return draft_length if self.longest is None else min(draft_length, self.longest)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
-from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.replay.texts import WrittenText, readable
 from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax
 from draftsmith.distill.parallel.layout import mask_token_of, visible_entries
 
@@ -125,8 +125,10 @@ def _drafts(
 ) -> Iterator[_ScoredDrafts]:
     """Yield the drafts for the text's own tokens: offset 0 of all starts, then the masks' of some starts at a time."""
     at_a_time = max(1, min(DRAFTS_AT_A_TIME, LOGITS_AT_A_TIME // vocab_size))
-    sequence, device = text.sequence.to(model.device), model.device
+    (sequence,), device = readable(model, [text.sequence.to(model.device)]), model.device
     n, known = len(text), len(sequence) - 1
+    if not n:
+        return
     # All of the text stays at hand in layers with a window, too: a block may go back to its beginning.
     cached = CachedModel(model, 1, known + 1, block=known + max(at_a_time, depth))
     logits_NV = cached.prefill(sequence[None, :-1], keep=n)[0]

@@ -89,7 +89,9 @@ def compare(target: Side, part: Part) -> Iterator[Finding]:
     most = config.max_position_embeddings
     if target.positions is not None and most < target.positions:
         text += f"; it reads {most} positions, the target {target.positions}"
-        yield Finding("warning", name, text, f"keep prompt and text within {most} tokens")
+        yield Finding(
+            "warning", name, text, f"keep prompt and text within {most} tokens, past which nothing is drafted"
+        )
     else:
         yield Finding("ok", name, text)
     raw = read_config(Path(part.path), "a block drafter")

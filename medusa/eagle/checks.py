@@ -140,7 +140,9 @@ def _compared(target: Side, heads: Part) -> Finding:
     most = config.max_position_embeddings
     if target.positions is not None and most < target.positions:
         text += f"; they read {most} positions, the target {target.positions}"
-        return Finding("warning", name, text, f"keep prompt and text within {most} tokens")
+        return Finding(
+            "warning", name, text, f"keep prompt and text within {most} tokens, past which nothing is drafted"
+        )
     return Finding("ok", name, text)
 
 

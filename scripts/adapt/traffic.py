@@ -128,11 +128,13 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
     for temperature, directory in texts.items():
         samples = list(load_completions(directory).sort("id"))
         categories = [sample["category"] for sample in samples]
+        prompts = [sample["prompt_length"] for sample in samples]
+        pair.say_undrafted(prompts, [len(sample["input_ids"]) for sample in samples])
         replays = replay_drafters(
             pair.target,
             proposers,
             [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in samples],
-            [sample["prompt_length"] for sample in samples],
+            prompts,
             [draft_length],
             config.at(temperature).sampler(),
             config.max_new_tokens,

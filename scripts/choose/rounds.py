@@ -134,6 +134,7 @@ def replayed(
         texts = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in own]
         lengths = [sample["prompt_length"] for sample in own]
         sampler = config.at(temperature).sampler()
+        pair.say_undrafted(lengths, list(map(len, texts)))
         replays = replay_drafters(
             pair.target, ways, texts, lengths, tried, sampler, config.max_new_tokens, with_sizes=ways
         )

@@ -105,7 +105,7 @@ def _vocabulary(sides: list[Side]) -> Finding:
             return Finding("error", "vocabulary", str(error), "resize_token_embeddings(len(tokenizer)), and train them")
     tokens = token_count(tokenizer, sides[0].config)
     if any(side.head > token_count(side.tokenizer, side.config) for side in sides):
-        text += f" for {tokens} tokens: padding is never drafted or written"
+        text += f" for {tokens} tokens: prepare writes no padding, and a draft without a row for it reads another token"
     beyond = sorted((number, piece) for piece, number in tokenizer.get_vocab().items() if number >= tokens)
     if beyond:
         text += (
@@ -145,7 +145,12 @@ def _positions(setup: Setup, context: int | None) -> Finding:
     wanted = context or limits.get("target")
     least = min((limit for role, limit in limits.items() if role != "target"), default=None)
     if least is not None and (wanted is None or least < wanted):
-        return Finding("warning", name, text, f"keep prompt and text within {least} tokens, or take a longer draft")
+        return Finding(
+            "warning",
+            name,
+            text,
+            f"keep prompt and text within {least} tokens, past which nothing is drafted, or take a longer draft",
+        )
     return Finding("ok", name, text)
 
 

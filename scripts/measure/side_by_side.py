@@ -100,6 +100,10 @@ def decode_side_by_side(
         groups = {method: [*groups[method], decoded[method]] for method in batches.methods if method in groups}
         if not groups:
             break
+    rows = [row for group in next(iter(groups.values()), []) for row in group.rows]
+    prompts = [len(measured.prompt_ids[row.prompt]) for row in rows]
+    lengths = [prompt + len(row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
+    measured.pair.say_undrafted(prompts, lengths)
     return groups
 
 

@@ -152,8 +152,9 @@ def other_tokenizer(path, tokenizer):
         (lambda path, tokenizer: with_merges(tokenizer, 5).save_pretrained(path), "tokenizers",
          "! the same 300 tokens with the same ids, but text is split into them otherwise → "),
         (lambda path, tokenizer: rebuild(path, vocab_size=320), "vocabulary",
-         "! target 300 logits, draft 320 logits for 300 tokens: padding is never drafted or written → fine here, but "
-         "vLLM's draft_model refuses unequal vocab_size: resize_token_embeddings(320)"),
+         "! target 300 logits, draft 320 logits for 300 tokens: prepare writes no padding, and a draft "
+         "without a row for it reads another token → fine here, but vLLM's draft_model refuses unequal vocab_size: "
+         "resize_token_embeddings(320)"),
         (lambda path, tokenizer: rebuild(path, vocab_size=256), "vocabulary",
          "✗ draft: expected a vocabulary of at least 300 for its tokenizer, found 256 → "),
         (lambda path, tokenizer: rewrite(path, max_position_embeddings=128), "positions",

@@ -112,11 +112,12 @@ def training_examples(
     dedup: str | None = None,
     output: Path | None = None,
     field: str = "completions",
+    positions: int | None = None,
 ) -> TrainingData:
     """Return the samples of completions that `draftsmith prepare` wrote, as rows to learn from.
 
-    Those without a single token to learn from are left out. They are counted and named, and so is what `max_length`
-    cuts and what `dedup` leaves out.
+    Those without a single token to learn from are left out. They are counted and named, and so is what `max_length` or
+    a model's positions cut and what `dedup` leaves out.
 
     Args:
         paths: completion directories.
@@ -126,11 +127,15 @@ def training_examples(
             what precedes the first token to learn from ("prompts").
         output: where samples may be mapped if a directory cannot be written in.
         field: the config field that named the directories, for messages.
+        positions: cut samples that are longer than the models read, in tokens.
 
     Raises:
         InputError: a directory is missing or malformed, has a sample twice, or none with a token to learn from.
     """
     texts = Texts({path: map_completions(path, output) for path in paths})
+    limit = f"max_length {max_length} cuts"
+    if positions is not None and positions < min(int(texts.lengths.max(initial=0)), max_length or positions + 1):
+        max_length, limit = positions, f"the {positions} positions of what is trained cut"
     sources, largest = texts.source_of(np.arange(len(texts))), texts.column("largest")
     kept_tokens, all_tokens = texts.loss_tokens(max_length), texts.loss_tokens()
     if vocab_size is not None and (beyond := largest >= vocab_size).any():
@@ -144,7 +149,7 @@ def training_examples(
     if max_length is not None and (cut := kept_tokens < all_tokens).any():
         lost, total = int((all_tokens - kept_tokens).sum()), int(all_tokens.sum())
         _say(
-            f"{field}: max_length {max_length} cuts {cut.sum()} of {len(texts)} samples, and with their ends {lost} of "
+            f"{field}: {limit} {cut.sum()} of {len(texts)} samples, and with their ends {lost} of "
             f"{total} tokens to learn from ({lost / total:.1%}): {_listed(texts, np.flatnonzero(cut))}"
         )
     members = np.flatnonzero(kept_tokens > 0)

@@ -1,5 +1,6 @@
 """A drafter to load, a loaded one, and the target that it drafts for."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,6 @@ class Drafter:
     """What reports say of drafters of this kind alone."""
     sources: Sequence[str] = ()
     """The names of several that take turns, in their order."""
-    own_positions: bool = True
-    """Whether its model's positions limit the text; not where it counts tokens of its own."""
 
     @property
     def tree(self) -> "Tree | None":
@@ -140,38 +139,49 @@ class Pair:
         return drafter
 
     def check_positions(self, prompt: int, new_tokens: int) -> None:
-        """Require that the longest prompt and its text lie within the positions of the target and the drafters.
+        """Require that the longest prompt and its text lie within the positions of the target.
 
-        Not every architecture has such a limit; past it, a model that has one writes noise or fails. A draft whose text
-        is encoded again has its own count of tokens, and minds its limit itself.
+        Not every architecture has such a limit; past it, a model that has one writes noise or fails. A drafter drafts
+        nothing past its own positions, which `say_undrafted` counts.
 
         Args:
             prompt: tokens of the longest.
             new_tokens: of its text at most.
 
         Raises:
-            InputError: names the model and its positions.
+            InputError: names the target's positions.
         """
-        for name, limit in self._positions().items():
-            if prompt + new_tokens > limit:
-                raise InputError(
-                    f"max_new_tokens: expected prompt and text within the {name}'s {limit} positions, found {prompt} + "
-                    f"{new_tokens} tokens"
-                )
+        from draftsmith.decode.cache import positions_of
+
+        limit = positions_of(self.target.config)
+        if limit is not None and prompt + new_tokens > limit:
+            raise InputError(
+                f"max_new_tokens: expected prompt and text within the target's {limit} positions, found {prompt} + "
+                f"{new_tokens} tokens"
+            )
+
+    def say_undrafted(self, prompts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Say on standard error how many tokens of texts each drafter did not draft, for they lie past its positions.
+
+        Args:
+            prompts: tokens of each prompt.
+            lengths: of each prompt and its text.
+        """
+        from draftsmith.decode.generation import undrafted
+
+        written = sum(lengths) - sum(prompts)
+        for drafter in self.drafters:
+            count = undrafted(lengths, prompts, drafter.proposer.positions)
+            if count:
+                where = f"past its {drafter.proposer.positions} positions"
+                print(f"{drafter.name}: drafted none of {count} of {written} tokens, {where}", file=sys.stderr)
 
     def holds(self, tokens: int) -> bool:
         """Return whether a text of this length lies within the positions of all models."""
-        return tokens <= min(self._positions().values(), default=tokens)
+        from draftsmith.decode.cache import positions_of
 
-    def _positions(self) -> dict[str, int]:
-        """Return the positions of the target and the drafters that have a limit, by name."""
-        models = {"target": self.target}
-        models |= {d.name: d.model for d in self.drafters if d.model is not None and d.own_positions}
-        limits = {
-            name: getattr(model.config.get_text_config(), "max_position_embeddings", None)
-            for name, model in models.items()
-        }
-        return {name: limit for name, limit in limits.items() if limit is not None}
+        limits = [positions_of(self.target.config), *(proposer.positions for proposer in self.proposers.values())]
+        return all(limit is None or tokens <= limit for limit in limits)
 
 
 @dataclass

@@ -101,7 +101,6 @@ class Hybrid(DrafterKind):
             greedy=None if last.greedy is None else hybrid(last.greedy),
             model=last.model,
             draft_lengths=last.draft_lengths,
-            own_positions=last.own_positions,
             sources=_distinct([drafter.family.name for drafter in (*copies, last)]),
             figures={"switch_match": switch.match, "switch_score": switch.score},
         )

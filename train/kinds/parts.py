@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode.cache import cached_numbers
+from draftsmith.decode.cache import cached_numbers, positions_of
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import (
     Stored,
@@ -53,7 +53,7 @@ class Part:
     @property
     def positions(self) -> int | None:
         """The longest text, in tokens; None where it has no such limit."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return positions_of(self.model.config)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import cached_numbers, check_rollback
+from draftsmith.decode.cache import cached_numbers, check_rollback, positions_of
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.hybrid import HybridProposer
 from draftsmith.decode.proposers.suffix.proposer import SuffixProposer
@@ -126,7 +126,7 @@ def load_texts(config: ServeDraftConfig, directory: str | None = None, copying: 
         trust_remote_code=config.trust_remote_code,
     )
     check_rollback(model, "draft")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(model.config)
     longest = config.max_length or positions
     if longest is None:
         raise InputError(f"max_length: expected one for {path}, whose config names no limit, found none")

@@ -185,6 +185,17 @@ def test_a_sample_twice_is_refused(tmp_path):
         training_examples([path])
 
 
+def test_samples_longer_than_the_models_read_are_cut_and_counted(tmp_path, said):
+    path = write_completions(tmp_path / "c", [sample("long", [1] * 4, [2] * 10), sample("short", [1] * 2, [2] * 3)])
+    for most, positions, expected in ((None, 8, 8), (6, 8, 6), (9, 8, 8), (None, 14, 14), (None, None, 14)):
+        data = training_examples([path], most, positions=positions)
+        assert max(len(row["input_ids"]) for row in data) == expected
+        told = "".join(said)
+        said.clear()
+        cut = f"completions: the {positions} positions of what is trained cut 1 of 2 samples, and with their ends "
+        assert (cut in told) == (expected == positions == 8) and ("max_length 6 cuts 1 of 2" in told) == (most == 6)
+
+
 def test_what_is_cut_is_counted_and_named(tmp_path, said):
     rows = [sample("short", [1, 2], [3]), sample("long", [1] * 4, [2] * 10), sample("longer", [1] * 4, [2] * 16)]
     path = write_completions(tmp_path / "c", rows)

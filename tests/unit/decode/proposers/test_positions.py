@@ -1,0 +1,132 @@
+"""A draft drafts nothing past its own positions, and reads what it has no row for as another token."""
+
+import pytest
+import torch
+from conftest import tiny_llama
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from draftsmith.decode import (
+    DraftModelProposer,
+    RunAheadProposer,
+    Tree,
+    autoregressive_generate,
+    replay_acceptance,
+    speculative_generate,
+)
+from draftsmith.distill.parallel.layout import MASK_TOKEN
+from draftsmith.distill.parallel.proposer import ParallelDraftProposer
+from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, EagleProposer
+
+VOCAB, POSITIONS, NEW = 97, 24, 30
+PROMPTS = (5, 12, 22, 23, 24, 25, 31)
+
+
+def learned(vocab: int = VOCAB, positions: int = POSITIONS) -> GPT2LMHeadModel:
+    """A model with a table of positions: to read further is an error."""
+    sizes = {"vocab_size": vocab, "n_positions": positions, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    torch.manual_seed(1)
+    return GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3)).eval()
+
+
+def rotary(vocab: int = VOCAB, positions: int = POSITIONS):
+    model = tiny_llama(1, vocab)
+    model.config.max_position_embeddings = positions
+    return model
+
+
+def masked(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
+    """The same as a draft of several tokens in one forward."""
+    setattr(model.config, MASK_TOKEN, 3)
+    return model
+
+
+def heads(cls, target, **shape):
+    torch.manual_seed(2)
+    made = cls.of_target(target, **shape)
+    made.config.max_position_embeddings = POSITIONS
+    return made
+
+
+PROPOSERS = {
+    "learned": lambda target: DraftModelProposer(learned()),
+    "rotary": lambda target: DraftModelProposer(rotary()),
+    "tree": lambda target: DraftModelProposer(learned(), Tree.from_choices([[0], [1], [0, 0], [0, 1]])),
+    "run ahead": lambda target: RunAheadProposer(learned()),
+    "parallel": lambda target: ParallelDraftProposer(masked(learned())),
+    "eagle": lambda target: EagleProposer(heads(EagleHeads, target)),
+    "block": lambda target: BlockProposer(heads(BlockDrafter, target, mask_token=2, block_size=3, markov_rank=2)),
+}
+
+
+def prompt(length: int) -> torch.Tensor:
+    return torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(0, VOCAB, layers=4)
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_nothing_is_drafted_past_the_drafters_positions(target, name):
+    """The text stays the target's, and no draft reaches further than what was fed has positions."""
+    for length in (5, 23, 31):
+        proposer, drafted = PROPOSERS[name](target), []
+        propose = proposer.propose
+
+        def watched(contexts, lengths, propose=propose, drafted=drafted):
+            found = propose(contexts, lengths)
+            drafted.extend((len(text), draft.tree.depth) for text, draft in zip(contexts, found, strict=True))
+            return found
+
+        proposer.propose = watched
+        out = speculative_generate(target, proposer, prompt(length), max_new_tokens=NEW, draft_length=3)
+        assert torch.equal(out.sequences, autoregressive_generate(target, prompt(length), max_new_tokens=NEW).sequences)
+        most = POSITIONS + 1 if name in ("eagle", "block") else POSITIONS  # their places are those of the next tokens
+        assert proposer.positions == most
+        assert all(not depth or text + depth <= most + 1 for text, depth in drafted)
+        assert any(depth for _, depth in drafted) == (length < POSITIONS)
+        assert out.num_undrafted_tokens == length + NEW - max(length, most + 1)
+
+
+@pytest.mark.parametrize("name", ["learned", "rotary", "tree", "parallel"])
+def test_rows_that_reach_the_end_leave_the_others_as_they_are(target, name):
+    """Ragged rows: each counts what it counts alone."""
+    width = max(PROMPTS)
+    ids = torch.cat([torch.nn.functional.pad(prompt(n), (width - n, 0)) for n in PROMPTS])
+    mask = torch.arange(width) >= width - torch.tensor(PROMPTS)[:, None]
+    options = {"max_new_tokens": NEW, "draft_length": 3}
+    out = speculative_generate(target, PROPOSERS[name](target), ids, mask.long(), **options)
+    alone = [speculative_generate(target, PROPOSERS[name](target), prompt(n), **options) for n in PROMPTS]
+    assert out.row_counts == tuple(each.counts for each in alone)
+    assert out.num_undrafted_tokens == sum(each.num_undrafted_tokens for each in alone)
+
+
+@pytest.mark.parametrize("name", [name for name in PROPOSERS if name != "run ahead"])
+def test_replay_counts_what_the_decoder_counts(target, name):
+    for length in PROMPTS:
+        proposer = PROPOSERS[name](target)
+        for gamma in (1, 3) if name != "block" else (3,):
+            out = speculative_generate(target, proposer, prompt(length), max_new_tokens=NEW, draft_length=gamma)
+            replay = replay_acceptance(
+                target, proposer, [out.sequences[0]], [length], draft_lengths=[gamma], temperature=0, max_new_tokens=NEW
+            )
+            expected = replay.texts[0].counts[gamma]
+            assert expected.num_drafts == out.counts.num_drafts
+            assert expected.num_draft_tokens == out.counts.num_draft_tokens
+            assert expected.num_accepted_tokens == out.counts.num_accepted_tokens
+
+
+@pytest.mark.parametrize("make", [learned, rotary])
+def test_a_token_that_the_draft_has_no_row_for_is_read_as_another(target, make):
+    """A target with padded logits writes it, and a draft without the padding goes on."""
+    draft = make(VOCAB - 7, 200)
+    ids = torch.tensor([[1, VOCAB - 1, 5, VOCAB - 3]])
+    proposer = DraftModelProposer(draft)
+    out = speculative_generate(target, proposer, ids, max_new_tokens=NEW, draft_length=3)
+    assert torch.equal(out.sequences, autoregressive_generate(target, ids, max_new_tokens=NEW).sequences)
+    assert out.counts.num_draft_tokens
+    replay = replay_acceptance(
+        target, proposer, [out.sequences[0]], [4], draft_lengths=[3], temperature=0, max_new_tokens=NEW
+    )
+    assert replay.texts[0].counts[3].num_accepted_tokens == out.counts.num_accepted_tokens
