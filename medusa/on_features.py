@@ -68,6 +68,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     ) -> TextRanks:
         """Return the ranks of a text's tokens among the heads' logits."""
         text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
+        _, (text,) = drafted_parts([text], self.positions)
         return self._ranks(target, text, Sampler.of(0), [MOST_RANKS] * self.depth)
 
     def fit(self, task: DraftTask) -> None:

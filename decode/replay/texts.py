@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
-from draftsmith.decode.cache import own_positions
+from draftsmith.decode.cache import own_positions, positions_of
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 
 Distributions = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
@@ -105,7 +105,7 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
     keep: dict[str, Any] = (
         {"logits_to_keep": padded.shape[1] - first} if "logits_to_keep" in signature(model.forward).parameters else {}
     )
-    keep |= own_positions(model, [len(text.sequence) - 1 for text in texts], padded)
+    keep |= own_positions(model, [len(text.sequence) - 1 for text in written], padded)
     with fixed_packing(False):
         logits = model(input_ids=padded, use_cache=False, **keep).logits[:, first - padded.shape[1] :]
     rows = iter(logits)
@@ -126,13 +126,16 @@ def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: in
 
     def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
         length, past = ids_BT.shape[1], None
+        fed_BT, most = torch.stack(readable(model, list(ids_BT))), positions_of(model.config)
         positions = own_positions(model, lengths_of(wanted_BT), ids_BT)
+        if most is not None and length > most:  # where a draft drafts nothing, and any distribution will do
+            positions = {"position_ids": torch.arange(length, device=ids_BT.device).clamp(max=most - 1)[None]}
         for start in range(1, length, columns):
             stop = min(start + columns, length)
             # Texts are padded on the right, and attention is causal: no mask is needed.
             block = {name: each[:, start - 1 : stop - 1] for name, each in positions.items()}
             output = model(
-                input_ids=ids_BT[:, start - 1 : stop - 1], past_key_values=past, use_cache=columns < length - 1, **block
+                input_ids=fed_BT[:, start - 1 : stop - 1], past_key_values=past, use_cache=columns < length - 1, **block
             )
             past = output.past_key_values
             logits_CBV = output.logits.transpose(0, 1)

@@ -13,6 +13,7 @@ from draftsmith.decode import (
     replay_acceptance,
     speculative_generate,
 )
+from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.parallel.layout import MASK_TOKEN
 from draftsmith.distill.parallel.proposer import ParallelDraftProposer
 from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, EagleProposer
@@ -130,3 +131,18 @@ def test_a_token_that_the_draft_has_no_row_for_is_read_as_another(target, make):
         target, proposer, [out.sequences[0]], [4], draft_lengths=[3], temperature=0, max_new_tokens=NEW
     )
     assert replay.texts[0].counts[3].num_accepted_tokens == out.counts.num_accepted_tokens
+
+
+@pytest.mark.parametrize("columns", [7, 100])
+def test_what_is_drafted_after_any_context_is_known_up_to_the_last_position(target, columns):
+    """The test of losslessness asks beyond it, too, where a wrong q costs power alone."""
+    ids, sampler = prompt(40), Sampler.of(1.0)
+    wanted = torch.ones_like(ids, dtype=torch.bool)
+    given = DraftModelProposer(learned(VOCAB - 7)).distributions_after(target, sampler)(ids, wanted, columns)
+    q_NV = torch.cat(list(given))
+    whole = learned(VOCAB - 7, 40)
+    whole.transformer.wpe.weight.data[:POSITIONS] = learned(VOCAB - 7).transformer.wpe.weight
+    whole.load_state_dict(learned(VOCAB - 7).state_dict() | {"transformer.wpe.weight": whole.transformer.wpe.weight})
+    expected = whole(ids.clamp(max=VOCAB - 8)).logits[0, :POSITIONS].softmax(-1)
+    torch.testing.assert_close(q_NV[:POSITIONS, : VOCAB - 7], expected)
+    torch.testing.assert_close(q_NV.sum(-1), torch.ones(39))
