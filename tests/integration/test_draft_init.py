@@ -277,6 +277,20 @@ def test_random_weights_under_a_familys_own_names(tokenizer):
             make_draft(None, DraftInit(config=changes), target, tokenizer)
 
 
+def test_a_misspelt_or_missing_key_of_a_rotation_is_one_line(tokenizer):
+    target = build("llama", len(tokenizer))
+    for keys, message in (
+        ({"rope_type": "linear", "factr": 2.0}, r"^init.config: rope_parameters: expected factor, found factr$"),
+        (
+            {"rope_type": "default", "rope_thetta": 1.0},
+            r"^init.config: rope_parameters: expected rope_theta, found rope",
+        ),
+        ({"rope_type": "linear"}, r"^init.config: expected a valid LlamaConfig, found: .*factor"),
+    ):
+        with pytest.raises(InputError, match=message):
+            make_draft(None, DraftInit(config={"rope_parameters": keys}), target, tokenizer)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 @pytest.mark.parametrize("init", [{"layers": 2}, {"config": {"num_hidden_layers": 1}}], ids=["carved", "random"])
 def test_shared_embeddings_are_the_targets_and_are_not_trained(name, init, tokenizer, tmp_path):
