@@ -223,7 +223,7 @@ def test_ends_of_text_that_nothing_stops_at_are_warned_of(chat, tmp_path, capsys
          "the tokenizer's end of sequence → "),
         (None, None, "! texts end with '<|endoftext|>' (0) by the tokenizer alone, padding is '<|pad|>' → put eos_"),
         (end, CHATML.replace("m.content", "'gone'"), f"! texts end with '<|im_end|>' ({end}), padding is '<|pad|>'; "
-         "sample 'Hello': expected a chat template that writes the last answer"),
+         "sample 'Hello': messages[0].content: expected a chat template that writes it"),
     ):  # fmt: skip
         model.generation_config.eos_token_id = ids
         tokenizer.chat_template = template
