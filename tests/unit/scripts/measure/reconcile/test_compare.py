@@ -7,7 +7,15 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import intervals
-from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of, vllm_counts
+from draftsmith.decode.measurement.server_counts import (
+    VLLM,
+    Convention,
+    ServerCounts,
+    in_words,
+    pooled,
+    steps_of,
+    vllm_counts,
+)
 from draftsmith.scripts.measure.reconcile.compare import reconcile
 from draftsmith.scripts.measure.reconcile.pairing import ServedSetting, ServedText
 from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, RoundsSettings
@@ -272,3 +280,18 @@ def test_what_the_report_does_not_know_is_refused():
         reconcile("out", SETTINGS, of, ServedSetting("draft", "probabilistic", 0.0, 9), answers, total)
     with pytest.raises(InputError, match=r"the rounds of stock \(greedy\)"):
         compare(of, answers, total, drafter="stock", verifier="greedy")
+
+
+@pytest.mark.parametrize("convention", [Convention(beyond_end=False), Convention(prompt_drafts=True)], ids=str)
+def test_a_server_that_counts_otherwise_agrees_and_its_convention_is_named(convention):
+    """With vLLM's convention alone, the same counts depart."""
+    of = texts(0.0)
+    counts = [
+        vllm_counts(text.acceptance("draft", "probabilistic", GAMMA), TOKENS, GAMMA, convention=convention)
+        for text in of
+    ]
+    answers = [dataclasses.replace(one, counts=each) for one, each in zip(served(of), counts, strict=True)]
+    asked = ServedSetting("draft", "probabilistic", 0.0, GAMMA)
+    found = reconcile("out", SETTINGS, of, asked, answers, pooled(counts), conventions=[VLLM, convention])
+    assert found.agrees and found.exact and found.convention == in_words([convention])
+    assert not compare(of, answers, pooled(counts)).agrees
