@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
@@ -42,8 +41,6 @@ FREE = (*choose.FREE, "server", "verify", "min_speedup", "budget", "budget_token
 """Fields that may change in an output that is gone on with; `choose` looks at its own."""
 HELD_BACK = 0.05
 """The share of the prompts that choose the best epoch of a named candidate."""
-LEVEL = 0.95
-"""Of the gate, over all settings together."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def align(config: AlignConfig) -> int:
         if kept is not None:
             print(f"\n{made.directory} holds {kept}", flush=True)
         stages.run("measure", ["measure", *_measuring(config, made, measured, output / "report")])
-        passed = _gate(config, output / "report/report.json")
+        passed = _gate(output / "report/report.json")
         if not passed:
             return NO_GO
         _launch(config, made, output, next(iter(passed.values())), python)
@@ -150,34 +147,24 @@ def _measuring(config: AlignConfig, made: Made, prompts: Path, output: Path) -> 
         "temperature": ",".join(f"{each:g}" for each in config.temperature),
         "batch_size": ",".join(map(str, config.batch_size)), "draft_length": ",".join(map(str, made.draft_lengths)),
     }  # fmt: skip
+    if config.min_speedup != 1.0:  # without a gate a report says in which settings drafting pays
+        values["min_speedup"] = config.min_speedup
     return [*flags_of(values | config.texts() | config.loading()), f"--drafter={made.name}={made.drafter}"]
 
 
-def _gate(config: AlignConfig, path: Path) -> dict[tuple[float, int], int]:
+def _gate(path: Path) -> dict[tuple[float, int], int]:
     """Say where the gate passes, and return γ by temperature and batch size there; nothing where it passes nowhere.
 
-    A server can leave drafting out where it does not pay, so that one setting is enough. The intervals are widened so
-    that they hold for all settings at once (Bonferroni), as if speed-ups were normal.
+    A server can leave drafting out where it does not pay, so that one setting is enough.
     """
-    runs = parse_json(path.read_text(encoding="utf-8"))["runs"]
-    wider = NormalDist().inv_cdf(1 - (1 - LEVEL) / 2 / len(runs)) / NormalDist().inv_cdf((1 + LEVEL) / 2)
-    passed: dict[tuple[float, int], tuple[float, int]] = {}
+    verdicts = parse_json(path.read_text(encoding="utf-8"))["recommendation"]["settings"]
+    passed = {(each["temperature"], each["batch_size"]): each["draft_length"] for each in verdicts if each["go"]}
     print()
-    for run in runs:
-        found, where = run["speedup"], (run["temperature"], run["batch_size"])
-        if found["ci95"] is None:
-            continue
-        low = found["value"] - wider * (found["value"] - found["ci95"][0])
-        passes = low > config.min_speedup
-        print(
-            f"{'go' if passes else 'no-go'}: T={where[0]:g}, {where[1]} at a time, γ = {run['draft_length']}: "
-            f"{found['value']:.2f}× with {LEVEL:.0%} confidence above {low:.2f}, {config.min_speedup:g} wanted"
-        )
-        if passes and found["value"] > passed.get(where, (0.0, 0))[0]:
-            passed[where] = found["value"], run["draft_length"]
+    for each in verdicts:
+        print(f"{'go' if each['go'] else 'no-go'}: {each['reason']}")
     if not passed:
         print("no-go: it pays nowhere")
-    return {where: length for where, (_, length) in passed.items()}
+    return passed
 
 
 def _launch(config: AlignConfig, made: Made, output: Path, draft_length: int, python: Path | None) -> None:

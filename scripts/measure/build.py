@@ -1,7 +1,6 @@
 """From what was decoded and replayed to the report."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -29,16 +28,19 @@ from draftsmith.scripts.measure.predictions import (
 )
 from draftsmith.scripts.measure.rejections import rejections_of
 from draftsmith.scripts.measure.state import PLAIN, PROBABILISTIC, Group, Measured, Method, Row
-from draftsmith.scripts.measure.verdict import candidates, comparisons, judge
+from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, partial
 from draftsmith.scripts.report.cost_types import DrafterMemory, Memory
 from draftsmith.scripts.report.types import (
     SCHEMA,
     Baseline,
+    Curve,
     Environment,
     Gains,
+    Gate,
     PlainRun,
     Prompts,
     ProposerEntry,
+    Recommendation,
     ReplayedLength,
     Report,
     Run,
@@ -49,43 +51,16 @@ from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.provenance import environment
 
 
-def build_report(measured: Measured, require_law: bool = True) -> Report:
+def build_report(measured: Measured) -> Report:
     """Return the report of one run of `measure`; what is not measured is None.
 
     Intervals are bootstrapped over prompts; comparisons are paired over prompts.
-
-    Args:
-        measured: what was seen.
-        require_law: recommend nothing whose text was sampled, and its law not tested.
     """
     config, pair, settings = measured.config, measured.pair, measured.chosen
     plain = {(t, b): groups for (t, b, method), groups in measured.observations.items() if method == Method()}
-    runs = [_run(measured, *key, groups) for key, groups in measured.observations.items() if key[2] != Method()]
+    runs, curves = _runs(measured), _curves(measured)
     lengths = sorted({run.draft_length for run in runs})
-    curves = [curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
-    gains = {}
-    level = confidence_of_each(config.confidence, len(candidates(runs, config.min_gain)))
-    for run in runs:
-        gain = _gain(measured, run.temperature, Method(run.proposer.name, run.draft_length), level)
-        if gain is not None:
-            gains[run.temperature, run.proposer.name, run.draft_length] = gain
-    gate, recommendation = judge(
-        runs,
-        measured.observations,
-        gains,
-        config.min_speedup,
-        config.min_gain,
-        config.confidence,
-        advice(curves, runs),
-        require_law,
-    )
-    if measured.failures:
-        first, many = measured.failures[0], len(measured.failures)
-        reason = f"Don't deploy: the report is partial, {many} of its parts failed, first {first.what}: {first.error}."
-        recommendation = replace(recommendation, go=False, reason=f"{reason} {recommendation.reason}")
-        if gate is not None:
-            failed = [f"{failure.what} failed" for failure in measured.failures]
-            gate = replace(gate, passed=False, failures=[*failed, *gate.failures])
+    gate, recommendation = _judged(measured, runs, curves)
     return Report(
         schema=SCHEMA,
         environment=Environment(
@@ -119,6 +94,39 @@ def build_report(measured: Measured, require_law: bool = True) -> Report:
         failures=measured.failures,
         by_load=by_load(measured),
     )
+
+
+def recommended(measured: Measured) -> Recommendation:
+    """Return the recommendation as if the law of every sampled text had been tested."""
+    return _judged(measured, _runs(measured), _curves(measured), require_law=False)[1]
+
+
+def _runs(measured: Measured) -> list[Run]:
+    return [_run(measured, *key, groups) for key, groups in measured.observations.items() if key[2] != Method()]
+
+
+def _curves(measured: Measured) -> list[Curve]:
+    return [curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
+
+
+def _judged(
+    measured: Measured, runs: Sequence[Run], curves: Sequence[Curve], require_law: bool = True
+) -> tuple[Gate | None, Recommendation]:
+    """Return the gate and the recommendation; a partial report is no GO."""
+    config, gains = measured.config, {}
+    level = confidence_of_each(config.confidence, len(candidates(runs, config.min_gain)))
+    for run in runs:
+        gain = _gain(measured, run.temperature, Method(run.proposer.name, run.draft_length), level)
+        if gain is not None:
+            gains[run.temperature, run.proposer.name, run.draft_length] = gain
+    asked = None
+    if config.min_speedup is not None or config.min_gain is not None:
+        asked = Gate(config.min_speedup, config.min_gain, config.confidence, passed=True, failures=[])
+    said = advice(curves, runs)
+    gate, found = judge_runs(
+        runs, measured.observations, gains, asked, config.confidence, said, require_law, config.decides
+    )
+    return (gate, found) if not measured.failures else partial(gate, found, measured.failures)
 
 
 def _run(measured: Measured, temperature: float, batch_size: int, method: Method, groups: Sequence[Group]) -> Run:

@@ -8,14 +8,14 @@ from torch import Tensor
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, certify_sampled, unchecked
 from draftsmith.decode.progress import each, phase
-from draftsmith.scripts.measure.build import build_report
+from draftsmith.scripts.measure.build import recommended
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.state import Measured, Method
 from draftsmith.scripts.measure.unfinished import Unfinished
 
 FAILED = unchecked("the check failed")
 NOT_ASKED = unchecked("lossless_tokens is 0")
-UNTESTED = unchecked("without lossless_tokens, the setting that would be recommended is tested alone")
+UNTESTED = unchecked("without lossless_tokens, what would be recommended is tested alone")
 
 
 def certify_runs(
@@ -59,7 +59,7 @@ def certify_runs(
 
 
 def certify_recommended(measured: Measured, prompts: Sequence[Tensor], unfinished: Unfinished) -> None:
-    """Test the law of what would be recommended, and of the next best where it fails.
+    """Test the law of what would be recommended, in each setting and in all, and of the next best where it fails.
 
     Args:
         measured: what was seen; its sampled texts may wait for a test.
@@ -67,17 +67,23 @@ def certify_recommended(measured: Measured, prompts: Sequence[Tensor], unfinishe
         unfinished: what an earlier run has tested is there, and this one's tests go there.
     """
     while any(certificate == UNTESTED for certificate in measured.lossless.values()):
-        with phase("choosing the setting to test"):
-            best = build_report(measured, require_law=False).recommendation
-        method = Method(best.proposer or "", best.draft_length or 0)
-        waiting = [key for key, of in measured.lossless.items() if of == UNTESTED and key[2] == method]
-        if not best.go or not waiting:
+        with phase("choosing what to test"):
+            best = recommended(measured)
+        wanted = {(v.temperature, v.proposer, v.draft_length) for v in best.settings if v.go}
+        if best.go:
+            wanted |= {(v.temperature, best.proposer, best.draft_length) for v in best.settings if v.decides}
+        waiting = [
+            key
+            for key, certificate in measured.lossless.items()
+            if certificate == UNTESTED and (key[0], key[2].drafter, key[2].draft_length) in wanted
+        ]
+        if not waiting:
             break
-        for temperature in dict.fromkeys(temperature for temperature, _, _ in waiting):
+        for temperature, method in dict.fromkeys((temperature, method) for temperature, _, method in waiting):
             certificate = FAILED
             with unfinished.attempt(f"the certificate of {method.at(temperature)}"):
                 certificate = _tested(measured, temperature, method, prompts, unfinished)
-            measured.lossless |= {key: certificate for key in waiting if key[0] == temperature}
+            measured.lossless |= {key: certificate for key in waiting if (key[0], key[2]) == (temperature, method)}
 
 
 def _tested(

@@ -9,7 +9,7 @@ from draftsmith.decode.errors import InputError, Range, at_least, between, finit
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts
-from draftsmith.scripts.measure.server.config import MeasureServerConfig
+from draftsmith.scripts.measure.server.config import GatedSettings, MeasureServerConfig
 from draftsmith.train.cli import Floats, Ints, fields_of, numbers
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
@@ -17,7 +17,7 @@ TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 
 
 
 @dataclass
-class MeasureConfig(Filters, PromptedTarget):
+class MeasureConfig(GatedSettings, Filters, PromptedTarget):
     """Measure on your prompts how drafters agree with a target, how much faster it decodes, and whether that pays."""
 
     output: str
@@ -50,7 +50,7 @@ class MeasureConfig(Filters, PromptedTarget):
     min_gain: float | None = None
     """A gate: what τ must gain over the stock draft, by its interval's lower end."""
     confidence: float = 0.95
-    """Level of the gates' intervals."""
+    """Level at which the intervals of all settings hold together."""
     measure_costs: bool = True
     """Measure what forwards and drafting cost, which the planner needs."""
     costs: str | None = None
@@ -66,8 +66,8 @@ class MeasureConfig(Filters, PromptedTarget):
     threads: int | None = field(default=None, kw_only=True)
     """CPU threads; null: as many as a short timing finds fastest."""
     lossless_tokens: int | None = None
-    """Under sampling, the distribution of each setting's text is tested on this many tokens, at least 2000. Null: 2000,
-    for the recommended setting only. 0: no test, and therefore no GO above T=0."""
+    """Under sampling, the distribution of each run's text is tested on this many tokens, at least 2000. Null: 2000, for
+    what would be recommended, in each setting and in all. 0: no test, and therefore no GO above T=0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,6 +92,9 @@ class MeasureConfig(Filters, PromptedTarget):
         require(self, finite(at_least(0)), "temperature")
         require(self, between(0, 1), "confidence")
         require(self, TEST_TOKENS, "lossless_tokens")
+        self.check_gate(self.temperature, self.batch_size)
+        if self.names_settings and self.min_speedup is None and self.min_gain is None:
+            self.min_speedup = 1.0
         if self.min_gain is not None and self.baseline_draft is None:
             raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
 

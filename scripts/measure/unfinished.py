@@ -25,7 +25,10 @@ from draftsmith.train.provenance import environment
 T = TypeVar("T")
 SCHEMA = "draftsmith.unfinished/1"
 DIRECTORY, SETTINGS = ".unfinished", "settings.json"
-MAY_CHANGE = ("output", "costs", "measure_costs", "min_speedup", "min_gain", "confidence", "trust_remote_code")
+MAY_CHANGE = (
+    *("output", "costs", "measure_costs", "min_speedup", "min_gain", "gate_temperature", "gate_batch_size"),
+    *("confidence", "trust_remote_code"),
+)
 """Settings that decide nothing of what is decoded: where it goes, what is timed beside it, and how it is judged."""
 IDENTIFIED = ("target", "prompts", "drafter", "baseline_draft", "dtype", "threads")
 """Settings that say where something lies, or leave it open: it is compared itself."""

@@ -1,7 +1,11 @@
-"""From a report's figures to what to do: comparisons, the recommended setting and the gate."""
+"""From a report's figures to what to do: comparisons, a verdict for each setting, the recommendation and the gate.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+A setting is what users ask for: a temperature and a batch size (of a server, requests at once). A configuration is what
+a server is started with: a drafter and one γ.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import ceil
 
@@ -19,12 +23,19 @@ from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure.estimates import speedup_interval
 from draftsmith.scripts.measure.state import Method, Observations, Replays
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
-from draftsmith.scripts.report.types import Comparison, Gate, GatePart, Recommendation, Run
+from draftsmith.scripts.report.types import Comparison, Failure, Gate, GatePart, Recommendation, Run, SettingVerdict
+from draftsmith.scripts.report.words import setting_names
 
+Setting = tuple[float, int]
+"""A temperature and a batch size."""
+Configuration = tuple[str, int]
+"""A drafter's name and γ."""
+Alike = Mapping[Configuration, Sequence[Run]]
+"""Configurations that a best one was chosen among, with their runs."""
 Gains = Mapping[tuple[float, str, int], tuple[Estimate, Interval | None]]
 """By temperature, drafter and γ: the gain of τ over the stock draft, and its interval at the level of each setting."""
-Settings = Mapping[tuple[str, int], Sequence[Run]]
-"""The runs at each temperature and batch size, by drafter and γ: by what a server is configured with."""
+SPEEDUP = "speed-up above"
+"""Begins the part of a gate that is about speed."""
 MOST_PROMPTS = 100_000
 POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2
 """How many times the prompts whose 95 % interval would end at zero: with these it excludes zero in 80 % of cases."""
@@ -64,122 +75,250 @@ def comparisons(replays: Replays, draft_lengths: Sequence[int]) -> list[Comparis
     return compared
 
 
-def candidates(runs: Sequence[Run], min_gain: float | None) -> Settings:
-    """Return the settings that may be deployed: not the stock draft where a gain over it is asked for."""
-    settings: dict[tuple[str, int], list[Run]] = {}
-    for run in runs:
-        if min_gain is None or run.proposer.kind != "baseline_draft":
-            settings.setdefault((run.proposer.name, run.draft_length), []).append(run)
-    return settings
+def candidates(runs: Sequence[Run], min_gain: float | None) -> list[Run]:
+    """Return the runs of what may be deployed: not the stock draft where a gain over it is asked for."""
+    return [run for run in runs if min_gain is None or run.proposer.kind != "baseline_draft"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A run, and why it does not pass."""
+
+    run: Run
+    failures: Mapping[str, Sequence[str]]
+    """By what is asked for, the speed-up first; an empty entry where the run reaches it."""
+    barred: bool = False
+    """Whether its gain or its text rules it out, however fast it is."""
+
+    @property
+    def setting(self) -> Setting:
+        """The temperature and the batch size."""
+        return self.run.temperature, self.run.batch_size
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best configuration in one setting, or in several that one server answers."""
+
+    runs: Sequence[Judged]
+    slowest: Run
+    speedup: Estimate
+    """Of the slowest run, without the luck of the best."""
+
+    @property
+    def parts(self) -> dict[str, list[str]]:
+        """Why it does not pass, by what is asked for."""
+        return {what: [line for each in self.runs for line in each.failures[what]] for what in self.runs[0].failures}
+
+    @property
+    def failures(self) -> list[str]:
+        """Why it does not pass; nothing where it does."""
+        return [line for lines in self.parts.values() for line in lines]
+
+
+def best_of(judged: Sequence[Judged], speedup_of: Callable[[Run, Alike], Estimate]) -> Best:
+    """Return the configuration that passes and is the fastest where it is slowest; the fastest if none passes."""
+    by_configuration: dict[Configuration, list[Judged]] = {}
+    for each in judged:
+        by_configuration.setdefault((each.run.proposer.name, each.run.draft_length), []).append(each)
+    passes = {c: not any(map(any, (each.failures.values() for each in of))) for c, of in by_configuration.items()}
+    slowest = {c: min((each.run for each in of), key=_speed) for c, of in by_configuration.items()}
+    best = max(by_configuration, key=lambda c: (passes[c], _speed(slowest[c])))
+    # If the gain or the text decides, the best is the fastest of those that are alike in them. A law that was not
+    # tested decides nothing: speed alone chooses.
+    barred = {c: any(each.barred for each in of) for c, of in by_configuration.items()}
+    alike = {c: [each.run for each in of] for c, of in by_configuration.items() if barred[c] == barred[best]}
+    return Best(by_configuration[best], slowest[best], speedup_of(slowest[best], alike))
 
 
 def judge(
+    judged: Sequence[Judged],
+    decides: Callable[[Setting], bool],
+    asked: Gate | None,
+    speedup_of: Callable[[Run, Alike], Estimate],
+    say: Callable[[Run, Estimate, str], str],
+    at_once: str = "batch size {}",
+) -> tuple[Gate | None, Recommendation]:
+    """Return the gate, None where none was asked for, and the recommendation with a verdict for each setting.
+
+    Each setting has the best configuration of its own. The recommendation and the gate are about one configuration that
+    passes in all settings that decide, for a server is started with one.
+
+    Args:
+        judged: at least one run; each at a level at which all hold together.
+        decides: whether the gate is about a setting.
+        asked: what the gate asks for.
+        speedup_of: the speed-up of the best of some configurations, with an interval at that level.
+        say: a sentence on a run's speed-up, without its full stop, from both and the setting in words.
+        at_once: the batch size in words.
+    """
+    settings = list(dict.fromkeys(each.setting for each in judged))
+    deciding = [setting for setting in settings if decides(setting)] or settings  # those named may have failed
+
+    def best_in(*among: Setting) -> Best:
+        return best_of([each for each in judged if each.setting in among], speedup_of)
+
+    def sentence(best: Best) -> str:
+        where = f"T = {best.slowest.temperature:g}, {at_once.format(best.slowest.batch_size)}"
+        where += f", the least of {len(best.runs)} measured" if len(best.runs) > 1 else ""
+        return say(best.slowest, best.speedup, where)
+
+    verdicts = []
+    for setting in settings:
+        best = best_in(setting)
+        reason = f"{sentence(best)}." if not best.failures else _unshown(best, sentence(best))
+        verdicts.append(
+            SettingVerdict(
+                *setting, not best.failures, reason, *best.slowest.setting[:2], best.speedup, setting in deciding
+            )
+        )
+    best = best_in(*deciding)
+    parts = [GatePart(what, not lines) for what, lines in best.parts.items()]
+    gate = asked and replace(asked, passed=not best.failures, failures=best.failures, parts=parts)
+    pays = [verdict for verdict in verdicts if verdict.go and verdict.decides]
+    if not best.failures:
+        reason = f"{sentence(best)}."
+    elif gate is None and len(pays) == len(deciding):
+        reason = f"Each setting has a drafter that pays, but no drafter with one γ pays in all: {best.failures[0]}."
+    elif gate is None and pays:
+        names = setting_names(settings, at_once)
+        where = "; ".join(names[verdict.temperature, verdict.batch_size] for verdict in pays)
+        other = next(verdict.reason for verdict in verdicts if verdict.decides and not verdict.go)
+        reason = f"Deploy where it pays: {where}. {other}"
+    elif gate is None:
+        reason = f"Don't deploy. As measured, {_unshown(best, sentence(best))}"
+    else:
+        reason = f"Don't deploy: {best.failures[0]}."
+    return gate, Recommendation(
+        not best.failures,
+        reason,
+        *best.slowest.setting,
+        predicted_speedup=best.slowest.predicted_speedup,
+        measured_speedup=best.speedup,
+        settings=verdicts,
+    )
+
+
+def partial(
+    gate: Gate | None, recommendation: Recommendation, failures: Sequence[Failure]
+) -> tuple[Gate | None, Recommendation]:
+    """Return the gate and the recommendation of a report whose parts failed, which is no GO in any setting."""
+    first, many = failures[0], len(failures)
+    reason = f"the report is partial, {many} of its parts failed, first {first.what}: {first.error}"
+    verdicts = [
+        replace(verdict, go=False, reason=f"No GO: {reason}. {verdict.reason}") for verdict in recommendation.settings
+    ]
+    reason = f"Don't deploy: {reason}. {recommendation.reason}"
+    if gate is not None:
+        failed = [f"{failure.what} failed" for failure in failures]
+        gate = replace(gate, passed=False, failures=[*failed, *gate.failures])
+    return gate, replace(recommendation, go=False, reason=reason, settings=verdicts)
+
+
+def _unshown(best: Best, sentence: str) -> str:
+    """Say why the best configuration does not pass; where only its speed-up is uncertain, with that."""
+    failing = [what for what, lines in best.parts.items() if lines]
+    if best.speedup.ci95 is not None and failing == list(best.parts)[:1] and failing[0].startswith(SPEEDUP):
+        return f"{sentence}: a {failing[0]} is not shown."
+    return f"{best.failures[0]}."
+
+
+def judge_runs(
     runs: Sequence[Run],
     observations: Observations,
     gains: Gains,
-    min_speedup: float | None,
-    min_gain: float | None,
+    asked: Gate | None,
     confidence: float,
     advice: str | None,
     require_law: bool = True,
+    decides: Callable[[Setting], bool] = lambda setting: True,
 ) -> tuple[Gate | None, Recommendation]:
     """Return the gate, None where none was asked for, and the recommendation.
 
-    A setting is a drafter with one γ: a server takes exactly these. It passes if, at every temperature and batch size
-    that was measured, the lower bound of its speed-up is above `min_speedup` (1 if None) and that of its gain above
-    `min_gain`. One setting of several is enough. So each is judged at a level at which the bounds of all hold together,
-    and the speed-up of the best is reported on prompts that did not choose it.
+    A run passes if the lower bound of its speed-up is above the gate's `min_speedup` (1 if None), that of its gain
+    above `min_gain`, and its text is the target's. One configuration of several is enough, in one setting of several.
+    So each run is judged at a level at which the bounds of all hold together, and the speed-up of the best is reported
+    on prompts that did not choose it.
 
     Args:
         runs: the report's.
         observations: what they were decoded in.
         gains: over the stock draft, with intervals at `confidence_of_each(confidence, …)` of the candidates.
-        min_speedup: what the speed-up must exceed; no gate on it if None.
-        min_gain: what the gain of τ over the stock draft must exceed; no gate on it if None.
+        asked: what the gate asks for.
         confidence: level at which all intervals hold together.
         advice: a sentence to end the reason with.
-        require_law: recommend no setting whose text was sampled without a test of its law.
+        require_law: recommend no run whose text was sampled without a test of its law.
+        decides: whether the gate is about a setting.
     """
-    settings = candidates(runs, min_gain)
-    least, level = 1.0 if min_speedup is None else min_speedup, confidence_of_each(confidence, len(settings))
-    slow = {s: [line for run in of for line in _slow(run, observations, least, level)] for s, of in settings.items()}
-    less = {s: [line for run in of for line in _gains_less(run, gains, min_gain, level)] for s, of in settings.items()}
-    departing = {s: [line for run in of for line in _departs(run, require_law)] for s, of in settings.items()}
-    failures = {setting: [*slow[setting], *less[setting], *departing[setting]] for setting in settings}
-    slowest = {setting: min(of, key=_speed) for setting, of in settings.items()}
-    best = max(settings, key=lambda s: (not failures[s], _speed(slowest[s])), default=None)
-    gate = None
-    if min_speedup is not None or min_gain is not None:
-        failed = ["there is nothing to deploy but the stock draft"] if best is None else failures[best]
-        parts = []
-        if best is not None:
-            parts = [GatePart(f"speed-up above {least:g}", not slow[best])]
-            if min_gain is not None:
-                parts.append(GatePart(f"gain of τ over the stock draft above {min_gain:g}", not less[best]))
-            parts.append(GatePart("lossless text", not departing[best]))
-        gate = Gate(min_speedup, min_gain, confidence, passed=not failed, failures=failed, parts=parts)
-    if best is None:
+    min_speedup, min_gain = (None, None) if asked is None else (asked.min_speedup, asked.min_gain)
+    least, may_be_deployed = 1.0 if min_speedup is None else min_speedup, candidates(runs, min_gain)
+    level = confidence_of_each(confidence, len(may_be_deployed))
+    if not may_be_deployed:
+        failed = ["there is nothing to deploy but the stock draft"]
+        gate = asked and replace(asked, passed=False, failures=failed)
         return gate, Recommendation(False, "Nothing but the stock draft was measured.")
-    run, go = slowest[best], not failures[best]
-    where = f"T = {run.temperature:g}, batch size {run.batch_size}"
-    if len(settings[best]) > 1:
-        where += f", the least of {len(settings[best])} measured"
-    # If the gain or the text decides, the best is the fastest of the settings that are alike in them. A law that was
-    # not tested decides nothing: speed alone chooses.
-    departs = {s: any(run.lossless.passed is False for run in of) for s, of in settings.items()}
-    alike = {s: of for s, of in settings.items() if bool(less[s] or departs[s]) == bool(less[best] or departs[best])}
-    speedup = _unbiased(run, alike, observations, len(settings))
-    times = format_estimate(speedup, spread="interval")
-    sentence = f"{best[0]} with γ = {best[1]} decodes {times} times as fast as plain decoding ({where})"
-    if go:
-        reason = f"{sentence}."
-    elif gate is None and not departing[best]:
-        reason = f"Don't deploy: no drafter is certain to be faster than plain decoding. As measured, {sentence}."
-    else:
-        reason = f"Don't deploy: {failures[best][0]}."
-    return gate, Recommendation(
-        go,
-        " ".join(filter(None, (reason, advice))),
-        *run.setting,
-        predicted_speedup=run.predicted_speedup,
-        measured_speedup=speedup,
-        judged=_judged(settings, best, confidence, level),
-    )
+    judged = []
+    for run in may_be_deployed:
+        failures = {f"{SPEEDUP} {least:g}": _slow(run, observations, least, level)}
+        if min_gain is not None:
+            failures[f"gain of τ over the stock draft above {min_gain:g}"] = _gains_less(run, gains, min_gain, level)
+        barred = any(lines for what, lines in failures.items() if not what.startswith(SPEEDUP))
+        failures["lossless text"] = _departs(run, require_law)
+        judged.append(Judged(run, failures, barred or run.lossless.passed is False))
 
-
-def _judged(settings: Settings, best: tuple[str, int], confidence: float, level: float) -> str:
-    """Say in a sentence how it was judged."""
-    if len(settings) == 1:
-        words = f"One setting (drafter and γ) was measured, and judged by Student's interval at {_level(level)}"
-    else:
-        words = (
-            f"The best of {len(settings)} settings (drafter and γ) was taken. Each was judged by Student's interval at "
-            f"{_level(level)}, so that all hold together at {100 * confidence:.4g}%. The speed-up in the verdict comes "
-            "from prompts that were not used to choose the setting"
+    def say(run: Run, speedup: Estimate, where: str) -> str:
+        times = format_estimate(speedup, spread="interval")
+        return (
+            f"{run.proposer.name} with γ = {run.draft_length} decodes {times} times as fast as plain decoding ({where})"
         )
+
+    def speedup_of(run: Run, alike: Alike) -> Estimate:
+        return _unbiased(run, alike, observations, len(judged))
+
+    gate, found = judge(judged, decides, asked, speedup_of, say)
+    how = _how_judged(judged, found, confidence, level)
+    return gate, replace(found, reason=" ".join(filter(None, (found.reason, advice))), judged=how)
+
+
+def _how_judged(judged: Sequence[Judged], found: Recommendation, confidence: float, level: float) -> str:
+    """Say in a sentence how the runs were judged."""
+    settings = len({each.setting for each in judged})
+    if len(judged) == 1:
+        words = f"One drafter with one γ was measured, and judged by Student's interval at {_level(level)}"
+    else:
+        every = "" if settings == 1 else f" in each of {settings} settings (temperature and batch size)"
+        words = (
+            f"The best of {len(judged) // settings} drafters and γ was taken{every}. Each run was judged by Student's "
+            f"interval at {_level(level)}, so that all hold together at {100 * confidence:.4g}%"
+        )
+        if len(judged) > settings:
+            words += ". The speed-ups in the verdicts come from prompts that were not used to choose"
+    best = {(found.proposer, found.draft_length)}
+    best |= {(verdict.proposer, verdict.draft_length) for verdict in found.settings}
     tested = {
-        run.temperature: f"at T = {run.temperature:g} the distribution of its text was tested on "
-        f"{run.lossless.tokens:,} tokens (p = {run.lossless.p_value:.2g})"
-        for run in settings[best]
-        if run.lossless.p_value is not None and run.lossless.tokens is not None
+        (run.temperature, run.proposer.name): f"at T = {run.temperature:g} the distribution of {run.proposer.name}'s "
+        f"text was tested on {run.lossless.tokens:,} tokens (p = {run.lossless.p_value:.2g})"
+        for run in (each.run for each in judged)
+        if run.lossless.p_value is not None and run.lossless.tokens is not None and run.setting[:2] in best
     }
     return "; ".join([words, *tested.values()]) + "."
 
 
 def _speed(run: Run) -> float:
-    return run.speedup.value or 0.0
+    """Return the speed-up; α of a server that is compared with no other."""
+    return next((e.value for e in (run.speedup, run.alpha) if e is not None and e.value is not None), 0.0)
 
 
-def _unbiased(run: Run, settings: Settings, observations: Observations, count: int) -> Estimate:
-    """Return the speed-up of a run that is the best of `count` settings, without the luck of the best."""
+def _unbiased(run: Run, alike: Alike, observations: Observations, count: int) -> Estimate:
+    """Return the speed-up of a run of the best configuration without the luck of the best; `count` runs were judged."""
 
     def timed(own: Run) -> Timed:
         methods = Method(own.proposer.name, own.draft_length), Method()
         return Timed.of(*(observations[own.temperature, own.batch_size, method] for method in methods))
 
     condition = run.temperature, run.batch_size
-    seen = {s: {(own.temperature, own.batch_size): timed(own) for own in of} for s, of in settings.items()}
-    seen = {setting: of for setting, of in seen.items() if condition in of}
+    seen = {s: {(own.temperature, own.batch_size): timed(own) for own in of} for s, of in alike.items()}
+    seen = {configuration: of for configuration, of in seen.items() if condition in of}
     value = run.speedup.value if len(seen) == 1 else held_out_speedup(seen, condition)
     groups, plain = (observations[*condition, method] for method in (Method(*run.setting[:2]), Method()))
     bounds = speedup_interval(groups, plain, confidence_of_each(0.95, count))
@@ -206,10 +345,8 @@ def _slow(run: Run, observations: Observations, least: float, confidence: float)
     ]
 
 
-def _gains_less(run: Run, gains: Gains, min_gain: float | None, confidence: float) -> list[str]:
+def _gains_less(run: Run, gains: Gains, min_gain: float, confidence: float) -> list[str]:
     """Return why a run does not gain enough over the stock draft."""
-    if min_gain is None:
-        return []
     gain, interval = gains.get((run.temperature, run.proposer.name, run.draft_length), (None, None))
     if gain is None or gain.value is None:
         return [f"no gain over a stock draft is known for {_where(run)}"]

@@ -41,15 +41,14 @@ def setting_words(report: Report, batch: int) -> str:
 
 def speedup_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
     """Draw predicted and measured speed-ups over γ, a panel for each batch size and temperature."""
-    chosen, panels = report.recommendation, []
+    winners, panels = report.winners(), []
     for temperature, batch in _settings(report):
         series = [
             Series(style[curve.proposer.name], curve.predicted_speedup.get(batch, {}))
             for curve in _curves(report, temperature)
         ]
-        here = (chosen.temperature, chosen.batch_size) == (temperature, batch)
         for name, runs in _runs(report, temperature, batch).items():
-            ringed = chosen.draft_length if here and chosen.proposer == name else None
+            ringed = next((run.draft_length for run in runs if run.setting in winners), None)
             series.append(Series(style[name], {run.draft_length: run.speedup for run in runs}, "points", ringed))
         panels.append((f"T = {temperature:g}, {setting_words(report, batch)}", series))
     return _lines(panels, "speed-up over γ", "γ", "speed-up", level=1.0)

@@ -21,7 +21,7 @@ from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.serving_types import Latency
 from draftsmith.scripts.report.types import Comparison, Report, Run
-from draftsmith.scripts.report.words import load_words, turns
+from draftsmith.scripts.report.words import gated, headline, load_words, turns
 from draftsmith.scripts.summary import DOUBTFUL
 from draftsmith.train.files import write_aside
 from draftsmith.train.kinds.quantities import size
@@ -56,6 +56,9 @@ def render_page(report: Report) -> str:
         environment=asdict(report.environment),
         style=style,
         opening=opening,
+        headline=headline(report),
+        winners=report.winners(),
+        gated=gated(report),
         repeated=_repeated(report),
         small_categories=figures.small_categories(report),
         least=LEAST,
@@ -163,6 +166,10 @@ class Opening:
 def _opening(report: Report) -> Opening:
     """Return the recommended setting; where none is, the fastest that was measured, and so named."""
     chosen = report.recommendation
+    if report.verdict == "GO IN PART":
+        verdict = next(verdict for verdict in chosen.settings if verdict.go)
+        run = next(run for run in report.runs if run.setting == verdict.setting)
+        return Opening("A setting that pays", run, run.predicted_speedup, verdict.speedup)
     if chosen.proposer is not None:
         run = next((run for run in report.runs if run.setting == chosen.setting), None)
         title = "Recommended setting" if chosen.go else "Best setting"

@@ -15,7 +15,7 @@ from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.kinds import REPORTED
-from draftsmith.scripts.report.types import SCHEMA, Gate, ProposerEntry, Recommendation, Report, Speed
+from draftsmith.scripts.report.types import SCHEMA, Gate, ProposerEntry, Recommendation, Report, SettingVerdict, Speed
 
 PATH = Path(__file__).with_name("report.schema.json")
 
@@ -69,6 +69,10 @@ RULES: dict[type, Keywords] = {
     Recommendation: {
         "if": _properties(go={"const": True}),
         "then": _properties(proposer=TEXT, draft_length=NUMBER, batch_size=NUMBER, temperature=NUMBER),
+    },
+    SettingVerdict: {
+        "if": _properties(go={"const": True}),
+        "then": _properties(proposer=TEXT, draft_length=NUMBER),
     },
     Counts: _values({**AT_LEAST_0, "items": AT_LEAST_0}),
     DraftCosts: _properties(start=AT_LEAST_0, step=AT_LEAST_0, prefill=AT_LEAST_0),

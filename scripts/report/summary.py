@@ -5,7 +5,7 @@ import os
 
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report
-from draftsmith.scripts.report.words import load_words, turns
+from draftsmith.scripts.report.words import gated, headline, load_words, turns
 from draftsmith.train.kinds.quantities import counted
 
 logger = logging.getLogger(__name__)
@@ -14,15 +14,16 @@ logger = logging.getLogger(__name__)
 def markdown(report: Report) -> str:
     """Return the verdict, the runs and the settings."""
     chosen, gate = report.recommendation, report.gate
-    lines = [f"## draftsmith: {report.verdict}", "", chosen.reason, ""]
+    lines = [f"## draftsmith: {headline(report)}", "", chosen.reason, ""]
     if report.failures:
         lines += [*(f"* Failed: {failure.what}: {failure.error}" for failure in report.failures), ""]
+    if len(chosen.settings) > 1:
+        words = [f"* {'GO' if verdict.go else 'NO-GO'}: {verdict.reason}" for verdict in chosen.settings]
+        lines += ["By setting:", "", *words, ""]
     if gate is not None:
-        required = [f"speed-up above {gate.min_speedup:g}"] if gate.min_speedup is not None else []
-        required += [f"gain of τ over stock above {gate.min_gain:g}"] if gate.min_gain is not None else []
-        required += [f"α above {gate.min_alpha:g}"] if gate.min_alpha is not None else []
+        required = " and ".join(part.what for part in gate.parts)
         result = "passed" if gate.passed else "failed"
-        lines += [f"Gate: {' and '.join(required)}, {gate.confidence:.0%} confidence: {result}."]
+        lines += [f"Gate{gated(report)}: {required}, {gate.confidence:.0%} confidence: {result}."]
         lines += [*(f"* {failure}" for failure in gate.failures), ""]
     lines += ["| T | B | drafter | γ | α | τ | speed-up | predicted |", "|---|---|---|---|---|---|---|---|"]
     for run in report.runs:

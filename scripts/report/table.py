@@ -8,7 +8,7 @@ from draftsmith.decode.clock import speed
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
-from draftsmith.scripts.report.words import load_words, turns
+from draftsmith.scripts.report.words import headline, load_words, turns
 from draftsmith.scripts.summary import figures_table, print_doubts
 from draftsmith.train.kinds.quantities import counted
 
@@ -62,14 +62,26 @@ def print_report(report: Report, console: Console | None = None) -> None:
     for load in report.by_load:
         if len(load.goodput) > 1:  # of one text at a time the table says all
             console.print(Text.assemble((f"{load.proposer}, texts at a time: ", "dim"), load_words(load)))
-    chosen = report.recommendation
-    style = {"GO": "bold green", "NO-GO": "bold red"}.get(report.verdict, "bold")
-    console.print(Text.assemble((f"{report.verdict}  ", style), chosen.reason))  # as one text, for it wraps as a whole
+    _print_verdict(report, console)
     print_doubts(console, report.costs.doubts if report.costs else [])
     for warning in report.server.warnings if report.server else ():
         console.print(Text.assemble(("warning  ", "yellow"), warning))
     for one in report.server.reconciliations if report.server else ():
         _print_reconciliation(one, console)
+
+
+def _print_verdict(report: Report, console: Console) -> None:
+    """Print the verdict, and where several settings were measured, that of each."""
+    styles, chosen = {"GO": "bold green", "NO-GO": "bold red"}, report.recommendation
+    words, style = headline(report), styles.get(report.verdict, "bold")
+    if len(chosen.settings) < 2:
+        console.print(Text.assemble((f"{words}  ", style), chosen.reason))  # as one text, for it wraps as a whole
+        return
+    console.print(Text(words, style))
+    console.print(Text(chosen.reason))
+    for verdict in chosen.settings:
+        word = "GO" if verdict.go else "NO-GO"
+        console.print(Text.assemble((f"  {word:5}  ", styles[word]), verdict.reason))
 
 
 def _print_reconciliation(one: Reconciliation, console: Console) -> None:

@@ -351,12 +351,34 @@ class Gate(Entry):
     failures: Sequence[str]
     min_alpha: float | None = None
     parts: Sequence[GatePart] = ()
-    """Each thing that was asked for, of the setting that is recommended or would be; all must pass."""
+    """Each thing that was asked for, of the drafter and γ that are recommended or would be; all must pass."""
+
+
+@dataclass(frozen=True)
+class SettingVerdict(Entry):
+    """Whether drafting pays at one temperature and batch size, and the drafter and γ that are best there."""
+
+    temperature: Temperature
+    batch_size: Positive
+    """Of a server, requests under way at once."""
+    go: bool
+    reason: Annotated[str, Says(minLength=1)]
+    proposer: Name | None = None
+    draft_length: Count | None = None
+    speedup: Estimate | None = None
+    """As `Recommendation.measured_speedup`."""
+    decides: bool = True
+    """Whether the recommendation and the gate are about this setting."""
+
+    @property
+    def setting(self) -> tuple[str | None, int | None, int | None, float | None]:
+        """The setting of the run, as `Run.setting`."""
+        return self.proposer, self.draft_length, self.batch_size, self.temperature
 
 
 @dataclass(frozen=True)
 class Recommendation(Entry):
-    """What to deploy, and why."""
+    """What to deploy, and why: one drafter with one γ for all settings that decide."""
 
     go: bool
     reason: Annotated[str, Says(minLength=1)]
@@ -366,9 +388,12 @@ class Recommendation(Entry):
     temperature: Temperature | None = None
     predicted_speedup: Estimate | None = None
     measured_speedup: Estimate | None = None
-    """Of the best of several settings that of prompts which did not choose it; the interval holds for all at once."""
+    """Of the best of several drafters and γ that of prompts which did not choose it; the intervals of all runs hold at
+    once."""
     judged: str | None = None
     """How it was judged, in a sentence; null of a server and where nothing was."""
+    settings: Sequence[SettingVerdict] = ()
+    """A verdict for each temperature and batch size; nothing where there is nothing to decide."""
 
     @property
     def setting(self) -> tuple[str | None, int | None, int | None, float | None]:
@@ -419,11 +444,19 @@ class Report(Entry):
 
     @property
     def verdict(self) -> str:
-        """GO, NO-GO or, where a server was measured and there is nothing to decide, MEASURED."""
+        """GO; without a gate GO IN PART, in some settings; NO-GO; MEASURED, of a server with nothing to decide."""
         if self.recommendation.go:
             return "GO"
+        if self.gate is None and any(verdict.go for verdict in self.recommendation.settings):
+            return "GO IN PART"
         decided = self.gate is not None or self.baseline is not None or self.failures
         return "NO-GO" if decided else "MEASURED"
+
+    def winners(self) -> set[tuple[str | None, int | None, int | None, float | None]]:
+        """Return the settings of the runs that are a GO, as `Run.setting`."""
+        chosen = self.recommendation
+        of_settings = {verdict.setting for verdict in chosen.settings if verdict.go}
+        return of_settings or ({chosen.setting} if chosen.go else set())
 
     def plain_runs(self) -> Sequence[PlainRun]:
         """Return plain decoding's runs; none of a server without another to compare it with."""

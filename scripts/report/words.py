@@ -1,6 +1,60 @@
 """What page, table and summary say of a run in the same words."""
 
-from draftsmith.scripts.report.types import ByLoad, Run
+from collections.abc import Iterable
+
+from draftsmith.decode.measurement.intervals import format_estimate
+from draftsmith.scripts.report.types import ByLoad, Report, Run
+
+MOST_NAMED = 4
+"""Settings that a headline names; more are counted."""
+
+
+def setting_names(
+    settings: Iterable[tuple[float, int]], at_once: str = "batch size {}"
+) -> dict[tuple[float, int], str]:
+    """Name temperatures and batch sizes as briefly as tells them apart, such as "T = 0"."""
+    settings = list(settings)
+    temperatures, sizes = ({setting[place] for setting in settings} for place in (0, 1))
+    names = {}
+    for temperature, rows in settings:
+        parts = [f"T = {temperature:g}"] if len(temperatures) > 1 or len(sizes) == 1 else []
+        parts += [at_once.format(rows)] if len(sizes) > 1 else []
+        names[temperature, rows] = ", ".join(parts)
+    return names
+
+
+def headline(report: Report) -> str:
+    """Return the verdict of each setting, those that decide it first: "GO at T = 0: 1.39×; at T = 1: …, not shown"."""
+    verdicts = report.recommendation.settings
+    if len(verdicts) < 2:
+        return report.verdict
+    if len(verdicts) > MOST_NAMED:
+        refused = report.verdict == "NO-GO"
+        count = sum(verdict.go != refused for verdict in verdicts)
+        return f"{'NO-GO' if refused else 'GO'} in {count} of {len(verdicts)} settings"
+    at_once = "batch size {}" if report.server is None else "{} at once"
+    names = setting_names(((verdict.temperature, verdict.batch_size) for verdict in verdicts), at_once)
+    least = 1.0 if report.gate is None or report.gate.min_speedup is None else report.gate.min_speedup
+    refused, parts, word = report.verdict == "NO-GO", list[str](), ""
+    for verdict in sorted(verdicts, key=lambda verdict: verdict.go == refused):
+        faster, part = verdict.speedup, f"at {names[verdict.temperature, verdict.batch_size]}"
+        if faster is not None and faster.value is not None:
+            part += f": {format_estimate(faster, unit='×', spread='none' if verdict.go else 'interval')}"
+            if not (verdict.go or refused) and (faster.ci95 is None or faster.ci95[0] <= least):
+                parts.append(f"{part}, not shown")
+                continue
+        own = "GO" if verdict.go else "NO-GO"
+        parts.append(part if own == word else f"{own} {part}")
+        word = own
+    return "; ".join(parts)
+
+
+def gated(report: Report) -> str:
+    """Say which settings the gate is about, where these are not all."""
+    verdicts = report.recommendation.settings
+    names = setting_names((verdict.temperature, verdict.batch_size) for verdict in verdicts)
+    deciding = [names[verdict.temperature, verdict.batch_size] for verdict in verdicts if verdict.decides]
+    return f" at {'; '.join(deciding)}" if len(deciding) < len(verdicts) else ""
 
 
 def turns(run: Run) -> str | None:

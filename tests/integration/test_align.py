@@ -62,7 +62,9 @@ def test_a_named_candidate_goes_all_the_way_and_on_from_where_it_was_stopped(pai
     assert words == ["vllm", "serve", settings.target] and flag == "--speculative-config"
     assert json.loads(speculative)["model"] == str(tmp_path / "all/drafter")
     report = json.loads((tmp_path / "all/report/report.json").read_text())
-    assert {run["draft_length"] for run in report["runs"]} == {1, 2} and "go: T=0, 1 at a time, γ = 1: " in out
+    assert (
+        {run["draft_length"] for run in report["runs"]} == {1, 2} and "\ngo: " in out and "(T = 0, batch size 1)" in out
+    )
     assert report["prompts"]["count"] == 8
     assert f"\n{tmp_path / 'all/drafter'} holds step 1, the last: mean_acceptance_length " in out
     ran.clear()
@@ -85,25 +87,22 @@ def test_what_does_not_pass_the_gate_is_not_exported(pair_dirs, tmp_path, ran, c
     assert not (tmp_path / "all/launch.txt").exists()
 
 
-def timed(value: float, low: float, draft_length: int, temperature: float = 0.0, rows: int = 1) -> dict:
-    speedup = {"value": value, "ci95": [low, 2 * value - low], "n": 8}
-    return {"speedup": speedup, "draft_length": draft_length, "temperature": temperature, "batch_size": rows}
+def verdict(go: bool, draft_length: int, temperature: float = 0.0, rows: int = 1) -> dict:
+    where = {"temperature": temperature, "batch_size": rows}
+    return where | {"go": go, "draft_length": draft_length, "reason": f"because of {draft_length}"}
 
 
-def test_the_gate_passes_where_it_pays_with_an_interval_for_all_settings_at_once(pair_dirs, tmp_path, capsys):
-    settings, path = config(pair_dirs, tmp_path, min_speedup=1.1), tmp_path / "report.json"
+def report(*verdicts: dict) -> str:
+    return json.dumps({"recommendation": {"settings": verdicts}})
 
-    def passed(*runs: dict) -> dict:
-        path.write_text(json.dumps({"runs": runs}))
-        return command._gate(settings, path)
 
-    assert passed(timed(1.3, 1.15, 3)) == {(0.0, 1): 3}
-    # Of four settings an interval is 1.27 times as wide: 1.3 - 1.27 · 0.15 is 1.11, 1.3 - 1.27 · 0.18 is 1.07.
-    others = [timed(0.9, 0.8, 1, rows=8), timed(0.9, 0.8, 2, rows=8)]
-    assert passed(timed(1.3, 1.15, 3), timed(1.25, 1.14, 1), *others) == {(0.0, 1): 3}
-    assert passed(timed(1.3, 1.12, 3), timed(1.25, 1.14, 1), *others) == {(0.0, 1): 1}
-    capsys.readouterr()
-    assert passed(*others) == {} and "no-go: it pays nowhere" in capsys.readouterr().out
+def test_the_gate_passes_where_a_verdict_is_go(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    path.write_text(report(verdict(True, 3), verdict(False, 1, rows=8)))
+    assert command._gate(path) == {(0.0, 1): 3}
+    assert capsys.readouterr().out == "\ngo: because of 3\nno-go: because of 1\n"
+    path.write_text(report(verdict(False, 1, rows=8)))
+    assert command._gate(path) == {} and "no-go: it pays nowhere" in capsys.readouterr().out
 
 
 def test_a_dry_run_does_nothing(pair_dirs, tmp_path, capsys, ran):
@@ -138,7 +137,7 @@ def test_the_winner_of_a_choice_is_trained_measured_and_exported(
             (folder / "winner/config.json").write_text((pair_dirs[1] / "config.json").read_text())
         if argv[0] == "measure":
             (tmp_path / "all/report").mkdir()
-            (tmp_path / "all/report/report.json").write_text(json.dumps({"runs": [timed(1.3, 1.2, 3)]}))
+            (tmp_path / "all/report/report.json").write_text(report(verdict(True, 3)))
         if argv[0] == "export":
             print("# a comment\nvllm serve it")
         return 0

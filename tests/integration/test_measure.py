@@ -228,6 +228,7 @@ GATE |= {"parts": [{"what": "speed-up above 1", "passed": True}]}
 UNCHECKED = dict.fromkeys(field.name for field in fields(Certificate)) | {"checked": False, "reason": "no T=0"}
 FAILED = UNCHECKED | {"checked": True, "passed": False, "p_value": 1e-9, "tokens": 100}
 NOBODY = dict.fromkeys(field.name for field in fields(Recommendation)) | {"go": False, "reason": "nothing pays"}
+NOBODY |= {"settings": []}
 RUN = ("runs", 0)
 TABLE = ("costs", "tables", 0)
 NGRAMS = {"kind": "prompt_lookup", "heads": None, "tree_nodes": None, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -255,6 +256,7 @@ NGRAMS = {"kind": "prompt_lookup", "heads": None, "tree_nodes": None, "prompt_lo
         (("gate",), GATE, {"confidence": 1}),
         (("recommendation",), NOBODY, {"go": True}),
         (("recommendation",), NOBODY, {"reason": ""}),
+        (("recommendation", "settings", 0), {"go": False, "proposer": None}, {"go": True}),
         (("costs", "prefill_seconds"), {}, {"1": -1e-3}),
         (("costs", "plain_overhead_seconds"), {"1": -1e-3}, {"0": 1e-3}),
         ((*TABLE, "target_seconds", "1"), {}, {"1": -1e-3}),
@@ -870,6 +872,28 @@ def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch)
     assert "\nGO " in out and f"report: {tmp_path / 'out/report.html'}" in out
     assert summary.startswith("## draftsmith: GO\n") and "95% confidence: passed." in summary
     assert (tmp_path / "steps.md").read_text() == "before\n" + summary
+
+
+def test_the_gate_is_about_the_settings_that_are_named(root, tmp_path, capsys, monkeypatch):
+    """Without a test of the law there is no GO above T=0."""
+    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
+    argv = flags_of(root, tmp_path, draft=root / "draft", temperature="0,1", lossless_tokens=0, min_speedup=0.001)
+    assert main([*argv, "--gate_temperature", "0"]) == 0
+    report = valid(tmp_path / "out")
+    assert report["gate"]["passed"] and report["recommendation"]["go"] and report["recommendation"]["temperature"] == 0
+    verdicts = report["recommendation"]["settings"]
+    assert [(each["temperature"], each["go"], each["decides"]) for each in verdicts] == [
+        (0, True, True),
+        (1, False, False),
+    ]
+    out, summary = capsys.readouterr().out, (tmp_path / "out/summary.md").read_text()
+    assert "\nGO at T = 0: " in out and "Gate at T = 0: speed-up above 0.001" in summary
+    assert "\n  NO-GO  the distribution of the text was not tested" in out
+    assert main([*argv, "--gate_temperature", "1"]) == 3
+    assert "; GO at T = 0: " in capsys.readouterr().out
+    for flag, measured in (("--gate_temperature", "0, 1"), ("--gate_batch_size", "1")):
+        said = fails(capsys, [*argv, flag, "5"])
+        assert f"{flag[2:]}: expected some of those measured, {measured}, found 5" in said
 
 
 def test_a_bad_draft_does_not_pass(root, tmp_path, capsys, monkeypatch):

@@ -1,7 +1,16 @@
 """How often verdicts are wrong, on simulated data; the figures of the documentation are of more data sets."""
 
+import numpy as np
+
+from draftsmith.decode import Counts
+from draftsmith.decode.measurement.certificate import Certificate
+from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.bench.gate import BenchGateConfig, counts
-from draftsmith.scripts.bench.gate.speedups import gate_figures
+from draftsmith.scripts.bench.gate.speedups import BOUND, Times, gate_figures
+from draftsmith.scripts.measure.estimates import speed, speedup
+from draftsmith.scripts.measure.state import Group, Method, Row
+from draftsmith.scripts.measure.verdict import judge_runs
+from draftsmith.scripts.report.types import Gate, ProposerEntry, Run
 
 
 def test_the_gate_says_go_of_what_does_not_pay_in_few_cases():
@@ -13,6 +22,39 @@ def test_the_gate_says_go_of_what_does_not_pay_in_few_cases():
     assert 0.5 < power["1.3× at once"] <= power["1.3× alone"]
     assert winner["its own figure"] > 1.27
     assert abs(winner["by prompts that did not choose it"] - 1.2) < 0.015
+
+
+def groups(tokens, seconds) -> list[Group]:
+    return [
+        Group([Row(place, [0] * int(count), Counts())], float(time))
+        for place, (count, time) in enumerate(zip(tokens, seconds, strict=True))
+    ]
+
+
+def test_no_setting_is_a_go_by_luck_and_each_winners_speed_up_is_its_own():
+    """At most 2.5 % of the reports have a GO somewhere; of 150 more than 9 have one with probability 0.5 %."""
+    rng, nothing = np.random.default_rng(3), Estimate(None, None, 0)
+    settings, wrong, said = [(t, b) for t in (0.0, 1.0) for b in (1, 8)], 0, []
+    asked = Gate(BOUND, None, 0.95, passed=True, failures=[])
+    for _ in range(150):
+        observations, runs = {}, []
+        for temperature, rows in settings:
+            times = Times.drawn(rng, settings=3, prompts=16)
+            plain = observations[temperature, rows, Method()] = groups(times.tokens_n, times.plain_n)
+            for k, seconds_n in enumerate(times.seconds_Sn, 1):
+                own = observations[temperature, rows, Method("draft", k)] = groups(times.tokens_n, seconds_n)
+                run = Run(
+                    ProposerEntry("draft", "draft", None, 0, 0), k, "exact", temperature, rows, None, None, nothing,
+                    nothing, [], [], speedup(own, plain), None, speed(own), None, None, Certificate(passed=True), {},
+                    None,
+                )  # fmt: skip
+                runs.append(run)
+        _, found = judge_runs(runs, observations, {}, asked, 0.95, None)
+        assert [(each.temperature, each.batch_size) for each in found.settings] == settings
+        wrong += any(each.go for each in found.settings)
+        said += [each.speedup.value for each in found.settings]
+    assert wrong <= 9
+    assert abs(np.mean(said) - BOUND) < 0.015
 
 
 def test_a_server_that_does_as_expected_is_seldom_said_to_depart(monkeypatch):

@@ -23,8 +23,9 @@ from draftsmith.scripts.measure.server.estimates import (
 )
 from draftsmith.scripts.measure.server.expectation import Expectation, reconciled
 from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
-from draftsmith.scripts.measure.server.verdict import judge
+from draftsmith.scripts.measure.server.verdict import judge_server
 from draftsmith.scripts.measure.server.warnings import warnings_of
+from draftsmith.scripts.measure.verdict import partial
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.serving_types import Counted, Latency, ServedBy, Serving
 from draftsmith.scripts.report.types import (
@@ -56,23 +57,22 @@ def build_report(observed: Observed, expectation: Expectation | None = None) -> 
     accepted = {setting: acceptance(observed, setting) for setting in observed.blocks}
     _require_drafts(observed, list(accepted.values()))
     runs = [_run(observed, setting, accepted[setting]) for setting in observed.blocks]
-    speedups = {run_setting(run): run.speedup for run in runs}
-    alphas = {setting: each.steps.alpha(config.confidence) for setting, each in accepted.items()}
-    if config.baseline_server is not None:
-        for setting, estimate in speedups.items():
-            paces = (pace(observed, setting, "server"), pace(observed, setting, "baseline_server"))
-            bounds = paces[0].speedup_interval(paces[1], config.confidence)
-            speedups[setting] = Estimate(estimate.value, bounds, estimate.n)
+
+    def speedup(setting: Setting, confidence: float) -> Estimate:
+        own, other = pace(observed, setting, "server"), pace(observed, setting, "baseline_server")
+        faster = own.speedup(other)
+        return Estimate(faster.value, own.speedup_interval(other, confidence), faster.n)
+
+    def alpha(setting: Setting, confidence: float) -> Estimate:
+        return accepted[setting].steps.alpha(confidence)
+
     reconciliations = reconciled(expectation, observed, accepted)
-    gate, recommendation = judge(config, runs, speedups, alphas, reconciliations)
+    gate, recommendation = judge_server(config, runs, speedup, alpha, reconciliations)
     failures = []
     if observed.failure is not None and observed.failed is not None:
         temperature, concurrency = observed.failed
         failures = [Failure(f"T = {temperature:g}, {concurrency} at once", str(observed.failure), exit_code=1)]
-        reason = f"Don't deploy: the report is partial. {recommendation.reason}"
-        recommendation = replace(recommendation, go=False, reason=reason)
-        if gate is not None:
-            gate = replace(gate, passed=False, failures=[f"{failures[0].what} failed", *gate.failures])
+        gate, recommendation = partial(gate, recommendation, failures)
     return Report(
         schema=SCHEMA,
         environment=Environment(
@@ -109,11 +109,6 @@ def build_report(observed: Observed, expectation: Expectation | None = None) -> 
         failures=failures,
         server=_serving(observed, accepted, reconciliations),
     )
-
-
-def run_setting(run: Run) -> Setting:
-    """Return the temperature and the concurrency of a run."""
-    return run.temperature, run.batch_size
 
 
 def categories(observed: Observed) -> dict[str, list[int]]:

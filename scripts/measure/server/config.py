@@ -1,5 +1,6 @@
 """Settings of `draftsmith measure --server`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,42 @@ from draftsmith.train.options import DRAFT_LENGTH
 MOST_REQUESTS = 1024
 
 
+@dataclass(kw_only=True)
+class GatedSettings:
+    """The settings that a gate is about."""
+
+    gate_temperature: Floats = field(default_factory=list)
+    """The temperatures that the gate and the exit code are about, several with commas; none: all that are measured."""
+    gate_batch_size: Ints = field(default_factory=list)
+    """The batch sizes that they are about, of a server the numbers of requests at once; none: all that are measured. A
+    speed-up above 1 is asked for where settings are named and no other gate is."""
+
+    def check_gate(self, temperatures: Sequence[float], batch_sizes: Sequence[int]) -> None:
+        """Read the settings that are named, which must be among those measured.
+
+        Raises:
+            InputError: they are not.
+        """
+        self.gate_temperature = numbers(self.gate_temperature, float, "gate_temperature")
+        self.gate_batch_size = numbers(self.gate_batch_size, int, "gate_batch_size")
+        for name, measured in (("gate_temperature", temperatures), ("gate_batch_size", batch_sizes)):
+            if others := [number for number in getattr(self, name) if number not in measured]:
+                known = ", ".join(f"{number:g}" for number in measured)
+                raise InputError(f"{name}: expected some of those measured, {known}, found {others[0]:g}")
+
+    @property
+    def names_settings(self) -> bool:
+        """Whether the gate is about some settings only."""
+        return bool(self.gate_temperature or self.gate_batch_size)
+
+    def decides(self, setting: tuple[float, int]) -> bool:
+        """Say whether the gate is about a temperature and a batch size."""
+        given = zip(setting, (self.gate_temperature, self.gate_batch_size), strict=True)
+        return all(not named or number in named for number, named in given)
+
+
 @dataclass
-class MeasureServerConfig(Filters):
+class MeasureServerConfig(GatedSettings, Filters):
     """Measure a vLLM or SGLang server that runs: acceptance from what it counts, latency, and speed-up over another."""
 
     server: str
@@ -78,7 +113,7 @@ class MeasureServerConfig(Filters):
     expect_verifier: str = "probabilistic"
     """How the server drafts under sampling: probabilistic, drawn from the draft, or greedy, its likeliest token."""
     confidence: float = 0.95
-    """Level of the gates' intervals."""
+    """Level at which the intervals of all settings hold together."""
     timeout: float = 600.0
     """Seconds to wait for one whole answer."""
     server_key_env: str | None = None
@@ -106,6 +141,9 @@ class MeasureServerConfig(Filters):
             raise InputError("no_repeat_ngram_size: expected 0, for servers know no such filter, found another number")
         if self.max_prompt_tokens is not None and self.target is None:
             raise InputError("max_prompt_tokens: expected a `target`, whose tokenizer counts them, found none")
+        self.check_gate(self.temperature, self.concurrency)
+        if self.names_settings and self.min_alpha is None and self.expect is None and self.min_speedup is None:
+            self.min_speedup = 1.0
         if self.min_speedup is not None and self.baseline_server is None:
             raise InputError("min_speedup: expected a `baseline_server` to be faster than, found none")
         if self.drafter == "":

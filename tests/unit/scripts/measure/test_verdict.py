@@ -20,11 +20,12 @@ from draftsmith.scripts.measure.estimates import speedup, speedup_interval
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import TEXTS, TOKENS, rejections_of
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Group, Measured, Method, Row
-from draftsmith.scripts.measure.verdict import candidates, comparisons, judge, more_prompts
+from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, more_prompts
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 from draftsmith.scripts.report import summary
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.types import Curve, Gate, GatePart, ProposerEntry, RejectedToken, Run, Speed
+from draftsmith.scripts.report.words import headline
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair
@@ -67,8 +68,13 @@ class Case:
         self.runs.append(run(entry, k, temperature, rows, speedup=speedup(own, plain), lossless=certificate))
         return self
 
-    def judge(self, min_speedup=None, min_gain=None, confidence=0.95, advice=None, require_law=True):
-        return judge(self.runs, self.observations, self.gains, min_speedup, min_gain, confidence, advice, require_law)
+    def judge(
+        self, min_speedup=None, min_gain=None, confidence=0.95, advice=None, require_law=True, decides=lambda _: True
+    ):
+        asked = None
+        if min_speedup is not None or min_gain is not None:
+            asked = Gate(min_speedup, min_gain, confidence, passed=True, failures=[])
+        return judge_runs(self.runs, self.observations, self.gains, asked, confidence, advice, require_law, decides)
 
 
 def test_what_is_faster_for_certain_is_deployed():
@@ -88,7 +94,10 @@ def test_what_may_be_no_faster_is_not():
     gate, verdict = Case().add("draft", 1.005).judge()
     assert verdict.measured_speedup.ci95[0] < 1 < verdict.measured_speedup.value
     assert gate is None and verdict.go is False and verdict.proposer == "draft"
-    assert verdict.reason.startswith("Don't deploy: no drafter is certain to be faster than plain decoding.")
+    assert verdict.reason.startswith("Don't deploy. As measured, draft with γ = 4 decodes ")
+    assert verdict.reason.endswith(
+        "times as fast as plain decoding (T = 0, batch size 1): a speed-up above 1 is not shown."
+    )
 
 
 def test_the_gate_on_speed_is_passed_by_the_lower_bound_at_its_level():
@@ -144,7 +153,7 @@ def test_sampled_text_whose_law_was_not_tested_is_not_deployed():
     case.runs[1] = replace(case.runs[1], lossless=Certificate(p_value=0.25, tokens=2000, passed=True))
     verdict = case.judge(min_speedup=1.1)[1]
     assert verdict.go and verdict.judged.endswith(
-        "; at T = 0.7 the distribution of its text was tested on 2,000 tokens (p = 0.25)."
+        "; at T = 0.7 the distribution of draft's text was tested on 2,000 tokens (p = 0.25)."
     )
 
 
@@ -153,13 +162,13 @@ def test_the_best_of_many_is_judged_at_a_level_that_holds_for_all():
     case = Case().add("draft", 1.045)
     alone = case.judge(min_speedup=1.0)[1]
     assert alone.go and alone.judged == (
-        "One setting (drafter and γ) was measured, and judged by Student's interval at 95% confidence."
+        "One drafter with one γ was measured, and judged by Student's interval at 95% confidence."
     )
     for k in range(5, 16):
         case.add("draft", 0.9, k=k)
     gate, verdict = case.judge(min_speedup=1.0)
     assert not gate.passed and "must exceed 1 with 99.58% confidence" in gate.failures[0]
-    assert verdict.judged.startswith("The best of 12 settings (drafter and γ) was taken. ")
+    assert verdict.judged.startswith("The best of 12 drafters and γ was taken. ")
     # The stock draft is no candidate where a gain over it is asked for.
     assert len(candidates(case.add("stock", 1.0, kind="baseline_draft").runs, 0.1)) == 12
     assert len(candidates(case.runs, None)) == 13
@@ -226,6 +235,73 @@ def test_a_setting_is_as_good_as_where_it_does_worst():
     assert (verdict.go, verdict.proposer, verdict.draft_length) == (True, "first", 2)
 
 
+def headline_of(case, gate, verdict) -> str:
+    go, part = verdict.go, any(each.go for each in verdict.settings)
+    word = "GO" if go else "GO IN PART" if gate is None and part else "NO-GO"
+    return headline(SimpleNamespace(recommendation=verdict, gate=gate, verdict=word, server=None))
+
+
+def test_each_setting_has_a_verdict_of_its_own():
+    case = Case().add("draft", 1.4).add("copies", 1.2)
+    case.add("draft", 1.02, temperature=1.0).add("copies", 0.9, temperature=1.0)
+    gate, verdict = case.judge(advice="And mind the rest.")
+    assert gate is None and verdict.go is False
+    first, second = verdict.settings
+    assert (first.temperature, first.batch_size, first.go, first.proposer, first.draft_length) == (
+        0,
+        1,
+        True,
+        "draft",
+        4,
+    )
+    assert (second.temperature, second.batch_size, second.go, second.proposer) == (1.0, 1, False, "draft")
+    # The intervals of all four runs hold together.
+    for each in verdict.settings:
+        own, plain = (case.observations[each.temperature, 1, m] for m in (Method("draft", 4), Method()))
+        assert each.speedup.ci95 == speedup_interval(own, plain, 1 - 0.05 / 4)
+    assert second.speedup.ci95[0] < 1 < second.speedup.value
+    low, high = second.speedup.ci95
+    times = f"{second.speedup.value:.2f}× [{low:.2f}, {high:.2f}]"
+    assert headline_of(case, gate, verdict) == f"GO at T = 0: {first.speedup.value:.2f}×; at T = 1: {times}, not shown"
+    assert second.reason.endswith("(T = 1, batch size 1): a speed-up above 1 is not shown.")
+    assert verdict.reason == f"Deploy where it pays: T = 0. {second.reason} And mind the rest."
+    assert verdict.judged.startswith("The best of 2 drafters and γ was taken in each of 2 settings")
+
+
+def test_the_gate_is_about_the_settings_that_are_named():
+    case = Case().add("draft", 1.4).add("draft", 1.02, temperature=1.0)
+    gate, verdict = case.judge(min_speedup=1.0)
+    assert not gate.passed and not verdict.go and "at T = 1" in gate.failures[0] and len(gate.failures) == 1
+    assert headline_of(case, gate, verdict).startswith("NO-GO at T = 1: 1.02× [") and verdict.temperature == 1.0
+    assert headline_of(case, gate, verdict).endswith("; GO at T = 0: 1.40×")
+    gate, verdict = case.judge(min_speedup=1.0, decides=lambda setting: setting[0] == 0)
+    assert gate.passed and verdict.go and (verdict.proposer, verdict.temperature) == ("draft", 0.0)
+    assert [(each.go, each.decides) for each in verdict.settings] == [(True, True), (False, False)]
+    assert headline_of(case, gate, verdict).endswith(", not shown")
+    gate, _ = case.judge(min_speedup=1.0, decides=lambda setting: setting[0] == 1)
+    assert not gate.passed
+
+
+def test_one_drafter_must_pass_in_all_settings_that_a_server_answers():
+    """A server is started with one drafter: two that pay in one setting each are no GO for both."""
+    case = Case().add("first", 1.5).add("first", 0.9, rows=4).add("second", 0.9).add("second", 1.5, rows=4)
+    gate, verdict = case.judge()
+    assert [(each.go, each.proposer) for each in verdict.settings] == [(True, "first"), (True, "second")]
+    assert verdict.go is False and verdict.reason.startswith(
+        "Each setting has a drafter that pays, but no drafter with one γ pays in all: the speed-up must exceed 1"
+    )
+    assert case.judge(min_speedup=1.0)[0].passed is False
+    assert headline_of(case, gate, verdict) == "GO at batch size 1: 1.50×; at batch size 4: 1.50×"
+
+
+def test_a_headline_counts_settings_that_are_many():
+    case = Case()
+    for rows in range(1, 6):
+        case.add("draft", 1.5 if rows < 3 else 0.9, rows=rows)
+    assert headline_of(case, *case.judge()) == "GO in 2 of 5 settings"
+    assert headline_of(case, *case.judge(min_speedup=1.0)) == "NO-GO in 3 of 5 settings"
+
+
 def test_the_stock_draft_is_not_deployed_where_a_gain_over_it_is_asked_for():
     case = Case().add("stock", 1.8, kind="baseline_draft")
     assert case.judge()[1].proposer == "stock"
@@ -264,10 +340,11 @@ def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
     for least, word, result in ((1.2, "GO", "passed"), (2.0, "NO-GO", "failed")):
         gate, verdict = case.judge(min_speedup=least, min_gain=0.1)
         lines = markdown(SimpleNamespace(recommendation=verdict, gate=gate, verdict=word, **rest)).splitlines()
-        assert lines[0] == f"## draftsmith: {word}" and lines[2] == verdict.reason
-        asked = f"speed-up above {least:g} and gain of τ over stock above 0.1, 95% confidence: {result}."
-        assert f"Gate: {asked}" in lines
-        assert [line[2:] for line in lines if line.startswith("* ")] == gate.failures
+        assert lines[0].startswith(f"## draftsmith: {word}") and lines[2] == verdict.reason
+        asked = f"speed-up above {least:g} and gain of τ over the stock draft above 0.1 and lossless text"
+        assert f"Gate: {asked}, 95% confidence: {result}." in lines
+        by_setting = [f"{'GO' if each.go else 'NO-GO'}: {each.reason}" for each in verdict.settings]
+        assert [line[2:] for line in lines if line.startswith("* ")] == [*by_setting, *gate.failures]
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
         assert len(rows) == 4 and {len(row) for row in rows} == {8}
         assert rows[2][:6] == ["0", "1", "draft", "4", "0.75", "2.50 [2.25, 2.75]"] and rows[2][7] == "1.46×"

@@ -593,6 +593,32 @@ def test_each_gate_says_whether_it_passed_and_the_sentence_how_it_was_judged():
     assert "✗ speed-up above 1.2: no, ✓ lossless text." in words and "The best of 4 settings was taken." in words
 
 
+def verdict(temperature, go, proposer, k, speedup, reason):
+    where = {"temperature": temperature, "batch_size": 1, "go": go, "reason": reason}
+    return where | {"proposer": proposer, "draft_length": k, "speedup": speedup}
+
+
+def test_page_table_and_summary_have_the_verdict_of_each_setting(full):
+    settings = [
+        verdict(0.0, True, "draft", 4, est(1.39, 0.11), "the draft is <fast>."),
+        verdict(0.8, False, "lookup", 2, Estimate(1.05, (1.0, 1.12), 80), "that is not shown."),
+    ]
+    why = {"go": False, "reason": "Deploy where it pays: T = 0.", "settings": settings}
+    typed = TYPED.validate_python(full | {"gate": None, "recommendation": full["recommendation"] | why})
+    assert typed.verdict == "GO IN PART"
+    line = "GO at T = 0: 1.39×; at T = 0.8: 1.05× [1.00, 1.12], not shown"
+    page, source, shown = Page(render_page(typed)), render_page(typed), io.StringIO()
+    assert page.headings[:2] == [f"✓ {line}", "A setting that pays"] and "hero go" in source
+    assert "✓ GO the draft is <fast>." in page.text and "✗ NO-GO that is not shown." in page.text
+    assert source.count('class="star"') == 1 and "the green ring is the recommended setting" in source
+    assert f"## draftsmith: {line}\n\nDeploy where it pays: T = 0.\n" in markdown(typed)
+    assert "* GO: the draft is <fast>.\n* NO-GO: that is not shown.\n" in markdown(typed)
+    print_report(typed, Console(width=100, file=shown))
+    assert (
+        f"{line}\nDeploy where it pays: T = 0.\n  GO     the draft is <fast>.\n  NO-GO  that is not" in shown.getvalue()
+    )
+
+
 def test_text_that_repeats_itself_is_warned_of():
     report = minimal()
     for share, warned in ((0.3, True), (0.1, False)):
