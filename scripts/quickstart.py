@@ -23,6 +23,7 @@ from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.files import require_writable
+from draftsmith.train.kinds.hybrid import AND
 from draftsmith.train.runs import note_on_interrupt
 from draftsmith.train.teacher.kept_states import KeptStates
 from draftsmith.train.trainer import RecipeTrainer
@@ -30,6 +31,8 @@ from draftsmith.train.trainer import RecipeTrainer
 TAU = "eval_mean_acceptance_length"
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, STOCK = ROOT / "assets/tiny-target", ROOT / "assets/tiny-draft"
+SWITCH = "match=3,score=3"
+"""When a hybrid of copies and the draft copies on this target, as `tune` found it at T = 0."""
 
 
 def quickstart(config: QuickstartConfig, console: Console) -> Report:
@@ -37,6 +40,10 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
     for directory in (TARGET, STOCK):
         if not directory.is_dir():
             raise InputError(f"quickstart: expected the source tree's {directory}, found nothing (run it from a clone)")
+    if AND in config.output:
+        raise InputError(
+            f"output: expected a path without {AND}, which joins a hybrid's drafters, found {config.output}"
+        )
     output = require_writable(config.output)
     with note_on_interrupt(lambda: _kept(output)):
         return _stages(config, output, console)
@@ -81,6 +88,7 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     console.rule("4/4 measure: plain and speculative decoding of held-out prompts, interleaved")
     write_prompts(output / "prompts/measured.jsonl", measured)
     drafters = [str(output / name) for name in ("draft", "medusa")]
+    drafters.append(f"hybrid:suffix{AND}{output / 'draft'}@{SWITCH}")  # which needs no training
     fields = {"drafter": drafters, "baseline_draft": STOCK, "output": output}
     fields |= {"prompts": output / "prompts/measured.jsonl", "limit": config.measured_prompts}
     fields |= {"replay_limit": config.replayed_prompts}

@@ -168,8 +168,8 @@ def _opening(report: Report) -> Opening:
     chosen = report.recommendation
     if report.verdict == "GO IN PART":
         verdict = next(verdict for verdict in chosen.settings if verdict.go)
-        run = next(run for run in report.runs if run.setting == verdict.setting)
-        return Opening("A setting that pays", run, run.predicted_speedup, verdict.speedup)
+        best = next(run for run in report.runs if run.setting == verdict.setting)
+        return Opening("A setting that pays", best, best.predicted_speedup, verdict.speedup)
     if chosen.proposer is not None:
         run = next((run for run in report.runs if run.setting == chosen.setting), None)
         title = "Recommended setting" if chosen.go else "Best setting"

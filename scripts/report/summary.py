@@ -18,8 +18,8 @@ def markdown(report: Report) -> str:
     if report.failures:
         lines += [*(f"* Failed: {failure.what}: {failure.error}" for failure in report.failures), ""]
     if len(chosen.settings) > 1:
-        words = [f"* {'GO' if verdict.go else 'NO-GO'}: {verdict.reason}" for verdict in chosen.settings]
-        lines += ["By setting:", "", *words, ""]
+        verdicts = [f"* {'GO' if verdict.go else 'NO-GO'}: {verdict.reason}" for verdict in chosen.settings]
+        lines += ["By setting:", "", *verdicts, ""]
     if gate is not None:
         required = " and ".join(part.what for part in gate.parts)
         result = "passed" if gate.passed else "failed"

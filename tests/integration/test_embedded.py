@@ -99,7 +99,10 @@ def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monke
     console = Console(record=True, width=120)
     report = quickstart.quickstart(config, console)
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(asdict(report)))
-    assert {run.proposer.kind for run in report.runs} == {"draft", "baseline_draft", "medusa"}
+    assert {run.proposer.kind for run in report.runs} == {"draft", "baseline_draft", "medusa", "hybrid"}
+    hybrid = next(run for run in report.runs if run.proposer.kind == "hybrid")
+    assert set(hybrid.sources) == {"suffix", "draft"} and hybrid.proposer.switch_match == 3
+    assert [(each.temperature, each.batch_size) for each in report.recommendation.settings] == [(0, 1)]
     assert len(load_completions(str(tmp_path / "completions/sampled"))) == 4
     assert len(load_completions(str(tmp_path / "completions/greedy"))) == 2
     assert report.prompts.count == 2 and report.prompts.replayed == 3
@@ -111,7 +114,7 @@ def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monke
     load_model(tmp_path / "draft")
     assert MedusaHeads.from_pretrained(tmp_path / "medusa").config.medusa_choices
     text = console.export_text()
-    assert "stock" in text and "plain" in text
+    assert "stock" in text and "plain" in text and "hybrid" in text
     # Again: nothing is written or trained twice. The tree and the report, which are made anew, are taken as they are.
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "completions").rglob("shard-*")}
     steps = []
@@ -127,6 +130,12 @@ def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monke
 def test_quickstart_refuses_to_decode_more_than_it_replays():
     with pytest.raises(InputError, match=r"replayed_prompts: expected at least measured_prompts \(5\), found 4"):
         quickstart.QuickstartConfig(measured_prompts=5, replayed_prompts=4)
+
+
+def test_quickstart_refuses_a_path_that_a_hybrid_would_split(tmp_path):
+    with pytest.raises(InputError, match=r"output: expected a path without \+"):
+        quickstart.quickstart(quickstart.QuickstartConfig(output=str(tmp_path / "a+b")), Console())
+    assert not list(tmp_path.iterdir())
 
 
 def test_quickstart_outside_a_clone_says_so(monkeypatch, tmp_path):

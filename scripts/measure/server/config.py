@@ -52,8 +52,9 @@ class GatedSettings:
 
     def decides(self, setting: tuple[float, int]) -> bool:
         """Say whether the gate is about a temperature and a batch size."""
-        given = zip(setting, (self.gate_temperature, self.gate_batch_size), strict=True)
-        return all(not named or number in named for number, named in given)
+        temperature, rows = setting
+        fits = not self.gate_temperature or temperature in numbers(self.gate_temperature, float, "gate_temperature")
+        return fits and (not self.gate_batch_size or rows in numbers(self.gate_batch_size, int, "gate_batch_size"))
 
 
 @dataclass
