@@ -10,7 +10,7 @@ Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from typing import Annotated, Any
 
@@ -88,8 +88,17 @@ class CostTable:
     doubts: list[str] = field(default_factory=list)
     """What was measured twice and does not agree, a line each."""
 
+    @cached_property
+    def _interpolated(self) -> dict[tuple[str, int], RoundCosts]:
+        return {}
+
     def at(self, name: str, rows: int) -> RoundCosts:
         """Return a drafter's costs for a number of rows, interpolated between those measured."""
+        if (name, rows) not in self._interpolated:
+            self._interpolated[name, rows] = self._at(name, rows)
+        return self._interpolated[name, rows]
+
+    def _at(self, name: str, rows: int) -> RoundCosts:
         sizes = sorted({k for seconds in self.target_seconds.values() for k in seconds})
         by_rows = self.drafters[name]
 
@@ -104,61 +113,74 @@ class CostTable:
             plain_overhead=between(self.plain_overhead_seconds),
         )
 
-    def speculative_seconds(
-        self, name: str, rounds: Sequence[float], draft_length: int, nodes: float | None = None
-    ) -> float:
-        """Return how long rows that are decoded together take for these rounds each, prompts included.
+    def prompt_seconds(self, rows: int, tokens: int) -> float:
+        """Return how long the target's forward over prompts takes: on a line through one token and measured prompts."""
+        measured = interpolated(self.prefill_seconds, rows)
+        slope = (measured - self._plain_forward(rows)) / max(1, self.prompt - 1)
+        return max(measured + max(0.0, slope) * (tokens - self.prompt), 0.0)
 
-        Rows that end leave the batch: it is faster without them, but less than by their share.
+    def speculative_seconds(
+        self, name: str, rounds: Sequence[float], draft_length: int, nodes: float | None, prompt: int
+    ) -> float:
+        """Return how long rows that are decoded together take for these rounds each.
+
+        Rows that end leave the batch: it is faster without them, but less than by their share. `prompt` has the tokens
+        of the longest prompt; 0 leaves prompts aside.
         """
-        first = self.at(name, len(rounds))
-        prefill = interpolated({b: c.prefill for b, c in self.drafters[name].items()}, len(rounds))
-        seconds = interpolated(self.prefill_seconds, len(rounds)) + prefill
-        if len(rounds) == 1:  # the prompt and the first draft go through the target together
-            seconds += max(0.0, first.drafting(draft_length) + first.overhead)
-            rounds = [rounds[0] - 1]
+        first, rows, seconds = self.at(name, len(rounds)), len(rounds), 0.0
+        if prompt:
+            seconds = self.prompt_seconds(rows, prompt) + self._first_draft(name, rows, prompt)
+            if rows == 1:  # the prompt and the first draft go through the target together
+                seconds += max(0.0, first.drafting(draft_length) + first.overhead)
+                rounds = [rounds[0] - 1]
         return seconds + _drained(rounds, lambda rows: self.at(name, rows).round_seconds(draft_length, nodes))
 
     def taking_turns_seconds(
-        self, names: Sequence[str], sizes: Sequence[np.ndarray], draft_lengths: Sequence[int]
+        self, names: Sequence[str], sizes: Sequence[np.ndarray], draft_lengths: Sequence[int], prompt: int
     ) -> float:
-        """Return how long rows that are decoded together take where drafters take turns, prompts included.
+        """Return how long rows that are decoded together take where drafters take turns.
 
         Args:
             names: of S drafters, in their order.
             sizes: of each row its rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `BatchReplay.sizes`.
             draft_lengths: γ of each drafter.
+            prompt: tokens of the longest prompt; 0 leaves prompts aside.
         """
         sizes_BSK = stacked_sizes(sizes, len(names))
         rows, pooled_SK = len(sizes_BSK), sizes_BSK.sum(0)
-        seconds = interpolated(self.prefill_seconds, rows)
-        for place, name in enumerate(names):
-            # A drafter reads the prompt when it is first asked, if ever: the last one may not be.
-            asked = min(1.0, float(pooled_SK[place:].sum()) / rows)
-            seconds += asked * interpolated({b: c.prefill for b, c in self.drafters[name].items()}, rows)
 
         def step(left: int) -> float:
             prices_SK = turn_seconds([self.at(name, left) for name in names], draft_lengths, pooled_SK.shape[1] - 1)
             return float((prices_SK * beside_others(pooled_SK, pooled_SK, left)).sum() / pooled_SK.sum())
 
-        if rows == 1:  # the prompt and the first draft go through the target together
-            target = self.at(names[0], rows)
-            forwards = sum(n * target.verification(1 + nodes) for nodes, n in enumerate(pooled_SK.sum(0)))
-            # No more is saved than a round takes: noise may leave the rest of it below nothing.
-            seconds -= min(step(1), float(forwards / pooled_SK.sum()))
+        seconds = 0.0
+        if prompt:
+            seconds = self.prompt_seconds(rows, prompt)
+            for place, name in enumerate(names):
+                # A drafter reads the prompt when it is first asked, if ever: the last one may not be.
+                asked = min(1.0, float(pooled_SK[place:].sum()) / rows)
+                seconds += asked * self._first_draft(name, rows, prompt)
+            if rows == 1:  # the prompt and the first draft go through the target together
+                target = self.at(names[0], rows)
+                forwards = sum(n * target.verification(1 + nodes) for nodes, n in enumerate(pooled_SK.sum(0)))
+                # No more is saved than a round takes: noise may leave the rest of it below nothing.
+                seconds -= min(step(1), float(forwards / pooled_SK.sum()))
         return seconds + _drained(sizes_BSK.sum((1, 2)).tolist(), step)
 
-    def plain_seconds(self, tokens: Sequence[float]) -> float:
-        """Return how long plain decoding takes for rows of these many tokens, prompts included."""
-        seconds = interpolated(self.prefill_seconds, len(tokens))
-        steps = [tokens[0] - 1] if len(tokens) == 1 else tokens  # one prompt's forward gives its first token
+    def plain_seconds(self, tokens: Sequence[float], prompt: int) -> float:
+        """Return how long plain decoding takes for rows of these many tokens; `prompt` as in `speculative_seconds`."""
+        # One prompt's forward gives its first token.
+        steps = [tokens[0] - 1] if len(tokens) == 1 and prompt else tokens
+        return (self.prompt_seconds(len(tokens), prompt) if prompt else 0.0) + _drained(
+            steps, lambda rows: self._plain_forward(rows) + interpolated(self.plain_overhead_seconds, rows)
+        )
 
-        def token_seconds(rows: int) -> float:
-            return interpolated({b: t[1] for b, t in self.target_seconds.items()}, rows) + interpolated(
-                self.plain_overhead_seconds, rows
-            )
+    def _first_draft(self, name: str, rows: int, prompt: int) -> float:
+        """Return what the first draft after a prompt takes beyond another: the drafter reads the prompt."""
+        return interpolated({b: c.prefill for b, c in self.drafters[name].items()}, rows) * prompt / self.prompt
 
-        return seconds + _drained(steps, token_seconds)
+    def _plain_forward(self, rows: int) -> float:
+        return interpolated({b: t[1] for b, t in self.target_seconds.items()}, rows)
 
 
 def whole(table: CostTable) -> CostTable:

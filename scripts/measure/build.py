@@ -58,7 +58,8 @@ def build_report(measured: Measured) -> Report:
     """
     config, pair, settings = measured.config, measured.pair, measured.chosen
     plain = {(t, b): groups for (t, b, method), groups in measured.observations.items() if method == Method()}
-    runs, curves = _runs(measured), _curves(measured)
+    runs = _runs(measured)
+    curves = [curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
     lengths = sorted({run.draft_length for run in runs})
     gate, recommendation = _judged(measured, runs, curves)
     return Report(
@@ -97,16 +98,12 @@ def build_report(measured: Measured) -> Report:
 
 
 def recommended(measured: Measured) -> Recommendation:
-    """Return the recommendation as if the law of every sampled text had been tested."""
-    return _judged(measured, _runs(measured), _curves(measured), require_law=False)[1]
+    """Return the recommendation as if the law of every sampled text had been tested, without advice."""
+    return _judged(measured, _runs(measured), (), require_law=False)[1]
 
 
 def _runs(measured: Measured) -> list[Run]:
     return [_run(measured, *key, groups) for key, groups in measured.observations.items() if key[2] != Method()]
-
-
-def _curves(measured: Measured) -> list[Curve]:
-    return [curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
 
 
 def _judged(
@@ -136,6 +133,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
     replay = measured.replays.get((temperature, drafter.name, PROBABILISTIC))
     plain = measured.observations[temperature, batch_size, Method()]
     known = replay or measured.first_heads.get((temperature, drafter.name))
+    predicting = temperature, drafter, method.draft_length, groups, plain
     return Run(
         proposer=ProposerEntry(**drafter.to_dict()),
         draft_length=method.draft_length,
@@ -151,7 +149,8 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         acceptance_per_position=counts.acceptance_per_position(),
         conditional_acceptance=counts.conditional_acceptance(),
         speedup=speedup(groups, plain),
-        predicted_speedup=predicted_speedup(measured, temperature, drafter, method.draft_length, groups, plain),
+        predicted_speedup=predicted_speedup(measured, *predicting),
+        predicted_speedup_without_prompt=predicted_speedup(measured, *predicting, with_prompt=False),
         tokens_per_second=speed(groups),
         gain_over_baseline_draft=_gains(measured, temperature, batch_size, method, groups),
         replay=None if replay is None else _replayed(measured, replay, rows, method.draft_length, temperature),

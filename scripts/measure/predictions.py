@@ -45,32 +45,74 @@ def predicted_speedup(
     draft_length: int,
     groups: Sequence[Group],
     plain: Sequence[Group],
+    with_prompt: bool = True,
 ) -> Estimate | None:
-    """Return the speed-up that costs and acceptance predict for these batches, prompts and ragged ends included.
+    """Return the speed-up that costs and acceptance predict for these batches and their ragged ends.
 
-    Rounds are the replayed ones, or those that were decoded where replay does not apply. Where drafters take turns,
-    each round has the price of the one whose it is.
+    Rounds are the replayed ones, or those that were decoded where replay does not apply. `with_prompt` includes the
+    forwards over the prompts, as a measured speed-up does.
     """
     table, replay = measured.costs(temperature), measured.replays.get((temperature, drafter.name, PROBABILISTIC))
     if table is None:
         return None
-    members = [member_name(drafter, source) for source in drafter.members]
     seconds, plain_seconds = [], []
     for group, base in zip(groups, plain, strict=True):
-        if replay is not None and members:
-            sizes = [replay.texts[row.prompt].sizes[draft_length] for row in group.rows]
-            seconds.append(table.taking_turns_seconds(members, sizes, drafter.lengths(draft_length)))
+        prompt = max(measured.prompt_lengths[row.prompt] for row in group.rows) if with_prompt else 0
+        if replay is None:
+            rounds = [float(row.counts.num_drafts) for row in group.rows]
+            spent = table.speculative_seconds(drafter.name, rounds, draft_length, drafter.nodes, prompt)
         else:
-            if replay is None:
-                rounds = [float(row.counts.num_drafts) for row in group.rows]
-            else:
-                rounds = [replay.texts[row.prompt].counts[draft_length].num_drafts for row in group.rows]
-            nodes = nodes_of(drafter, replay, draft_length, len(rounds))
-            seconds.append(table.speculative_seconds(drafter.name, rounds, draft_length, nodes))
+            spent = _replayed_seconds(table, drafter, replay, [row.prompt for row in group.rows], draft_length, prompt)
+        seconds.append(spent)
         # Under sampling the texts differ in length too; τ is of the target's own.
-        tokens = [float(len(row.tokens)) for row in base.rows]
-        plain_seconds.append(table.plain_seconds(tokens))
+        plain_seconds.append(table.plain_seconds([float(len(row.tokens)) for row in base.rows], prompt))
     return ratio(plain_seconds, seconds)
+
+
+def _replayed_seconds(
+    table: CostTable, drafter: Drafter, replay: Replay, places: Sequence[int], draft_length: int, prompt: int
+) -> float:
+    """Return how long the replayed rounds of texts that are decoded together take.
+
+    Where drafters take turns, each round has the price of the one whose it is.
+    """
+    texts = [replay.texts[place] for place in places]
+    if drafter.members:
+        names, sizes = _members(drafter), [text.sizes[draft_length] for text in texts]
+        return table.taking_turns_seconds(names, sizes, drafter.lengths(draft_length), prompt)
+    nodes = nodes_of(drafter, replay, draft_length, len(texts))
+    rounds = [text.counts[draft_length].num_drafts for text in texts]
+    return table.speculative_seconds(drafter.name, rounds, draft_length, nodes, prompt)
+
+
+def _members(drafter: Drafter) -> list[str]:
+    return [member_name(drafter, source) for source in drafter.members]
+
+
+def _with_prompts(
+    measured: Measured, table: CostTable, drafter: Drafter, replay: Replay, lengths: Sequence[int], rows: int
+) -> dict[int, Estimate]:
+    """Return the speed-up by draft length of the replayed texts with their prompts, `rows` of them at a time."""
+    count, prompts = len(replay.texts), measured.prompt_lengths
+    batches = [range(first, first + rows) for first in range(0, count - rows + 1, rows)] or [range(count)]
+    longest = [max(prompts[place] for place in batch) for batch in batches]
+    emitted = replay.tokens_and_rounds(lengths[0])[0]
+    plain = [
+        table.plain_seconds([emitted[place] for place in batch], prompt)
+        for batch, prompt in zip(batches, longest, strict=True)
+    ]
+    return ratios(
+        {
+            k: (
+                plain,
+                [
+                    _replayed_seconds(table, drafter, replay, batch, k, prompt)
+                    for batch, prompt in zip(batches, longest, strict=True)
+                ],
+            )
+            for k in lengths
+        }
+    )
 
 
 def nodes_of(drafter: Drafter, replay: Replay | None, draft_length: int, rows: int) -> float | None:
@@ -95,10 +137,12 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
     lengths = [k for k in lengths if drafter.proposer.longest is None or k <= drafter.proposer.longest]
     costs: dict[int, dict[int, tuple[RoundCosts, float | None]]] = {}
     predicted: dict[int, dict[int, Estimate]] = {}
+    with_prompts: dict[int, dict[int, Estimate]] = {}
     table = measured.costs(temperature)
     if table is not None:
         for rows in dict.fromkeys(b for t, b in measured.settings if t == temperature):
             costs[rows] = {k: (table.at(name, rows), nodes_of(drafter, replay, k, rows)) for k in lengths}
+            with_prompts[rows] = _with_prompts(measured, table, drafter, replay, lengths, rows)
             if drafter.members:
                 predicted[rows] = _taking_turns(table, drafter, replay, lengths, rows)
                 continue
@@ -119,6 +163,7 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
             for category, places in measured.categories().items()
         },
         predicted_speedup=predicted,
+        predicted_speedup_with_prompt=with_prompts,
         break_even_alpha={
             b: {k: cost.break_even_acceptance(k) if nodes is None else None for k, (cost, nodes) in by_length.items()}
             for b, by_length in costs.items()
@@ -130,7 +175,7 @@ def _taking_turns(
     table: CostTable, drafter: Drafter, replay: Replay, draft_lengths: Sequence[int], rows: int
 ) -> dict[int, Estimate]:
     """Return the speed-up by draft length where drafters take turns, of `rows` such texts at a time, prompts aside."""
-    costs = [table.at(member_name(drafter, source), rows) for source in drafter.members]
+    costs = [table.at(name, rows) for name in _members(drafter)]
     plain = costs[0].target[1] + costs[0].plain_overhead
     return ratios(
         {
@@ -148,12 +193,12 @@ def _category(replay: Replay, lengths: Sequence[int]) -> CurveCategory:
 
 
 def advice(curves: Sequence[Curve], runs: Sequence[Run]) -> str | None:
-    """Return what the planner says of draft lengths that were not decoded, where one of them is faster."""
+    """Return what the planner says of draft lengths that were not decoded, where one is faster, prompts included."""
     decoded = {(run.proposer.name, run.draft_length) for run in runs}
     worst: dict[tuple[str, int], float] = {}
     for curve in curves:
         if curve.verifier == PROBABILISTIC:
-            for by_length in curve.predicted_speedup.values():
+            for by_length in curve.predicted_speedup_with_prompt.values():
                 for k, estimate in by_length.items():
                     key = curve.proposer.name, k
                     worst[key] = min(worst.get(key, float("inf")), estimate.value or 0.0)
@@ -267,7 +312,7 @@ def _token_seconds(drafter: Drafter, table: CostTable, replay: Replay, draft_len
     """Return the seconds for a token of a text, its prompt left aside, where `rows` are decoded together."""
     tokens, rounds = (sum(each) for each in replay.tokens_and_rounds(draft_length))
     if drafter.members:
-        costs = [table.at(member_name(drafter, source), rows) for source in drafter.members]
+        costs = [table.at(name, rows) for name in _members(drafter)]
         sizes = [text.sizes[draft_length] for text in replay.texts]
         return sum(text_seconds(costs, sizes, drafter.lengths(draft_length), rows)) / tokens
     nodes = nodes_of(drafter, replay, draft_length, rows)

@@ -44,7 +44,7 @@ def speedup_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
     winners, panels = report.winners(), []
     for temperature, batch in _settings(report):
         series = [
-            Series(style[curve.proposer.name], curve.predicted_speedup.get(batch, {}))
+            Series(style[curve.proposer.name], curve.predictions.get(batch, {}))
             for curve in _curves(report, temperature)
         ]
         for name, runs in _runs(report, temperature, batch).items():

@@ -25,7 +25,10 @@ def markdown(report: Report) -> str:
         result = "passed" if gate.passed else "failed"
         lines += [f"Gate{gated(report)}: {required}, {gate.confidence:.0%} confidence: {result}."]
         lines += [*(f"* {failure}" for failure in gate.failures), ""]
-    lines += ["| T | B | drafter | γ | α | τ | speed-up | predicted |", "|---|---|---|---|---|---|---|---|"]
+    lines += [
+        "| T | B | drafter | γ | α | τ | speed-up | predicted | without prompts |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for run in report.runs:
         cells = [
             f"{run.temperature:g}",
@@ -36,6 +39,7 @@ def markdown(report: Report) -> str:
             format_estimate(run.mean_acceptance_length, spread="interval"),
             format_estimate(run.speedup, unit="×", spread="interval"),
             format_estimate(run.predicted_speedup, unit="×", spread="none"),
+            format_estimate(run.predicted_speedup_without_prompt, unit="×", spread="none"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     taking_turns = [

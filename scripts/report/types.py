@@ -5,7 +5,7 @@ Names of fields are the keys of the file. A value that is missing is None, in th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from draftsmith.decode import Counts
@@ -193,7 +193,7 @@ class Run(Entry):
     speedup: Estimate
     """Over plain decoding."""
     predicted_speedup: Estimate | None
-    """Null where costs are unknown."""
+    """Of these batches, with the forwards over their prompts, as `speedup`; null where costs are unknown."""
     tokens_per_second: Speed
     gain_over_baseline_draft: Gains | None
     """Null without a stock draft at this draft length."""
@@ -206,6 +206,8 @@ class Run(Entry):
     """Where drafters take turns, the counts of each one's rounds, by name."""
     speedup_over: Mapping[str, Estimate] | None = None
     """And over each other drafter in this setting, at the draft length with which that one is fastest."""
+    predicted_speedup_without_prompt: Estimate | None = None
+    """Of these batches, their prompts left aside: what long texts come to."""
 
     @property
     def setting(self) -> tuple[str, int, int, float]:
@@ -236,9 +238,16 @@ class Curve(Entry):
     conditional_acceptance: Sequence[Estimate]
     by_category: Mapping[str, CurveCategory]
     predicted_speedup: ByNumber[ByNumber[Estimate]]
-    """By batch size, then draft length; empty where costs are unknown."""
+    """By batch size, then draft length, prompts left aside; empty where costs are unknown."""
     break_even_alpha: ByNumber[ByNumber[Share | None]]
     """By batch size, then draft length: the α from which it pays; null where none does, and of trees and n-grams."""
+    predicted_speedup_with_prompt: ByNumber[ByNumber[Estimate]] = field(default_factory=dict)
+    """With the forwards over the prompts, of the replayed texts at their lengths: what a measured speed-up is of."""
+
+    @property
+    def predictions(self) -> Mapping[int, Mapping[int, Estimate]]:
+        """The predictions that measured speed-ups are compared with, by batch size, then draft length."""
+        return self.predicted_speedup_with_prompt or self.predicted_speedup
 
 
 @dataclass(frozen=True)

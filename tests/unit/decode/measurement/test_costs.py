@@ -66,21 +66,26 @@ def test_rows_that_end_early_leave_a_faster_batch(steps):
         own = TABLE.at("draft", left)
         return own.target[1] + own.plain_overhead
 
-    assert TABLE.plain_seconds(steps) == pytest.approx(prompts + played(steps, plain))
+    assert TABLE.plain_seconds(steps, 20) == pytest.approx(prompts + played(steps, plain))
     first_draft = 0.5 + (rows - 1) * 0.5
     drafting = played(steps, lambda left: TABLE.at("draft", left).round_seconds(3))
-    assert TABLE.speculative_seconds("draft", steps, 3) == pytest.approx(prompts + first_draft + drafting)
+    assert TABLE.speculative_seconds("draft", steps, 3, None, 20) == pytest.approx(prompts + first_draft + drafting)
     drafting = played(steps, lambda left: TABLE.at("lookup", left).round_seconds(3, nodes=1.5))
-    assert TABLE.speculative_seconds("lookup", steps, 3, nodes=1.5) == pytest.approx(prompts + drafting)
+    assert TABLE.speculative_seconds("lookup", steps, 3, 1.5, 20) == pytest.approx(prompts + drafting)
+    # Without prompts it is the rounds alone, and every token a step.
+    assert TABLE.plain_seconds(steps, 0) == pytest.approx(played(steps, plain))
+    assert TABLE.speculative_seconds("lookup", steps, 3, 1.5, 0) == pytest.approx(drafting)
 
 
 def test_one_row_verifies_its_first_draft_with_the_prompt():
     # The prompt's forward (3.0) gives the first token of plain decoding, and verifies the first draft of a round.
-    assert TABLE.plain_seconds([6]) == pytest.approx(3.0 + 5 * (1.0 + 0.1))
+    assert TABLE.plain_seconds([6], 20) == pytest.approx(3.0 + 5 * (1.0 + 0.1))
     one = 0.2 + 3 * 0.1 + 0.3  # a draft and the rest of its round
-    assert TABLE.speculative_seconds("draft", [4], 3) == pytest.approx(3.0 + 0.5 + one + 3 * (one + 1.75))
+    assert TABLE.speculative_seconds("draft", [4], 3, None, 20) == pytest.approx(3.0 + 0.5 + one + 3 * (one + 1.75))
+    assert TABLE.plain_seconds([6], 0) == pytest.approx(6 * (1.0 + 0.1))
+    assert TABLE.speculative_seconds("draft", [4], 3, None, 0) == pytest.approx(4 * (one + 1.75))
     # Replay expects parts of rounds: half a round more takes half as long.
-    more = TABLE.speculative_seconds("draft", [4.5], 3) - TABLE.speculative_seconds("draft", [4], 3)
+    more = TABLE.speculative_seconds("draft", [4.5], 3, None, 20) - TABLE.speculative_seconds("draft", [4], 3, None, 20)
     assert more == pytest.approx(0.5 * (one + 1.75))
 
 
@@ -88,9 +93,21 @@ def test_noise_that_leaves_the_rest_below_nothing_makes_no_text_faster_than_its_
     noisy = DraftCosts(0.2, 0.1, -9.0, 0.5)
     table = replace(TABLE, prefill_seconds={1: 0.1, 4: 0.1}, drafters={"draft": dict.fromkeys((1, 4), noisy)})
     # The prompt's forward verifies the first draft; two rounds take a forward each.
-    assert table.speculative_seconds("draft", [3], 3) == pytest.approx(0.1 + 0.5 + 2 * 1.0)
+    assert table.speculative_seconds("draft", [3], 3, None, 20) == pytest.approx(0.1 + 0.5 + 2 * 1.0)
     sizes = np.array([[0.0, 0.0, 0.0, 3.0]])
-    assert table.taking_turns_seconds(["draft"], [sizes], [3]) == pytest.approx(0.1 + 0.5 + 2 * 1.0)
+    assert table.taking_turns_seconds(["draft"], [sizes], [3], 20) == pytest.approx(0.1 + 0.5 + 2 * 1.0)
+    assert table.taking_turns_seconds(["draft"], [sizes], [3], 0) == pytest.approx(3 * 1.0)
+    # Nor does a prompt take less for being longer.
+    assert table.prompt_seconds(1, 40) == pytest.approx(0.1)
+
+
+def test_a_prompt_takes_what_its_length_does():
+    """Measured: 3 s for 20 tokens of one row, 9 s of four; one token takes 1 and 1.6 s."""
+    assert [TABLE.prompt_seconds(1, n) for n in (1, 20, 39)] == pytest.approx([1.0, 3.0, 5.0])
+    assert [TABLE.prompt_seconds(4, n) for n in (1, 20)] == pytest.approx([1.6, 9.0])
+    # And the drafter reads it too: 0.5 s for 20 tokens.
+    longer = TABLE.speculative_seconds("draft", [4], 3, None, 39) - TABLE.speculative_seconds("draft", [4], 3, None, 20)
+    assert longer == pytest.approx(2.0 + 0.5 * 19 / 20)
 
 
 def test_a_table_outlives_json():

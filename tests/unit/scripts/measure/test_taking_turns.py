@@ -28,7 +28,7 @@ TABLE = CostTable(
     target_seconds={1: {1: 1.0, 5: 1.8}, 2: {1: 1.2, 5: 2.8}},
     plain_overhead_seconds={1: 0.1, 2: 0.2},
     prefill_seconds={1: 2.0, 2: 3.0},
-    prompt=4,
+    prompt=2,
     drafters={
         "hybrid": {1: DraftCosts(7.0, 7.0, 7.0, 7.0), 2: DraftCosts(7.0, 7.0, 7.0, 7.0)},
         "hybrid/lookup": {1: DraftCosts(0.01, 0.0, 0.1, 0.02), 2: DraftCosts(0.02, 0.0, 0.2, 0.04)},
@@ -90,6 +90,8 @@ def test_each_round_of_a_run_has_the_price_of_its_drafter(target, tokenizer):
     seconds = [p + s - f for p, s, f in zip(prompts, SECONDS, forwards, strict=True)]
     plain = [2.0 + (n - 1) * 1.1 for n in TOKENS]
     assert found.value == pytest.approx(sum(plain) / sum(seconds))
+    bare = predicted_speedup(own, 0.0, own.drafter("hybrid"), GAMMA, groups, groups, with_prompt=False)
+    assert bare.value == pytest.approx(1.1 * sum(TOKENS) / sum(SECONDS))
 
 
 def test_a_curve_adds_up_the_prices_of_replayed_rounds(target, tokenizer):
@@ -98,6 +100,10 @@ def test_a_curve_adds_up_the_prices_of_replayed_rounds(target, tokenizer):
     curve = curve_of(own, 0.0, "hybrid", PROBABILISTIC, replay)
     wanted = ratio([1.1 * n for n in TOKENS], SECONDS)
     assert curve.predicted_speedup[1][GAMMA].value == pytest.approx(wanted.value)
+    # With prompts it is what is predicted of these very texts, decoded one by one.
+    groups = own.observations[0.0, 1, Method()]
+    run = predicted_speedup(own, 0.0, own.drafter("hybrid"), GAMMA, groups, groups)
+    assert curve.predicted_speedup_with_prompt == {1: {GAMMA: run}} and curve.predictions[1][GAMMA] == run
     assert curve.break_even_alpha[1] == {GAMMA: None}
 
 
@@ -128,8 +134,8 @@ def test_grafts_are_priced_as_a_whole_for_replay_does_not_know_them(target, toke
     own.replays.clear()
     groups = own.observations[0.0, 1, Method()]
     found = predicted_speedup(own, 0.0, graft, GAMMA, groups, groups)
-    plain = sum(TABLE.plain_seconds([n]) for n in TOKENS)
-    assert found.value == pytest.approx(plain / (3 * TABLE.speculative_seconds("hybrid", [2.0], GAMMA)))
+    plain = sum(TABLE.plain_seconds([n], 2) for n in TOKENS)
+    assert found.value == pytest.approx(plain / (3 * TABLE.speculative_seconds("hybrid", [2.0], GAMMA, None, 2)))
 
 
 def test_members_have_costs_of_their_own_and_a_tree_one_draft_length(target, tokenizer):

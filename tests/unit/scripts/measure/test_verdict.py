@@ -327,7 +327,9 @@ def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
         .add("draft", 1.5, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8)))
         .add("lookup", 0.9, temperature=0.7, rows=2)
     )
-    case.runs[0] = replace(case.runs[0], predicted_speedup=Estimate(1.456, None, 8))
+    predicted = {"predicted_speedup": Estimate(1.456, None, 8)}
+    predicted["predicted_speedup_without_prompt"] = Estimate(1.567, None, 8)
+    case.runs[0] = replace(case.runs[0], **predicted)
     case.runs[1] = replace(case.runs[1], alpha=None)
     rest = {
         "runs": case.runs,
@@ -346,9 +348,12 @@ def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
         by_setting = [f"{'GO' if each.go else 'NO-GO'}: {each.reason}" for each in verdict.settings]
         assert [line[2:] for line in lines if line.startswith("* ")] == [*by_setting, *gate.failures]
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-        assert len(rows) == 4 and {len(row) for row in rows} == {8}
-        assert rows[2][:6] == ["0", "1", "draft", "4", "0.75", "2.50 [2.25, 2.75]"] and rows[2][7] == "1.46×"
-        assert rows[3][:5] == ["0.7", "2", "lookup", "4", "–"] and rows[3][7] == "–"
+        assert len(rows) == 4 and {len(row) for row in rows} == {9}
+        assert rows[2][:6] == ["0", "1", "draft", "4", "0.75", "2.50 [2.25, 2.75]"] and rows[2][7:] == [
+            "1.46×",
+            "1.57×",
+        ]
+        assert rows[3][:5] == ["0.7", "2", "lookup", "4", "–"] and rows[3][7:] == ["–", "–"]
     assert "Gate" not in markdown(SimpleNamespace(recommendation=verdict, gate=None, verdict=word, **rest))
 
 
@@ -423,7 +428,7 @@ TABLE = CostTable(
     target_seconds={1: {1: 1.0, 5: 1.8}, 2: {1: 1.2, 5: 2.8}},
     plain_overhead_seconds={1: 0.1, 2: 0.2},
     prefill_seconds={1: 2.0, 2: 3.0},
-    prompt=4,
+    prompt=2,
     drafters={
         "draft": {1: DraftCosts(0.1, 0.05, 0.2, 0.3), 2: DraftCosts(0.2, 0.1, 0.3, 0.4)},
         "lookup": {1: DraftCosts(0.01, 0.0, 0.1, 0.0), 2: DraftCosts(0.02, 0.0, 0.1, 0.0)},
@@ -505,6 +510,13 @@ def test_the_predicted_speedup_is_costs_times_acceptance(tokenizer, rows):
             plain.append(3.0 + tokens[0] * 1.4 + (tokens[1] - tokens[0]) * 1.1)
     assert found.value == pytest.approx(sum(plain) / sum(seconds))
     assert found.ci95 == pytest.approx(ratio(plain, seconds).ci95)
+    bare = predicted_speedup(own, 0.0, own.drafter("draft"), 4, groups, groups, with_prompt=False)
+    if rows == 1:  # the prompt's forward is 2.0, and gives the first token or the first round's
+        rounds = [replay.texts[row.prompt].counts[4].num_drafts for group in groups for row in group.rows]
+        assert bare.value == pytest.approx(31 * 1.1 / (sum(rounds) * (0.1 + 4 * 0.05 + 0.2 + 1.8)))
+    # The curve, of the same texts and batches, says the same.
+    curve = curve_of(own, 0.0, "draft", PROBABILISTIC, replay)
+    assert curve.predicted_speedup_with_prompt[rows][4] == found
     # Without replay it takes the rounds that were decoded; without costs it says nothing.
     row = Row(0, [0] * 5, Counts(num_drafts=3, num_emitted_tokens=5))
     decoded = predicted_speedup(
@@ -543,7 +555,17 @@ def test_a_curve_joins_replay_and_costs_at_every_draft_length(tokenizer):
 def curve(name: str, speeds: dict[int, dict[int, float]], verifier: str = PROBABILISTIC) -> Curve:
     predicted = {b: {k: Estimate(value, None, 1) for k, value in of.items()} for b, of in speeds.items()}
     return Curve(
-        ProposerEntry(name, "draft", None, 0, 0), 0.0, verifier, Estimate(0.5, None, 1), {}, [], [], {}, predicted, {}
+        ProposerEntry(name, "draft", None, 0, 0),
+        0.0,
+        verifier,
+        Estimate(0.5, None, 1),
+        {},
+        [],
+        [],
+        {},
+        {},
+        {},
+        predicted,
     )
 
 

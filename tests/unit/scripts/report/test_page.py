@@ -478,7 +478,7 @@ def test_what_is_null_reads_as_a_dash_and_its_section_is_left_out():
     assert "None" not in page.text and "nan" not in page.text and "<svg" not in html
     row = html[html.index('<td class="l"><b style') : html.index("</tr>", html.index('<td class="l"><b style'))]
     cells = [Page(cell).text.strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
-    assert cells[1:] == ["4", "–", "–", "–", "–", "–", "–", "–", "–", "–", "–"]
+    assert cells[1:] == ["4", "–", "–", "–", "–", "–", "–", "–", "–", "–", "–", "–"]
 
 
 def test_a_partial_report_names_the_parts_that_failed():
