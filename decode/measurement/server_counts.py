@@ -153,7 +153,8 @@ def possible(counts: ServerCounts) -> ServerCounts:
         if not 0 <= number <= MOST or number != int(number):
             raise ValueError(f"expected whole numbers of drafts and tokens, found {number}")
     # Some count the target's own token of each step, too, or the steps of a batch as one.
-    if accepted > drafted + drafts or (per_pos and sum(per_pos) > accepted):
+    own = drafts <= accepted <= drafted + drafts
+    if (accepted > drafted and not own) or (per_pos and sum(per_pos) > accepted):
         raise ValueError(
             f"expected at most as many accepted as drafted tokens, found {max(accepted, sum(per_pos))} of {drafted}"
         )
