@@ -72,8 +72,8 @@ WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_la
 def check_windows(raw: Mapping[str, Any], positions: int) -> None:
     """Raise an InputError where layers are to see a window of a text alone; one of all positions is none.
 
-    Qwen's configs have a window that `use_sliding_window` turns off, or that begins behind all layers; Mistral's have
-    one where they name its size; all newer ones name the kind of each layer.
+    Qwen's configs have a window that `use_sliding_window` turns off, or that begins after the last layer; Mistral's
+    have one where they name its size; all newer ones name the kind of each layer.
 
     Args:
         raw: a config as its file has it.
@@ -90,8 +90,8 @@ def check_windows(raw: Mapping[str, Any], positions: int) -> None:
     used, first = raw.get("use_sliding_window"), raw.get("max_window_layers")
     if "sliding_window" in raw and size is None:
         return
-    behind = type(first) is int and first >= raw.get("num_hidden_layers", 1)
-    if used and not behind:
+    after_all = type(first) is int and first >= raw.get("num_hidden_layers", 1)
+    if used and not after_all:
         raise InputError(f"use_sliding_window: expected false, as our heads see the whole text, found {used}")
     if used is None and kinds is None and size is not None:
         raise InputError(f"sliding_window: expected none, or the {positions} positions, found {size}")
