@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.plan.config import CachePlanConfig, PreparePlanConfig
 from draftsmith.train.job.flops import DEVICES, Work
@@ -71,7 +72,12 @@ class InferencePlan(MemoryPlan):
 
     @property
     def layout(self) -> Layout:
-        """The features that a cache of them would have."""
+        """The features that a cache of them would have.
+
+        Raises:
+            InputError: a family whose features cannot be read.
+        """
+        decoder_layers(self.model)
         return Layout.of(self.config, self.model.config)
 
     def disk_bytes(self) -> int:

@@ -35,7 +35,11 @@ REFUSALS = {
         for name in ("carve", "plan of carving")
     },
     **{("carve", family): "init: expected weights that fit the carved config" for family in ("llama4", "deepseek-v3")},
-    **{(name, family): NO_LAYERS for name in ("features", "eagle", "block") for family in ("gpt-neo", "bloom")},
+    **{
+        (name, family): NO_LAYERS
+        for name in ("features", "plan of features", "eagle", "block")
+        for family in ("gpt-neo", "bloom")
+    },
     **{(name, "nemotron-h"): NO_ROPE for name in ("eagle", "block")},
     ("joint", "nemotron-h"): "lora.target_modules: expected maps that take adapters, found ",
     **{("joint", family): PEFT_EXPERTS for family in ("deepseek-v3", "deepseek-v32")},
@@ -88,25 +92,14 @@ def planned(place: Path, recipe: str, **fields: object) -> list[str]:
     config = {"target": str(place / "target"), "completions": ["none"], "target_dtype": "float32"} | fields
     file = place / f"{recipe}.json"
     file.write_text(json.dumps(config | {"training": {"output_dir": "out"}}))
-    return [
-        "plan",
-        "--recipe",
-        recipe,
-        "--config",
-        str(file),
-        "--gpus",
-        "1",
-        "--gpu-memory",
-        "80",
-        "--sequence_length",
-        "16",
-    ]
+    return ["plan", "--recipe", recipe, "--config", str(file), *GPUS]
 
 
 def prompted(place: Path) -> list[str]:
     return ["--target", str(place / "target"), "--prompts", str(place / "prompts.jsonl")]
 
 
+GPUS = ["--gpus", "1", "--gpu-memory", "80", "--sequence_length", "16"]
 WORK = {
     "prepare": lambda place: main(
         ["prepare", "--output", str(place / "written"), "--max_new_tokens", "3", *prompted(place)]
@@ -119,6 +112,7 @@ WORK = {
     "block": lambda place: block_command.main([*learned(place, "block"), "--block_size", "3"]),
     "joint": lambda place: medusa_command.main([*learned(place, "joint"), "--num_heads", "2", "--backbone", "lora"]),
     "plan of carving": lambda place: main(planned(place, "distill", init={"layers": 1})),
+    "plan of features": lambda place: main(["plan", "--recipe", *cached(place, "none", True), *GPUS]),
     "plan of heads": lambda place: main(planned(place, "medusa")),
 }
 
