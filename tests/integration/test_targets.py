@@ -144,7 +144,7 @@ def decoding(name: str, place: Path) -> list[str]:
     flags += ["--prompts", str(place / "prompts.jsonl"), "--output", str(place / name)]
     if name == "certify":
         return [*flags, "--server", "http://127.0.0.1:9"]
-    return [*flags, "--drafter", "none" if name == "measure" else "prompt_lookup"]
+    return [*flags, "--drafter", "prompt_lookup"]
 
 
 @pytest.mark.parametrize("family", NOT_ROLLED_BACK)
