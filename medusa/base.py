@@ -100,6 +100,9 @@ def check_windows(raw: Mapping[str, Any], positions: int) -> None:
 class LayersConfig(NamedConfig):
     """A config of decoder layers, whose rotation and attention a file may describe in several fields."""
 
+    if TYPE_CHECKING:
+        max_position_embeddings: int
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return the config of fields as a file has them.

@@ -71,8 +71,9 @@ def readable(model: PreTrainedModel, texts: Sequence[Tensor]) -> list[Tensor]:
     A target with padded logits may write a token that its tokenizer does not have, and a draft with fewer rows reads
     another. A view over other ids (`renumbered`) has a forward of its own, which reads any.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
-    return list(texts) if "forward" in vars(model) else [text.clamp(max=rows - 1) for text in texts]
+    embeddings: Any = model.get_input_embeddings()
+    last = len(embeddings.weight) - 1
+    return list(texts) if "forward" in vars(model) else [text.clamp(max=last) for text in texts]
 
 
 @contextmanager

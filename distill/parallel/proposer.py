@@ -101,9 +101,9 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
             return replay_by_start(texts, acceptance, [common_N for _, common_N in each])
         # Behind the tree the most likely tokens, for servers that draft chains.
         widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
-        each = [text_ranks(self.draft_model, text, sampler, v, widths, chains) for text in drafted]
-        ranks = [of_text.up_to(len(text)) for (of_text, _), text in zip(each, texts, strict=True)]
-        return replay_by_start_ranks(ranks, tree, [agrees for _, agrees in each])
+        ranked = [text_ranks(self.draft_model, text, sampler, v, widths, chains) for text in drafted]
+        ranks = [of_text.up_to(len(text)) for (of_text, _), text in zip(ranked, texts, strict=True)]
+        return replay_by_start_ranks(ranks, tree, [agrees for _, agrees in ranked])
 
     def _cut(self, draft_length: int) -> int:
         return draft_length if self.longest is None else min(draft_length, self.longest)

@@ -72,7 +72,8 @@ def _empty(path: str) -> EagleHeads:
     except InputError:
         return model  # its checkpoint's finding says so
     if "d2t" in known and known["d2t"].shape == model.d2t.shape:
-        complete_maps(directory, model.config, known)
+        config: Any = model.config
+        complete_maps(directory, config, known)
         t2d = known.get("t2d", torch.zeros(model.t2d.shape))
         if t2d.shape == model.t2d.shape:
             model.d2t, model.t2d = known["d2t"].long(), t2d.bool()

@@ -63,7 +63,8 @@ def require_scheduler(training: Any) -> None:
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     field = "training.lr_scheduler_kwargs"
-    known = signature(TYPE_TO_SCHEDULER_FUNCTION[kind]).parameters
+    makers: Any = TYPE_TO_SCHEDULER_FUNCTION
+    known = signature(makers[kind]).parameters
     if "kwargs" not in known and (unknown := options.keys() - known):
         name = min(unknown)
         raise InputError(f"{field}: expected options of {kind.value}, found {name}{nearest(name, known)}")
