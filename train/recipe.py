@@ -221,7 +221,8 @@ class RecipeConfig(TargetOptions):
             cannot = training.save_strategy == "no" or (training.save_only_model and sharded)
             training.load_best_model_at_end = bool(self.heldout) and not cannot
             if training.load_best_model_at_end and training.eval_strategy == "no":  # measure what is saved
-                training.eval_strategy, training.eval_steps = training.save_strategy, training.save_steps
+                training.eval_strategy = "epoch" if training.save_strategy == "epoch" else "steps"
+                training.eval_steps = training.save_steps
         if self.patience is not None and not (training.load_best_model_at_end and self.patience >= 1):
             raise InputError("patience: expected at least 1, and training.load_best_model_at_end")
         if not training.load_best_model_at_end:

@@ -84,9 +84,9 @@ class CheckpointedTrainer(Trainer):
         epochs, *others, steps = super().set_initial_training_values(args, dataloader)
         return (0 if self._reached >= (steps or 0) else epochs, *others, steps)
 
-    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Find the best checkpoint where `output_dir` is now: it may have another name, or another place."""
-        taken = super()._init_training_state(*args)
+        taken = super()._init_training_state(*args, **kwargs)
         best = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.best_global_step}"
         if best.is_dir():
             self.state.best_model_checkpoint = str(best)

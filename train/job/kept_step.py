@@ -29,8 +29,7 @@ class KeptStep:
     def of(cls, step: int, last: int, metric: str, greater: bool, log: Sequence[Mapping[str, Any]]) -> "KeptStep":
         """Return what a trainer's log says of a step."""
         scores = {entry["step"]: entry[f"eval_{metric}"] for entry in log if f"eval_{metric}" in entry}
-        best = (max if greater else min)(scores, key=lambda each: scores[each], default=None)
-        best_score = None if best is None else scores[best]
+        best, best_score = next(iter(sorted(scores.items(), key=lambda entry: entry[1], reverse=greater)), (None, None))
         return cls(step, last, metric, len(scores), scores.get(step), scores.get(last), best, best_score)
 
     @classmethod

@@ -98,6 +98,7 @@ def test_the_old_name_of_recomputation_is_heard(tmp_path):
         ("", False, "no"),
         ("heldout: 0.1\n", True, "steps"),
         ("heldout: 0.1\ntraining: {save_strategy: epoch}\n", True, "epoch"),
+        ("heldout: 0.1\ntraining: {save_strategy: best}\n", True, "steps"),
         ("heldout: 0.1\ntraining: {eval_strategy: steps, eval_steps: 7, save_strategy: epoch}\n", True, "steps"),
         ("heldout: 0.1\ntraining: {save_strategy: 'no'}\n", False, "no"),
         ("heldout: 0.1\ntraining: {load_best_model_at_end: false}\n", False, "no"),
