@@ -16,13 +16,13 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.cache.features import decoder_of
+from draftsmith.decode.cache.features import decoder_of, last_norm
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.early_exit import early_exit
-from draftsmith.distill.carving import Carving, last_norm, scale_norm, ways_to_keep
+from draftsmith.distill.carving import Carving, scale_norm, ways_to_keep
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
 from draftsmith.train.checkpoint import check_rope

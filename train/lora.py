@@ -47,8 +47,8 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     except ValueError as error:  # kernels of some families read a map's weight past its adapter
         raise InputError(f"lora.target_modules: expected maps that take adapters, found {first_line(error)}") from error
     if config.target_parameters:  # peft adapts experts in place of maps with the names that experts once had
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in chosen - set(config.target_modules or ())}))
-        raise InputError(f"lora.target_modules: expected names that peft does not take for experts, found {names}")
+        taken = ", ".join(sorted({name.rpartition(".")[2] for name in chosen - set(config.target_modules or ())}))
+        raise InputError(f"lora.target_modules: expected names that peft does not take for experts, found {taken}")
     for name, parameter in model.named_parameters():
         if "lora_" in name:  # peft gives them the dtype of what they adapt, in which small steps would be lost
             parameter.data = parameter.data.float()

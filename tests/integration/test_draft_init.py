@@ -21,12 +21,13 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
+from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.__main__ import distill
-from draftsmith.distill.carving import choose, last_norm, scale_norm, ways_to_keep
+from draftsmith.distill.carving import choose, scale_norm, ways_to_keep
 from draftsmith.distill.draft_init import (
     DraftInit,
     finish_draft,
