@@ -85,7 +85,7 @@ COMMANDS = {
     ),
 }
 """Commands: what each does, and where its config is."""
-PACKAGES = ("adapt", "certify", "choose", "doctor", "export", "measure", "plan", "tune")
+PACKAGES = ("adapt", "certify", "choose", "doctor", "export", "generate", "measure", "plan", "tune")
 """Commands that are packages of several modules."""
 SERVICES = ("coordinate", "serve_draft")
 """Those among the services."""

@@ -1,4 +1,4 @@
-"""Printed by several commands: a summary of what they wrote, and tables of figures."""
+"""Printed by several commands: a summary of what they wrote, tables of figures, and text of models."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 
 DOUBTFUL = "These costs were measured twice and do not agree, so predicted speed-ups may be wrong; measure again"
+
+# What a model writes must not steer the terminal: control characters are shown as their pictures, U+2400 on.
+PICTURES = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
+PICTURES |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
 
 
 def print_summary(rows: Mapping[str, str], title: str, output: Path) -> None:

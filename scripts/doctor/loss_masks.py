@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each
 from draftsmith.scripts.doctor.config import DoctorConfig
-from draftsmith.scripts.live_view import PICTURES
+from draftsmith.scripts.summary import PICTURES
 from draftsmith.train.data.chat.masks import ClosingTokens
 from draftsmith.train.data.generate import load_completions, other_target
 from draftsmith.train.data.prompts import encode_prompt, mask_answers, read_prompts

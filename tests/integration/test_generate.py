@@ -32,11 +32,12 @@ from draftsmith.decode.speculative import Round
 from draftsmith.medusa import BlockDrafter, MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli as commands
-from draftsmith.scripts import generate as module
-from draftsmith.scripts import kinds, live_view
+from draftsmith.scripts import kinds
 from draftsmith.scripts.configs import GenerateConfig
-from draftsmith.scripts.generate import generate, main
-from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal, kinds_of, row_end
+from draftsmith.scripts.generate import command as module
+from draftsmith.scripts.generate import live_view
+from draftsmith.scripts.generate.command import generate, main
+from draftsmith.scripts.generate.live_view import STYLES, Detokenizer, Plain, Progress, Terminal, kinds_of, row_end
 from draftsmith.train import cli
 from draftsmith.train.data.corpus import train_bpe
 from draftsmith.train.models import load_model, load_tokenizer

@@ -15,12 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode import Counts
 from draftsmith.decode.clock import speed
 from draftsmith.decode.speculative import Round
+from draftsmith.scripts.summary import PICTURES
 
 # Corrections are underlined too: many of them are spaces, and red beside green is no difference to some eyes.
 STYLES = {"prompt": "dim", "accepted": "green", "corrected": "red underline", "bonus": "cyan", "undrafted": ""}
-# What a model writes must not steer the terminal: control characters are shown as their pictures, U+2400 on.
-PICTURES = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
-PICTURES |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
 
 
 class Detokenizer:

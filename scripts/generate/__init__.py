@@ -1,0 +1,1 @@
+"""`draftsmith generate`: the decoder, and what it shows while it writes."""
