@@ -67,7 +67,8 @@ def bench(config: BenchTreesConfig) -> dict[str, Any]:
     planned = TreeConfig(target=config.target, drafter=[config.drafter], completions=config.completions)
     texts, median = replayed_texts(planned, target, drafter, token_count(tokenizer, target.config))
     trees = [search_tree(texts, nodes) for nodes in config.nodes]
-    costs = round_costs(target, drafter, calibration_text(planned), planned.rows, median, config.compiled, trees)
+    text, doubts = calibration_text(planned), list[str]()
+    costs = round_costs(target, drafter, text, planned.rows, median, config.compiled, trees, doubts)
 
     target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
     options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": False, "compiled": config.compiled}
@@ -91,7 +92,7 @@ def bench(config: BenchTreesConfig) -> dict[str, Any]:
             "predicted with τ of here": cost.speedup(here, len(tree)),
             "measured": rate_ratio(*tokens_and_seconds(decoded), *tokens_and_seconds(results["plain"])),
         }
-    return {"environment": environment(target.device, pair.dtype), "trees": figures}
+    return {"environment": environment(target.device, pair.dtype), "trees": figures, "doubtful_costs": doubts}
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from draftsmith.decode.rules import as_rule
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.kind import DraftModel, ReencodedDraft
 from draftsmith.scripts.configs import GenerateConfig
-from draftsmith.scripts.kinds import KINDS, NONE, drafter_specs, kind_named
 from draftsmith.scripts.generate.live_view import STYLES, Detokenizer, Plain, Progress, Terminal
+from draftsmith.scripts.kinds import KINDS, NONE, drafter_specs, kind_named
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.cli import INTERRUPTED, parse_config
 from draftsmith.train.data.prompts import Prompt, encode_prompt

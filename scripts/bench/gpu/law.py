@@ -101,7 +101,10 @@ def certify(name: str, dtype: str, place: "Place") -> tuple[bool, dict[str, Any]
     count = PROMPTS if place.full else 4
     encoded = encoded_prompts(None, tokenizer, count, MAX_NEW_TOKENS)
     prompts = [torch.tensor(ids, device=target.device) for ids in encoded]
-    lengths = {"draft_length": drafter.draft_lengths[0], "max_new_tokens": MAX_NEW_TOKENS if place.full else 12}
+    lengths: dict[str, Any] = {
+        "draft_length": drafter.draft_lengths[0],
+        "max_new_tokens": MAX_NEW_TOKENS if place.full else 12,
+    }
     plain = plain_texts(target, prompts, batch_size=count, max_new_tokens=lengths["max_new_tokens"])
     drafted = speculative_texts(target, drafter.proposer, prompts, batch_size=count, **lengths)
     new = [

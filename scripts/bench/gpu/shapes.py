@@ -33,7 +33,7 @@ TOKENS, TINY_TOKENS = 151_669, 2000
 def config_of(size: str, place: "Place") -> Qwen3Config:
     """Return the config of a model of this size; on a CPU of a tiny one."""
     sizes = SHARED | (SIZES[size] if place.full else TINY)
-    ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
     tied = size in ("0.6B", "1.7B", "4B")
     return Qwen3Config(
         **sizes, **ids, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 1e6}

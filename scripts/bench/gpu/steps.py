@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from draftsmith.scripts.bench.common import ASSETS

@@ -24,7 +24,7 @@ DIGITS = 4
 def deepest(measured: Measured) -> int:
     """Return the greatest draft length that any drafter is measured with."""
     lengths = measured.config.draft_lengths
-    return max(k for drafter in measured.pair.drafters for k in (*lengths, *drafter.draft_lengths))
+    return max(*lengths, 0, *(k for drafter in measured.pair.drafters for k in drafter.draft_lengths))
 
 
 def rounds_settings(measured: Measured) -> RoundsSettings:

@@ -67,7 +67,7 @@ def acceptance(observed: Observed, setting: Setting) -> Acceptance:
     calls = [block.verify_calls for block in blocks if block.verify_calls is not None]
     if engine.kind != "sglang":
         found = _acceptance("counters", [_counted(block.records, block.counters) for block in blocks], gamma)
-    elif len(calls) == len(blocks) and sum(calls) and gamma:
+    elif len(calls) == len(blocks) and any(calls) and gamma:
         chats = [
             replace(_counted(block.records, ServerCounts(count, gamma * count)), accepted=False)
             for block, count in zip(blocks, calls, strict=True)
