@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
-from draftsmith.decode import clock, speculative_generate
+from draftsmith.decode import speculative_generate
 from draftsmith.decode.cache.forward import BlockForward
-from draftsmith.decode.cache.program import on_disk
+from draftsmith.decode.cache.program import may_compile, on_disk
 from draftsmith.decode.measurement.costs import forward_behind_text
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.pair import load_pair
+from draftsmith.train.job.processes import end_session, terminable
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Pair
 from draftsmith.train.models import load_tokenizer
 
 COMPILED = 3.0
 """Seconds of a program from which it was compiled; those that are on disk are read in less."""
+SMALL = 10**9
+"""Parameters up to which a target is loaded twice."""
 PROMPT = list(range(2, 10))
 NEW_TOKENS = 12
 
@@ -41,14 +44,16 @@ class Order:
 @contextmanager
 def compiling(order: Order) -> Iterator[None]:
     """Let another process make programs while the block makes others; what it fails at is left to whoever needs it."""
+    if not may_compile():
+        yield
+        return
     command = [sys.executable, "-m", "draftsmith.scripts.programs", json.dumps(asdict(order))]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         yield
         process.wait()
     finally:
-        process.kill()
-        process.wait()
+        end_session(process)
 
 
 def needs_compiling(model: Any) -> bool:
@@ -58,7 +63,11 @@ def needs_compiling(model: Any) -> bool:
 
 
 def compile_side_by_side(
-    pair: Pair, order: Order, drafters: Sequence[DrafterSpec], options: Sequence[Mapping[str, Any]]
+    pair: Pair,
+    order: Order,
+    drafters: Sequence[DrafterSpec],
+    options: Sequence[Mapping[str, Any]],
+    seconds: Sequence[float],
 ) -> None:
     """Compile what drafters decode with, half of it in another process, where the target had to be compiled too.
 
@@ -67,8 +76,11 @@ def compile_side_by_side(
         order: what the other process needs to load them.
         drafters: the specs of the pair's drafters, in their order.
         options: of the decoder, for each drafter.
+        seconds: of each of the target's programs, as the clock has them.
     """
-    if pair.target.device.type != "cpu" or max(clock.PROGRAMS, default=0.0) < COMPILED:
+    if pair.target.device.type != "cpu" or pair.target.num_parameters() > SMALL:
+        return
+    if max(seconds, default=0.0) < COMPILED:
         return
     programs = {
         (_shape(drafter), tuple(drafter.draft_lengths), place): (drafter, spec, of_decoder)
@@ -117,4 +129,5 @@ def main(argument: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with terminable():  # a compiler's folder is removed
+        main(sys.argv[1])

@@ -23,7 +23,7 @@ from draftsmith.decode.measurement.costs import forward_behind_text
 from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import read
 from draftsmith.scripts.pair import load_pair
-from draftsmith.scripts.programs import Order, compiling, needs_compiling
+from draftsmith.scripts.programs import SMALL, Order, compiling, needs_compiling
 from draftsmith.train.files import write_aside
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Pair
 from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_model
@@ -39,8 +39,6 @@ ALIKE = 1.1
 """Times the least seconds of a token, up to which dtypes are judged by a block, and numbers of threads are alike."""
 BLOCK = 4
 """Tokens of a block."""
-SMALL = 10**9
-"""Parameters up to which a second dtype is tried: larger models wait for their weights, and half of them are faster."""
 
 
 def _known(dtype: str) -> str:
@@ -167,7 +165,7 @@ def fastest_settings(
         dtypes |= {fast_dtype(load_config(path, trust_remote_code=trust_remote_code), "cpu"), "float32"}
 
     def others(model: PreTrainedModel) -> set[str]:
-        """Return the dtypes that a model is tried in too: none of a large one."""
+        """Return the dtypes that a model is tried in too: none of a large one, which half precision makes faster."""
         return dtypes - {own} if model.num_parameters() <= SMALL else set()
 
     copies = {name: load_model(path, dtype=name, trust_remote_code=trust_remote_code) for name in others(target)}

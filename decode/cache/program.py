@@ -60,6 +60,11 @@ class NotCompiled(InputError):
 _may_compile = True
 
 
+def may_compile() -> bool:
+    """Return whether a program that is not on disk is compiled: not within `nothing_compiled`."""
+    return _may_compile
+
+
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
     """Within it programs are read from disk, and one that is not there raises `NotCompiled`."""

@@ -4,12 +4,10 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
 from draftsmith.decode.validation import Count, Said, TokenId, parsed
 from draftsmith.scripts.engine import driver
+from draftsmith.train.job.processes import end_session
 
 VARIABLE = "DRAFTSMITH_ENGINE"
 """The environment variable that names the engine's Python."""
@@ -184,9 +183,7 @@ def _run(command: list[str], log: Path, timeout: float) -> str:
         except subprocess.TimeoutExpired:
             ended = f"no end within {timeout:g} s"
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_session(process)
     lines = [line for line in plain(log.read_text(encoding="utf-8", errors="replace")).splitlines() if line.strip()]
     return f"{ended}: {' '.join(lines[-1].split())[:300]}" if lines else ended
 

@@ -1,13 +1,13 @@
 """Programs that a second process makes: they are on disk for the first one, and a failure there costs nothing."""
 
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from draftsmith.decode import clock
 from draftsmith.decode.cache import program
 from draftsmith.scripts import programs
 from draftsmith.scripts.kinds import drafter_specs
@@ -45,10 +45,13 @@ def test_two_processes_share_out_what_drafters_need(pair_dirs, monkeypatch):
     monkeypatch.setattr(programs, "decode_briefly", lambda pair, drafter, options: here.append(options))
     monkeypatch.setattr(programs, "compiling", lambda order: there.append(order) or nullcontext())
     for seconds in (0.5, 30.0):  # of the target's program, read from disk or compiled
-        monkeypatch.setattr(clock, "PROGRAMS", [seconds])
-        programs.compile_side_by_side(pair, order_of(target), specs, options)
+        with monkeypatch.context() as changed:
+            changed.setattr(programs, "SMALL", 0)
+            programs.compile_side_by_side(pair, order_of(target), specs, options, [seconds])
         if seconds < 1:
-            assert here == there == []
+            programs.compile_side_by_side(pair, order_of(target), specs, options, [seconds])
+        assert here == there == []
+    programs.compile_side_by_side(pair, order_of(target), specs, options, [30.0])
     assert here == options[:1] and there[0].options == options[1:] and there[0].drafters == specs[:1]
 
 
@@ -56,6 +59,34 @@ def test_an_order_that_fails_is_left_to_the_first_process(tmp_path, folder):
     with programs.compiling(order_of(str(tmp_path / "nowhere"))):
         pass
     assert not folder.exists()
+
+
+def test_no_process_is_started_where_nothing_may_be_compiled(monkeypatch):
+    monkeypatch.setattr(programs.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    with program.nothing_compiled(), programs.compiling(order_of("target")):
+        pass
+
+
+def test_what_the_other_process_started_ends_with_it_and_leaves_no_folder(tmp_path, monkeypatch):
+    child = """
+import subprocess, sys, tempfile, time
+from pathlib import Path
+from draftsmith.train.job.processes import terminable
+with terminable(), tempfile.TemporaryDirectory(dir=sys.argv[1]):
+    compiler = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    (Path(sys.argv[1]) / "compiler").write_text(str(compiler.pid))
+    time.sleep(60)
+"""
+    popen = programs.subprocess.Popen
+    command = [sys.executable, "-c", child, str(tmp_path)]
+    monkeypatch.setattr(programs.subprocess, "Popen", lambda _, **options: popen(command, **options))
+    with pytest.raises(RuntimeError, match="out of memory"), programs.compiling(order_of("target")):
+        while not (tmp_path / "compiler").exists() or not (compiler := (tmp_path / "compiler").read_text()):
+            time.sleep(0.05)
+        raise RuntimeError("out of memory")
+    stat = Path("/proc", compiler, "stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert [path.name for path in tmp_path.iterdir()] == ["compiler"]
 
 
 def test_a_block_that_fails_ends_the_other_process(monkeypatch):

@@ -3,9 +3,10 @@
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,9 @@ from draftsmith.train.job import ranks
 
 LONGEST = timedelta(days=30)
 """How long the first to finish waits for the last."""
+
+PATIENCE = 5.0
+"""Seconds for a process that was asked to end."""
 
 T = TypeVar("T")
 
@@ -113,6 +117,15 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def end_session(process: "subprocess.Popen[bytes]") -> None:
+    """End a process that leads a session, with all that it started: asked to first, and then killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
 
 
 @contextmanager
