@@ -1,10 +1,14 @@
 """The benchmarks: every config and every command line of the documentation parses, and the cheap ones run."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 import time
+import weakref
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -31,9 +35,12 @@ from draftsmith.scripts.bench import (
     throughput,
 )
 from draftsmith.scripts.bench.gpu import __main__ as gpu
+from draftsmith.scripts.bench.gpu import law, shapes
+from draftsmith.scripts.bench.gpu.cases import Place
 from draftsmith.scripts.bench.rounds import count, random_drafts
 from draftsmith.scripts.kinds import recipes
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import Terminated, parse_config
+from draftsmith.train.job.processes import terminable
 
 ROOT = Path(__file__).parents[2]
 NAMES = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"__init__", "common", "timing"} | {
@@ -353,7 +360,51 @@ def test_a_gpu_run_stops_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "POLL", 0.01)
     run.work()
     cut, waiting = run.results()["cases"].values()
-    assert cut == {"state": "failed", "error": ["the time was over"]} and waiting == {"state": "waiting"}
+    assert cut == waiting == {"state": "waiting"}
+
+
+def test_a_gpu_run_that_is_ended_ends_its_process(tmp_path, monkeypatch):
+    file, workers = tmp_path / "run.json", []
+    file.write_text(json.dumps({"cases": {"loss lk_hybrid": {"state": "waiting"}}}))
+    popen = gpu.subprocess.Popen
+    monkeypatch.setattr(
+        gpu.subprocess, "Popen", lambda *given, **named: workers.append(popen(*given, **named)) or workers[0]
+    )
+    monkeypatch.setattr(gpu.Run, "_say", lambda run: os.kill(os.getpid(), signal.SIGTERM))
+    run = gpu.Run(file, time.time() + 60, Console(), [sys.executable, "-c", "import time; time.sleep(60)"])
+    with terminable(), pytest.raises(Terminated):
+        run.work()
+    assert workers[0].returncode == -signal.SIGTERM
+
+
+def test_a_case_of_a_gpu_run_begins_anew(tmp_path, monkeypatch):
+    place = Place(tmp_path, torch.device("cpu"))
+    folders = [tmp_path / "completions" / "sampled", tmp_path / "draft"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text("of an earlier run")
+
+    class Stop(Exception):
+        pass
+
+    def stopped(*_):
+        raise Stop
+
+    monkeypatch.setattr(law, "prepare", stopped)
+    monkeypatch.setattr(law, "import_module", stopped)
+    for run in (law.complete, partial(law.train, "draft")):
+        with pytest.raises(Stop):
+            run(place)
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_step_has_no_other_model_beside_it_in_memory(tmp_path):
+    place = Place(tmp_path, torch.device("cpu"))
+    shapes.random_model.cache_clear()
+    other, own = (weakref.ref(shapes.random_model(size, place)) for size in ("0.6B", "8B"))
+    assert own() is not None
+    assert shapes.lone_model("8B", place) is shapes.lone_model("8B", place) and other() is None
+    shapes.random_model.cache_clear()
 
 
 def test_a_gpu_run_enters_its_cases_on_a_cpu_and_keeps_no_figures(tmp_path, capsys):

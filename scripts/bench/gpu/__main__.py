@@ -18,6 +18,7 @@ from draftsmith.scripts.bench.gpu import BenchGpuConfig
 from draftsmith.scripts.bench.gpu.cases import cases
 from draftsmith.scripts.bench.gpu.worker import FAILED, PASSED, RUNNING, WAITING
 from draftsmith.train.cli import parse_config, run
+from draftsmith.train.job.processes import end_session, terminable
 from draftsmith.train.models import default_device
 from draftsmith.train.provenance import environment, write_json
 
@@ -25,6 +26,7 @@ POLL = 0.5
 """Seconds between two looks at the file."""
 PATIENCE = 10
 """How many times as long a case may take on a CPU."""
+OVER = "the time was over"
 WORKER = (sys.executable, "-m", "draftsmith.scripts.bench.gpu.worker")
 
 
@@ -63,32 +65,35 @@ class Run:
         with log.open("w", encoding="utf-8") as lines:
             while time.time() < self._deadline and self._in_state(WAITING):
                 quiet = os.environ | {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
-                worker = subprocess.Popen(self._command, stdout=lines, stderr=subprocess.STDOUT, env=quiet)
-                ended = self._watch(worker)
+                worker = subprocess.Popen(
+                    self._command, stdout=lines, stderr=subprocess.STDOUT, env=quiet, start_new_session=True
+                )
+                try:
+                    ended = self._watch(worker)
+                finally:
+                    end_session(worker)
                 self._settle(ended or f"its process ended with exit code {worker.returncode}: see {log}")
-                if worker.returncode and not self._said:
+                if ended is None and worker.returncode and not self._said:
                     raise InputError(f"{log}: expected a process that runs the cases, found one that did not start")
 
     def _watch(self, worker: "subprocess.Popen[bytes]") -> str | None:
-        """Wait for a process; end it where its case takes too long or the time is over, and return why."""
+        """Wait for a process, and return why it is to be ended: its case takes too long, or the time is over."""
         while worker.poll() is None:
             self._say()
-            why = "the time was over" if time.time() > self._deadline else None
+            why = OVER if time.time() > self._deadline else None
             for name, entry in self._in_state(RUNNING).items():
                 if time.time() - entry["began"] > self._limits[name]:
                     why = f"it took longer than {self._limits[name]:.0f} s"
             if why is not None:
-                worker.kill()
-                worker.wait()
                 return why
             time.sleep(POLL)
         return None
 
     def _settle(self, why: str) -> None:
-        """Note why the case that was running has no result."""
+        """Note why the case that was running has no result; one that the time cut waits again."""
         results = self.results()
         for name in self._in_state(RUNNING):
-            results["cases"][name] = {"state": FAILED, "error": [why]}
+            results["cases"][name] = {"state": WAITING} if why == OVER else {"state": FAILED, "error": [why]}
         write_json(self._file, results)
         self._say()
 
@@ -120,9 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, results)
     work = Run(file, deadline, console)
-    work.work()
+    with terminable():
+        work.work()
     states = Counter(entry["state"] for entry in work.results()["cases"].values())
-    console.print(f"{states[PASSED]} passed, {states[FAILED]} failed, {states[WAITING]} not begun: {file}")
+    console.print(f"{states[PASSED]} passed, {states[FAILED]} failed, {states[WAITING]} not run: {file}")
     return int(states[FAILED] > 0)
 
 

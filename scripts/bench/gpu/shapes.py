@@ -1,5 +1,6 @@
 """Models of real sizes with random weights: what a forward or a step costs does not depend on them."""
 
+import gc
 import json
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 from draftsmith.train.data.shards import COLUMNS, MANIFEST, SCHEMA, write_shard
+from draftsmith.train.files import remove
 
 if TYPE_CHECKING:
     from draftsmith.scripts.bench.gpu.cases import Place
@@ -34,7 +36,7 @@ def config_of(size: str, place: "Place") -> Qwen3Config:
     """Return the config of a model of this size; on a CPU of a tiny one."""
     sizes = SHARED | (SIZES[size] if place.full else TINY)
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
-    tied = size in ("0.6B", "1.7B", "4B")
+    tied = size != "8B" or not place.full  # tiny ones share their programs
     return Qwen3Config(
         **sizes, **ids, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
     )
@@ -55,33 +57,43 @@ def random_model(size: str, place: "Place") -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
+def lone_model(size: str, place: "Place") -> PreTrainedModel:
+    """Return `random_model` with no other beside it in memory, nor what was compiled of one."""
+    if random_model.cache_info().currsize > 1:
+        random_model.cache_clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return random_model(size, place)
+
+
+@cache
 def directory(size: str, place: "Place") -> Path:
     """Return a directory with the config of a model of this size, and a tokenizer of as many tokens as Qwen3's."""
     path = place.folder / size
-    if not path.is_dir():
-        vocabulary = {"<|end|>": 0, "<|pad|>": 1} | {f"t{token}": token for token in range(2, tokens_of(place))}
-        raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
-        raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", pad_token="<|pad|>")
-        tokenizer.save_pretrained(path)
-        config = config_of(size, place)
-        config.architectures = ["Qwen3ForCausalLM"]
-        config.save_pretrained(path)
+    vocabulary = {"<|end|>": 0, "<|pad|>": 1} | {f"t{token}": token for token in range(2, tokens_of(place))}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", pad_token="<|pad|>")
+    tokenizer.save_pretrained(path)
+    config = config_of(size, place)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(path)
     return path
 
 
+@cache
 def completions(length: int, place: "Place", rows: int = 16) -> Path:
     """Return a directory of completions of random tokens, each of `length` with its prompt of an eighth."""
     path, prompt = place.folder / f"random-{length}", length // 8
-    if not path.is_dir():
-        path.mkdir(parents=True)
-        ids = np.random.default_rng(0).integers(2, tokens_of(place), (rows, length))
-        mask = [int(at >= prompt) for at in range(length)]
-        samples = [
-            {"id": str(row), "prompt_length": prompt, "input_ids": of_row.tolist(), "loss_mask": mask}
-            for row, of_row in enumerate(ids)
-        ]
-        write_shard(path / "shard-00000.parquet", pa.Table.from_pylist(samples, schema=COLUMNS))
-        manifest = {"schema": SCHEMA, "settings": {}, "target": {}, "versions": {}, "shards": 1}
-        (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    remove(path)
+    path.mkdir(parents=True)
+    ids = np.random.default_rng(0).integers(2, tokens_of(place), (rows, length))
+    mask = [int(at >= prompt) for at in range(length)]
+    samples = [
+        {"id": str(row), "prompt_length": prompt, "input_ids": of_row.tolist(), "loss_mask": mask}
+        for row, of_row in enumerate(ids)
+    ]
+    write_shard(path / "shard-00000.parquet", pa.Table.from_pylist(samples, schema=COLUMNS))
+    manifest = {"schema": SCHEMA, "settings": {}, "target": {}, "versions": {}, "shards": 1}
+    (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     return path

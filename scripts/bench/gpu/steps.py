@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.scripts.bench.common import ASSETS
 from draftsmith.scripts.bench.gpu.law import flags
-from draftsmith.scripts.bench.gpu.shapes import SIZES, TINY_TOKENS, completions, directory, random_model
+from draftsmith.scripts.bench.gpu.shapes import SIZES, TINY_TOKENS, completions, directory, lone_model
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import parse_config
 from draftsmith.train.files import remove
@@ -63,7 +63,7 @@ def step(name: str, attention: str | None, place: "Place") -> dict[str, Any]:
         "any_target": True,
         "max_length": length,
         "training.output_dir": output,
-        "training.max_steps": STEPS,
+        "training.max_steps": STEPS if place.full else LOGGED,
         "training.logging_steps": LOGGED,
         "training.per_device_train_batch_size": 1,
         "training.gradient_accumulation_steps": 1,
@@ -81,8 +81,9 @@ def step(name: str, attention: str | None, place: "Place") -> dict[str, Any]:
         values |= {"draft": None, "init.config": SIZES["0.6B"] if place.full else {"num_hidden_layers": 2}}
     if not place.full:
         values |= {name: value for name, value in TINY_FIELDS.items() if name in fields}
+    remove(output)  # of a process that was ended
     config = parse_config(recipe.config_class(), flags(values))
-    run = run_class(recipe, random_model("8B", place))
+    run = run_class(recipe, lone_model("8B", place))
     if place.full:
         torch.cuda.reset_peak_memory_stats()
     trainer = run(config).train()

@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.bench.gpu.cases import Place, cases
 from draftsmith.train.provenance import write_json
@@ -27,6 +29,8 @@ def run_cases(file: Path) -> None:
     """Run all cases that wait in a file of results, and write each result there."""
     known, place = cases(), Place(file.parent / f"{file.stem}-files")
     place.folder.mkdir(parents=True, exist_ok=True)
+    if not place.full:
+        torch.set_num_threads(1)  # threads of tiny models wait for each other
     results = json.loads(file.read_text(encoding="utf-8"))
     waiting = [name for name, of_case in results["cases"].items() if of_case["state"] == WAITING]
     for name in waiting:
