@@ -3,6 +3,7 @@
 import gc
 import json
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing_extensions import TypedDict
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Amount, read
 from draftsmith.scripts import cli
-from draftsmith.train.cli import INTERRUPTED, TERMINATED, Terminated
+from draftsmith.train.cli import INTERRUPTED, TERMINATED, OutOfTime, Terminated
 from draftsmith.train.files import remove
 from draftsmith.train.provenance import write_json
 
@@ -33,34 +34,34 @@ JUDGED_LATER: dict[str, Any] = {
     "training.logging_strategy": "no",
     "training.disable_tqdm": True,
 }
-"""Fields of a training run whose last state is judged, by what comes behind it."""
-
-
-class OutOfTime(Terminated):
-    """A block that took longer than it may: see `ending_after`."""
+"""Fields of a training run whose last state is judged, by the stages that follow."""
 
 
 @contextmanager
 def ending_after(seconds: float | None) -> Iterator[None]:
     """Interrupt a block that takes longer than some seconds, as a scheduler would; None: never.
 
+    Signals reach the main thread alone: in another nothing is interrupted.
+
     Raises:
         OutOfTime: it does.
     """
-    rang = False
+    rang = done = False
 
     def ring(number: int, frame: FrameType | None) -> None:
         nonlocal rang
-        rang = True
-        raise OutOfTime
+        if not done:
+            rang = True
+            raise OutOfTime
 
-    if seconds is None:
+    if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
         yield
+        done = True
     except (KeyboardInterrupt, InputError) as error:
         if rang:  # a command ends by its exit code
             raise OutOfTime from error
@@ -74,7 +75,7 @@ class KeptStage(TypedDict):
     """What is kept of a stage."""
 
     commands: list[list[str]]
-    """Its own command, behind those of all stages before it."""
+    """Those of all stages before it, then its own."""
     seconds: Amount
     """Of all tries."""
     ended: bool
@@ -82,7 +83,7 @@ class KeptStage(TypedDict):
 
 @dataclass
 class Stages:
-    """Runs stages one behind the other, and keeps which have ended.
+    """Runs stages one after the other, and keeps which have ended.
 
     Args:
         folder: where.
@@ -98,11 +99,11 @@ class Stages:
         return self._mark - mark
 
     def run(self, name: str, argv: list[str], most: float | None = None) -> float:
-        """Run a command of ours, unless this very one has ended behind the very same ones; return its seconds.
+        """Run a command of ours, unless this very one has ended after the very same ones; return its seconds.
 
         Raises:
             InputError: it failed.
-            OutOfTime: it took longer than `most` seconds.
+            OutOfTime: it took longer than `most` seconds, those of earlier tries among them.
         """
         self._commands.append(argv)
         kept, before = self.folder / f"{name}.json", 0.0
@@ -114,11 +115,14 @@ class Stages:
                     return before
             else:
                 remove(kept)  # of other settings; what it wrote is the command's own to refuse
+        if most is not None and before >= most:
+            self._commands.pop()
+            raise OutOfTime
         print(f"{name}: draftsmith {' '.join(argv)}", flush=True)
         _give_back()
         ended, commands = False, list(self._commands)
         try:
-            with ending_after(most):
+            with ending_after(None if most is None else most - before):
                 code = cli.main(argv)
                 if code in (INTERRUPTED, TERMINATED):  # what it kept it has said
                     raise KeyboardInterrupt if code == INTERRUPTED else Terminated

@@ -66,6 +66,10 @@ class Terminated(KeyboardInterrupt):
     """An interruption by a signal of a scheduler's: `job.processes.terminable`."""
 
 
+class OutOfTime(Terminated):
+    """An interruption by the clock, where a command may take so long and no longer: `scripts.stages.ending_after`."""
+
+
 def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """Build a config dataclass from `--config FILE.yaml` and flags.
 
@@ -378,6 +382,8 @@ def run(main: Callable[[], int | None], say: Callable[[str, int], None] = to_std
         return code
     except InputError as error:
         line, code = f"error: {error}", 2
+    except OutOfTime:
+        line, code = "ended: it took longer than the time that was left for it", TERMINATED
     except KeyboardInterrupt as error:
         notes = getattr(error, "__notes__", ["nothing was kept"])
         how, code = ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)

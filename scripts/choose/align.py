@@ -37,8 +37,10 @@ from draftsmith.train.models import load_config
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
-FREE = (*choose.FREE, "server", "verify", "min_speedup", "budget", "budget_tokens", "choosing")
-"""Fields that may change in an output that is gone on with; `choose` looks at its own."""
+FREE = (*choose.FREE, "verify", "min_speedup")
+"""Fields that may change in an output that an earlier run began."""
+FREE_OF_NAMED = ("server", "budget", "budget_tokens", "choosing")
+"""And those that may where nothing is chosen, for `choose` would refuse another value."""
 HELD_BACK = 0.05
 """The share of the prompts that choose the best epoch of a named candidate."""
 
@@ -75,7 +77,8 @@ def align(config: AlignConfig) -> int:
             f"of them to be measured on, found {len(prompts)}"
         )
     require_rollback(config.target, config.trust_remote_code)
-    settle(config, output, [prompt.record() for prompt in prompts], FREE)
+    free = FREE if config.drafter is None else (*FREE, *FREE_OF_NAMED)
+    settle(config, output, [prompt.record() for prompt in prompts], free)
     random.Random(config.seed + 1).shuffle(prompts)
     measured, others = output / "prompts/measured.jsonl", output / "prompts/others.jsonl"
     for path, part in zip((measured, others), dealt(config, prompts, config.measured_prompts), strict=True):

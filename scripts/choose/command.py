@@ -43,8 +43,8 @@ from draftsmith.scripts.choose.run import COSTS, MOST_SAMPLES, Choosing, KeptTri
 from draftsmith.scripts.choose.schedule import LEAST_GROWTH, RUNGS, begins, growth, kept, survivors
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.pair import require_rollback
-from draftsmith.scripts.stages import OutOfTime, Stages, flags_of, nested
-from draftsmith.train.cli import parse_config
+from draftsmith.scripts.stages import Stages, flags_of, nested
+from draftsmith.train.cli import OutOfTime, parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.files import require_writable, write_aside
@@ -63,7 +63,7 @@ LEAST_HELDOUT = 8
 PROGRAM_SECONDS = 20.0
 """Seconds to compile a program on two cores; there are about two of each drafter, and two of the target's."""
 FREE = ("output", "dry_run", "candidates", "draft", "learning", "epochs", "processes", "threads", "dtype", "compiled")
-"""Fields that may change in an output that is gone on with: text stays, and what differs is trained again."""
+"""Fields that may change in an output that an earlier run began: text stays, and what differs is trained again."""
 BEST_OF_EPOCHS = {"training.save_strategy": "epoch", "training.save_total_limit": 1}
 """Fields of a training run that keeps the best of its epochs on held-out text."""
 TIMES = (2.0, 4.0, 10.0)
@@ -127,7 +127,7 @@ def _prepare(run: Choosing, checks: Stages, heldout: Sequence[Prompt]) -> None:
 
 def _halve(run: Choosing) -> Choice:
     """Go through all amounts of text."""
-    names, tables = _kinds_in_turns(run.candidates), dict[str, CostTable]()
+    names, tables, tried = _kinds_in_turns(run.candidates), dict[str, CostTable](), 0
     for rung in range(1, RUNGS + 1):
         try:
             names = run.rung(rung, names)
@@ -137,17 +137,17 @@ def _halve(run: Choosing) -> Choice:
             print(f"amount {rung} took longer than the time that was left, and is not looked at", flush=True)
             break
         if rung == 1:
-            tables = _costs(run)
+            tables, tried = _costs(run), len(names)
         if rung == RUNGS or not names:
             break
         left, per_prompt = run.seconds - run.spent, run.written / run.used
         # With less, those that are dropped first have no forecast.
         least = 1.1 * LEAST_SPREAD if rung == 1 else LEAST_GROWTH
         paces = [run.paces[name] for name in names]
-        if not begins(left, rung, run.written, paces, len(run.candidates), run.write, least):
+        if not begins(left, rung, run.written, paces, tried, run.write, least):
             print("the time is spent: nothing more is trained", flush=True)
             break
-        going_on = survivors(rung + 1, len(run.candidates))
+        going_on = survivors(rung + 1, tried)
         if going_on < len(names):
             scores = {name: _standing(run, name, tables).worth for name in names}
             remain = kept(scores, going_on)
@@ -155,7 +155,7 @@ def _halve(run: Choosing) -> Choice:
             print(f"dropped: {', '.join(name for name in names if name not in remain)}", flush=True)
             names = remain
         factor = growth(
-            left, rung, run.written, [run.paces[name] for name in names], len(run.candidates), run.write,
+            left, rung, run.written, [run.paces[name] for name in names], tried, run.write,
             per_prompt * len(run.train),
         )  # fmt: skip
         # The prompts that are left are enough for one more of each amount that comes.
@@ -189,20 +189,15 @@ def _costs(run: Choosing) -> dict[str, CostTable]:
     print("\ncosts of rounds, all candidates side by side", flush=True)
     programs = len(clock.PROGRAMS)
     compiling = PROGRAM_SECONDS * (2 * len(drafters) + 2)
-    compiles = run.config.compiled is not None or compiling <= (run.seconds - run.spent) / 2
-    tables = measured_costs(run.config, drafters, run.heldout, path, compiles, COSTS * run.seconds, run.rest)
+    fits = run.config.compiled is not None or compiling <= (run.seconds - run.spent) / 2
+    tables = measured_costs(
+        run.config, drafters, run.heldout, path, None if fits else compiling, COSTS * run.seconds, run.rest
+    )
     if before is None or before.get("of") != of:
-        before = {
-            "of": of,
-            "seconds": run.stages.lap(),
-            "programs": sum(clock.PROGRAMS[programs:]),
-            "compiles": compiles,
-        }
+        before = {"of": of, "seconds": run.stages.lap(), "programs": sum(clock.PROGRAMS[programs:])}
         write_json(kept, before)
-    if run.config.costs is None and not (before["compiles"] or read(CostFile, path, "costs").compiled):
-        run.notes.append(
-            f"Costs are of eager forwards: compiling takes about {time_text(compiling)}, for which there is no time"
-        )
+    if run.config.costs is None and (why := read(CostFile, path, "costs").eager):
+        run.notes.append(f"Costs are of eager forwards: {why}")
     run.spend("programs", float(before["programs"]))
     run.spend("costs of rounds", float(before["seconds"]) - float(before["programs"]))
     return tables
@@ -228,13 +223,16 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable]) -> Choice:
     config, output = run.config, run.output
     run.over = True
     standings = [_standing(run, name, tables) for name in run.trials]
-    # Those that were dropped are behind those that were not: their forecasts rest on less.
+    # Those that were dropped come after those that were not: their forecasts rest on less.
     standings.sort(key=lambda its: (its.dropped_after is not None, [-part for part in its.worth]))
     left = [its for its in standings if its.dropped_after is None]
     winner, reason = verdict(left)
     close = [] if winner == NONE else close_to(winner, left, tables)
     if close:
         reason += f"; too close to tell from {', '.join(close)}"
+    doubts = [line for table in tables.values() for line in table.doubts]
+    if doubts:
+        reason += "; costs that were measured twice do not agree: measure again before you trust it"
     commands, more, where = list[str](), dict[str, Estimate](), ""
     if winner != NONE:
         won = by_name(standings)[winner]
@@ -250,7 +248,7 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable]) -> Choice:
     choice = Choice(
         SCHEMA, config.target, costs.environment | {"compiled": costs.compiled}, config.seconds, run.spent, run.amounts,
         standings, winner, reason, close, more, where, commands, run.failed, run.ledger, run.notes,
-        [line for table in tables.values() for line in table.doubts],
+        doubts,
     )  # fmt: skip
     write_json(output / "choose.json", choice)
     write_page(choice, output / "choose.html")
@@ -273,7 +271,7 @@ def _next(run: Choosing, won: Standing) -> list[str]:
             commands.append(_more_text(run, missing))
             fields |= {"completions": [*fields["completions"], str(run.completions(MORE))], "dedup": "texts"}
         text = yaml.safe_dump(as_json(nested(fields)), sort_keys=False, allow_unicode=True)
-        note = f"# {won.name} for {config.target}: what `draftsmith choose` found. It goes on from the last trial.\n"
+        note = f"# {won.name} for {config.target}: what `draftsmith choose` found. It begins with the last trial.\n"
         write_aside(output / "winner.yaml", note + text)
         commands.append(shell(["draftsmith", won.command, *config.launcher(), "--config", output / "winner.yaml"]))
         if won.tree_alone and 0.0 in config.temperature and config.server is None:  # servers draft chains of such heads

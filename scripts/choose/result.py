@@ -11,13 +11,14 @@ import numpy as np
 
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.decode.measurement.turns import TOLERANCE
 from draftsmith.scripts.choose.config import COPIES, NONE
 from draftsmith.scripts.choose.forecast import Outlook, Trial, score
 from draftsmith.scripts.kinds import KINDS
 
 SCHEMA = "draftsmith.choose/1"
 COST_ERROR = 0.02
-"""The relative standard error of a candidate's costs."""
+"""The relative standard error of a candidate's costs, where those that were measured twice agree."""
 DRAWS = 2000
 """Resamples of the held-out prompts."""
 
@@ -89,7 +90,7 @@ class Choice:
     more_text_at: str
     """At which temperature and batch size: those of its best forecast."""
     commands: list[str]
-    """What to do next, one behind the other."""
+    """What to do next, one after the other."""
     failed: dict[str, str]
     """By candidate, why it was left out: its training failed, or there was no time for it."""
     ledger: dict[str, float]
@@ -117,6 +118,7 @@ def close_to(winner: str, standings: Sequence[Standing], tables: Mapping[str, Co
     That is of the present speed-ups over the held-out prompts, which are the same for all, and of the costs.
     """
     best, logs = by_name(standings)[winner], dict[str, np.ndarray]()
+    error = TOLERANCE if any(table.doubts for table in tables.values()) else COST_ERROR
     for its in standings:
         logs[its.name] = np.zeros(DRAWS)
         for outlook in its.outlooks:
@@ -131,7 +133,7 @@ def close_to(winner: str, standings: Sequence[Standing], tables: Mapping[str, Co
         for its in standings
         if its.name != winner
         and math.log(best.worth[0] / its.worth[0])
-        <= 2 * math.hypot(float(np.std(logs[winner] - logs[its.name])), COST_ERROR * math.sqrt(2))
+        <= 2 * math.hypot(float(np.std(logs[winner] - logs[its.name])), error * math.sqrt(2))
     ]
 
 

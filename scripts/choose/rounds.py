@@ -18,12 +18,14 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, measure_costs
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.planner import text_seconds
+from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Amount, Count, read
 from draftsmith.scripts.choose.config import COPIES, ChooseConfig
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.settings import load_fastest
-from draftsmith.scripts.stages import OutOfTime, ending_after
+from draftsmith.scripts.stages import ending_after
+from draftsmith.train.cli import OutOfTime
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.models import load_tokenizer
@@ -165,6 +167,8 @@ class CostFile:
     environment: dict[str, Any]
     compiled: bool
     tables: list[ValidTable]
+    eager: str | None = None
+    """Why forwards were eager; None where they were compiled, or the config says it."""
 
 
 def measured_costs(
@@ -172,7 +176,7 @@ def measured_costs(
     drafters: Mapping[str, str],
     heldout: Mapping[float, str],
     path: Path,
-    compiles: bool,
+    compiling: float | None,
     seconds: float,
     most: float,
 ) -> dict[str, CostTable]:
@@ -183,9 +187,11 @@ def measured_costs(
         drafters: as of `replayed`.
         heldout: as of `replayed`.
         path: the file.
-        compiles: whether forwards may be compiled; otherwise costs are of programs that are on disk, or eager.
+        compiling: None where forwards may be compiled; otherwise the seconds that it would take, and costs are of
+            programs that are on disk, or eager.
         seconds: about what timing may take, once everything is compiled.
-        most: seconds that all of it may take; after half of them nothing more is compiled.
+        most: seconds that all of it may take; after half of them they are measured eager, unless the config says
+            which.
 
     Returns:
         By temperature (as JSON has it) a table.
@@ -196,16 +202,24 @@ def measured_costs(
     """
     given = None if config.costs is None else Path(config.costs)
     if given is None and not path.is_file():
-        begin = time.perf_counter()
+        begin, costs, first = time.perf_counter(), dict[str, Any](), most / 2 if config.compiled is None else most
+        why = [] if compiling is None else [f"compiling takes about {time_text(compiling)}, for which there is no time"]
         try:
-            with ending_after(most if config.compiled else most / 2), nullcontext() if compiles else nothing_compiled():
+            with ending_after(first), nullcontext() if compiling is None else nothing_compiled():
                 costs = _measured(config, drafters, heldout, config.compiled, seconds)
-        except (NotCompiled, OutOfTime):
+            why.append(costs["eager"])
+        except NotCompiled:
             if config.compiled is not None:
                 raise
+        except OutOfTime:
+            if config.compiled is not None:
+                raise
+            why = [f"compiled ones were not measured within {time_text(first)}, half of the time that was left"]
+        if not costs:  # not in the `except`: what was raised holds the models of the first attempt
             with ending_after(most - (time.perf_counter() - begin)):
                 costs = _measured(config, drafters, heldout, False, seconds)
-        write_json(path, costs)
+        eager = config.compiled is None and not costs["compiled"]
+        write_json(path, costs | {"eager": "; ".join(why) if eager else None})
     try:
         file = read(CostFile, given or path, "costs")
     except FileNotFoundError as error:
@@ -270,6 +284,7 @@ def _measured(
         "target": config.target,
         "environment": environment(pair.target.device, pair.dtype) | {"threads": settings.threads},
         "compiled": settings.compiled,
+        "eager": f"a short timing chose them: {settings.why}" if settings.why else "nothing was timed to choose",
         "tables": tables,
     }
 

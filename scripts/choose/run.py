@@ -13,7 +13,8 @@ from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.choose.forecast import Trial
 from draftsmith.scripts.choose.rounds import Replayed, replayed
 from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable
-from draftsmith.scripts.stages import JUDGED_LATER, OutOfTime, Stages, ending_after, flags_of
+from draftsmith.scripts.stages import JUDGED_LATER, Stages, ending_after, flags_of
+from draftsmith.train.cli import OutOfTime
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.data.prompts import Prompt
@@ -95,11 +96,8 @@ class Choosing:
         """Run a stage, and enter its time.
 
         Raises:
-            OutOfTime: it takes longer than `most` seconds, or did in an earlier run.
+            OutOfTime: it takes longer than `most` seconds, those of earlier runs among them.
         """
-        if (before := self.stages.unfinished(name)) >= most:
-            self.spend(what, before)
-            raise OutOfTime
         try:
             seconds = self.stages.run(name, argv, most)
         except BaseException:
@@ -174,7 +172,8 @@ class Choosing:
     def rung(self, rung: int, names: Sequence[str]) -> list[str]:
         """Try candidates on the text that is there.
 
-        Of the first amount, those are left out for whom there is no time; of a later one all must end.
+        Of the first amount, those are left out for whom there is no time, and the first of each command may take an
+        equal part of what is left; of a later one all must end.
 
         Returns:
             Those that were tried.
@@ -185,18 +184,24 @@ class Choosing:
         """
         self.say(rung, names)
         until, made = self.seconds * (1.0 if rung > 1 else 1 - COSTS), dict[str, tuple[Trial, Pace]]()
+        untried, errors = {self.candidates[name]["command"] for name in names}, 0
         for name in names:
             seconds = [pace.trial(self.written) for _, pace in made.values()]
+            most, command = until - self.spent, self.candidates[name]["command"]
+            if rung == 1 and command in untried:  # a slow one leaves time for one of each other command
+                most /= len(untried)
+            untried.discard(command)
             try:
                 if rung == 1 and self.spent + sum(seconds) / max(1, len(seconds)) >= until:
                     raise OutOfTime
-                made[name] = self.trial(name, rung, until)
+                made[name] = self.trial(name, rung, self.spent + most)
             except OutOfTime:
                 if rung > 1:
                     raise
                 self.failed[name] = f"{name} is left out: there was no time to train it as well"
             except (InputError, RuntimeError) as error:  # the latter are torch's: memory, a kernel that is missing
-                if name == names[-1] and not made:
+                errors += 1
+                if errors == len(names):
                     raise
                 line = str(error).partition("\n")[0]
                 self.failed[name] = f"{name} is left out, its training failed on amount {rung}: {line}"

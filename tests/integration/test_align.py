@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from draftsmith.scripts import cli, stages
 from draftsmith.scripts.choose import align as command
 from draftsmith.scripts.choose.align import align
 from draftsmith.scripts.choose.config import AlignConfig
-from draftsmith.scripts.stages import Stages
+from draftsmith.scripts.stages import NO_GO, Stages
 
 WORDS = ("def", "return", "class", "import", "for", "while", "with", "yield", "try", "pass")
 LEARNING = {"training.max_steps": 1, "training.use_cpu": True, "training.per_device_train_batch_size": 4}
@@ -37,6 +38,17 @@ def ran(monkeypatch):
 
 
 CANDIDATES = {"carved": {"command": "distill", "init.layers": 1}}
+
+
+@pytest.mark.parametrize("drafter", ["carved", None])
+def test_a_budget_may_change_where_nothing_is_chosen(pair_dirs, tmp_path, monkeypatch, drafter):
+    """Elsewhere `choose` would refuse it."""
+    for make in ("_named", "_chosen"):
+        monkeypatch.setattr(command, make, lambda *_: None)
+    settings = config(pair_dirs, tmp_path, candidates=CANDIDATES, drafter=drafter)
+    assert align(settings) == NO_GO
+    with nullcontext() if drafter else pytest.raises(InputError, match="of the same budget, '2h'"):
+        assert align(replace(settings, budget="2h")) == NO_GO
 
 
 def test_a_named_candidate_goes_all_the_way_and_on_from_where_it_was_stopped(pair_dirs, tmp_path, ran, capsys):

@@ -19,7 +19,7 @@ from draftsmith.scripts.choose.forecast import Outlook, Trial
 from draftsmith.scripts.choose.rounds import Way
 from draftsmith.scripts.choose.run import Choosing
 from draftsmith.scripts.kinds import recipes
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import OutOfTime, parse_config
 from draftsmith.train.data.prompts import Prompt, read_prompts
 
 LEARNING = {"training.max_steps": 1, "training.use_cpu": True, "training.per_device_train_batch_size": 4}
@@ -218,7 +218,7 @@ def test_what_does_not_fit_the_budget_is_not_begun(pair_dirs, tmp_path, ran, pri
 
 @pytest.mark.parametrize("late", ["train-1-second", "train-2-", "text-3"])
 def test_what_overruns_the_budget_is_ended_and_the_choice_made_of_the_rest(pair_dirs, tmp_path, priced, late):
-    priced |= {late: stages.OutOfTime}
+    priced |= {late: OutOfTime}
     candidates = {name: FOUR[name] for name in ("first", "second")}
     choice = command.choose(config(pair_dirs, tmp_path, candidates=candidates, temperature="0"))
     standings = {its.name: its for its in choice.standings}
@@ -227,7 +227,7 @@ def test_what_overruns_the_budget_is_ended_and_the_choice_made_of_the_rest(pair_
 
 
 def test_a_budget_without_time_for_a_choice_is_refused(pair_dirs, tmp_path, priced):
-    priced |= {"text-1": 4.0, "heldout-1": stages.OutOfTime}
+    priced |= {"text-1": 4.0, "heldout-1": OutOfTime}
     with pytest.raises(
         InputError, match=r"budget: expected time for text, replay and costs, found 4m, .* 0:04 of text"
     ):
@@ -235,11 +235,15 @@ def test_a_budget_without_time_for_a_choice_is_refused(pair_dirs, tmp_path, pric
 
 
 @pytest.mark.parametrize(
-    ("budget", "compiled", "tried"),
-    [("4m", None, [(None, False), (False, True)]), ("1h", None, [(None, True)]), ("4m", True, [(True, True)])],
+    ("budget", "compiled", "tried", "why"),
+    [
+        ("4m", None, [(None, False), (False, True)], ["no time"]),
+        ("1h", None, [(None, True)], ["nothing was timed to choose"]),
+        ("4m", True, [(True, True)], []),
+    ],
 )
 def test_nothing_is_compiled_that_the_budget_does_not_pay_for(
-    pair_dirs, tmp_path, monkeypatch, priced, budget, compiled, tried
+    pair_dirs, tmp_path, monkeypatch, priced, budget, compiled, tried, why
 ):
     said, own = [], rounds._measured
 
@@ -253,7 +257,8 @@ def test_nothing_is_compiled_that_the_budget_does_not_pay_for(
     settings = config(pair_dirs, tmp_path, candidates={"it": CARVED}, temperature="0", budget=budget, compiled=compiled)
     choice = command.choose(settings)
     assert said == tried
-    assert any("eager" in note for note in choice.notes) == (len(tried) == 2)
+    assert len(choice.notes) == len(why)
+    assert all("eager" in note and words in note for note, words in zip(choice.notes, why, strict=True))
 
 
 def choosing(settings, tmp_path, prompts: int, used: int, written: float) -> Choosing:

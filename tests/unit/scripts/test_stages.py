@@ -1,13 +1,16 @@
-"""Stages of a long command: each runs once, and again behind one that changed."""
+"""Stages of a long command: each runs once, and again after one that changed."""
 
+import signal
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import stages
-from draftsmith.scripts.stages import OutOfTime, Stages, ending_after, flags_of
-from draftsmith.train.cli import TERMINATED, Terminated
+from draftsmith.scripts.stages import Stages, ending_after, flags_of
+from draftsmith.train.cli import TERMINATED, OutOfTime, Terminated
 
 
 def test_a_stage_that_failed_is_not_taken_for_ended(tmp_path, monkeypatch):
@@ -32,7 +35,7 @@ def test_an_interrupted_stage_interrupts_and_its_time_counts(tmp_path, monkeypat
     assert Stages(tmp_path).changed("text", ["prepare", "more"]) and not Stages(tmp_path).changed("text", ["prepare"])
 
 
-def test_stages_run_again_behind_one_that_changed(tmp_path, monkeypatch):
+def test_stages_run_again_after_one_that_changed(tmp_path, monkeypatch):
     ran, said = list[str](), list[float]()
     monkeypatch.setattr(stages.cli, "main", lambda argv: ran.append(argv[0]) or 0)
     for rate in ("1", "1", "2"):
@@ -73,6 +76,50 @@ def test_what_ends_in_time_is_not_interrupted():
     with pytest.raises(KeyboardInterrupt) as stop, ending_after(60.0):
         raise KeyboardInterrupt
     assert not isinstance(stop.value, OutOfTime)
+
+
+def test_an_alarm_after_the_end_of_a_block_is_too_late(monkeypatch):
+    """It comes just before it would be taken back."""
+    own = signal.setitimer
+
+    def late(which, seconds):
+        if seconds == 0:
+            signal.raise_signal(signal.SIGALRM)
+        return own(which, seconds)
+
+    monkeypatch.setattr(stages, "signal", SimpleNamespace(**vars(signal) | {"setitimer": late}))
+    with ending_after(60.0):
+        pass
+
+
+def test_in_another_thread_nothing_is_interrupted():
+    said = []
+
+    def run():
+        with ending_after(0.001):
+            time.sleep(0.01)
+        said.append("ended")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert said == ["ended"]
+
+
+def test_what_a_stage_took_before_it_was_interrupted_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages.time, "perf_counter", iter([0.0, 7.0, 10.0, 20.0, 21.0, 30.0]).__next__)
+    monkeypatch.setattr(stages.cli, "main", lambda argv: 130)
+    with pytest.raises(KeyboardInterrupt):
+        Stages(tmp_path).run("text", ["prepare"], most=9.0)
+    left, own = [], stages.ending_after
+    monkeypatch.setattr(stages, "ending_after", lambda most: left.append(most) or own(most))
+    monkeypatch.setattr(stages.cli, "main", lambda argv: pytest.fail("its time is over"))
+    run = Stages(tmp_path)
+    with pytest.raises(OutOfTime):
+        run.run("text", ["prepare"], most=7.0)
+    monkeypatch.setattr(stages.cli, "main", lambda argv: 0)
+    assert run.run("text", ["prepare"], most=9.0) == 7.0 + 10.0 and left == [2.0]
+    assert Stages(tmp_path).run("text", ["prepare"], most=1.0) == 17.0  # it has ended
 
 
 def test_a_no_go_is_a_result(tmp_path, monkeypatch):

@@ -98,3 +98,8 @@ def test_the_winner_is_told_from_those_that_are_slower_on_the_same_prompts(monke
     assert result.close_to("best", [best, far, near], {"0": table}) == ["near"]
     monkeypatch.setattr(result, "COST_ERROR", 0.02)  # 5 % are within two standard errors of 2 % for each
     assert result.close_to("best", [best, far, near], {"0": table}) == ["far", "near"]
+    # Where costs do not agree, a candidate's are wrong by a tenth.
+    doubtful = replace(table, doubts=["a token of plain decoding takes 1.00 ms at first, 2.00 ms later"])
+    farther = standing("far", [0.8 * tau for tau in texts])
+    assert result.close_to("best", [best, farther], {"0": table}) == []
+    assert result.close_to("best", [best, farther], {"0": doubtful}) == ["far"]
