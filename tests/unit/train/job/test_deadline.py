@@ -1,16 +1,71 @@
 """A run of training that ends when its time is over."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from draftsmith.train.job import deadline
 from draftsmith.train.job.deadline import Deadline
 
 
-@pytest.mark.parametrize(("strategy", "kept"), [("epoch", True), ("no", False)])
+class Line(torch.nn.Module):
+    """A model of one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, labels=None):
+        """Return the squared error."""
+        return {"loss": ((self.weight * x - labels) ** 2).mean()}
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "steps"])
+def test_what_was_trained_until_a_checkpoint_counts_and_the_end_is_measured_and_saved_once(
+    tmp_path, monkeypatch, strategy
+):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    measured = []
+
+    class Counting(Trainer):
+        def training_step(self, *args, **kwargs):
+            clock.now += 4.0
+            return super().training_step(*args, **kwargs)
+
+        def evaluate(self, *args, **kwargs):
+            measured.append(self.state.global_step)
+            return super().evaluate(*args, **kwargs)
+
+    def train(seconds, **resumed):
+        args = TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=1, num_train_epochs=3, report_to=[],
+            save_strategy=strategy, eval_strategy=strategy, save_steps=4, eval_steps=4, disable_tqdm=True,
+        )  # fmt: skip
+        data = [{"x": float(x), "labels": 1.0} for x in range(4)]
+        trainer = Counting(Line(), args, train_dataset=data, eval_dataset=data[:1])
+        if seconds is not None:
+            trainer.add_callback(Deadline(seconds))
+        trainer.train(**resumed)
+        return trainer.state.global_step
+
+    assert train(18.0) == 5 and measured == [4, 5]
+    state = json.loads((tmp_path / "checkpoint-4/trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["Deadline"]["attributes"] == {"trained": 16.0}
+    measured.clear()
+    clock.now += 500.0
+    assert train(26.0, resume_from_checkpoint=str(tmp_path / "checkpoint-4")) == 7 and measured == [7]
+    # One that was begun without a deadline may be resumed with one.
+    kept = tmp_path / "checkpoint-4/trainer_state.json"
+    del state["stateful_callbacks"]["Deadline"]
+    kept.write_text(json.dumps(state))
+    assert train(6.0, resume_from_checkpoint=str(tmp_path / "checkpoint-4")) == 6
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [("steps", True), ("epoch", False), ("no", False)])
 def test_it_ends_with_the_first_step_after_its_time_and_is_measured_and_saved_as_others_are(
     monkeypatch, capsys, strategy, kept
 ):
