@@ -152,8 +152,9 @@ def possible(counts: ServerCounts) -> ServerCounts:
     for number in (drafts, drafted, accepted, *per_pos):
         if not 0 <= number <= MOST or number != int(number):
             raise ValueError(f"expected whole numbers of drafts and tokens, found {number}")
-    # Some count the target's own token of each step, too, or the steps of a batch as one.
-    own = drafts <= accepted <= drafted + drafts
+    # Some count the target's own token of each step, too, and the steps of a batch as one: texts have as many steps as
+    # drafted tokens at most.
+    own = drafts <= accepted <= drafted + max(drafts, drafted)
     if (accepted > drafted and not own) or (per_pos and sum(per_pos) > accepted):
         raise ValueError(
             f"expected at most as many accepted as drafted tokens, found {max(accepted, sum(per_pos))} of {drafted}"

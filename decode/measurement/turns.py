@@ -224,7 +224,7 @@ def contexts_of(text: Tensor, rows: int, length: int) -> Tensor:
 
 
 def _token_seconds(target: PreTrainedModel, prompts: Tensor, sampler: Sampler, compiled: bool) -> float:
-    """Return what a token of plain decoding takes, behind the first two, which hold the prompt.
+    """Return what a token of plain decoding takes, after the first two, which hold the prompt.
 
     Of one text, not of two whose seconds are subtracted: that may leave less than nothing on a busy machine.
     """

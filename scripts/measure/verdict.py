@@ -211,7 +211,8 @@ def partial(
     reason = f"Don't deploy: {reason}. {recommendation.reason}"
     if gate is not None:
         failed = [f"{failure.what} failed" for failure in failures]
-        gate = replace(gate, passed=False, failures=[*failed, *gate.failures])
+        parts = [GatePart("a whole report", False), *gate.parts]
+        gate = replace(gate, passed=False, failures=[*failed, *gate.failures], parts=parts)
     return gate, replace(recommendation, go=False, reason=reason, settings=verdicts)
 
 
@@ -267,10 +268,9 @@ def judge_runs(
         judged.append(Judged(run, failures, barred or run.lossless.passed is False))
 
     def say(run: Run, speedup: Estimate, where: str) -> str:
-        times = format_estimate(speedup, spread="interval")
-        return (
-            f"{run.proposer.name} with γ = {run.draft_length} decodes {times} times as fast as plain decoding ({where})"
-        )
+        times = format_estimate(replace(speedup, ci95=_bounds(run, observations, level)), spread="interval")
+        drafter = f"{run.proposer.name} with γ = {run.draft_length}"
+        return f"{drafter} decodes {times} times as fast as plain decoding ({where}{at_level(confidence)})"
 
     def speedup_of(run: Run, alike: Alike) -> Estimate:
         return _unbiased(run, alike, observations, len(judged))
@@ -320,8 +320,7 @@ def _unbiased(run: Run, alike: Alike, observations: Observations, count: int) ->
     seen = {s: {(own.temperature, own.batch_size): timed(own) for own in of} for s, of in alike.items()}
     seen = {configuration: of for configuration, of in seen.items() if condition in of}
     value = run.speedup.value if len(seen) == 1 else held_out_speedup(seen, condition)
-    groups, plain = (observations[*condition, method] for method in (Method(*run.setting[:2]), Method()))
-    bounds = speedup_interval(groups, plain, confidence_of_each(0.95, count))
+    bounds = _bounds(run, observations, confidence_of_each(0.95, count))
     if value is None:
         value = run.speedup.value
     elif bounds is not None:
@@ -329,12 +328,20 @@ def _unbiased(run: Run, alike: Alike, observations: Observations, count: int) ->
     return replace(run.speedup, value=value, ci95=bounds)
 
 
+def _bounds(run: Run, observations: Observations, confidence: float) -> Interval | None:
+    methods = Method(*run.setting[:2]), Method()
+    groups, plain = (observations[run.temperature, run.batch_size, method] for method in methods)
+    return speedup_interval(groups, plain, confidence)
+
+
+def at_level(confidence: float) -> str:
+    """Name the level at which all intervals of a verdict hold together, unless it is the usual one."""
+    return "" if confidence == 0.95 else f", all intervals at {_level(confidence)}"
+
+
 def _slow(run: Run, observations: Observations, least: float, confidence: float) -> list[str]:
     """Return why a run is not fast enough."""
-    groups, plain = (
-        observations[run.temperature, run.batch_size, method] for method in (Method(*run.setting[:2]), Method())
-    )
-    bounds = speedup_interval(groups, plain, confidence)
+    bounds = _bounds(run, observations, confidence)
     if bounds is None:
         return [_no_interval(f"{run.speedup.n} batches", run.speedup.n, confidence, run)]
     if bounds[0] > least:

@@ -32,15 +32,15 @@ def headline(report: Report) -> str:
         refused = report.verdict == "NO-GO"
         count = sum(verdict.go != refused for verdict in verdicts)
         return f"{'NO-GO' if refused else 'GO'} in {count} of {len(verdicts)} settings"
-    at_once = "batch size {}" if report.server is None else "{} at once"
-    names = setting_names(((verdict.temperature, verdict.batch_size) for verdict in verdicts), at_once)
+    names = _verdict_names(report)
     least = 1.0 if report.gate is None or report.gate.min_speedup is None else report.gate.min_speedup
     refused, parts, word = report.verdict == "NO-GO", list[str](), ""
     for verdict in sorted(verdicts, key=lambda verdict: verdict.go == refused):
         faster, part = verdict.speedup, f"at {names[verdict.temperature, verdict.batch_size]}"
         if faster is not None and faster.value is not None:
-            part += f": {format_estimate(faster, unit='×', spread='none' if verdict.go else 'interval')}"
-            if not (verdict.go or refused) and (faster.ci95 is None or faster.ci95[0] <= least):
+            shown = faster.ci95 is not None and faster.ci95[0] > least  # with 95 %: the gate may ask for more
+            part += f": {format_estimate(faster, unit='×', spread='none' if verdict.go or shown else 'interval')}"
+            if not (verdict.go or refused or shown):
                 parts.append(f"{part}, not shown")
                 continue
         own = "GO" if verdict.go else "NO-GO"
@@ -52,9 +52,14 @@ def headline(report: Report) -> str:
 def gated(report: Report) -> str:
     """Say which settings the gate is about, where these are not all."""
     verdicts = report.recommendation.settings
-    names = setting_names((verdict.temperature, verdict.batch_size) for verdict in verdicts)
+    names = _verdict_names(report)
     deciding = [names[verdict.temperature, verdict.batch_size] for verdict in verdicts if verdict.decides]
     return f" at {'; '.join(deciding)}" if len(deciding) < len(verdicts) else ""
+
+
+def _verdict_names(report: Report) -> dict[tuple[float, int], str]:
+    settings = [(verdict.temperature, verdict.batch_size) for verdict in report.recommendation.settings]
+    return setting_names(settings, "batch size {}" if report.server is None else "{} at once")
 
 
 def turns(run: Run) -> str | None:

@@ -78,7 +78,8 @@ def acceptance(observed: Observed, setting: Setting) -> Acceptance:
         return Acceptance("means", ServerSteps(gamma, {}), None if means else ServerCounts(), engine.tree)
     if not written_by_us(blocks):
         return replace(found, steps=ServerSteps(gamma, {}))
-    in_parts = found.steps.readings and all(reading.by_prompt for reading in found.steps.readings.values())
+    readings = found.steps.readings.values()
+    in_parts = readings and all(reading.in_parts and reading.by_prompt for reading in readings)
     return replace(found, source="parts") if in_parts else found
 
 
@@ -170,5 +171,5 @@ def token_seconds(record: RequestRecord) -> float | None:
     """Return the seconds a token from a request's first part to its last; None of a text that came in one part."""
     if record.first is None or record.last is None or len(record.parts) < 2:
         return None
-    behind = record.tokens - (record.parts[0] or 1)
-    return (record.last - record.first) / behind if behind > 0 else None
+    later = record.tokens - (record.parts[0] or 1)
+    return (record.last - record.first) / later if later > 0 else None

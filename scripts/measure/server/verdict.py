@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from draftsmith.decode.measurement.intervals import LEAST, Estimate, confidence_of_each, format_estimate
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.observe import Setting
-from draftsmith.scripts.measure.verdict import SPEEDUP, Alike, Judged, judge
+from draftsmith.scripts.measure.verdict import SPEEDUP, Alike, Judged, at_level, judge
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Gate, Recommendation, Run
 
@@ -71,7 +71,8 @@ def judge_server(
 
     def say(run: Run, faster: Estimate, where: str) -> str:
         if faster.value is not None:
-            times = format_estimate(faster, spread="interval")
+            times = format_estimate(speedup((run.temperature, run.batch_size), level), spread="interval")
+            where += at_level(config.confidence)
             return f"The server writes {times} times as fast as the baseline server ({where})"
         if config.min_alpha is None:
             counted = "to the integer" if all(one.exact for one in reconciliations) else "within intervals"

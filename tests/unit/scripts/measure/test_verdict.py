@@ -20,12 +20,12 @@ from draftsmith.scripts.measure.estimates import speedup, speedup_interval
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import TEXTS, TOKENS, rejections_of
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Group, Measured, Method, Row
-from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, more_prompts
+from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, more_prompts, partial
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 from draftsmith.scripts.report import summary
 from draftsmith.scripts.report.summary import append_summary, markdown
-from draftsmith.scripts.report.types import Curve, Gate, GatePart, ProposerEntry, RejectedToken, Run, Speed
-from draftsmith.scripts.report.words import headline
+from draftsmith.scripts.report.types import Curve, Failure, Gate, GatePart, ProposerEntry, RejectedToken, Run, Speed
+from draftsmith.scripts.report.words import gated, headline
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair
@@ -269,6 +269,35 @@ def test_each_setting_has_a_verdict_of_its_own():
     # What is not shown to be faster has no test of its law, which is not what keeps it from being a GO.
     case.runs[2:] = [replace(run, lossless=unchecked("waits")) for run in case.runs[2:]]
     assert case.judge()[1].settings[1].reason == second.reason
+
+
+@pytest.mark.parametrize("min_speedup", [None, 1.0])
+def test_a_sentence_and_a_headline_show_no_interval_that_the_gate_does_not_judge_by(min_speedup):
+    """With 95 % the speed-up at T = 1 is shown, with the level that is asked for it is not."""
+    case = Case().add("draft", 1.4).add("draft", 1.045, temperature=1.0)
+    gate, verdict = case.judge(min_speedup=min_speedup, confidence=0.99999)
+    second = verdict.settings[1]
+    assert verdict.settings[0].go and not second.go and second.speedup.ci95[0] > 1
+    own, plain = (case.observations[1.0, 1, method] for method in (Method("draft", 4), Method()))
+    low, high = speedup_interval(own, plain, 1 - 0.00001 / 2)
+    assert low < 1 and f" [{low:.2f}, {high:.2f}] times as fast" in second.reason
+    assert second.reason.endswith("batch size 1, all intervals at 100% confidence): a speed-up above 1 is not shown.")
+    words = headline_of(case, gate, verdict)
+    assert "NO-GO at T = 1: 1.04×" in words and "[" not in words
+
+
+def test_the_settings_of_a_servers_gate_are_named_as_those_of_its_headline():
+    case = Case().add("draft", 1.4).add("draft", 1.3, rows=8)
+    gate, verdict = case.judge(min_speedup=1.0, decides=lambda setting: setting[1] == 8)
+    report = SimpleNamespace(recommendation=verdict, gate=gate, verdict="GO", server=None)
+    assert gated(report) == " at batch size 8"
+    report.server = object()
+    assert gated(report) == " at 8 at once" and "8 at once" in headline(report)
+
+
+def test_the_gate_of_a_partial_report_says_which_part_is_missing():
+    gate, _ = partial(*Case().add("draft", 1.4).judge(min_speedup=1.0), [Failure("draft", "out of memory", 2)])
+    assert not gate.passed and [part.what for part in gate.parts if not part.passed] == ["a whole report"]
 
 
 def test_the_gate_is_about_the_settings_that_are_named():

@@ -60,6 +60,17 @@ def test_parts_that_match_the_counters_give_the_interval():
     assert found.steps.alpha() == own and own.n == len(PARTS)
 
 
+def test_parts_of_several_steps_are_no_source_of_a_figure():
+    """Each turn holds one answer, so that its counts are that prompt's, and no part is a step."""
+    turns = [
+        block([record(i, 1.0, [sum(parts)])], counters=steps_of([parts]), generated_tokens=sum(parts))
+        for i, parts in enumerate(PARTS)
+    ]
+    found = acceptance(observed({ONE: {"server": turns}}), ONE)
+    assert found.source == "counters" and all(reading.by_prompt for reading in found.steps.readings.values())
+    assert found.steps.mean_acceptance_length().value == pytest.approx(1 + sum(map(sum, PARTS)) / 14 - 20 / 14)
+
+
 def test_what_is_accepted_beyond_the_end_is_no_part_of_a_text():
     """The server counts three tokens more than came in parts: τ is what was emitted, α lies within bounds."""
     total = steps_of(PARTS)
