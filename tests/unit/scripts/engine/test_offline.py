@@ -101,7 +101,7 @@ def test_the_death_of_an_engine_keeps_the_answers_before_it(tmp_path):
         ({"token_ids": [[7], [8]]}, "^engine: token_ids: expected 1 texts of at most 64 tokens, found"),
         ({"token_ids": [[7] * 65]}, "^engine: token_ids: expected 1 texts of at most 64 tokens, found"),
         ({"num_drafts": 2}, r"^engine: results\[0\]\.num_drafts: expected a list, found 2"),
-        ({"num_accepted_tokens": [7]}, "^engine: expected at most as many accepted as drafted tokens, found 7 of 6"),
+        ({"num_accepted_tokens": [13]}, "^engine: expected at most as many accepted as drafted tokens, found 13 of 6"),
     ],
     ids=str,
 )
