@@ -47,13 +47,14 @@ PROMPTS, TOGETHER = 16, 64
 
 def complete(place: "Place") -> tuple[bool, dict[str, Any]]:
     """Let the target complete prompts, for the trainings."""
-    count, counts = (192 if place.full else 16), {}
+    count, length = (192, 64) if place.full else (4, 16)
+    counts = {}
     for side, heldout, temperature in (("sampled", False, 1.0), ("greedy", False, 0.0), ("heldout", True, 1.0)):
         prompts = place.folder / f"{side}.jsonl"
         write_prompts(prompts, stdlib_prompts(count, heldout=heldout))
         output = place.folder / "completions" / side
         remove(output)  # of an earlier run, which would count as done
-        written = PrepareConfig(TARGET, str(prompts), str(output), temperature=temperature, max_new_tokens=64)
+        written = PrepareConfig(TARGET, str(prompts), str(output), temperature=temperature, max_new_tokens=length)
         counts[side] = prepare(written).tokens
     return min(counts.values()) > 0, {"tokens": counts}
 
@@ -79,6 +80,8 @@ def train(name: str, place: "Place") -> tuple[bool, dict[str, Any]]:
         "training.report_to": "none",
         **fields,
     }
+    if not place.full:
+        values["training.per_device_train_batch_size"] = 1
     main_module: Any = import_module(f"{recipe.package}.__main__")
     main_module.main(flags(values))
     state = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))
