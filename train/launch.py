@@ -121,7 +121,6 @@ def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
         )
     check_head(target.config, tokenizer, "target")
     set_attention(target, config.attn_implementation)
-    require_split(target, "target")
     return target
 
 
@@ -188,8 +187,10 @@ class TrainingRun(ABC, Generic[Config]):
         """Read what may be wrong and takes no time: completions and weights take longer."""
 
     def load_target(self) -> PreTrainedModel | None:
-        """Load the target."""
-        return load_target(self.config, self.tokenizer)
+        """Load the target, whose logits must be its head's."""
+        target = load_target(self.config, self.tokenizer)
+        require_split(target, "target")
+        return target
 
     @abstractmethod
     def make_model(self) -> Any:

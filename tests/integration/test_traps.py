@@ -27,7 +27,8 @@ from draftsmith.decode import (
     sampling,
     speculative_generate,
 )
-from draftsmith.decode.measurement import exactness, repetition
+from draftsmith.decode import repetition
+from draftsmith.decode.measurement import exactness
 from draftsmith.decode.proposers import draft_model, draft_tree
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.rules import Rule, acceptance, verification
