@@ -24,10 +24,10 @@ from draftsmith.decode import (
     autoregressive_generate,
     cache,
     generation,
+    repetition,
     sampling,
     speculative_generate,
 )
-from draftsmith.decode import repetition
 from draftsmith.decode.measurement import exactness
 from draftsmith.decode.proposers import draft_model, draft_tree
 from draftsmith.decode.proposers.base import DraftTask
