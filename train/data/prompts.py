@@ -30,7 +30,13 @@ from draftsmith.decode.errors import InputError, at_least, first_line
 from draftsmith.decode.validation import parse_json
 from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation, mask_conversation
 from draftsmith.train.data.chat.messages import ASKING, Message, kind, read_messages, read_tools, text
-from draftsmith.train.data.chat.templates import chat_request, for_template, require_no_template, trimmed
+from draftsmith.train.data.chat.templates import (
+    chat_request,
+    for_template,
+    read_variables,
+    require_no_template,
+    trimmed,
+)
 from draftsmith.train.endpoint.request_logs import CUT, conversation, has_answer, is_logged
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
@@ -74,6 +80,12 @@ class Prompt:
     def place(self) -> str:
         """Where it stands, to begin messages of errors with."""
         return "" if self.where is None else f"{self.where}: "
+
+    def read_variables(self, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
+        """Return its variables that the tokenizer's chat template reads; all of them where there is no template."""
+        if tokenizer.chat_template is None or self.messages is None:
+            return self.variables
+        return read_variables(tokenizer, self.tools, self.variables)
 
     def record(self) -> dict[str, Any]:
         """Return it as a record of a file that `read_prompts` reads, without its id."""
@@ -187,7 +199,7 @@ def encode_prompt(
             refuses or writes without one of its fields, or whose template alone is longer than `max_tokens`; a system
             prompt, variables or tools without a template to go into.
     """
-    name, variables = f"prompt {prompt.id!r}", {**(variables or {}), **prompt.variables}
+    name, variables = f"prompt {prompt.id!r}", {**(variables or {}), **prompt.read_variables(tokenizer)}
     if prompt.messages is not None and tokenizer.chat_template is not None:
         template, messages = for_template(
             prompt.messages, tokenizer, name, prompt.place, system_prompt, variables, prompt.tools, answer=True
@@ -238,7 +250,7 @@ def mask_answers(
         closing=closing,
         ends=ends,
         system_prompt=system_prompt,
-        variables={**(variables or {}), **conversation.variables},
+        variables={**(variables or {}), **conversation.read_variables(tokenizer)},
         tools=conversation.tools,
         place=conversation.place,
     )

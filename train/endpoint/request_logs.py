@@ -62,7 +62,7 @@ def conversation(record: Mapping[str, Any], where: str, answered: bool) -> dict[
     if request.get("add_generation_prompt") is False:
         raise InputError(f"{at}add_generation_prompt: expected an answer after the generation prompt, found false")
     found |= {field: request[field] for field in SHAPING if request.get(field)}
-    if told := {field: request[field] for field in VARIABLES if request.get(field)}:
+    if request.get("messages") and (told := {field: request[field] for field in VARIABLES if request.get(field)}):
         given = found.get("chat_template_kwargs", {})
         found["chat_template_kwargs"] = told | given if isinstance(given, dict) else given
     if request.get("messages") is not None:

@@ -26,6 +26,9 @@ ASKING = ("user", "tool")
 """Roles that the assistant answers."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """What servers call the reasoning before an answer."""
+MEANT = ("content", "name", "tool_calls", "function_call", "tools", "refusal", *REASONING, "train", "loss", "mask")
+"""Fields of a message that say something to a model or of the loss; others are metadata."""
+MEDIA = ("audio", "image", "images", "video", "videos")
 PARTS = ("text", "input_text", "output_text")
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 
@@ -60,6 +63,7 @@ def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]
             raise InputError(
                 f"{at}.weight: expected 1, for all of the assistant's turns are learned from, found {weight}"
             )
+        fields = {name: each for name, each in fields.items() if is_meant(name) or _is_json(each)}
         for name in fields:
             fields[name] = _field(name, fields[name], ROLES[role], f"{at}.{name}")
         if content is None and ("tool_calls" in fields or any(name in fields for name in REASONING)):
@@ -118,6 +122,11 @@ def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return function
 
 
+def is_meant(name: str) -> bool:
+    """Say whether a field of a message must reach the model, and is no metadata of a log or a data set."""
+    return name in MEANT or name in MEDIA
+
+
 def _field(name: str, value: Any, role: str, at: str) -> Any:
     """Return what a message has beside its role and content."""
     _require_json(value, at)
@@ -154,10 +163,16 @@ def _joined(parts: list[Any], at: str) -> str:
 
 
 def _require_json(value: Any, at: str) -> None:
+    if not _is_json(value):
+        raise InputError(f"{at}: expected JSON in Unicode text, found something else in it")
+
+
+def _is_json(value: Any) -> bool:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{at}: expected JSON in Unicode text, found something else in it") from error
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def text(value: Any, at: str, *, may_be_empty: bool = False) -> str:

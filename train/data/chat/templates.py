@@ -2,7 +2,8 @@
 
 A template is a program, and passes over what it does not know without a word. So a copy of the conversation is rendered
 first in which each field ends with a mark of its own: a field whose mark is not in the text is refused by its name.
-Only what numbers calls of tools may be missing, and reasoning that a template writes into the last answer alone.
+Only what numbers calls of tools may be missing, reasoning that a template writes into the last answer alone, and
+metadata, which a warning names: the server's template did not write it either.
 
 Fields have several forms, and a template reads one of them: arguments of a call as an object or as its JSON, a content
 as a string or as parts, reasoning by one of three names. The first form that leaves all marks is taken; it begins with
@@ -22,17 +23,19 @@ from jinja2 import TemplateError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import reading
-from draftsmith.train.data.chat.messages import REASONING, Message, function_of, with_arguments
+from draftsmith.train.data.chat.messages import REASONING, Message, function_of, is_meant, with_arguments
 
 TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 NUMBERING = ("role", "content", "id", "type", "tool_call_id")
 """Fields of a message that are looked at by themselves, or only say which result is of which call."""
 
 Tools = list[dict[str, Any]]
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,12 @@ class ChatTemplate:
         for renamed, parts, parsed in product((False, True)[: 1 + reasons], (False, True), (True, False)[: 1 + calls]):
             form = replace(self, reasoning_renamed=renamed, in_parts=parts, arguments_parsed=parsed)
             try:
-                if not (left_out := form._left_out(messages, answer, begun)):
+                metadata, left_out = list[str](), list[str]()
+                for field in form._left_out(messages, answer, begun):
+                    (metadata if _is_metadata(field) else left_out).append(field)
+                if not left_out:
+                    for field in metadata:
+                        warn_unread(f"messages[].{_of_message(field)}")
                     return form
                 expected = f"{left_out[0]}: expected a chat template that writes it"
                 error = InputError(f"{self.name}: {expected}, found that the target's leaves it out")
@@ -326,7 +334,7 @@ def require_no_template(
     given.append(("tools", tools))
     for i, message in enumerate(messages):
         given += [
-            (f"messages[{i}].{name}", value) for name, value in message.items() if name not in ("role", "content")
+            (f"messages[{i}].{name}", value) for name, value in message.items() if name != "content" and is_meant(name)
         ]
         given.append((f"messages[{i}].role", message["role"] in ("developer", "tool")))
     for field, value in given:
@@ -366,6 +374,30 @@ def _token_starts(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return list(range(len(text)))
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [start for start, _ in encoded["offset_mapping"]]
+
+
+def read_variables(tokenizer: PreTrainedTokenizerBase, tools: Tools | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a record that the chat template reads; the others changed nothing of a server's text."""
+    with reading("the chat template", "a template"):
+        known = _variables(tokenizer.get_chat_template(tools=tools)) | {"tools"} if given else frozenset[str]()
+    for name in given.keys() - known:
+        warn_unread(f"chat_template_kwargs.{name}")
+    return {name: value for name, value in given.items() if name in known}
+
+
+@lru_cache
+def warn_unread(field: str) -> None:
+    """Say once that the target's chat template does not read a field of the records."""
+    logger.warning("%s: left out wherever a record has it, for the target's chat template does not read it", field)
+
+
+def _is_metadata(field: str) -> bool:
+    return field.startswith("messages[") and not is_meant(_of_message(field))
+
+
+def _of_message(field: str) -> str:
+    """Return the name of a message's field from `messages[i].name`, and from what stands in it."""
+    return re.split(r"[.\[]", field.partition("].")[2])[0]
 
 
 @lru_cache

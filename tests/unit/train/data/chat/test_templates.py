@@ -2,13 +2,15 @@
 """One rendering of conversations: what a record holds is in the text, or refused by file, row and field."""
 
 import json
+from datetime import datetime
 
 import pytest
 from unit.train.data.chat.test_masks import CHATML, assistant, byte_level, learned, user
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data.chat import masks
+from draftsmith.train.data.chat import masks, templates
 from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
+from draftsmith.train.data.chat.messages import read_messages
 from draftsmith.train.data.prompts import encode_prompt, mask_answers, read_prompts
 from draftsmith.train.data.turns import answer_texts
 
@@ -114,9 +116,7 @@ LOST = {
         {"messages": [user("a"), RESULT, assistant("b")]},
         "messages[1].name",
     ),
-    "unknown text": ({"messages": [user("a") | {"mood": "glad"}, assistant("b")]}, "messages[0].mood"),
     "unknown object": ({"messages": [user("a"), assistant("b") | {"audio": {"id": "x"}}]}, "messages[1].audio"),
-    "variable": ({"messages": TALKS["tools"], "chat_template_kwargs": {"thinking": False}}, "chat_template_kwargs"),
 }
 
 
@@ -351,3 +351,29 @@ def test_the_next_turn_comes_after_an_answer_with_its_special_tokens():
     assert answer_texts([sample], 1, TOKENIZER) == {"x": "a<|begin|>b<|header|>"}
     cut = sample | {"input_ids": [5, *ids[:-1]], "finish_reason": "length"}
     assert answer_texts([cut], 1, TOKENIZER) == {"x": "a<|begin|>b<|header|>"}
+
+
+def test_metadata_of_messages_is_left_out_and_named_once(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(templates.logger, "warning", lambda line, field: said.append(field))
+    noted = {"language": "English", "redacted": False, "turn_identifier": 3, "provider_specific_fields": {"a": 1}}
+    talk = [user("a") | noted, assistant("b") | noted]
+    templates.warn_unread.cache_clear()
+    plain = given(tmp_path, {"messages": [user("a"), assistant("b")]}, CHATML)
+    assert given(tmp_path, {"messages": talk}, CHATML) == plain
+    assert sorted(said) == [f"messages[].{name}" for name in sorted(noted)]
+    assert read_messages([user("a") | {"timestamp": datetime.now()}], "p", "messages") == [user("a")]
+    with pytest.raises(InputError, match=r"messages\[0\]\.images"):
+        given(tmp_path, {"messages": [user("a") | {"images": [{"url": "b"}]}, assistant("b")]}, CHATML)
+
+
+def test_variables_of_a_log_that_the_template_does_not_read_are_left_out(tmp_path):
+    talk = [user("a"), assistant("b")]
+    request = {"messages": talk[:1], "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
+    record = {"request": request, "response": {"choices": [{"message": talk[1]}]}}
+    assert given(tmp_path, record, CHATML) == given(tmp_path, {"messages": talk}, CHATML)
+    asked = read(tmp_path, record, "dropped")
+    plain = read(tmp_path, {"messages": talk}, "dropped")
+    assert encode_prompt(asked, using(CHATML)) == encode_prompt(plain, using(CHATML))
+    with pytest.raises(InputError, match=r"chat_template_kwargs: .*'enable_thinking'"):
+        encode_prompt(asked, using(CHATML), variables={"enable_thinking": False})
