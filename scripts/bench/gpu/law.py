@@ -5,6 +5,7 @@ All on the embedded target, whose drafters train in seconds.
 
 import json
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,21 +25,26 @@ if TYPE_CHECKING:
 
 TARGET = str(ASSETS / "tiny-target")
 CONFIGS = ASSETS.parent / "configs"
-TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "draft": ("distill", "tiny", {}),
-    "parallel": ("distill", "tiny-parallel", {}),
-    "medusa": ("medusa", "tiny", {"hydra": False}),
-    "hydra": ("medusa", "tiny", {}),
-    "eagle": ("eagle", "tiny", {"packing": True, "max_length": 256}),
-    "block": ("block", "tiny", {"packing": True, "max_length": 256}),
+FURTHER = "hydra"
+"""A field without which a config trains another drafter, whose texts are tested too."""
+PACKED = {"packing": True, "max_length": 256}
+TRAINED: dict[str, tuple[str, Path, dict[str, Any]]] = {
+    f"{command} {file.stem}": (command, file, {} if command == "distill" else PACKED)
+    for command in recipes()
+    for file in sorted((CONFIGS / command).glob("tiny*.yaml"))
 }
 """By the drafter's name: the command that trains it, its config for the embedded target, and other fields."""
+TRAINED |= {
+    f"{name} without {FURTHER}": (command, file, fields | {FURTHER: False})
+    for name, (command, file, fields) in TRAINED.items()
+    if f"\n{FURTHER}: true" in file.read_text(encoding="utf-8")
+}
 UNTRAINED = {
     "prompt_lookup": "prompt_lookup",
     "suffix": "suffix",
     "lookahead": "lookahead",
     "early_exit": "early_exit:2",
-    "hybrid": "hybrid:suffix+{folder}/draft@match=4",
+    "hybrid": "hybrid:suffix+{folder}/distill-tiny@match=4",
 }
 DRAFTERS = (*TRAINED, *UNTRAINED)
 DRAFT_LENGTH, MAX_NEW_TOKENS = 4, 48
@@ -59,14 +65,19 @@ def complete(place: "Place") -> tuple[bool, dict[str, Any]]:
     return min(counts.values()) > 0, {"tokens": counts}
 
 
+def directory(name: str, place: "Place") -> Path:
+    """Return where a trained drafter lies."""
+    return place.folder / name.replace(" ", "-")
+
+
 def train(name: str, place: "Place") -> tuple[bool, dict[str, Any]]:
     """Train a drafter for a few steps under bfloat16, and see that it learns."""
     command, file, fields = TRAINED[name]
     recipe, data = recipes()[command], place.folder / "completions"
-    steps, output = 40 if place.full else 1, place.folder / name
+    steps, output = 40 if place.full else 1, directory(name, place)
     remove(output)
     values: dict[str, Any] = {
-        "config": CONFIGS / command / f"{file}.yaml",
+        "config": file,
         "target": TARGET,
         "completions": [str(data / side) for side in ("sampled", "greedy")],
         "heldout": [str(data / "heldout")],
@@ -100,7 +111,7 @@ def flags(values: dict[str, Any]) -> list[str]:
 
 def certify(name: str, dtype: str, place: "Place") -> tuple[bool, dict[str, Any]]:
     """Compare a drafter's texts at T=0 with plain decoding's, and test the law of its sampled ones."""
-    text = UNTRAINED.get(name, f"{place.folder}/{name}").format(folder=place.folder)
+    text = UNTRAINED.get(name, str(directory(name, place))).format(folder=place.folder)
     tokenizer = load_tokenizer(TARGET)
     pair = load_pair(TARGET, tokenizer, drafter_specs([text], [DRAFT_LENGTH]), dtype)
     (drafter,), target = pair.drafters, pair.target
