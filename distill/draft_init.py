@@ -25,7 +25,7 @@ from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.distill.carving import Carving, scale_norm, ways_to_keep
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
-from draftsmith.train.checkpoint import check_rope
+from draftsmith.train.checkpoint import check_rope, check_rope_keys
 from draftsmith.train.files import files_written_aside
 from draftsmith.train.lora import add_lora
 from draftsmith.train.models import (
@@ -262,6 +262,7 @@ def _random(target: PreTrainedModel, overrides: dict[str, Any]) -> PreTrainedMod
             for key, value in values.items()
             if not ("layer" in key and isinstance(value, list) and len(value) == depth)
         }
+    check_rope_keys(changes, "init.config: ")
     check_rope(changes, "init.config: ")
     return _built(target, values | changes, "init.config")
 

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import InputError
-from draftsmith.train.checkpoint import check_rope, load_heads, reading, require_config
+from draftsmith.train.checkpoint import check_rope, check_rope_keys, load_heads, reading, require_config
 from draftsmith.train.losses.output_head import head_of
 
 
@@ -110,6 +110,7 @@ class LayersConfig(NamedConfig):
         Raises:
             InputError: they contradict each other, or ask for attention in a window, which no heads of ours have.
         """
+        check_rope_keys(config_dict)
         check_rope(config_dict)
         check_windows(config_dict, config_dict.get("max_position_embeddings") or cls.max_position_embeddings)
         return super().from_dict({k: v for k, v in config_dict.items() if k not in WINDOWS}, **kwargs)

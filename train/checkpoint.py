@@ -107,7 +107,8 @@ ROPE_TYPES = {"mrope": "default", "su": "longrope"}
 FILLED = ["rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"]
 """Keys of a rotation that the library fills as it reads, or that are compared by themselves."""
 ROPE_KEYS = [
-    *FILLED, "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    *FILLED, "factor", "attention_factor", "attn_factor", "extrapolation_factor",
+    "max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
 ]  # fmt: skip
 """Keys of any rotation; some families have further ones."""
@@ -124,7 +125,7 @@ def check_rope(raw: Mapping[str, Any], where: str = "") -> None:
         where: what the message begins with.
 
     Raises:
-        InputError: fields that differ, one that is no object, or a misspelt key.
+        InputError: fields that differ, or one that is no object.
     """
     said: dict[str, Mapping[str, Any]] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -132,10 +133,6 @@ def check_rope(raw: Mapping[str, Any], where: str = "") -> None:
         if not isinstance(value, Mapping):
             raise InputError(f"{where}{name}: expected fields and their values, found {value!r}")
         by_layer = {kind: each for kind, each in value.items() if isinstance(each, Mapping)}
-        for each in by_layer.values() or [value]:
-            for key in each.keys() - ROPE_KEYS:
-                if close := get_close_matches(key, ROPE_KEYS, 1, 0.8):
-                    raise InputError(f"{where}{name}: expected {close[0]}, found {key}")
         value = by_layer.get("full_attention", {}) if by_layer else value
         said |= {name: value} if value else {}
     thetas = {name: value["rope_theta"] for name, value in said.items() if value.get("rope_theta") is not None}
@@ -147,6 +144,22 @@ def check_rope(raw: Mapping[str, Any], where: str = "") -> None:
     if len(said) == 2 and "default" not in kinds.values():
         for key in sorted(set().union(*said.values()).difference(FILLED)):
             _require_one(key, {name: value.get(key) for name, value in said.items()}, where)
+
+
+def check_rope_keys(written: Mapping[str, Any], where: str = "") -> None:
+    """Require that a config of ours misspells no key of a rotation; other configs have keys of their own.
+
+    Raises:
+        InputError: a misspelt key.
+    """
+    for name in ("rope_parameters", "rope_scaling"):
+        value = written.get(name)
+        if not isinstance(value, Mapping):
+            continue
+        for each in [each for each in value.values() if isinstance(each, Mapping)] or [value]:
+            for key in each.keys() - ROPE_KEYS:
+                if close := get_close_matches(key, ROPE_KEYS, 1, 0.8):
+                    raise InputError(f"{where}{name}: expected {close[0]}, found {key}")
 
 
 def _require_one(key: str, by_field: Mapping[str, Any], where: str) -> None:

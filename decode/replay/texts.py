@@ -130,7 +130,8 @@ def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: in
         fed_BT, most = torch.stack(readable(model, list(ids_BT))), positions_of(model.config)
         positions = own_positions(model, lengths_of(wanted_BT), ids_BT)
         if most is not None and length > most:  # where a draft drafts nothing, and any distribution will do
-            positions = {"position_ids": torch.arange(length, device=ids_BT.device).clamp(max=most - 1)[None]}
+            places = positions.get("position_ids", torch.arange(length, device=ids_BT.device)[None])
+            positions = {"position_ids": places.clamp(max=most - 1)}
         for start in range(1, length, columns):
             stop = min(start + columns, length)
             # Texts are padded on the right, and attention is causal: no mask is needed.

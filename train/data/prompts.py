@@ -325,7 +325,7 @@ def _json(path: Path) -> Iterator[Located]:
 def _parquet(path: Path) -> Iterator[Located]:
     try:
         with pq.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            rows = (row for batch in file.iter_batches() for row in map(_without_nulls, batch.to_pylist()))
             yield from _rows(rows, str(path))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: expected a Parquet file, found: {first_line(error)}") from error
@@ -342,7 +342,18 @@ def _dataset(source: str, split: str) -> Iterator[Located]:
         raise InputError(
             f"{source}: expected a file, a directory or a data set with split {split!r}, found: {first_line(error)}"
         ) from error
-    return _rows(dataset, f"{source}[{split}]")
+    return _rows(map(_without_nulls, dataset), f"{source}[{split}]")
+
+
+def _without_nulls(value: Any, called: bool = False) -> Any:
+    """Return a row without null keys in its tools and calls: Arrow gives each object the keys of all rows."""
+    if isinstance(value, dict):
+        return {
+            name: _without_nulls(each, called or name in ("tools", "tool_calls", "functions"))
+            for name, each in value.items()
+            if not called or each is not None
+        }
+    return [_without_nulls(each, called) for each in value] if isinstance(value, list) else value
 
 
 def _rows(rows: Iterable[Any], source: str) -> Iterator[Located]:
@@ -376,8 +387,9 @@ def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) 
     if field is None:
         found = ", ".join(map(repr, record)) or "an empty object"
         raise InputError(f"{where}: expected one of the fields {', '.join(FIELDS)}, found {found}")
+    conversed = isinstance(record[field], list) and field in ("messages", "conversations")
     for unread, expected in UNREAD.items():
-        if record.get(unread):
+        if record.get(unread) and not (conversed and unread == "system"):
             raise InputError(f"{where}: {unread}: expected {expected}, found {kind(record[unread])}")
     tools, variables = read_tools(record.get("tools"), where), record.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
@@ -393,6 +405,10 @@ def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) 
         messages = _first_turn(record[field], where, answers)
         return Prompt(name, None, messages, category, tools=tools, variables=variables)
     messages = read_messages(record[field], where, field)
+    if conversed and record.get("system"):
+        if any(message["role"] in ("system", "developer") for message in messages):
+            raise InputError(f"{where}: system: expected none beside a system turn in {field}, found both")
+        messages.insert(0, {"role": "system", "content": text(record["system"], f"{where}: system")})
     answer = _answer_field(record, answers) if field == "prompt" else None
     if answer is not None:
         if not isinstance(record[answer], list):

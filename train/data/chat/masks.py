@@ -46,6 +46,7 @@ REWRITTEN = "the chat template leaves out some of what the assistant wrote"
 LATER = "the chat template writes them otherwise once the conversation goes on"
 ELSEWHERE = "the chat template does not go on from its generation prompt"
 UNASKED = "nothing stands before them that they could answer"
+UNWEIGHTED = "their weight in the record is 0"
 UNTEMPLATED = "without a chat template the user's turns and the last answer are plain text"
 
 
@@ -147,7 +148,10 @@ def mask_conversation(
             stop = last + 1
         else:
             stop = encoded.count_until(max(behind, begin + len(text[begin:end].rstrip())))
-        mask[first:stop] = [1] * max(stop - first, 0)
+        if messages[i].get("weight") == 0:
+            left_out[i] = UNWEIGHTED
+        else:
+            mask[first:stop] = [1] * max(stop - first, 0)
     return MaskedConversation(encoded.ids, mask, {turn - added_turns: why for turn, why in left_out.items()})
 
 
@@ -240,7 +244,9 @@ def _plain(
     usual = tokenizer.eos_token_id if tokenizer.eos_token_id in ends or not ends else ends[0]
     if usual is not None and not {usual, *ends} & set(ids[-1:]):
         ids = [*ids, usual]
-    return MaskedConversation(ids, [0] * first + [1] * (len(ids) - first), dict.fromkeys(turns[:-1], UNTEMPLATED))
+    weight, left_out = messages[-1].get("weight", 1), dict.fromkeys(turns[:-1], UNTEMPLATED)
+    left_out |= {} if weight else {turns[-1]: UNWEIGHTED}
+    return MaskedConversation(ids, [0] * first + [weight] * (len(ids) - first), left_out)
 
 
 def _prompt_end(messages: Sequence[Message], i: int, template: ChatTemplate, text: str, begin: int) -> int | None:

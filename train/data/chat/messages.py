@@ -59,10 +59,9 @@ def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]
         fields = {name: each for name, each in message.items() if each not in EMPTY}
         fields = {name: each for name, each in fields.items() if name not in (role_key, content_key)}
         weight = fields.pop("weight", 1)  # of an assistant's turn in the loss; others are never learned from
-        if ROLES[role] == "assistant" and weight != 1:
-            raise InputError(
-                f"{at}.weight: expected 1, for all of the assistant's turns are learned from, found {weight}"
-            )
+        if ROLES[role] == "assistant" and weight not in (0, 1):
+            raise InputError(f"{at}.weight: expected 1, or 0 for a turn that is not learned from, found {weight}")
+        unlearned = {"weight": 0} if ROLES[role] == "assistant" and weight == 0 else {}
         fields = {name: each for name, each in fields.items() if is_meant(name) or _is_json(each)}
         for name in fields:
             fields[name] = _field(name, fields[name], ROLES[role], f"{at}.{name}")
@@ -72,7 +71,7 @@ def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]
             content = _joined(content, f"{at}.{content_key}")
         # An empty system or assistant turn is odd but says something; an empty question does not.
         content = text(content, f"{at}.{content_key}", may_be_empty=ROLES[role] != "user")
-        messages.append({"role": ROLES[role], "content": content} | fields)
+        messages.append({"role": ROLES[role], "content": content} | fields | unlearned)
     return messages
 
 

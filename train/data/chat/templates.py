@@ -51,6 +51,8 @@ class ChatTemplate:
     """Arguments of calls are objects; if not, JSON in a string."""
     in_parts: bool = False
     """Contents are lists of one part of text."""
+    content_null: bool = False
+    """Empty contents beside calls are null, as servers log them."""
     reasoning_renamed: bool = False
     """Reasoning is there as `reasoning` too; the library adds the other two names."""
 
@@ -87,8 +89,11 @@ class ChatTemplate:
         reasons = any(name in message for message in messages for name in REASONING)
         calls = any("tool_calls" in message for message in messages)
         errors = list[tuple[int, InputError]]()
-        for renamed, parts, parsed in product((False, True)[: 1 + reasons], (False, True), (True, False)[: 1 + calls]):
-            form = replace(self, reasoning_renamed=renamed, in_parts=parts, arguments_parsed=parsed)
+        silent = any("tool_calls" in message and not message["content"] for message in messages)
+        for renamed, null, parts, parsed in product(
+            (False, True)[: 1 + reasons], (False, True)[: 1 + silent], (False, True), (True, False)[: 1 + calls]
+        ):
+            form = replace(self, reasoning_renamed=renamed, content_null=null, in_parts=parts, arguments_parsed=parsed)
             try:
                 metadata, left_out = list[str](), list[str]()
                 for field in form._left_out(messages, answer, begun):
@@ -122,8 +127,10 @@ class ChatTemplate:
         return text, list(spans[0]) if marked else []
 
     def _formed(self, message: Message) -> Message:
-        formed = dict(message)
-        if self.in_parts:
+        formed = {name: value for name, value in message.items() if name != "weight"}
+        if self.content_null and "tool_calls" in message and not message["content"]:
+            formed["content"] = None
+        elif self.in_parts:
             formed["content"] = [{"type": "text", "text": message["content"]}]
         if "tool_calls" in message:
             formed["tool_calls"] = [
@@ -192,7 +199,7 @@ class _Marks:
             if text.strip():
                 mark = next(reversed(self.fields))
                 self.misread[mark] = (f"{mark}'}}", f'{mark}"}}')
-        else:
+        elif content is not None:
             marked["content"] = self._ending(content, f"{at}.content")
         for name, value in message.items():
             if name in NUMBERING or (name == "name" and message["role"] == "tool" and value in called):
@@ -304,6 +311,7 @@ def chat_request(
     """Return the fields of a request that has a server render a conversation, in OpenAI's shape."""
     sent = with_system_prompt(messages, system_prompt)
     for message in sent:
+        message.pop("weight", None)
         if "tool_calls" in message:
             message["tool_calls"] = [with_arguments(call, parsed=False) for call in message["tool_calls"]]
     request: dict[str, Any] = {"messages": sent}

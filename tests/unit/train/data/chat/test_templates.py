@@ -4,6 +4,8 @@
 import json
 from datetime import datetime
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from unit.train.data.chat.test_masks import CHATML, assistant, byte_level, learned, user
 
@@ -302,7 +304,7 @@ def test_without_a_template_nothing_but_text_is_taken(told, message, tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"messages": [user("a"), assistant("b") | {"weight": 0}]}, r"messages\[1\]\.weight: expected 1"),
+        ({"messages": [user("a"), assistant("b") | {"weight": 2}]}, r"messages\[1\]\.weight: expected 1"),
         ({"messages": [user("a"), assistant("b") | {"tool_calls": "x"}]}, r"messages\[1\]\.tool_calls: expected a list"),
         ({"messages": [user("a") | {"tool_calls": [CALL]}, assistant("b")]}, r"messages\[0\]\.tool_calls: expected a list"),
         ({"messages": [user("a"), assistant("b") | {"tool_calls": [5]}]}, r"messages\[1\]\.tool_calls\[0\]: expected a call"),
@@ -311,7 +313,7 @@ def test_without_a_template_nothing_but_text_is_taken(told, message, tmp_path):
         ({"messages": [user("a"), assistant("b") | {"reasoning": 5}]}, r"messages\[1\]\.reasoning: expected a string"),
         ({"messages": [user("a"), {"role": "assistant", "content": None}]}, r"messages\[1\]\.content: expected a string"),
         ({"messages": [user("a"), assistant("b") | {"name": "\ud800"}]}, r"messages\[1\]\.name: expected JSON in Unicode"),
-        ({"messages": TALKS["tools"], "system": "Be brief."}, "system: expected a system turn among the messages"),
+        ({"messages": TALKS["developer"], "system": "Be brief."}, "system: expected none beside a system turn"),
         ({"prompt": "a", "completion": "b", "system": "Be brief."}, "system: expected a system turn"),
         ({"messages": TALKS["tools"], "functions": [WEATHER]}, "functions: expected tools, found a list"),
         ({"request": {"messages": [user("a")], "continue_final_message": True},
@@ -377,3 +379,33 @@ def test_variables_of_a_log_that_the_template_does_not_read_are_left_out(tmp_pat
     assert encode_prompt(asked, using(CHATML)) == encode_prompt(plain, using(CHATML))
     with pytest.raises(InputError, match=r"chat_template_kwargs: .*'enable_thinking'"):
         encode_prompt(asked, using(CHATML), variables={"enable_thinking": False})
+
+
+def test_a_template_that_writes_calls_of_turns_without_content_gets_null(tmp_path):
+    template = WHOLE.replace("m.tool_calls", "(m.tool_calls if m.content is none else [])")
+    assert template != WHOLE
+    assert given(tmp_path, {"messages": TALKS["call"]}, template) is not None
+
+
+def test_turns_of_weight_0_are_read_but_not_learned_from(tmp_path):
+    talk = [user("a"), assistant("b") | {"weight": 0}, user("c"), assistant("d")]
+    masked = mask_answers(read(tmp_path, {"messages": talk}), using(CHATML), 10**6, ClosingTokens.of(TOKENIZER), ())
+    assert masked.left_out == {1: masks.UNWEIGHTED} and learned(masked.ids, masked.mask, TOKENIZER) == [f"d{CLOSE}"]
+    last = mask_answers(read(tmp_path, {"messages": talk[:2]}), using(None), 10**6, ClosingTokens.of(TOKENIZER), ())
+    assert not any(last.mask)
+
+
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+def test_a_system_prompt_beside_a_conversation_comes_first(field, tmp_path):
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    talk = [user("a"), assistant("b")] if field == "messages" else talk
+    messages = read(tmp_path, {field: talk, "system": "Be brief."}).messages
+    assert messages == [{"role": "system", "content": "Be brief."}, user("a"), assistant("b")]
+
+
+def test_arrow_adds_no_keys_to_calls_and_tools(tmp_path):
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"city": "Rome"}, {"hour": 3})]
+    rows = [{"messages": [user("a"), {"role": "assistant", "content": "b", "tool_calls": [call]}]} for call in calls]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    read_calls = [p.messages[1]["tool_calls"][0] for p in read_prompts(str(tmp_path / "p.parquet"), answers="required")]
+    assert read_calls == calls
