@@ -16,7 +16,7 @@ from rich.console import Console
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.bench.gpu import BenchGpuConfig
 from draftsmith.scripts.bench.gpu.cases import cases
-from draftsmith.scripts.bench.gpu.worker import FAILED, PASSED, RUNNING, WAITING
+from draftsmith.scripts.bench.gpu.worker import FAILED, PASSED, REFUSED, RUNNING, WAITING
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.job.processes import end_session, terminable
 from draftsmith.train.models import default_device
@@ -103,7 +103,7 @@ class Run:
     def _say(self) -> None:
         """Print the cases that are new in the file."""
         for name, entry in self.results()["cases"].items():
-            if name not in self._said and entry["state"] in (PASSED, FAILED):
+            if name not in self._said and entry["state"] in (PASSED, FAILED, REFUSED):
                 self._said.add(name)
                 error = f": {entry['error'][-1]}" if entry.get("error") else ""
                 took = f" in {entry['seconds']:.0f} s" if "seconds" in entry else ""
@@ -128,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with terminable():
         work.work()
     states = Counter(entry["state"] for entry in work.results()["cases"].values())
-    console.print(f"{states[PASSED]} passed, {states[FAILED]} failed, {states[WAITING]} not run: {file}")
+    counts = ", ".join(f"{states[state]} {state}" for state in (PASSED, FAILED, REFUSED, WAITING))
+    console.print(f"{counts}: {file}")
     return int(states[FAILED] > 0)
 
 

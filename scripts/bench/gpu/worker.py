@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, first_line
 from draftsmith.scripts.bench.gpu.cases import Place, cases
 from draftsmith.train.provenance import write_json
 
 WAITING, RUNNING, PASSED, FAILED = "waiting", "running", "passed", "failed"
+REFUSED = "refused"
+"""This machine, its libraries or the family have not what the case needs."""
 LAST_LINES = 12
 
 
@@ -43,10 +45,11 @@ def run_cases(file: Path) -> None:
             entry = {"state": PASSED if outcome.passed else FAILED, **outcome.facts}
             if outcome.figures:
                 entry["figures"] = outcome.figures if place.full else without_figures(outcome.figures)
-        except (Exception, SystemExit) as error:
+        except (InputError, NotImplementedError) as error:
+            entry = {"state": REFUSED, "error": [first_line(error)]}
+        except (Exception, SystemExit):
             traceback.print_exc()
-            last = [str(error)] if isinstance(error, InputError) else traceback.format_exc().splitlines()[-LAST_LINES:]
-            entry = {"state": FAILED, "error": last}
+            entry = {"state": FAILED, "error": traceback.format_exc().splitlines()[-LAST_LINES:]}
         results["cases"][name] = entry | {"seconds": round(time.perf_counter() - begin, 1)}
         write_json(file, results)
 
