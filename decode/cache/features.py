@@ -36,7 +36,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 def last_norm(model: PreTrainedModel) -> nn.Module | None:
-    """Return the norm after the last layer, whatever its family calls it; None where it has none, or no weights."""
+    """Return the norm after the last layer, by the names of all families; None where it has none, or no weights."""
     norms = [part for part in decoder_of(model).children() if any(p.ndim == 1 for p in part.parameters(False))]
     return norms[-1] if norms else None
 

@@ -68,7 +68,7 @@ class TextRanks:
         return torch.from_numpy(self.ranks[:, 0] == 0).float()[torch.from_numpy(self.drafted[:, 0])]
 
     def up_to(self, tokens: int) -> "TextRanks":
-        """Return the ranks of so many tokens, those after the known ones not drafted."""
+        """Return the ranks of a number of tokens, those after the known ones not drafted."""
         missing = ((0, tokens - len(self)), (0, 0))
         return replace(self, ranks=np.pad(self.ranks, missing, constant_values=NONE))
 

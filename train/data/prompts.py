@@ -3,7 +3,7 @@
 A record is recognised by its field; where it has several, the first of these counts:
 
 * `prompt`: a string, encoded as it is; or a list of messages (TRL's conversational format);
-* `messages`: a list of `{"role": …, "content": …}`, with `tool_calls`, reasoning and what else a chat template writes;
+* `messages`: a list of `{"role": …, "content": …}`, with `tool_calls`, reasoning and other fields;
 * `conversations`: ShareGPT, a list of `{"from": …, "value": …}`;
 * `turns`: Spec-Bench, MT-Bench, SPEED-Bench and DeepSpec, the user's turns. The first is the prompt; the later ones
   need an answer to the one before, which nobody has given yet (`turns.py`).
@@ -68,7 +68,7 @@ class Prompt:
     cut: bool = False
     """Its answer was cut at a length, so that it ends in the middle."""
     later: tuple[str, ...] = ()
-    """What the user says behind the answer to this, turn by turn; where it was asked for."""
+    """What the user says after the answer to this, turn by turn; where it was asked for."""
     where: str | None = field(default=None, compare=False)
     """Where it stands, as `prompts.jsonl:7`; None where it was not read."""
     tools: list[dict[str, Any]] | None = None
@@ -131,7 +131,7 @@ def read_prompts(
         answers: "dropped": conversations end with their last user turn. "required": they hold a user turn and end with
             an assistant turn, in `messages`; a `prompt` has its `completion` or `response` beside it, and both are two
             strings, or two lists of messages. "kept": as "required" where there is an answer, as "dropped" elsewhere.
-        later: of `turns`, keep those behind the first one, too.
+        later: of `turns`, keep those after the first one, too.
 
     Returns:
         The prompts in their order, with unique ids: those given, and the position (from 0) for those without one.
@@ -241,7 +241,7 @@ def mask_answers(
         variables: of the chat template.
 
     Raises:
-        InputError: as of `mask_conversation`; or a token that the target has no logit for.
+        InputError: what `mask_conversation` refuses, or a token that the target has no logit for.
     """
     masked = mask_conversation(
         conversation.messages or [],

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -270,11 +271,13 @@ def spells(ids: list[int], text: str | None, prompt_ids: list[int], tokenizer: P
     wanted = (text or "").strip().rstrip("\ufffd")
     for written in (ids, ids[:-1]):
         for skips in (False, True):
-            before, together, alone = (
-                str(tokenizer.decode(of, skip_special_tokens=skips))
-                for of in (prompt_ids, prompt_ids + written, written)
+            alone, before, together = (
+                partial(tokenizer.decode, of, skip_special_tokens=skips)
+                for of in (written, prompt_ids, prompt_ids + written)
             )
-            if wanted in (spelled.strip().rstrip("\ufffd") for spelled in (alone, together.removeprefix(before))):
+            if wanted == str(alone()).strip().rstrip("\ufffd"):  # prompts are long, and seldom needed
+                return True
+            if wanted == str(together()).removeprefix(str(before())).strip().rstrip("\ufffd"):
                 return True
     return not wanted
 

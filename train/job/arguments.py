@@ -56,7 +56,7 @@ def require_scheduler(training: Any) -> None:
         InputError: an option that the schedule does not know, or one that it lacks.
     """
     kind, options = training.lr_scheduler_type, training.lr_scheduler_kwargs
-    if not options:
+    if not options and kind.value in ("linear", "cosine", "constant", "constant_with_warmup"):
         return
     import torch
     from transformers import get_scheduler
@@ -65,11 +65,11 @@ def require_scheduler(training: Any) -> None:
     field = "training.lr_scheduler_kwargs"
     makers: Any = TYPE_TO_SCHEDULER_FUNCTION
     known = signature(makers[kind]).parameters
-    if "kwargs" not in known and (unknown := options.keys() - known):
+    if "kwargs" not in known and (unknown := (options or {}).keys() - known):
         name = min(unknown)
         raise InputError(f"{field}: expected options of {kind.value}, found {name}{nearest(name, known)}")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     try:
-        get_scheduler(kind, optimizer, 0, 2**40, dict(options))
+        get_scheduler(kind, optimizer, 0, 2**40, dict(options or {}))
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{field}: expected what {kind.value} takes, found: {first_line(error)}") from error

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.decode.errors import InputError, lacks_memory
 from draftsmith.medusa import MedusaHeads
-from draftsmith.train.checkpoint import integer_weight, reading, stored_tensors
+from draftsmith.train.checkpoint import check_rope, check_rope_keys, integer_weight, reading, stored_tensors
 from draftsmith.train.models import empty_model, load_model, load_tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -179,3 +179,11 @@ def test_a_lack_of_memory_is_no_damage():
     with pytest.raises(RuntimeError) as error, reading("target", "a causal LM"):
         torch.empty(1 << 60)
     assert lacks_memory(error.value) and lacks_memory(MemoryError()) and not lacks_memory(ValueError("x"))
+
+
+def test_only_configs_of_ours_are_searched_for_misspelt_keys_of_a_rotation():
+    keys = {"rope_type": "yarn", "factor": 2.0, "attn_factor": 1.0, "max_position_embeddings": 64}
+    check_rope({"rope_parameters": keys | {"beta_fasts": 2.0}})
+    check_rope_keys({"rope_parameters": keys})
+    with pytest.raises(InputError, match="expected beta_fast, found beta_fasts"):
+        check_rope_keys({"rope_parameters": keys | {"beta_fasts": 2.0}})

@@ -174,11 +174,11 @@ class _Marks:
         while self._prefix in text.lower():
             self._prefix += "q"
         self.fields = dict[str, str]()
-        """By mark, the field that it stands in."""
+        """The field that each mark stands in."""
         self.reasoning = dict[str, int]()
-        """By mark of reasoning, its message."""
+        """The message of each mark of reasoning."""
         self.misread = dict[str, tuple[str, ...]]()
-        """By mark, what a template writes of a field of which it reads another form: Python's words for an object."""
+        """What a template writes of a mark whose field it reads in another form: Python's words for an object."""
         self.unmarked = dict[str, str]()
         """Fields that are no texts, and their names."""
 
