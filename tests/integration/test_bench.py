@@ -379,7 +379,7 @@ def test_a_gpu_run_that_is_ended_ends_its_process(tmp_path, monkeypatch):
 
 def test_a_case_of_a_gpu_run_begins_anew(tmp_path, monkeypatch):
     place = Place(tmp_path, torch.device("cpu"))
-    folders = [tmp_path / "completions" / "sampled", tmp_path / "draft"]
+    folders = [tmp_path / "completions" / "sampled", tmp_path / "distill-tiny"]
     for folder in folders:
         folder.mkdir(parents=True)
         (folder / "trainer_state.json").write_text("of an earlier run")
@@ -392,7 +392,7 @@ def test_a_case_of_a_gpu_run_begins_anew(tmp_path, monkeypatch):
 
     monkeypatch.setattr(law, "prepare", stopped)
     monkeypatch.setattr(law, "import_module", stopped)
-    for run in (law.complete, partial(law.train, "draft")):
+    for run in (law.complete, partial(law.train, "distill tiny")):
         with pytest.raises(Stop):
             run(place)
     assert not any(folder.exists() for folder in folders)
