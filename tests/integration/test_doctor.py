@@ -819,7 +819,7 @@ def test_answers_that_the_template_rewrites_are_counted_or_refused(chat, tmp_pat
     for template, code, name, expected in (
         (QWEN3, 0, "turns", "! 1 assistant turns in 1 samples do not count: the chat template writes them otherwise"),
         (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), 2, "samples",
-         "✗ 1 cannot be used; sample '0': expected a chat template that writes the last answer as the assistant did"),
+         f"✗ 1 cannot be used; {tmp_path}/chats.jsonl:1: sample '0"),
     ):  # fmt: skip
         tokenizer.chat_template = template
         save_model(tiny_llama(0, len(tokenizer)), tokenizer, tmp_path / "target")

@@ -165,9 +165,7 @@ def measured(root):
             draft_length="2,3", batch_size="1,2", measure_costs=True, page=True,
         )  # fmt: skip
     heard.require("prompts", "T=0, B=2", "T=1, B=1", "replay", "margins", "further tokens", "certificates", "report")
-    heard.require(
-        "costs of the target's forwards", "costs of prompts", "costs of drafting and of rounds at T=1", *LOADING
-    )
+    heard.require("costs of rounds", *LOADING)
     return report, decoded
 
 

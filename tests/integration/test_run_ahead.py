@@ -159,6 +159,9 @@ class Markov(PreTrainedModel, GenerationMixin):
         super().__init__(MarkovConfig(vocab_size=len(table), pad_token_id=0, attn_implementation="eager"))
         self.logits = torch.nn.Parameter(table.log(), requires_grad=False)
 
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return torch.nn.Embedding.from_pretrained(self.logits)
+
     def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=None, use_cache=None):
         return CausalLMOutput(logits=self.logits[input_ids])
 
