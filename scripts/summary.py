@@ -28,9 +28,9 @@ def print_summary(rows: Mapping[str, str], title: str, output: Path) -> None:
 def print_doubts(console: Console, doubts: Sequence[str]) -> None:
     """Print what was measured twice of the costs and does not agree."""
     if doubts:
-        console.print(f"{DOUBTFUL}:", highlight=False, soft_wrap=True)
+        console.print(f"{DOUBTFUL}:", highlight=False)
     for line in doubts:
-        console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"  {line}", highlight=False, markup=False)
 
 
 def figures_table(columns: Sequence[str], names: str, title: str, caption: str | None = None) -> Table:
