@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError
 from draftsmith.train.options import LoraOptions
 
 ADAPTER = "default"
@@ -22,7 +22,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     closed = {name for name, module in model.named_modules() if module in ends}
-    linear = {name for name, module in model.named_modules() if _is_linear(module)} - closed
+    linear = {name for name, module in model.named_modules() if _is_linear(module)} - closed - _read_by_kernels(model)
     chosen = linear if options.target_modules is None else set()
     for wanted in options.target_modules or ():
         matching = {name for name in linear | closed if f".{name}".endswith(f".{wanted}")}
@@ -42,13 +42,13 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
         target_modules=sorted(chosen),
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in chosen),
     )
+    # For some families peft takes maps with the names that experts once had for those experts; these names are exact.
+    family = model.config.model_type
+    model.config.model_type = "exact"
     try:
         inject_adapter_in_model(config, model, ADAPTER)
-    except ValueError as error:  # kernels of some families read a map's weight past its adapter
-        raise InputError(f"lora.target_modules: expected maps that take adapters, found {first_line(error)}") from error
-    if config.target_parameters:  # peft adapts experts in place of maps with the names that experts once had
-        taken = ", ".join(sorted({name.rpartition(".")[2] for name in chosen - set(config.target_modules or ())}))
-        raise InputError(f"lora.target_modules: expected names that peft does not take for experts, found {taken}")
+    finally:
+        model.config.model_type = family
     for name, parameter in model.named_parameters():
         if "lora_" in name:  # peft gives them the dtype of what they adapt, in which small steps would be lost
             parameter.data = parameter.data.float()
@@ -57,6 +57,12 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
 def _is_linear(module: nn.Module) -> bool:
     """Say whether a module is a linear map alone; a family's own subclasses, such as Llama 4's routers, do more."""
     return isinstance(module, nn.Linear | Conv1D) and not type(module).__module__.startswith("transformers.models.")
+
+
+def _read_by_kernels(model: PreTrainedModel) -> set[str]:
+    """Return the names of Mamba's output maps: its kernels read their weight, past any adapter."""
+    mixers = (name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D"))
+    return {f"{name}.out_proj" for name in mixers}
 
 
 @torch.no_grad()

@@ -283,7 +283,10 @@ def test_the_schema_is_that_of_the_dataclasses():
 def test_what_was_measured(measured, root):
     report, _ = measured
     parameters = AutoModelForCausalLM.from_pretrained(root / "target").num_parameters()
-    assert report["target"] == {"path": str(root / "target"), "parameters": parameters, "dtype": "float32"}
+    none = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+    assert report["target"] == {
+        "path": str(root / "target"), "parameters": parameters, "dtype": "float32", "filters": none, "left_out": [],
+    }  # fmt: skip
     assert report["prompts"] == {
         "path": str(root / "prompts.jsonl"), "count": 6, "replayed": 6, "categories": {"code": 4, "prose": 1},
     }  # fmt: skip
