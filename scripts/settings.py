@@ -17,6 +17,7 @@ import torch
 from pydantic import AfterValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache.program import NotCompiled
 from draftsmith.decode.clock import launch_seconds, median_seconds
 from draftsmith.decode.errors import first_line
 from draftsmith.decode.measurement.costs import forward_behind_text
@@ -235,7 +236,8 @@ class _Timed:
         except Exception as error:
             if wanted:
                 raise
-            self.failure = first_line(error)
+            if not isinstance(error, NotCompiled):  # where nothing may be compiled, that is no failure
+                self.failure = first_line(error)
 
     @property
     def compiling_pays(self) -> bool:
