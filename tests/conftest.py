@@ -169,6 +169,14 @@ def pair_dirs(tmp_path, tokenizer):
 
 
 @pytest.fixture
+def short_timing(monkeypatch):
+    """Let measurements of what rounds cost be short."""
+    from short_timing import shorten
+
+    shorten(monkeypatch)
+
+
+@pytest.fixture
 def traced(monkeypatch):
     """Run compiled forwards as they were traced; gives the list of those that are made, (model, variant)."""
     from programs import Traced

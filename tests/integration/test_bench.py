@@ -423,6 +423,7 @@ def test_a_gpu_run_enters_its_cases_on_a_cpu_and_keeps_no_figures(tmp_path, caps
         gpu.main(["--only", "[lauw]"])
 
 
+@pytest.mark.usefixtures("short_timing")
 def test_a_real_models_tables_are_made_once(pair_dirs, tmp_path, capsys, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     texts = ("def add(a, b):", "import os", "for i in range(10):", "class Row:", "return self", "x = x + 1")

@@ -42,6 +42,9 @@ def config(pair_dirs, tmp_path, **fields):
     )
 
 
+pytestmark = pytest.mark.usefixtures("short_timing")
+
+
 @pytest.fixture
 def ran(monkeypatch):
     """The commands of stages that ran."""
@@ -153,10 +156,17 @@ def test_a_candidate_whose_training_fails_is_left_out(pair_dirs, tmp_path, monke
     capsys.readouterr()
     command.print_choice(choice, tmp_path / "choice")
     assert choice.failed["heads"] in capsys.readouterr().out
-    # Once it can be trained, the same command does so.
-    monkeypatch.setattr(stages.cli, "main", own)
+    # Once it can be trained, the same command does so; of what follows there is enough above.
+
+    def once(argv):
+        if any(f"trials/{amount + 1}/heads" in word for word in argv):
+            raise OutOfTime
+        return own(argv)
+
+    monkeypatch.setattr(stages.cli, "main", once)
     again = command.choose(settings)
-    assert again.failed == {} and "heads" in {its.name for its in again.standings}
+    assert again.failed == {}
+    assert len(next(its for its in again.standings if its.name == "heads").trials) == amount
 
 
 def test_where_every_training_fails_the_reason_is_an_error(pair_dirs, tmp_path, monkeypatch):
@@ -216,14 +226,17 @@ def test_what_does_not_fit_the_budget_is_not_begun(pair_dirs, tmp_path, ran, pri
     assert command.choose(settings) == choice and not ran
 
 
-@pytest.mark.parametrize("late", ["train-1-second", "train-2-", "text-3"])
-def test_what_overruns_the_budget_is_ended_and_the_choice_made_of_the_rest(pair_dirs, tmp_path, priced, late):
-    priced |= {late: OutOfTime}
+def test_what_overruns_the_budget_is_ended_and_the_choice_made_of_the_rest(pair_dirs, tmp_path, priced):
+    """Each run goes on from the one before it, with another stage that is late."""
     candidates = {name: FOUR[name] for name in ("first", "second")}
-    choice = command.choose(config(pair_dirs, tmp_path, candidates=candidates, temperature="0"))
-    standings = {its.name: its for its in choice.standings}
-    assert len(standings["first"].trials) == len(choice.amounts) == (4 if late == "train-1-second" else 1)
-    assert ("second" in standings) == (late != "train-1-second") == (choice.failed == {})
+    settings = config(pair_dirs, tmp_path, candidates=candidates, temperature="0")
+    for late in ("text-3", "train-2-", "train-1-second"):
+        priced.clear()
+        priced |= {late: OutOfTime}
+        choice = command.choose(settings)
+        standings = {its.name: its for its in choice.standings}
+        assert len(standings["first"].trials) == len(choice.amounts) == (4 if late == "train-1-second" else 1)
+        assert ("second" in standings) == (late != "train-1-second") == (choice.failed == {})
 
 
 def test_a_budget_without_time_for_a_choice_is_refused(pair_dirs, tmp_path, priced):
@@ -234,17 +247,8 @@ def test_a_budget_without_time_for_a_choice_is_refused(pair_dirs, tmp_path, pric
         command.choose(config(pair_dirs, tmp_path, budget="4m"))
 
 
-@pytest.mark.parametrize(
-    ("budget", "compiled", "tried", "why"),
-    [
-        ("4m", None, [(None, False), (False, True)], ["no time"]),
-        ("1h", None, [(None, True)], ["nothing was timed to choose"]),
-        ("4m", True, [(True, True)], []),
-    ],
-)
-def test_nothing_is_compiled_that_the_budget_does_not_pay_for(
-    pair_dirs, tmp_path, monkeypatch, priced, budget, compiled, tried, why
-):
+def test_nothing_is_compiled_that_the_budget_does_not_pay_for(pair_dirs, tmp_path, monkeypatch, priced):
+    """Three runs of one output, in which costs alone are measured anew."""
     said, own = [], rounds._measured
 
     def measured(config, drafters, heldout, compiled, seconds):
@@ -254,11 +258,20 @@ def test_nothing_is_compiled_that_the_budget_does_not_pay_for(
         return own(config, drafters, heldout, False, seconds)
 
     monkeypatch.setattr(rounds, "_measured", measured)
-    settings = config(pair_dirs, tmp_path, candidates={"it": CARVED}, temperature="0", budget=budget, compiled=compiled)
-    choice = command.choose(settings)
-    assert said == tried
-    assert len(choice.notes) == len(why)
-    assert all("eager" in note and words in note for note, words in zip(choice.notes, why, strict=True))
+    for budget, compiled, tried, why in (
+        ("4m", None, [(None, False), (False, True)], ["no time"]),
+        ("1h", None, [(None, True)], ["nothing was timed to choose"]),
+        ("4m", True, [(True, True)], []),
+    ):
+        said.clear()
+        for path in ("settings.json", "costs.json", "stages/costs.json"):
+            (tmp_path / "choice" / path).unlink(missing_ok=True)
+        choice = command.choose(
+            config(pair_dirs, tmp_path, candidates={"it": CARVED}, temperature="0", budget=budget, compiled=compiled)
+        )
+        assert said == tried
+        assert len(choice.notes) == len(why)
+        assert all("eager" in note and words in note for note, words in zip(choice.notes, why, strict=True))
 
 
 def choosing(settings, tmp_path, prompts: int, used: int, written: float) -> Choosing:
