@@ -1,6 +1,7 @@
 """`draftsmith adapt --server`: live counters are looked at, a new drafter is checked, and taken back where it falls."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,10 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from local_server import LocalHandler, LocalServer
+from processes import exit_code
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate
@@ -278,10 +282,10 @@ def test_fewer_requests_are_enough_where_acceptance_fell(config):
     assert command.enough(config, 0, fell=False) == 256
 
 
-def ended(process: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:
+def ended(process: BaseProcess, until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not until():
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.is_alive() and time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -299,24 +303,26 @@ def test_a_loop_goes_on_until_it_is_told_and_lets_its_step_keep_what_it_has(tmp_
         "time.sleep(60 if count == 3 else 0)\n"
         "sys.exit(int(sys.argv[2]) if count == 1 else 2)\n"
     )
-    script = (
-        "import sys\nfrom draftsmith.scripts.adapt import watch\nown = watch.subprocess.Popen\n"
-        f"watch.subprocess.Popen = lambda command: own([sys.executable, {str(step)!r}, *command[3:]])\n"
-        "sys.exit(watch.loop([sys.argv[1]], 0.05))\n"
-    )
-    asked = tmp_path / "asked"
-    failed = subprocess.run([sys.executable, "-c", script, "2"], check=False, timeout=60)
-    assert failed.returncode == 2 and asked.read_text() == "adapt 2 --watch=null\n"  # the first step must be possible
+    own, asked = subprocess.Popen, tmp_path / "asked"
+
+    def work(code: str) -> None:  # in a fork, which has imported everything
+        os.setsid()
+        watch.subprocess.Popen = lambda command: own([sys.executable, str(step), *command[3:]])
+        sys.exit(watch.loop([code], 0.05))
+
+    assert exit_code(partial(work, "2")) == 2
+    assert asked.read_text() == "adapt 2 --watch=null\n"  # the first step must be possible
     asked.unlink()
-    process = subprocess.Popen([sys.executable, "-c", script, "3"], start_new_session=True)
+    process = multiprocessing.get_context("fork").Process(target=work, args=("3",))
+    process.start()
     ended(process, lambda: asked.exists() and asked.read_text().count("\n") == 3)
     time.sleep(0.2)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
         os.kill(process.pid, number)
-    process.wait(30)
-    assert (tmp_path / "kept").exists() and process.returncode != 0
+    process.join(30)
+    assert (tmp_path / "kept").exists() and process.exitcode not in (None, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from short_timing import shorten
 from transformers import Trainer
 
 from draftsmith.decode import (
@@ -19,10 +19,8 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.clock import median_seconds
-from draftsmith.decode.measurement import turns
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import quickstart, tree
-from draftsmith.scripts.measure import cost_file
 from draftsmith.train.data.corpus import stdlib_modules, stdlib_prompts
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.models import check_same_tokenizer, load_model, load_tokenizer
@@ -74,7 +72,7 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Quickstart with the shipped configs, but texts of 8 tokens, T=0, and few costs, each measured once on as few."""
+    """Quickstart with the shipped configs, but texts of 8 tokens, T=0, and few costs, each measured once on fewer."""
     configured = quickstart._config
     tokens = {
         "prepare": {"max_new_tokens": 8},
@@ -84,8 +82,7 @@ def short(monkeypatch):
     monkeypatch.setattr(
         quickstart, "_config", lambda kind, folder, fields: configured(kind, folder, fields | tokens.get(folder, {}))
     )
-    monkeypatch.setattr(cost_file, "measure_costs", partial(cost_file.measure_costs, repeats=1))
-    monkeypatch.setattr(turns, "WRITTEN", 8)
+    shorten(monkeypatch)
     monkeypatch.setattr(tree, "LADDER", tree.LADDER[:2])
     monkeypatch.setattr(tree, "REPEATS", 1)
     monkeypatch.setattr(planner, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))

@@ -18,6 +18,7 @@ from jsonschema import Draft202012Validator
 from listening import LOADING, listened
 from pydantic import TypeAdapter
 from rich.console import Console
+from short_timing import shorten
 from trained_eagle import train_eagle
 from trained_heads import own_texts, train_heads
 from trained_parallel import train_parallel
@@ -25,16 +26,14 @@ from transformers import AutoModelForCausalLM
 
 import draftsmith.scripts.measure.command as command
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement import costs as round_costs
 from draftsmith.decode.measurement import intervals
-from draftsmith.decode.measurement import turns as loops
 from draftsmith.decode.measurement.certificate import Certificate, certify_sampled
 from draftsmith.decode.options import Sampling
 from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.medusa import MedusaConfig, MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts.kinds import short_names
-from draftsmith.scripts.measure import certify, cost_file, stages
+from draftsmith.scripts.measure import certify, stages
 from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.reconcile.rounds import read_rounds
@@ -62,8 +61,7 @@ def _quick():
     """Few resamples and repeats: no test looks at how wide an interval is or how long anything took."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intervals, "RESAMPLES", 100)
-        patch.setattr(cost_file, "measure_costs", functools.partial(round_costs.measure_costs, repeats=1))
-        patch.setattr(loops, "WRITTEN", 8)
+        shorten(patch)
         yield
 
 

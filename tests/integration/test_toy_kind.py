@@ -1,16 +1,14 @@
 """A kind of drafter that is a folder and a line: every command takes it, and nothing else changes."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
+from short_timing import shorten
 from toy_kind.kind import Toy
 
-from draftsmith.decode.measurement import turns
 from draftsmith.scripts import kinds
 from draftsmith.scripts.cli import main
-from draftsmith.scripts.measure import cost_file
 
 FOLDER = Path(__file__).parents[1] / "support/toy_kind"
 
@@ -42,8 +40,7 @@ def test_it_is_trained_and_its_acceptance_replayed(toy):
 
 
 def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypatch):
-    monkeypatch.setattr(cost_file, "measure_costs", partial(cost_file.measure_costs, repeats=1))
-    monkeypatch.setattr(turns, "WRITTEN", 8)
+    shorten(monkeypatch)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f(x):\nimport os\nclass A:\n")
     code = main([

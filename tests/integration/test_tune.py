@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 from conftest import perturbed, tiny_llama
 from listening import LOADING, listened
+from short_timing import shorten
 
 from draftsmith.decode import DraftModelProposer, InputError, Switch, speculative_generate
 from draftsmith.decode.measurement.intervals import Estimate, confidence_of_each, ratio_interval
@@ -274,7 +275,9 @@ def switched(models):
         "prompts": models / "prompts.jsonl", "output": models / "switch", "dtype": "float32", "max-new-tokens": NEW,
         "draft-length": "1,3", "match-levels": "1,3,99", "score-levels": "0,2", "compiled": "false", "threads": 1,
     }  # fmt: skip
-    assert main(["tune", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        assert main(["tune", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]) == 0
     return json.loads((models / "switch" / "switch.json").read_text(), object_hook=estimated)
 
 
