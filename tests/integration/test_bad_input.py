@@ -159,6 +159,7 @@ def test_a_chat_template_that_fails_is_refused(command, made, tmp_path, template
     refused(command, "doctor", named, target=target, prompts=tmp_path / "chat.jsonl")
 
 
+@pytest.mark.usefixtures("short_timing")
 def test_costs_that_are_none_are_refused(command, made, tmp_path):
     code, err = command("measure", measure_costs="true", output=tmp_path / "measured")
     assert code == 0, err

@@ -116,10 +116,11 @@ def test_a_turn_that_no_longer_fits_is_left_out_and_counted(config, tmp_path):
 @pytest.mark.parametrize("config", [False], indirect=True)
 def test_several_processes_write_the_same_turns(config, tmp_path):
     flags = ["--target", config.target, "--prompts", config.prompts, "--max_new_tokens", "6", "--temperature", "0"]
-    command = [sys.executable, "-m", "draftsmith.scripts.cli", "prepare", *flags, "--turns", "all"]
-    for count in ("1", "2"):
-        output = ["--output", str(tmp_path / count), "--processes", count, "--batch_size", "1", "--shard_size", "1"]
-        subprocess.run([*command, *output], check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = ["prepare", *flags, "--turns", "all", "--batch_size", "1", "--shard_size", "1"]
+    assert cli.main([*command, "--processes", "1", "--output", str(tmp_path / "1")]) == 0
+    command = [sys.executable, "-m", "draftsmith.scripts.cli", *command, "--processes", "2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--output", str(tmp_path / "2")], check=True, timeout=300, env=env)
     assert (tmp_path / "1/prompts.jsonl").read_text() == (tmp_path / "2/prompts.jsonl").read_text()
     for number in (1, 2, 3):
         one, two = (load_completions(str(tmp_path / count / f"turn-{number}")).to_list() for count in ("1", "2"))
