@@ -2,7 +2,10 @@
 
 import copy
 import gc
+import os
+import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftsmith.decode import InputError
 from draftsmith.decode.cache import CachedModel, program
 from draftsmith.decode.cache.forward import BlockForward
+
+SHARED = os.environ[program.FOLDER]
 
 
 def model(seed=0, **config):
@@ -34,11 +39,18 @@ def same(one, other):
     torch.testing.assert_close(one, other, atol=2e-5, rtol=0)
 
 
+def name(model, further=(), depths=(), written=(True,)):
+    return program._key(model, BlockForward(model, further, depths, written))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """Keep programs in a folder of this module's."""
+    """Keep programs in a folder of this module's, with one that all tests share: some damage it."""
+    logits(model())
     with pytest.MonkeyPatch.context() as patched:
         path = tmp_path_factory.mktemp("programs")
+        for file in Path(SHARED).glob(f"{name(model())}.*"):
+            shutil.copy(file, path)
         patched.setenv(program.FOLDER, str(path))
         yield path
 
@@ -82,7 +94,8 @@ def test_changed_weights_are_computed_with(change):
     same(after, logits(changed, compiled=False))
 
 
-def test_half_precision_is_that_of_the_model(folder):
+def test_half_precision_is_that_of_the_model(monkeypatch):
+    monkeypatch.setenv(program.FOLDER, SHARED)
     half = model(hidden=64).to(torch.bfloat16)
     given, exact = logits(half, rows=3), logits(half.float(), rows=3, compiled=False)
     torch.testing.assert_close(given.float(), exact, atol=0.03, rtol=0)
@@ -131,7 +144,7 @@ def test_programs_and_their_model_are_freed_together():
 
 def test_a_damaged_program_is_made_again(folder, monkeypatch):
     expected = logits(model())
-    path = folder / f"{program._key(model(), BlockForward(model(), (), (), [True]))}.pt2"
+    path = folder / f"{name(model())}.pt2"
     whole, beside, made = path.read_bytes(), path.with_suffix(".safetensors").read_bytes(), []
     monkeypatch.setattr(program, "exported", lambda *_: None)
     monkeypatch.setattr(program, "_write", lambda _program, _model, path: made.append(path.write_bytes(whole)))
@@ -163,9 +176,6 @@ def test_programs_of_a_model_share_its_weights(monkeypatch, untraced):
 
 
 def test_a_program_has_another_name_for_other_inputs():
-    def name(model, further=(), depths=(), written=(True,)):
-        return program._key(model, BlockForward(model, further, depths, written))
-
     plain = model()
     others = [name(model(hidden=64)), name(model().to(torch.bfloat16))]
     names = {name(plain), name(plain, depths=(1,)), name(plain, further=("states",)), name(plain, written=(False,))}
@@ -179,7 +189,7 @@ def test_models_of_one_shape_share_programs_wherever_they_were_read_from(tmp_pat
     for folder in ("first", "second"):
         model().save_pretrained(tmp_path / folder)
         read = AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
-        names.add(program._key(read, BlockForward(read, (), (), [True])))
+        names.add(name(read))
     assert len(names) == 1
 
 
