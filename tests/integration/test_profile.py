@@ -104,7 +104,9 @@ def test_nothing_changes_and_the_spans_add_up(target, draft, name, options):
 
 
 @pytest.mark.usefixtures("traced")
-def test_compiled_lossy_and_planned_calls(target, draft):
+def test_compiled_lossy_and_planned_calls():
+    target = tiny_llama(0, layers=1)
+    draft = perturbed(target, 0.05)
     # Compiled forwards go past the model's hooks.
     for ids, mask in ((IDS[:1], None), (IDS, MASK)):
         expected = speculative_generate(target, DraftModelProposer(draft), ids, mask, compiled=True, **SAMPLED)
