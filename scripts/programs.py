@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.decode import speculative_generate
 from draftsmith.decode.cache.forward import BlockForward
-from draftsmith.decode.cache.program import may_compile, on_disk
+from draftsmith.decode.cache.program import NotCompiled, may_compile, nothing_compiled, on_disk
 from draftsmith.decode.measurement.costs import forward_behind_text
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.pair import load_pair
@@ -20,8 +20,6 @@ from draftsmith.train.job.processes import end_session, terminable
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Pair
 from draftsmith.train.models import load_tokenizer
 
-COMPILED = 3.0
-"""Seconds of a program from which it was compiled; those that are on disk are read in less."""
 SMALL = 10**9
 """Parameters up to which a target is loaded twice."""
 PROMPT = list(range(2, 10))
@@ -67,20 +65,16 @@ def compile_side_by_side(
     order: Order,
     drafters: Sequence[DrafterSpec],
     options: Sequence[Mapping[str, Any]],
-    seconds: Sequence[float],
 ) -> None:
-    """Compile what drafters decode with, half of it in another process, where the target had to be compiled too.
+    """Compile what drafters decode with, half of it in another process, where the first of it is not on disk.
 
     Args:
         pair: the loaded models, on a CPU.
         order: what the other process needs to load them.
         drafters: the specs of the pair's drafters, in their order.
         options: of the decoder, for each drafter.
-        seconds: of each of the target's programs, as the clock has them.
     """
-    if pair.target.device.type != "cpu" or pair.target.num_parameters() > SMALL:
-        return
-    if max(seconds, default=0.0) < COMPILED:
+    if pair.target.device.type != "cpu" or pair.target.num_parameters() > SMALL or not may_compile():
         return
     programs = {
         (_shape(drafter), tuple(drafter.draft_lengths), place): (drafter, spec, of_decoder)
@@ -89,7 +83,7 @@ def compile_side_by_side(
         if drafter.model is not None
     }
     parts = list(programs.values())
-    if len(parts) < 2:
+    if len(parts) < 2 or not _must_compile(pair, parts[0][0], parts[0][2]):
         return
     ours, theirs = parts[::2], parts[1::2]
     others = Order(**vars(order) | {"drafters": [s for _, s, _ in theirs], "options": [o for _, _, o in theirs]})
@@ -97,6 +91,17 @@ def compile_side_by_side(
         for drafter, _, of_decoder in ours:
             with suppress(Exception):  # decoding says what fails
                 decode_briefly(pair, drafter, of_decoder)
+
+
+def _must_compile(pair: Pair, drafter: Drafter, options: Mapping[str, Any]) -> bool:
+    try:
+        with nothing_compiled():
+            decode_briefly(pair, drafter, options)
+    except NotCompiled:
+        return True
+    except Exception:  # decoding says what fails
+        return False
+    return False
 
 
 def _shape(drafter: Drafter) -> str:

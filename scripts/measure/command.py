@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from draftsmith.decode import clock
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.progress import phase
@@ -60,7 +59,6 @@ def measure(config: MeasureConfig) -> Report:
             f"batch_size: expected at most the {count} prompts that are decoded, found {max(config.batch_size)}"
         )
     drafters = _drafters(config)
-    programs = len(clock.PROGRAMS)
     pair, settings = load_fastest(
         config.target,
         tokenizer,
@@ -77,7 +75,7 @@ def measure(config: MeasureConfig) -> Report:
         specs = [replace(spec, dtype=settings.draft_dtypes.get(str(spec.path))) for spec in drafters]
         order = Order(config.target, settings.dtype, settings.threads, config.trust_remote_code)
         options = [config.options(temperature) for temperature in config.temperature]
-        compile_side_by_side(pair, order, specs, options, clock.PROGRAMS[programs:])
+        compile_side_by_side(pair, order, specs, options)
     tables: list[CostTable] | None = None if config.measure_costs else []
     if config.costs is not None:  # others' are refused before a text is decoded
         tables = load_costs(Path(config.costs), config, pair)

@@ -41,17 +41,25 @@ def test_two_processes_share_out_what_drafters_need(pair_dirs, monkeypatch):
     specs = drafter_specs([draft, "prompt_lookup"], [2])
     pair = load_pair(target, load_tokenizer(target), specs)
     options = [{"do_sample": False}, {"do_sample": True, "temperature": 1.0, "top_k": 0}]
-    here, there = [], []
-    monkeypatch.setattr(programs, "decode_briefly", lambda pair, drafter, options: here.append(options))
+    here, there, missing = [], [], [False]
+
+    def decode(pair, drafter, options):
+        if not program.may_compile() and missing[0]:
+            raise program.NotCompiled("compiled: expected a program")
+        if program.may_compile():
+            here.append(options)
+
+    monkeypatch.setattr(programs, "decode_briefly", decode)
     monkeypatch.setattr(programs, "compiling", lambda order: there.append(order) or nullcontext())
-    for seconds in (0.5, 30.0):  # of the target's program, read from disk or compiled
-        with monkeypatch.context() as changed:
-            changed.setattr(programs, "SMALL", 0)
-            programs.compile_side_by_side(pair, order_of(target), specs, options, [seconds])
-        if seconds < 1:
-            programs.compile_side_by_side(pair, order_of(target), specs, options, [seconds])
-        assert here == there == []
-    programs.compile_side_by_side(pair, order_of(target), specs, options, [30.0])
+    programs.compile_side_by_side(pair, order_of(target), specs, options)  # all of it is on disk
+    missing[0] = True
+    with monkeypatch.context() as changed:
+        changed.setattr(programs, "SMALL", 0)
+        programs.compile_side_by_side(pair, order_of(target), specs, options)
+    with program.nothing_compiled():
+        programs.compile_side_by_side(pair, order_of(target), specs, options)
+    assert here == there == []
+    programs.compile_side_by_side(pair, order_of(target), specs, options)
     assert here == options[:1] and there[0].options == options[1:] and there[0].drafters == specs[:1]
 
 
