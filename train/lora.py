@@ -43,12 +43,12 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in chosen),
     )
     # For some families peft takes maps with the names that experts once had for those experts; these names are exact.
-    family = model.config.model_type
-    model.config.model_type = "exact"
+    named: Any = model.config
+    family, named.model_type = named.model_type, "exact"
     try:
         inject_adapter_in_model(config, model, ADAPTER)
     finally:
-        model.config.model_type = family
+        named.model_type = family
     for name, parameter in model.named_parameters():
         if "lora_" in name:  # peft gives them the dtype of what they adapt, in which small steps would be lost
             parameter.data = parameter.data.float()
