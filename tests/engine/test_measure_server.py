@@ -40,11 +40,12 @@ def test_one_and_four_at_once_beside_plain_decoding(speculating, plain, tmp_path
         assert run["mean_acceptance_length"]["value"] == pytest.approx(emitted / run["counts"]["num_drafts"])
         low, high = counted["alpha_within"]  # at four at once steps may come together
         assert high - low < 0.1 and run["alpha"]["value"] in (None, low)
-    assert one["alpha"]["n"] == COUNT and one["alpha"]["ci95"][0] < one["alpha"]["value"] < one["alpha"]["ci95"][1]
+        assert run["alpha"]["n"] == COUNT
+        if run["alpha"]["value"] is not None:
+            assert run["alpha"]["ci95"][0] < low < run["alpha"]["ci95"][1]
     assert all("α lies between" in words for words in report["server"]["warnings"]) and one["speedup"]["n"] == COUNT
-    low, high = one["alpha"]["ci95"]
     alone = [*argv[:-4], "--max-new-tokens", str(NEW), "--concurrency", "1", "--baseline-server", "null"]
-    for least, code in ((low - 0.01, 0), ((low + high) / 2, 3)):
+    for least, code in ((low - 0.3, 0), (high, 3)):
         assert cli.main([*alone, "--min-alpha", str(least)]) == code
     out = capsys.readouterr().out
     assert "NO-GO" in out and re.search(r"(?<!-)\bGO\b", out)
