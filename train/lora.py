@@ -60,9 +60,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _read_by_kernels(model: PreTrainedModel) -> set[str]:
-    """Return the names of Mamba's output maps: its kernels read their weight, past any adapter."""
-    mixers = (name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D"))
-    return {f"{name}.out_proj" for name in mixers}
+    """Return the names of maps of Mamba's mixers whose weights kernels read, past any adapter."""
+    mixers = [name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")]
+    return {f"{mixer}.{name}" for mixer in mixers for name in ("x_proj", "dt_proj", "out_proj")}
 
 
 @torch.no_grad()

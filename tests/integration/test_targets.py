@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import tiny_model
 from gemma import gemma_tokenizer, seeing_gemma, tiny_gemma
+from transformers import MambaConfig, MambaForCausalLM
 
 from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.errors import InputError
@@ -146,6 +147,13 @@ def test_adapters_go_on_linear_maps_that_nothing_reads_past(family, adapted, lef
     names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
     assert any(adapted in name for name in names) and not any(left in name for name in names)
     assert model.config.model_type == kind
+
+
+def test_maps_that_mambas_kernels_read_get_no_adapters():
+    model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4))
+    add_lora(model, LoraOptions(r=2))
+    names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
+    assert names == ["backbone.layers.0.mixer.in_proj.lora_A.default.weight"]
 
 
 def decoding(name: str, place: Path) -> list[str]:
