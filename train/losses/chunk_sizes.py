@@ -1,35 +1,35 @@
-"""The number of logits held at a time, by the device's memory or by one setting, which `draftsmith plan` reads too."""
+"""The number of logits held at a time: set by the device's memory or by one setting. `draftsmith plan` reads it too."""
 
 from dataclasses import dataclass
 
 import torch
 
 PARTS = 8
-"""Parts of a chunk on a CPU: what lies in its cache is read faster, and a launch costs next to nothing."""
+"""Parts per chunk on a CPU: a part that fits its cache is read faster, and a launch costs next to nothing."""
 
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """How a loss, or whatever else walks the logits of many positions, is cut."""
+    """How a loss, or another walk over the logits of many positions, is cut."""
 
     chunk: int
-    """Logits of a chunk, which matrix products are taken over: fewer would wait for the head's weight to be read."""
+    """Logits of a chunk, the unit of the matrix products: with fewer they would wait for the head's weight."""
     part: int
-    """Logits of a part of a chunk, which the loss is taken over: it holds about ten float32 tensors of this size."""
+    """Logits of a part of a chunk, the unit of the loss, which holds about ten float32 tensors of this size."""
 
     @classmethod
     def of(cls, device: torch.device, logits: int | None = None) -> "ChunkSizes":
-        """Return the sizes on a device; those of chunks of `logits` where that is given."""
+        """Return the sizes for a device, with chunks of `logits` if given."""
         if device.type == "cuda":
             return cls.on_gpu(torch.cuda.get_device_properties(device).total_memory, logits)
         return ON_CPU if logits is None else cls(logits, max(1, logits // PARTS))
 
     @classmethod
     def on_gpu(cls, memory: float, logits: int | None = None) -> "ChunkSizes":
-        """Return the sizes on a GPU with `memory` bytes: one part a chunk.
+        """Return the sizes for a GPU with `memory` bytes: one part per chunk.
 
-        A kernel takes some microseconds to launch, in which an H100 works through 10⁷ logits. So chunks are as large as
-        memory allows: the ten tensors of one take a fifteenth of it. 2²⁷ of 80 GiB, 880 positions of 152k tokens.
+        A kernel launch takes some microseconds, in which an H100 computes 10⁷ logits. So chunks are as large as memory
+        allows: a chunk's ten tensors take a fifteenth of it. For 80 GiB: 2²⁷ logits, 880 positions of 152k tokens.
         """
         size = 2 ** (int(memory / 512).bit_length() - 1) if logits is None else logits
         return cls(size, size)
@@ -47,6 +47,6 @@ ON_CPU = ChunkSizes(2**24, 2**24 // PARTS)
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Return slices of `size` each, at least 1, over `count`; a single empty one of none."""
+    """Return slices of `size` (at least 1) over `count`, or one empty slice if `count` is 0."""
     size = max(1, size)
     return [slice(start, start + size) for start in range(0, max(count, 1), size)]

@@ -1,10 +1,10 @@
-"""Losses over a large vocabulary in bounded memory: no more than a chunk of positions has its logits at any time.
+"""Losses over a large vocabulary in bounded memory: only one chunk of positions has its logits at a time.
 
-For each chunk the forward computes both models' logits, the loss, and at once the gradients to the hidden states and to
-the head. These are the matrix products of the eager loss, none taken twice, and no tensor is as large as all logits.
+For each chunk the forward computes both models' logits, the loss, and at once the gradients to the hidden states and
+the head. It takes the same matrix products as the eager loss, each once, and never holds all logits.
 
-The way of a training loss: the trainer's `compute_loss` calls the model with `inside=…` (`inside_forward`), there
-`chunked_objective` is called, `_ChunkedSum` walks the chunks, and `Objective.features` compares p and q.
+A training loss runs like this: the trainer's `compute_loss` calls the model with `inside=…` (`inside_forward`), which
+calls `chunked_objective`; `_ChunkedSum` walks the chunks, and `Objective.features` compares p and q.
 
 Shape suffixes: N positions, H hidden, V vocabulary, K features of a position; of a chunk C positions, of a part P.
 """
@@ -23,7 +23,7 @@ from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead
 
 Features = Callable[[Any, Tensor, Tensor], Tensor]
-"""(p, q_logits_PV, labels_P) → features_PK, position by position: p is logits_PV of `LiveDistributions`, or
+"""(p, q_logits_PV, labels_P) → features_PK, position by position. p is logits_PV from `LiveDistributions`, or
 `CachedDistributions`."""
 
 
@@ -41,20 +41,20 @@ def lean_divergence(
     labels: Tensor | None = None,
     eta: float = 3.0,
 ) -> Tensor:
-    """Return `divergence(p_head(p_hidden), q_head(q_hidden), …)` without holding either's logits.
+    """Return `divergence(p_head(p_hidden), q_head(q_hidden), …)` without holding either model's logits.
 
     Args:
         q_hidden: the draft's last hidden states, (N, H); gradients flow to them.
         q_head: the draft's head, (V, H) or an `OutputHead`; gradients flow to its weight and bias.
-        p_hidden: the target's, (N, H').
-        p_head: the target's, (V, H').
-        name: as in `divergence`, like the other arguments.
+        p_hidden: the target's last hidden states, (N, H').
+        p_head: the target's head, (V, H').
+        name: a name of `divergence`.
         temperature: divides both logits.
         mask: (N,) bool, the positions that count; all if None.
-        chunk_size: positions a chunk; by default as many as suit the device (`ChunkSizes`).
-        beta: the mixture weight of p in `jsd`.
+        chunk_size: positions per chunk; if None, `ChunkSizes` fits them to the device.
+        beta: the weight of p in `jsd`.
         alpha: how far the skewed divergences mix.
-        labels: (N,), for `cross_entropy`.
+        labels: (N,), the text's tokens for `cross_entropy`.
         eta: η of `lk_hybrid`.
 
     Raises:
@@ -88,20 +88,13 @@ def chunked_objective(
     weights_N: Tensor | None = None,
     starts_N: Tensor | None = None,
 ) -> Tensor:
-    """Return an objective, summed over positions and times a weight: what training minimises.
+    """Return an objective, summed over positions and times `weight`: the loss that training minimises.
 
-    Args:
-        objective: what to sum.
-        hidden_NH: what the head sees in training; gradients flow to it and to the head.
-        head: cut to the tokens.
-        teacher: p of the positions; None for an objective that does not look at it.
-        labels_N: the text's tokens.
-        follows_N: bool, as in `Objective.shortfall`.
-        weight: multiplies each position.
-        sizes: of chunks; those that suit the device if None.
-        weights_N: as in `Objective.shortfall`.
-        starts_N: likewise.
+    Gradients flow to `hidden_NH` and to the head, which is cut to the tokens. `teacher` is None for an objective that
+    needs no target. `follows_N`, `weights_N` and `starts_N` are those of `Objective.shortfall`.
     """
+    # Without coupled positions, each weight is a constant and one pass is enough. Otherwise the first pass computes
+    # the features of all positions, and the second takes gradients with the weights that these give.
     args = (labels_N, hidden_NH, head, teacher, sizes)
     if not objective.couples:
         weights_N1 = torch.full((len(hidden_NH), 1), weight, device=hidden_NH.device)
@@ -122,21 +115,21 @@ def chunked_objectives(
     """Return the weighted sum of an objective without blocks over several heads that learn from the same p.
 
     Args:
-        objective: what each head minimises.
-        labels_N: the text's tokens, the same for all.
-        learners: of each what it sees, (N, H), its head, which may be another's too, what each position counts, (N,)
-            of 0 and 1, and the weight of its sum.
-        teacher: p of the N positions; None for an objective that does not look at it.
-        sizes: of chunks; those that suit the device if None.
+        objective: the objective of each head.
+        labels_N: the text's tokens, the same for all heads.
+        learners: for each head its hidden states (N, H), the head (several may share one), the positions that count,
+            (N,) of 0 and 1, and the weight of its sum.
+        teacher: p of the N positions; None for an objective that needs no target.
+        sizes: the chunks; fitted to the device if None.
     """
     values, weighted = list[Tensor](), list[tuple[Tensor, OutputHead, Tensor]]()
-    for seen_NH, head, counts_N, weight in learners:
+    for states_NH, head, counts_N, weight in learners:
         weights_NK = counts_N[:, None]
         if objective.couples:
-            features_NK = chunked_features(objective.features, labels_N, seen_NH, head, teacher, sizes)
+            features_NK = chunked_features(objective.features, labels_N, states_NH, head, teacher, sizes)
             total, weights_NK = _coupled(objective, features_NK, counts_N=counts_N)
             values.append(weight * total)
-        weighted.append((seen_NH, head, weight * weights_NK))
+        weighted.append((states_NH, head, weight * weights_NK))
     linear = chunked_sums(objective.features, labels_N, weighted, teacher, sizes)
     return _valued(linear, torch.stack(values).sum()) if values else linear
 
@@ -148,10 +141,7 @@ def _coupled(
     counts_N: Tensor | None = None,
     starts_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return an objective's value, and its gradient to the features: positions weigh each other's gradients.
-
-    So all values come first, then the gradients to what is learned, with these weights.
-    """
+    """Return an objective's value and its gradient to the features, by which positions weigh each other's gradients."""
     with torch.enable_grad():
         total = objective.shortfall(features_NK.requires_grad_(True), follows_N, counts_N, starts_N)
         (weights_NK,) = torch.autograd.grad(total, features_NK)
@@ -159,7 +149,7 @@ def _coupled(
 
 
 def _valued(linear: Tensor, value: Tensor) -> Tensor:
-    """Return a sum that has the gradients of one and the value of the other."""
+    """Return a sum with the gradients of `linear` and the value of `value`."""
     return linear - linear.detach() + value
 
 
@@ -175,14 +165,13 @@ def chunked_sum(
     """Return Σ weights · features over positions, and the features themselves, chunk by chunk.
 
     Args:
-        features: of two distributions, position by position; differentiable in q's logits.
-        weights_NK: constants; None for a sum that nobody needs.
+        features: compares two distributions, position by position; differentiable in q's logits.
+        weights_NK: constants; None if nobody needs the sum.
         labels_N: the text's tokens.
-        hidden_NH: what q's head sees; gradients flow to it.
-        head: q's; gradients flow to its weight and bias.
-        teacher: p of the N positions; no gradients. None where the features do not look at it; they are given q's
-            logits.
-        sizes: of chunks; those that suit the device if None.
+        hidden_NH: the input of q's head; gradients flow to it.
+        head: q's head; gradients flow to its weight and bias.
+        teacher: p of the N positions, without gradients; if None, the features ignore p and get q's logits for it.
+        sizes: the chunks; fitted to the device if None.
 
     Returns:
         The sum, a float32 scalar that can be differentiated once, and the features, (N, K), without gradients.
@@ -197,15 +186,10 @@ def chunked_sums(
     teacher: TeacherDistributions | None,
     sizes: ChunkSizes | None = None,
 ) -> Tensor:
-    """Return `chunked_sum` over several heads that learn from the same p, which is made once for all of them.
+    """Return `chunked_sum` over several heads that learn from the same p, which is computed once for all of them.
 
-    Args:
-        features: as there.
-        labels_N: the text's tokens, the same for all.
-        learners: of each what it sees, (N, H), its head, which may be another's too, and constant weights, (N, K), 0
-            where it does not learn.
-        teacher: p of the N positions; None as there.
-        sizes: of chunks.
+    Each learner is its hidden states (N, H), its head (several may share one), and constant weights (N, K), 0 at
+    positions that it does not learn.
     """
     return _chunked(features, labels_N, learners, teacher, sizes)[0]
 
@@ -223,18 +207,18 @@ def chunked_features(
 
 
 class _Learner(NamedTuple):
-    """A head of a chunked sum. What gradients flow to is named by its place among the sum's tensors."""
+    """A head of a chunked sum; the tensors that get gradients are given by their index among the sum's tensors."""
 
     head: OutputHead
     weights_NK: Tensor | None
-    seen: int
-    """What the head sees, (N, H), or (N, H + R)."""
+    states: int
+    """The head's input, (N, H) or (N, H + R)."""
     weight: int
     bias: int | None
     beside: int | None
 
     def maps(self, tensors: Sequence[Tensor], *rows: Tensor | None) -> list[tuple[Any, ...]]:
-        """Return the place of each linear map that is added, and of rows (C, H + R) the columns that it sees."""
+        """Return each linear map's index, and the columns of `rows`, (C, H + R), that this map reads."""
         if self.beside is None:
             return [(self.weight, *rows)]
         at = [tensors[self.weight].shape[1]]
@@ -251,21 +235,23 @@ def _chunked(
     teacher: TeacherDistributions | None,
     sizes: ChunkSizes | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of all learners, and the first one's features; a tensor that several share is handed over once."""
+    """Return the sum over all learners, and the first one's features."""
     tensors = list[Tensor]()
 
+    # A tensor that several learners share enters once, so that autograd gets one gradient for it.
     def place(tensor: Tensor) -> int:
-        found = next((at for at, other in enumerate(tensors) if other is tensor), None)
-        if found is None:
-            tensors.append(tensor)
-        return len(tensors) - 1 if found is None else found
+        for index, other in enumerate(tensors):
+            if other is tensor:
+                return index
+        tensors.append(tensor)
+        return len(tensors) - 1
 
     def optional(tensor: Tensor | None) -> int | None:
         return None if tensor is None else place(tensor)
 
     placed = [
-        _Learner(head, weights_NK, place(seen), place(head.weight), optional(head.bias), optional(head.beside))
-        for seen, head, weights_NK in learners
+        _Learner(head, weights_NK, place(states), place(head.weight), optional(head.bias), optional(head.beside))
+        for states, head, weights_NK in learners
     ]
     sizes = sizes or ChunkSizes.of(labels_N.device)
     return _ChunkedSum.apply(features, placed, labels_N, teacher, sizes, *tensors)
@@ -282,38 +268,42 @@ class _ChunkedSum(torch.autograd.Function):
         sizes: ChunkSizes,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the sum and its gradients together; `chunked_sum` and `chunked_sums` say what the arguments are."""
+        """Compute the sum and its gradients together."""
         first = learners[0]
-        head_dtype, device = tensors[first.weight].dtype, tensors[first.seen].device.type
-        # What autocast would do to the matrix products, done by hand: it leaves products into a buffer alone.
+        head_dtype, device = tensors[first.weight].dtype, tensors[first.states].device.type
+        # Cast by hand as autocast would: autocast skips products that are written into a buffer.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head_dtype
         operands = [tensor.to(dtype) for tensor in tensors]
-        # Chunks add up in float32: in half precision a gradient loses what each adds to the sum of many.
-        wide, states = torch.promote_types(head_dtype, torch.float32), {learner.seen for learner in learners}
+        # Gradients of weights add up over chunks in float32: half precision would lose small terms of a long sum.
+        # Each position is in one chunk only, so gradients of states keep their own dtype.
+        wide, states = torch.promote_types(head_dtype, torch.float32), {learner.states for learner in learners}
         gradients = [
-            torch.zeros(tensor.shape, dtype=tensor.dtype if at in states else wide, device=tensor.device)
+            torch.zeros(tensor.shape, dtype=tensor.dtype if index in states else wide, device=tensor.device)
             if needed
             else None
-            for at, (tensor, needed) in enumerate(zip(tensors, ctx.needs_input_grad[5:], strict=True))
+            for index, (tensor, needed) in enumerate(zip(tensors, ctx.needs_input_grad[5:], strict=True))
         ]
         learns = any(ctx.needs_input_grad[5:])
-        total, first_features = tensors[first.seen].new_zeros((), dtype=torch.float32), list[Tensor]()
+        total, first_features = tensors[first.states].new_zeros((), dtype=torch.float32), list[Tensor]()
         vocab_size = len(tensors[first.weight])
         for at in sizes.chunks(len(labels_N), vocab_size):
             p_of = None if teacher is None else teacher.chunk(at)
             for learner in learners:
                 with torch.autocast(device, enabled=False):
-                    of_states = gradients[learner.seen]
+                    states_gradient = gradients[learner.states]
                     maps = learner.maps(
-                        tensors, operands[learner.seen][at], None if of_states is None else of_states[at]
+                        tensors,
+                        operands[learner.states][at],
+                        None if states_gradient is None else states_gradient[at],
                     )
                     b_V = None if learner.bias is None else operands[learner.bias]
-                    # The logits, until the loss has been through.
+                    # This buffer holds the logits first; the loop over parts overwrites them with their gradients.
                     g_CV = torch.nn.functional.linear(maps[0][1], operands[learner.weight], b_V)
                     for place, h_CR, _ in maps[1:]:
                         g_CV.addmm_(h_CR, operands[place].T)
                     for part in sizes.parts(len(g_CV), vocab_size):
                         with torch.set_grad_enabled(learns):
+                            # A leaf: autograd sees the loss of this part alone, not the matrix product before it.
                             raw_PV = g_CV[part].requires_grad_(learns)
                             logits_PV = learner.head.finish(raw_PV)
                             p = p_of(part) if p_of else raw_PV.detach()
@@ -326,18 +316,20 @@ class _ChunkedSum(torch.autograd.Function):
                             total += loss.detach()
                             if learns:
                                 g_CV[part] = torch.autograd.grad(loss, raw_PV)[0]
+                        # Names would keep this part's graph alive while the next part is computed.
                         del raw_PV, logits_PV, p, values_PK, loss
-                    for place, h_CH, of_chunk in maps:
-                        if of_chunk is not None:
-                            of_chunk += g_CV @ operands[place]
-                        if (of_weight := gradients[place]) is None:
+                    # The backward of the linear maps, by hand: G W to the states, Gᵀ H to the weights.
+                    for place, h_CH, chunk_gradient in maps:
+                        if chunk_gradient is not None:
+                            chunk_gradient += g_CV @ operands[place]
+                        if (weight_gradient := gradients[place]) is None:
                             continue
-                        if of_weight.dtype == dtype:
-                            torch.addmm(of_weight, g_CV.T, h_CH, out=of_weight)
+                        if weight_gradient.dtype == dtype:  # add in place: no second tensor of the weight's size
+                            torch.addmm(weight_gradient, g_CV.T, h_CH, out=weight_gradient)
                         else:
-                            of_weight += g_CV.T @ h_CH
-                    if learner.bias is not None and (of_bias := gradients[learner.bias]) is not None:
-                        of_bias += g_CV.sum(0)
+                            weight_gradient += g_CV.T @ h_CH
+                    if learner.bias is not None and (bias_gradient := gradients[learner.bias]) is not None:
+                        bias_gradient += g_CV.sum(0)
                     del g_CV
         ctx.gradients = [
             None if gradient is None else gradient.to(tensor.dtype)
@@ -349,7 +341,7 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Hand the gradients over, times the gradient of the sum."""
+        """Return the gradients of `forward`, times the gradient of the sum."""
         outer = grads[0]
         if ctx.gradients is None:
             raise RuntimeError("the loss was differentiated already, and its gradients were handed over")

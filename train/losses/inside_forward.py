@@ -1,13 +1,11 @@
-"""The one way into a forward: how a loss runs where the weights are.
+"""Running a loss inside a model's forward, where its weights are.
 
-The chunked loss needs the weight of an output head, not the head's output. But a wrapper holds weights and gradients
-together inside of a forward alone: FSDP2 and DeepSpeed ZeRO-3 gather a module's weights when its forward begins and
-scatter them when it ends, DDP collects the gradients of what its forward returned, and autocast is on in between. So
-the loss runs inside of the model's forward, and inside of its output head's.
+The chunked loss needs the weight of an output head, not its output. But FSDP2 and DeepSpeed ZeRO-3 gather a module's
+weights only during its forward, DDP collects the gradients of the forward's result, and autocast is on only inside. So
+the loss runs inside the model's forward and inside its output head's.
 
-What is patched: `open_forward` replaces the `forward` of one module object, not of its class. The new forward knows one
-keyword more, `inside`, a function. With it, the forward returns what the function makes of the forward's arguments.
-Without it, the forward does what it did before. Trainers open what they train when they are made.
+`open_forward` replaces the `forward` of one module object, not of its class. The new forward takes one more keyword,
+`inside`, a function that it calls in place of the original. Trainers open the modules that they train.
 
 Shape suffixes: B rows, T positions, H hidden.
 """
@@ -41,14 +39,11 @@ def inside_model(
     function: Callable[[Tensor, OutputHead], Any],
     hidden_of: Callable[..., Tensor] = last_hidden,
 ) -> Callable[..., Any]:
-    """Return what to call inside of a causal LM's forward for `function` to get its hidden states and its head.
+    """Return a function for a causal LM's forward to call, which passes its hidden states and its head to `function`.
 
     Use: `wrapped(**inputs, inside=inside_model(model, function))`, where `wrapped` is the model or a wrapper around it.
-
-    Args:
-        model: a causal LM; it and its output embeddings were opened with `open_forward`.
-        function: of the last hidden states, hidden_BTH, and the head.
-        hidden_of: makes them of the model and of the inputs that the forward is given.
+    The model and its output embeddings must have been opened with `open_forward`. `hidden_of` computes hidden_BTH from
+    the model and the forward's inputs.
     """
     project: Any = model.get_output_embeddings()
 

@@ -1,8 +1,8 @@
-"""Objectives of training: a weighted sum of divergences, and of the expected acceptance length's shortfall.
+"""Training objectives: a weighted sum of divergences and of the shortfall of the expected acceptance length.
 
-Everything is reduced over the tokens of a global batch, so that the split of a batch over steps and processes does not
-change it. Shape suffixes: N positions, V vocabulary, K features of a position, E the outcomes compared: the V tokens,
-or of cached distributions k tokens and their tail.
+All terms are sums over the tokens of a global batch, so that splitting it over steps and processes changes nothing.
+Shape suffixes: N positions, V vocabulary, K features of a position, E outcomes: the V tokens, or the k tokens of cached
+distributions and their tail.
 """
 
 from collections.abc import Mapping
@@ -22,27 +22,27 @@ from draftsmith.train.losses.divergences import NAMES as DIVERGENCE_NAMES
 
 BLOCK_TERMS = ("expected_length", "reached_tvd")
 NAMES = (*DIVERGENCE_NAMES, *BLOCK_TERMS)
-# These weigh a p or q of zero finitely. The others need q > 0 wherever p > 0: there q is not warped as p is. lk_hybrid
-# has a part of either kind; nla would have no gradient where p and q keep different tokens.
+# These stay finite where p or q is zero. The others need q > 0 wherever p > 0, so their q is not warped as p is.
+# lk_hybrid has a part of either kind; nla would have no gradient where p and q keep different tokens.
 BOUNDED = ("tvd", *BLOCK_TERMS)
 UNBOUNDED = tuple(name for name in DIVERGENCES if name not in (*BOUNDED, "lk_hybrid"))
-# These are acceptance, or weigh by it: where the draft's vocabulary is cut, p has what lies outside, as in decoding.
+# These are acceptance, or weighted by it: with a cut vocabulary, their p includes all other tokens, as in decoding.
 ACCEPTANCE = ("nla", "lk_hybrid", *BOUNDED)
 LK_ALPHAS = ("position", "batch")
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A weighted sum of terms under the sampling of the deployment.
+    """A weighted sum of terms, under the deployment's sampling.
 
-    Terms are the divergences of `draftsmith.train.losses.divergences` and, over drafted blocks of γ tokens:
+    Terms are the divergences of `draftsmith.train.losses.divergences` and two over drafted blocks of γ tokens:
 
     * `expected_length`: γ − E[accepted tokens] of a round that starts at the position, with
-      E[accepted] = Σ_j E[Π_{i<j} min(1, q_i/p_i) · Σ_v min(p_j, q_j)]. The last factor is taken over the full
-      vocabulary in place of the text's token alone, which has the same mean and less variance. At γ = 1 it is the TVD.
+      E[accepted] = Σ_j E[Π_{i<j} min(1, q_i/p_i) · Σ_v min(p_j, q_j)]. The last factor sums over the full vocabulary,
+      not over the text's token alone: the same mean with less variance. At γ = 1 the term is the TVD.
     * `reached_tvd`: the same value, but the probability of reaching a position is a constant weight in the gradient.
 
-    `lk_hybrid` takes its KL with q as it is and its TV and α with q warped: λ follows the deployment's acceptance.
+    `lk_hybrid` takes its KL with q unwarped, and its TV and α with q warped: λ follows the deployment's acceptance.
     """
 
     terms: Mapping[str, float] = field(default_factory=lambda: {"forward_kl": 1.0})
@@ -50,7 +50,7 @@ class Objective:
     temperature: float = 1.0
     """Divides both models' logits."""
     top_k: int = 0
-    """The deployment's top-k; 0 for none. It warps p, and q in the terms that may weigh a q of zero."""
+    """The deployment's top-k; 0 for none. It warps p, and warps q in the terms that stay finite where q is zero."""
     top_p: float = 1.0
     """The deployment's top-p, after top-k."""
     beta: float = 0.5
@@ -62,11 +62,10 @@ class Objective:
     eta: float = 3.0
     """η of lk_hybrid."""
     lk_alpha: str = "position"
-    """Which α weighs lk_hybrid: each position's own ("position"), or its mean over a "batch": what one process learns
-    from in one forward, of drafting heads each head's own. This mean alone depends on how a step is split."""
-
+    """The α that weighs lk_hybrid: each position's own ("position"), or its mean over a "batch": one forward of one
+    process, separately for each drafting head. Only this mean depends on how a step is split."""
     partial: bool = False
-    """Whether the text has tokens that the draft cannot propose, for its vocabulary is cut."""
+    """Whether the text has tokens that the draft cannot propose, because its vocabulary is cut."""
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -93,12 +92,12 @@ class Objective:
 
     @property
     def couples(self) -> bool:
-        """Whether positions act on each other, so that gradients need all values first."""
+        """Whether positions affect each other's gradients, so that all values are needed first."""
         return self.has_blocks or self._has_mean_alpha
 
     @property
     def has_blocks(self) -> bool:
-        """Whether positions of a drafted block act on each other."""
+        """Whether positions of a drafted block affect each other."""
         return any(name in self.terms for name in BLOCK_TERMS)
 
     @property
@@ -107,16 +106,16 @@ class Objective:
 
     @property
     def needs_target(self) -> bool:
-        """Whether p is looked at; cross entropy learns from the text alone."""
+        """Whether p is used; cross entropy learns from the text alone."""
         return set(self.terms) != {"cross_entropy"}
 
     @property
     def looks_outside(self) -> bool:
-        """Whether p is needed of what the draft cannot propose: for acceptance, or for what top-k and top-p keep."""
+        """Whether p of tokens that the draft cannot propose is needed, for acceptance or for top-k and top-p."""
         return self.partial and (self.warps or any(name in self.terms for name in ACCEPTANCE))
 
     def after(self, progress: float) -> "Objective":
-        """Return the mixture that a curriculum has come to: the forward KL at 0, the objective from 1 on."""
+        """Return a curriculum's mixture: the forward KL at progress 0, the objective from 1 on."""
         if progress >= 1:
             return self
         terms = {name: weight * progress for name, weight in self.terms.items() if progress > 0}
@@ -124,19 +123,19 @@ class Objective:
         return replace(self, terms=terms)
 
     def features(self, p: Tensor | WholeLogits | CachedDistributions, q_logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        """Return what `shortfall` sums: the weighted divergences, and where positions act on each other their parts.
+        """Return the addends of `shortfall`: the weighted divergences, and the parts of coupled terms.
 
         Args:
-            p: the target's logits, or its cached distributions under the same warping; anything where the objective
-                does not look at it (`needs_target`). Of a draft with a cut vocabulary, whose tokens are then meant by
-                V, `WholeLogits`, or logits of its tokens alone if none `looks_outside`.
-            q_logits_NV: the draft's; gradients flow to them.
-            labels_N: the text's tokens; −100 where the draft can't propose it: never accepted, and no example. Only an
-                objective that is `partial` looks for these.
+            p: the target's logits, or its cached distributions under the same warping; unused unless `needs_target`.
+                For a draft with a cut vocabulary, which V then means, `WholeLogits`, or logits of its tokens alone if
+                the objective does not look outside.
+            q_logits_NV: the draft's logits; gradients flow to them.
+            labels_N: the text's tokens. With `partial`, −100 marks tokens that the draft cannot propose: they are never
+                accepted, and no example.
 
         Returns:
-            (N, 1), or where it `couples` (N, 3): log a = min(0, log q(x) − log p(x)), and Σ_v min(p, q); with the mean
-            α of a batch (N, 4): KL(p ‖ q).
+            (N, 1); with `couples` (N, 3), adding log a = min(0, log q(x) − log p(x)) and Σ_v min(p, q); with the mean α
+            of a batch (N, 4), adding KL(p ‖ q).
         """
         total_N = q_logits_NV.new_zeros(len(q_logits_NV), dtype=torch.float32)
         if "cross_entropy" in self.terms:
@@ -145,6 +144,7 @@ class Objective:
         if not self.needs_target:
             return total_N[:, None]
         pair = DistributionPair(self, p, q_logits_NV)
+        # Terms that need q > 0 wherever p > 0: q is not warped.
         for name in self.terms:
             if name in UNBOUNDED:
                 log_p_NE, log_q_NE = pair.in_acceptance() if name in ACCEPTANCE else pair.among_drafted()
@@ -153,6 +153,7 @@ class Objective:
         kl_N = pair.where_possible(forward_kl(*pair.among_drafted())) if "lk_hybrid" in self.terms else None
         if kl_N is None and not self.terms.keys() & set(BOUNDED):
             return total_N[:, None]
+        # Terms that compare p and q as decoding does: both are warped.
         log_p_NE, log_q_NE = pair.in_acceptance(warped=True)
         if "tvd" in self.terms or (kl_N is not None and not self._has_mean_alpha):
             tv_N = tvd(log_p_NE, log_q_NE)
@@ -161,7 +162,7 @@ class Objective:
                 total_N = total_N + self.terms["lk_hybrid"] * lk_blend(kl_N, tv_N, self.eta)
         if not self.couples:
             return total_N[:, None]
-        # The overlap comes last, for its tensors are the larger ones, and gradients are taken from the last on.
+        # The overlap comes last: its tensors are the largest, and backward frees those of the last column first.
         log_a_N = pair.log_accepted(labels_N)
         columns = [total_N, log_a_N, torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)]
         if self._has_mean_alpha:
@@ -179,10 +180,10 @@ class Objective:
         """Return the objective summed over positions, a scalar.
 
         Args:
-            features_NK: of `features`, texts one behind the other.
-            follows_N: bool, whether a position comes right after the one before it in the same text; only an objective
-                that `has_blocks` looks at it.
-            weights_N: what each position counts, in the sum and in the mean of α; 1 if None. Blocks have none.
+            features_NK: the result of `features`, texts one after the other.
+            follows_N: bool, whether a position comes right after the one before it in the same text; only needed with
+                `has_blocks`.
+            weights_N: the weight of each position, in the sum and in the mean of α; 1 if None. Not for blocks.
             starts_N: bool, where blocks begin; everywhere if None.
         """
         weights_N = features_NK.new_ones(len(features_NK)) if weights_N is None else weights_N
@@ -202,11 +203,11 @@ class Objective:
         return total
 
     def warped(self, scores_NV: Tensor) -> Tensor:
-        """Return scores of which top-k and top-p leave the most probable tokens."""
+        """Return scores with `LOWEST` in place of tokens that top-k and top-p drop."""
         if self.top_k:
             return top_k_top_p(scores_NV, self.top_k, self.top_p, LOWEST)
         if self.top_p < 1:
-            nothing: Any = None  # of the text this warper sees nothing
+            nothing: Any = None  # this warper ignores the text
             return TopPLogitsWarper(self.top_p, filter_value=LOWEST)(nothing, scores_NV)
         return scores_NV
 
@@ -214,8 +215,8 @@ class Objective:
 class DistributionPair:
     """p and q of some positions, as logarithms over the outcomes that terms compare.
 
-    These are the V tokens, or of cached distributions k tokens and their tail. Of a draft with a cut vocabulary they
-    are what it can propose, over which p is renormalised; in terms of acceptance p has all else as one outcome more.
+    Outcomes are the V tokens, or the k tokens of cached distributions and their tail. With a cut vocabulary they are
+    the tokens that the draft can propose, over which p is renormalised; acceptance adds all others as one outcome.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class DistributionPair:
     ) -> None:
         self._objective, self._p = objective, p
         self._log_mass_N: Tensor | None = None
-        """Of p, the probability of what a draft with a cut vocabulary can propose."""
+        """The log-probability under p of all tokens that a draft with a cut vocabulary can propose."""
         if isinstance(p, CachedDistributions):
             self._log_p_NE = p.bucketed()
             self._log_mass_N = p.log_mass if isinstance(p, CutDistributions) else None
@@ -237,20 +238,20 @@ class DistributionPair:
         self._log_q: dict[bool, tuple[Tensor, Tensor]] = {}
 
     def among_drafted(self) -> tuple[Tensor, Tensor]:
-        """Return log p and log q over what the draft can propose, (N, E); q is not warped."""
+        """Return log p and log q over the tokens that the draft can propose, (N, E); q is not warped."""
         return self._log_p_NE, self._q()[1]
 
     def in_acceptance(self, warped: bool = False) -> tuple[Tensor, Tensor]:
-        """Return log p and log q as decoding compares them, (N, E); of a cut vocabulary (N, E + 1), q 0 outside."""
+        """Return log p and log q as decoding compares them, (N, E); with a cut vocabulary (N, E + 1), q 0 outside."""
         log_q_NE = self._q(warped)[1]
         return self._accepted_p_NE, _like(self._accepted_p_NE, log_q_NE)
 
     def where_possible(self, values_N: Tensor) -> Tensor:
-        """Return values, but 0 where all that the draft can propose has no probability: there it learns nothing."""
+        """Return values, but 0 where the draft can propose nothing that has a probability: it learns nothing there."""
         return values_N if self._log_mass_N is None else values_N.masked_fill(self._log_mass_N <= LOWEST / 2, 0.0)
 
     def log_accepted(self, labels_N: Tensor) -> Tensor:
-        """Return log min(1, q(x) ÷ p(x)) of the text's tokens, (N,); `LOWEST` of those that the draft lacks."""
+        """Return log min(1, q(x) ÷ p(x)) of the text's tokens, (N,), `LOWEST` for those that the draft lacks."""
         partial = self._objective.partial
         known_N = labels_N.clamp(min=0) if partial else labels_N
         if isinstance(self._p, CachedDistributions):
@@ -265,24 +266,25 @@ class DistributionPair:
         return self._log_p_NE if self._log_mass_N is None else _with_outside(self._log_p_NE, self._log_mass_N)
 
     def _q(self, warped: bool = False) -> tuple[Tensor, Tensor]:
-        """Return log q over all of the draft's tokens, and over the outcomes; made once each."""
+        """Return log q over all of the draft's tokens, and over the outcomes."""
         warped = warped and self._objective.warps
         if warped not in self._log_q:
             scores_NV = self._objective.warped(self._scores_NV) if warped else self._scores_NV
             log_q_NV = scores_NV.log_softmax(-1)
             log_q_NE = self._p.bucket(log_q_NV) if isinstance(self._p, CachedDistributions) else log_q_NV
+            # Keep only the last one: both would hold two more (N, V) tensors.
             self._log_q = {warped: (log_q_NV, log_q_NE)}
         return self._log_q[warped]
 
 
 def _with_outside(log_p_NE: Tensor, log_mass_N: Tensor) -> Tensor:
-    """Return log p of what a draft can propose, as it is, and of all else as one outcome more, (N, E + 1)."""
+    """Return log p with its true probabilities, and all that a draft cannot propose as one more outcome, (N, E + 1)."""
     outside_N = torch.log1p(-log_mass_N.exp().clamp(max=1.0))
     return torch.cat([log_p_NE + log_mass_N[:, None], outside_N[:, None]], dim=1).clamp(min=LOWEST)
 
 
 def _like(log_p_NE: Tensor, log_q_NE: Tensor) -> Tensor:
-    """Return log q of the outcomes of p: where there is one more, outside of what is drafted, q is 0 there."""
+    """Return log q over the outcomes of p; q is 0 at the outcome outside the draft's vocabulary, if p has one."""
     more = log_p_NE.shape[1] - log_q_NE.shape[1]
     return torch.nn.functional.pad(log_q_NE, (0, more), value=LOWEST) if more else log_q_NE
 
@@ -294,10 +296,10 @@ def _at(log_p_NV: Tensor, tokens_N: Tensor) -> Tensor:
 def expected_accepted(
     log_a_N: Tensor, overlap_N: Tensor, follows_N: Tensor, draft_length: int, detach_reach: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the expected accepted tokens of a round that starts at each position, and the most it could accept.
+    """Return the expected accepted tokens of a round that starts at each position, (N,), and their upper bound, (N,).
 
-    E[accepted from t | text] = Σ_{j<γ} exp(Σ_{i<j} log a_{t+i}) · o_{t+j}: position t + j is reached if all before it
-    were accepted, and the token there is accepted with probability o, averaged over what the target may say there
+    E[accepted from t | text] = Σ_{j<γ} exp(Σ_{i<j} log a_{t+i}) · o_{t+j}: the round reaches position t + j if it
+    accepts all tokens before, and accepts a token there with probability o, the mean over the target's tokens
     (Leviathan et al. 2023, section 3.1, without the assumption of equal α).
 
     Args:
@@ -305,19 +307,18 @@ def expected_accepted(
         overlap_N: Σ_v min(p, q) of each context.
         follows_N: bool, whether a position comes right after the one before it in the same text.
         draft_length: γ.
-        detach_reach: take the reaching probabilities as constants.
-
-    Returns:
-        (N,) and (N,).
+        detach_reach: treat the probabilities of reaching a position as constants.
     """
     n = len(log_a_N)
-    reach = log_a_N.new_zeros(n)  # log of the probability that the round gets to t + j
+    # Row t of `reach` and `inside` describes a round that starts at t: the log-probability that it reaches t + j, and
+    # whether t + j is still in the same text. Rows whose t + j is past the last position drop off.
+    reach = log_a_N.new_zeros(n)
     inside = torch.ones_like(follows_N)
     accepted, most = overlap_N.clone(), torch.ones_like(overlap_N)
     for j in range(1, min(draft_length, n)):
         reach = reach[: n - j] + log_a_N[j - 1 : n - 1]
         inside = inside[: n - j] & follows_N[j:]
-        weight = torch.where(inside, reach, -torch.inf).exp()
+        weight = torch.where(inside, reach, -torch.inf).exp()  # exp(−∞) = 0, with a gradient of 0
         if detach_reach:
             weight = weight.detach()
         pad = (0, j)

@@ -1,7 +1,7 @@
-"""From last hidden states to logits: what lies between a decoder's last norm and its logits, taken apart.
+"""The output head: the step from a decoder's last hidden states to its logits.
 
-A loss over a large vocabulary is taken in pieces, which needs the hidden states before the head and the head itself.
-Shape suffixes: B rows, T positions, H hidden, V vocabulary, D some tokens of it.
+A loss in chunks needs the hidden states and the head apart, since it never holds all logits.
+Shape suffixes: B rows, T positions, H hidden, V vocabulary, D some of its tokens.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from draftsmith.decode.replay.texts import fixed_packing
 
 @dataclass(frozen=True)
 class OutputHead:
-    """A linear map to logits, and what some families do to its output."""
+    """A linear map to logits, and the changes that some families make to its output."""
 
     weight: Tensor
     """(V, H)."""
@@ -32,8 +32,8 @@ class OutputHead:
     softcap: float | None = None
     """Logits become c·tanh(logits / c) (Gemma 2, section 2)."""
     beside: Tensor | None = None
-    """(V, R): a second map, of R numbers that stand behind the H hidden ones; its output is added. Kept apart, so that
-    one of the two may be frozen."""
+    """(V, R): a second map, from R numbers after the H hidden ones; its output is added. It is a tensor of its own, so
+    that either map can be frozen."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits, (…, V), of hidden states (…, H), or (…, H + R)."""
@@ -49,7 +49,7 @@ class OutputHead:
         )
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Apply what follows the linear map."""
+        """Apply the family's scale and soft cap to the linear map's output."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -57,29 +57,29 @@ class OutputHead:
         return logits
 
     def to(self, device: torch.device) -> "OutputHead":
-        """Return the head on a device: itself where it is there."""
+        """Return the head on a device, without a copy if it is there."""
         return self._changed(lambda tensor: tensor.to(device))
 
     def of(self, tokens_D: Tensor) -> "OutputHead":
-        """Return the head of some tokens, int64, in that order: a copy."""
+        """Return a copy of the head with the rows of some tokens, int64, in their order."""
         return self._changed(lambda tensor: tensor[tokens_D])
 
     def cut(self, vocab_size: int) -> "OutputHead":
-        """Return the head of the first entries: a view, whose gradients are those of the whole."""
+        """Return a view of the first `vocab_size` rows; gradients flow to the whole head."""
         return self._changed(lambda tensor: tensor[:vocab_size])
 
     def detach(self) -> "OutputHead":
-        """Return the head as a constant, which no gradients flow to."""
+        """Return the head as a constant, without gradients."""
         return self._changed(Tensor.detach)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "OutputHead":
-        further = {"bias": self.bias, "beside": self.beside}
-        changed: dict[str, Any] = {name: change(tensor) for name, tensor in further.items() if tensor is not None}
+        optional = {"bias": self.bias, "beside": self.beside}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in optional.items() if tensor is not None}
         return replace(self, weight=change(self.weight), **changed)
 
 
 def head_of(model: PreTrainedModel) -> OutputHead:
-    """Return a causal LM's head, tied or not. `require_split` tries whether the family does anything else to logits."""
+    """Return a causal LM's head, tied or not. `require_split` checks that the family changes logits in no other way."""
     module: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
@@ -90,7 +90,7 @@ def head_of(model: PreTrainedModel) -> OutputHead:
 
 
 def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
-    """Return the hidden states that the head sees, (B, T, H); rows with `position_ids` are packed."""
+    """Return the input of the head, (B, T, H); rows with `position_ids` are packed."""
     decoder = decoder_of(model)
     with fixed_packing("position_ids" in inputs):
         return decoder(use_cache=False, **inputs).last_hidden_state
@@ -99,11 +99,10 @@ def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
 @torch.no_grad()
 @phase("looking at the head")
 def require_split(model: PreTrainedModel, field: str) -> None:
-    """Require that a model's forward returns `head_of(model)` of `last_hidden`, by trying it.
+    """Require that a model's logits equal `head_of(model)` applied to `last_hidden`, in a short forward.
 
     Raises:
-        InputError: it does more to its logits, so that no loss can be taken in pieces of them, or its head was cut;
-            names the field.
+        InputError: the model changes its logits in another way, which no chunked loss can follow, or its head is cut.
     """
     if isinstance(model.get_output_embeddings(), CutHead):
         raise InputError(f"{field}: expected a model with its whole head, as load_model returns it, found a cut one")
@@ -114,7 +113,7 @@ def require_split(model: PreTrainedModel, field: str) -> None:
         ids = torch.arange(1, 5, device=model.device).remainder(vocab_size)[None]
         whole = model(input_ids=ids, use_cache=False).logits
         parts = head_of(model)(last_hidden(model, input_ids=ids))
-        # The same operations on the same numbers; half precision rounds their order.
+        # The same operations on the same numbers, but half precision rounds differently in another order.
         tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 0.05
         alike = whole.shape == parts.shape and bool((whole - parts).abs().max() <= tolerance * whole.abs().max())
     except (AttributeError, TypeError):
@@ -128,10 +127,10 @@ def require_split(model: PreTrainedModel, field: str) -> None:
 
 
 def text_states(target: PreTrainedModel, sequence: Tensor, prompt_length: int) -> Tensor:
-    """Return the hidden states that the target predicted each token of the text from, (N, H).
+    """Return the hidden states from which the target predicts each token after the prompt, (N, H).
 
     Raises:
-        InputError: no prompt, or nothing after it.
+        InputError: the prompt or the text after it is empty.
     """
     if not 1 <= prompt_length < len(sequence):
         raise InputError(
