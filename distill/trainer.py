@@ -21,7 +21,7 @@ from draftsmith.distill.on_policy import continued, prompts_of
 from draftsmith.train.checkpoint import end_of_sequence_ids
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.samples import mixed_seed
-from draftsmith.train.job.first_loss import Learner
+from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective

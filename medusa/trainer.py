@@ -18,7 +18,7 @@ from draftsmith.medusa.chains import ChainPlaces, LossPlaces, chain_metrics
 from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
 from draftsmith.medusa.seen import TargetStates, seen_by
 from draftsmith.train.data.examples import TrainingData
-from draftsmith.train.job.first_loss import Learner
+from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.distributions import LiveDistributions, WholeDistributions

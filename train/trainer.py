@@ -29,12 +29,10 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.sampler import EpochSampler
-from draftsmith.train.job.deadline import Deadline
-from draftsmith.train.job.finite import require_finite
-from draftsmith.train.job.first_loss import FirstLoss, Learner
 from draftsmith.train.job.flops import Work
 from draftsmith.train.job.resume import JobRecord
 from draftsmith.train.job.saving import SavingTrainer
+from draftsmith.train.job.step_checks import Deadline, FirstLoss, Learner, require_finite
 from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden

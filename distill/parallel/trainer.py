@@ -19,7 +19,7 @@ from draftsmith.distill.parallel.chains import Chains, chained, drawn_lengths
 from draftsmith.distill.parallel.layout import mask_token_of
 from draftsmith.distill.parallel.model import loss_vocabulary, parallel_hidden
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.job.first_loss import Learner
+from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.distributions import GatheredDistributions
 from draftsmith.train.losses.inside_forward import inside_model

@@ -1,4 +1,4 @@
-"""Ranges of the library's TrainingArguments: it takes numbers that no run can have, and trains on them, or fails."""
+"""Ranges for the library's TrainingArguments, which accepts numbers that no run can have and then trains or fails."""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -40,20 +40,15 @@ RANGES: Mapping[str, Range] = {
 
 
 def require_possible(training: Any) -> None:
-    """Require that TrainingArguments say what a run can be.
-
-    Raises:
-        InputError: names the first field that does not.
-    """
+    """Raise an InputError that names the first of the TrainingArguments that is out of range."""
     for name, allowed in RANGES.items():
         require(training, allowed, name, prefix="training.")
 
 
 def require_scheduler(training: Any) -> None:
-    """Require that the library can make the schedule of TrainingArguments, which it tries after models are loaded.
+    """Raise an InputError if the library cannot make the schedule of TrainingArguments.
 
-    Raises:
-        InputError: an option that the schedule does not know, or one that it lacks.
+    The library itself tries only after models are loaded.
     """
     kind, options = training.lr_scheduler_type, training.lr_scheduler_kwargs
     if not options and kind.value in ("linear", "cosine", "constant", "constant_with_warmup"):

@@ -1,7 +1,7 @@
-"""The arithmetic of a forward or a step, and the peak of a device: for use rates and for plans.
+"""The arithmetic of a forward or a step, and the peak rates of devices, for utilisation and for plans.
 
-The usual count (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B): two operations a multiply-add, the
-matrix products and attention alone, a causal one at half its square; what checkpointing computes twice counts once.
+The count is the usual one (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B): two operations per
+multiply-add; matrix products and attention alone, causal attention at half its square; recomputation is not counted.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head, kept_t
 
 @dataclass(frozen=True)
 class Device:
-    """What the maker says of a device."""
+    """A device's peak rates, as its maker states them."""
 
     tflops: float
-    """Dense bfloat16 operations a second, in 10¹²."""
+    """Dense bfloat16 operations per second, in 10¹²."""
     terabytes: float
-    """Bytes a second out of its memory, in 10¹²."""
+    """Bytes read from memory per second, in 10¹²."""
 
 
 DEVICES = {
@@ -37,30 +37,30 @@ DEVICES = {
     "RTX 4090": Device(165, 1.0),
     "RTX 3090": Device(71, 0.936),
 }
-"""By what their names hold, the longer name first."""
+"""Devices by a part of their names; longer names come first."""
 
 
 def known_device(name: str) -> Device | None:
-    """Return a device by the name that its driver gives, such as "NVIDIA H100 80GB HBM3"; None for others."""
+    """Return the device with a driver's name, such as "NVIDIA H100 80GB HBM3"; None if unknown."""
     return next((device for part, device in DEVICES.items() if part in name), None)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Multiply-adds of a forward, by what they are taken over."""
+    """The multiply-adds of a forward, by the unit that they are multiplied with."""
 
     decoder: int
-    """For each position."""
+    """Per position."""
     head: int
-    """For each position whose logits are made."""
+    """Per position whose logits are computed."""
     attention: int
-    """For each position that a position sees, itself included."""
+    """Per pair of a position and one that it attends to, itself included."""
     trained: float = 1.0
-    """The share of the matrices that has gradients."""
+    """The share of the matrices that gets gradients."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Work | None":
-        """Count a causal LM's; None for mixtures of experts, of whose weights a token uses some."""
+        """Count those of a causal LM; None for a mixture of experts, where a token uses only some of the weights."""
         if any(parameter.ndim == 3 for parameter in model.parameters()):
             return None
         config, head = model.config.get_text_config(), model.get_output_embeddings()
@@ -77,21 +77,18 @@ class Work:
 
     @classmethod
     def of_maps(cls, *parts: nn.Module) -> "Work":
-        """Count linear maps that are taken where logits are made, such as drafting heads', as often as given."""
+        """Count linear maps that are applied where logits are computed, such as drafting heads, repeats included."""
         return cls(0, sum(_multiply_adds(module) for part in parts for module in part.modules()), 0)
 
     def forward(self, positions: float, seen: float, logits: float) -> float:
-        """Return the operations of a forward.
+        """Return the operations of a forward over `positions` tokens, of which `logits` get logits.
 
-        Args:
-            positions: tokens that go in.
-            seen: summed over them, the tokens that each sees.
-            logits: positions whose logits are made.
+        `seen` is the sum over tokens of the tokens that each attends to.
         """
         return 2 * (self.decoder * positions + self.attention * seen + self.head * logits)
 
     def step(self, positions: float, seen: float, logits: float) -> float:
-        """Return the operations of a forward and its backward: once more to the inputs, and once to what is trained."""
+        """Return the operations of a forward and its backward, to the inputs and to the trained weights."""
         return (2 + self.trained) * self.forward(positions, seen, logits)
 
 

@@ -1,4 +1,4 @@
-"""Which step of a run is left in its `output_dir`, and what held-out text says of it."""
+"""The step whose weights a run leaves in its `output_dir`, and its score on held-out text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,33 +11,33 @@ from draftsmith.train.provenance import RUN_RECORD
 
 @dataclass(frozen=True)
 class KeptStep:
-    """A step whose weights are kept, and its place among those that were measured on held-out text."""
+    """The step whose weights are kept, and its score among the steps that were measured on held-out text."""
 
     step: Count
     last_step: Count
     metric: str
     measured: Count
-    """How many steps were measured."""
+    """The number of steps measured."""
     score: float | None
-    """The step's own; None where it was not measured."""
+    """The step's score; None if it was not measured."""
     last_score: float | None
     best_step: Count | None
-    """The best that was measured, whether its weights are kept or not."""
+    """The best measured step, whether its weights are kept or not."""
     best_score: float | None
 
     @classmethod
     def of(cls, step: int, last: int, metric: str, greater: bool, log: Sequence[Mapping[str, Any]]) -> "KeptStep":
-        """Return what a trainer's log says of a step."""
+        """Return a step's place in a trainer's log."""
         scores = {entry["step"]: entry[f"eval_{metric}"] for entry in log if f"eval_{metric}" in entry}
         best, best_score = next(iter(sorted(scores.items(), key=lambda entry: entry[1], reverse=greater)), (None, None))
         return cls(step, last, metric, len(scores), scores.get(step), scores.get(last), best, best_score)
 
     @classmethod
     def left_in(cls, directory: Path) -> "KeptStep | None":
-        """Return what a run left beside its weights; None where there is no such record, or an older one.
+        """Return the record that a run left next to its weights; None if there is none, or an older one.
 
         Raises:
-            InputError: it is damaged.
+            InputError: the record is damaged.
         """
         try:
             return read(_Record, directory / RUN_RECORD).kept

@@ -1,4 +1,4 @@
-"""One run at a time in a directory."""
+"""A lock that lets one run at a time write in a directory."""
 
 import contextlib
 import errno
@@ -21,16 +21,12 @@ NAME = ".lock"
 
 @contextlib.contextmanager
 def locked(directory: Path, field: str = "output") -> Iterator[None]:
-    """Keep all other runs out of a directory, which is made if need be, while the block runs.
+    """Keep other runs out of a directory while the block runs; the directory is made if it is missing.
 
-    By a lock of the kernel's, which ends with this process, even by a kill. On a disk that knows none there is none.
-
-    Args:
-        directory: what the run writes.
-        field: the config field that named it, for the error message.
+    The kernel's lock ends with this process, even if it is killed. A disk without locks gives none.
 
     Raises:
-        InputError: it cannot be made or written in; or another run writes there: names its process and host.
+        InputError: `field` names a directory that cannot be made or written in, or another run writes there.
     """
     require_writable(directory, field=field).mkdir(parents=True, exist_ok=True)
     path = directory / NAME
@@ -39,7 +35,7 @@ def locked(directory: Path, field: str = "output") -> Iterator[None]:
         yield
     finally:
         if file is not None:
-            path.unlink(missing_ok=True)  # while nobody else can have it
+            path.unlink(missing_ok=True)  # before the lock is released: afterwards the file may be another run's
             file.close()
 
 
@@ -57,17 +53,19 @@ def _locked_file(path: Path, field: str) -> IO[str] | None:
                 raise InputError(
                     f"{field}: expected a directory that no other run writes, found one at work in {path.parent}: {who}"
                 ) from None
-            path.unlink(missing_ok=True)  # what it has started holds the lock still
+            path.unlink(missing_ok=True)  # its child processes still hold the lock
             continue
         except OSError as error:
             file.close()
             if error.errno in {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}:
                 return None
             raise
+        # Another run may have unlinked the file between our open and our lock: then a third one could lock a new file
+        # at this path. So the lock counts only if the path still leads to the locked file.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break
-        file.close()  # it was removed meanwhile
+        file.close()  # the file was unlinked meanwhile: try again
     file.truncate(0)
     start = time.strftime("%Y-%m-%d %H:%M:%S")
     json.dump({"process": os.getpid(), "host": socket.gethostname(), "begun": start, "command": sys.argv}, file)
@@ -77,14 +75,14 @@ def _locked_file(path: Path, field: str) -> IO[str] | None:
 
 def _read(text: str) -> dict[str, object]:
     try:
-        found = parse_json(text)
-    except ValueError:  # it has been locked this instant
-        found = {}
-    return found if isinstance(found, dict) else {}
+        holder = parse_json(text)
+    except ValueError:  # the file was locked an instant ago and has no text yet
+        holder = {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _is_gone(holder: dict[str, object]) -> bool:
-    """Say whether the process that took a lock has ended, as far as can be known from this host."""
+    """Return whether the process that took a lock has surely ended; False for processes on other hosts."""
     process = holder.get("process")
     if holder.get("host") != socket.gethostname() or not isinstance(process, int):
         return False

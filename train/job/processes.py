@@ -1,4 +1,4 @@
-"""Processes that are launched together and share work out: they meet before it and after it, and not in between."""
+"""Processes that are launched together and divide work: they meet before it and after it, not in between."""
 
 import os
 import signal
@@ -20,36 +20,36 @@ from draftsmith.train.cli import Terminated
 from draftsmith.train.job import ranks
 
 LONGEST = timedelta(days=30)
-"""How long the first to finish waits for the last."""
+"""How long the first process to finish waits for the last."""
 
 PATIENCE = 5.0
-"""Seconds for a process that was asked to end."""
+"""Seconds that a process gets to end before it is killed."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Processes:
-    """One of some processes that do the same kind of work."""
+    """This process among those that do the same kind of work."""
 
     rank: int = 0
     count: int = 1
 
     @property
     def first(self) -> bool:
-        """Whether this one speaks for all."""
+        """Whether this process speaks for all."""
         return self.rank == 0
 
     def title(self, what: str) -> str:
-        """Return what a bar is called that shows this one's share."""
+        """Return the title of a progress bar for this process's share."""
         return what if self.count == 1 else f"{what}, 1 of {self.count} processes"
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """Return the items that are this one's to work on: the same whatever is done of them already."""
+        """Return this process's items, which do not depend on those already done."""
         return items[self.rank :: self.count]
 
     def after_the_first(self, work: Callable[[], None]) -> None:
-        """Let the first process do something before any of them goes on; what it raises, all of them raise."""
+        """Run `work` on the first process before any other continues; all of them raise what it raises."""
         raised: list[Any] = [None]
         if self.first:
             try:
@@ -62,7 +62,7 @@ class Processes:
             raise raised[0]
 
     def gathered(self, value: T) -> list[T]:
-        """Return what all of them have to say, once the last of them does."""
+        """Return the values of all processes, once the last one has called this."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
@@ -70,10 +70,10 @@ class Processes:
         return values
 
     def require_shared(self, file: Path) -> None:
-        """Require that all of them see a file that the first has written.
+        """Require that all processes see a file that the first one has written.
 
         Raises:
-            InputError: some machines have a disk of their own there.
+            InputError: a machine has a disk of its own there.
         """
         apart = [host for host in self.gathered("" if file.exists() else socket.gethostname()) if host]
         if apart:
@@ -84,30 +84,31 @@ class Processes:
 
 
 def is_first() -> bool:
-    """Say whether this process speaks for all that were launched with it; the only one does."""
+    """Return whether this process speaks for all that were launched with it; a single one does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def keep_few_kernels() -> None:
-    """Bound what oneDNN keeps of the bfloat16 kernels that it builds for each shape on a CPU.
+    """Bound oneDNN's cache of the bfloat16 kernels that it compiles for each shape on a CPU.
 
-    Each step of a training has shapes of its own, and a thousand kernels are kept by default: some 18 MB a step. One
-    layer, forwards and backwards, needs about 15. Called before the first forward; what the environment says stays.
+    By default it keeps a thousand. Each training step has shapes of its own and adds some 18 MB, while one layer's
+    forward and backward need about 15 kernels. Call this before the first forward; environment variables that are set
+    stay.
     """
-    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's, and that of PyTorch's layer
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's cache, and PyTorch's over it
         os.environ.setdefault(variable, "32")
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let a scheduler's SIGTERM end this block as an interruption does, which keeps what it can."""
+    """Let a scheduler's SIGTERM end this block like an interruption, which keeps all finished work."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     own = os.getpid()
 
     def end(number: int, frame: Any) -> None:
-        if os.getpid() != own:  # a process that was forked here has nothing to keep
+        if os.getpid() != own:  # a forked child has nothing to keep
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         raise Terminated
@@ -120,7 +121,7 @@ def terminable() -> Iterator[None]:
 
 
 def end_session(process: "subprocess.Popen[bytes]") -> None:
-    """End a process that leads a session, with all that it started: asked to first, and then killed."""
+    """End a session leader and all that it started: first by SIGTERM, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -130,15 +131,16 @@ def end_session(process: "subprocess.Popen[bytes]") -> None:
 
 @contextmanager
 def launched() -> Iterator[Processes]:
-    """Join the processes that torchrun or `accelerate launch` started with this one; alone there is nothing to join.
+    """Join the processes that torchrun or `accelerate launch` started with this one, if there are any.
 
-    They are left when the block ends well. Where it raises, `ranks.run_rank` ends them all.
+    They part when the block ends well. If it raises, `ranks.run_rank` ends them all.
     """
     keep_few_kernels()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
         return
-    # Each holds a whole model of its own, whatever accelerate is configured for: the library would read it on one.
+    # Each process holds a whole model, however accelerate is configured. With this variable set, transformers would
+    # read the weights on one process only.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     was_initialized = distributed.is_initialized()
     if not was_initialized:

@@ -1,9 +1,9 @@
 """The end of a job's processes: after a failure all end at once, with the message of the first that failed.
 
-A process that waits for another in a collective learns nothing of its end, on NCCL for minutes. So each holds a socket
-to the first process: however a process ends, by a kill too, its socket closes, and the others end as well.
+A process that waits in a collective does not notice that another has ended, on NCCL for minutes. So each process holds
+a socket to the first one. When a process ends, even by a kill, its socket closes, and the others end too.
 
-Light: nothing here imports torch before a job of several processes has begun.
+Nothing here imports torch before a job of several processes has begun.
 """
 
 import atexit
@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 from draftsmith.train.cli import run
 
 GRACE = 1.0
-"""Seconds that a process waits before it speaks of what may be another's fault, which is then told first."""
+"""Seconds that a process waits before it reports an error that another process may have caused and report first."""
 LONGEST = 10.0
-"""Seconds that it waits for another's word, or for its turn."""
+"""The most seconds that it waits for another's message, or for its turn."""
 FINE, SPEAK = "fine", "speak"
-"""Beside these, what is sent is the exit code of a process that failed."""
+"""Messages between processes; the only other one is the exit code of a process that failed."""
 
 _watch: "RankWatch | None" = None
 
@@ -36,12 +36,9 @@ class RankWatch:
     """A socket between each process of a job and the first, and threads that read them."""
 
     def __init__(self, rank: int, count: int, device: Any):
-        """Connect this process; all of a job's do so together, once they have their process group.
+        """Connect this process, of `count`; all processes of a job do so together, after their process group is up.
 
-        Args:
-            rank: of this process.
-            count: of processes.
-            device: where the process group can broadcast from.
+        The process group must be able to broadcast from `device`.
         """
         import torch
 
@@ -64,7 +61,10 @@ class RankWatch:
             )
 
     def claims(self, code: int) -> bool:
-        """Say whether this process may speak of its failure, as the first; where another was, it does not return."""
+        """Return whether this process is the first that failed and may report it.
+
+        If another was first, the process is ended here, or sleeps until it is.
+        """
         if self.rank == 0:
             if self._is_first():
                 return True
@@ -72,16 +72,16 @@ class RankWatch:
             return False
         self._send(str(code))
         self._turn.wait(LONGEST if self._peers else 0)
-        return True  # rather twice than never
+        return True  # without an answer: two reports are better than none
 
     def end(self, code: int) -> NoReturn:
-        """Leave without waiting for anything, and have the others do so too."""
+        """End this process at once, and the others with it."""
         if self.rank == 0:
             self._send(str(code))
         os._exit(code)
 
     def finish(self) -> None:
-        """Take leave: the end of this process is no failure any more."""
+        """Tell the others that the end of this process is no failure."""
         self._done = True
         self._send(FINE)
 
@@ -90,7 +90,7 @@ class RankWatch:
         with server:
             while len(self._peers) < count:
                 peer = _kept_alive(server.accept()[0])
-                with contextlib.suppress(OSError, ValueError):  # of a stranger, who may also know no token
+                with contextlib.suppress(OSError, ValueError):  # a stranger may connect, and send anything
                     lines = peer.makefile()
                     sent, _, who = lines.readline().strip().partition(" ")
                     if sent == token:
@@ -107,7 +107,7 @@ class RankWatch:
         _in_background(self._listen, first)
 
     def _serve(self, peer: socket.socket, lines: Iterable[str], who: str) -> None:
-        """Hear one of the others out, in the first process."""
+        """Read one other process's messages, in the first process."""
         code = 1
         with contextlib.suppress(OSError):
             for line in lines:
@@ -123,7 +123,7 @@ class RankWatch:
         self.end(code)
 
     def _listen(self, first: socket.socket) -> None:
-        """Hear the first process, in another."""
+        """Read the first process's messages, in another process."""
         with contextlib.suppress(OSError), first.makefile() as lines:
             for line in lines:
                 if line.strip() == FINE:
@@ -150,7 +150,7 @@ class RankWatch:
 
 
 def watch(device: Any) -> None:
-    """Have this job end as one, from now on until `finish`; do nothing in a job of one process."""
+    """Make the processes of this job end together, until `finish`; do nothing in a job of one process."""
     global _watch
     import torch.distributed as dist
 
@@ -167,24 +167,21 @@ def finish() -> None:
 
 
 def run_rank(main: Callable[[], int | None]) -> int:
-    """Run a command as one process of a job; as `cli.run` does where there is but one.
+    """Run a command as one process of a job, and return its exit code; in a job of one process, as `cli.run` does.
 
-    The first process that fails says why, in one line or, where the fault is ours, with its traceback. It and all the
-    others leave at once, without waiting for collectives and destructors.
-
-    Returns:
-        The exit code: that of a job that went well, or of one process; otherwise this does not return.
+    The first process that fails reports why, in one line or, for a bug, with its traceback. It and all the others then
+    end at once, without waiting for collectives and destructors, and this function does not return.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return run(main)
     try:
         code = run(main, _say)
-    except SystemExit as end:  # what was wrong is said by another process
+    except SystemExit as end:  # another process reports the error
         code = end.code if isinstance(end.code, int) else 1
         time.sleep(LONGEST if code else 0)
     except BaseException as error:
         code = 1
-        time.sleep(GRACE)  # what a peer's end did to this process is no news
+        time.sleep(GRACE)  # if another process's end caused this error, that process reports first
         _say("".join(traceback.format_exception(error)).rstrip(), code)
     if code == 0:
         return 0
@@ -196,11 +193,11 @@ def run_rank(main: Callable[[], int | None]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process; one of several without destructors, since the last thing in it is not Python's alone.
+    """End this process; in a job of several, without destructors.
 
-    Gloo's worker threads outlive the process group, which a DDP reducer holds on to: one that lets go of a tensor while
-    the interpreter ends aborts a process whose work is done and right ("terminate called without an active exception").
-    What is registered for the end, such as a tracker's last upload, runs first, and threads are waited for.
+    A DDP reducer keeps the process group alive, and with it Gloo's worker threads. If one of them frees a tensor while
+    the interpreter shuts down, it aborts a process that has finished well ("terminate called without an active
+    exception"). Threads are joined and exit handlers run first, such as a tracker's last upload.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         sys.exit(code)
@@ -213,24 +210,24 @@ def leave(code: int) -> NoReturn:
 
 
 def killed(who: str, how: str = "") -> str:
-    """Return what is said of a process that could not say anything itself."""
+    """Return the error message for a process that was killed before it could report anything."""
     why = "for want of memory or by the scheduler; run the same command again"
     return f"error: {who} ended without a word: expected it to finish, found it killed{how}, {why}"
 
 
 def _say(message: str, code: int) -> None:
-    """Print how this process failed, if it is the first to; the launcher finds it in a file, too."""
+    """Print how this process failed, if it is the first to fail, and write it in a file for the launcher."""
     if _watch is not None:
         if _watch.claims(code):
             _print(f"rank {_watch.rank}: {message}")
     elif _first_on_this_machine():
         _print(message)
     else:
-        time.sleep(GRACE)  # as long as another may need to say it
+        time.sleep(GRACE)  # give the first one time to report
 
 
 def _say_of_killed(who: str) -> None:
-    time.sleep(GRACE / 2)  # a launcher on the same machine ends this process, and says it better
+    time.sleep(GRACE / 2)  # a launcher on the same machine ends this process first, and reports more
     _print(killed(who))
 
 
@@ -243,7 +240,7 @@ def _print(message: str) -> None:
 
 
 def _first_on_this_machine() -> bool:
-    """Say whether no other process of this job has spoken yet, before there is a process group."""
+    """Return whether this process reports first on its machine, in a job without a process group yet."""
     path = _error_file()
     try:
         if path is not None:
@@ -254,13 +251,13 @@ def _first_on_this_machine() -> bool:
 
 
 def _error_file() -> Path | None:
-    """Return where torch's launcher looks for what a process died of: ATTEMPT/RANK/error.json; None without one."""
+    """Return the file where torch's launcher looks for an error, ATTEMPT/RANK/error.json; None without a launcher."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(name) if name else None
 
 
 def _kept_alive(peer: socket.socket) -> socket.socket:
-    """Have a connection close, too, where the other machine has vanished: after two minutes, as networks may falter."""
+    """Make a connection close if the other machine vanishes: after two minutes, since networks may falter."""
     peer.settimeout(LONGEST)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":

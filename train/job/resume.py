@@ -1,4 +1,4 @@
-"""The checkpoint that a job resumes from, and whether it can: decided once for all of its processes."""
+"""The checkpoint that a job resumes from, chosen and checked once for all of its processes."""
 
 import dataclasses
 import secrets
@@ -22,25 +22,25 @@ AGAIN = "give that, or resume false and another training.output_dir"
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What a run must share with the one that it resumes: data and their order, samples a step, and who holds what."""
+    """The settings that a run must share with the one it resumes: data, their order, samples per step, and sharding."""
 
     samples: int
-    """Rows of the data that are trained on."""
+    """Rows of training data."""
     data: str
-    """A digest of these rows, in their order, and of how often an epoch takes each."""
+    """A digest of these rows in their order, and of how often an epoch takes each."""
     seed: int
     sampling: str
     processes: int
     batch: int
-    """Samples of a process's part of a step."""
+    """Samples per process and forward."""
     accumulation: int
-    """Parts of a step."""
+    """Forwards per step."""
     strategy: str
-    """What holds the optimizer's state: DDP (or one process), FSDP, ZeRO-1, …"""
+    """The sharding of the optimizer's state: DDP (or one process), FSDP, ZeRO-1, …"""
 
     @classmethod
     def of(cls, args: TrainingArguments, accelerator: Accelerator, samples: int, data: str) -> "JobRecord":
-        """Return what this job is."""
+        """Return this job's record."""
         zero = getattr(accelerator.state, "deepspeed_plugin", None)
         fsdp = getattr(accelerator.state, "fsdp_plugin", None)
         return cls(
@@ -55,15 +55,15 @@ class JobRecord:
         )
 
     def write(self, checkpoint: Path) -> None:
-        """Leave this in a checkpoint, or beside what was trained."""
+        """Write the record into a checkpoint or a finished run's directory."""
         write_json(checkpoint / RECORD, dataclasses.asdict(self))
 
     @classmethod
     def left_in(cls, directory: Path) -> "JobRecord | None":
-        """Return what was left there; None where nothing was, or by an earlier version with other fields.
+        """Return the record in a directory; None if there is none, or one of an earlier version with other fields.
 
         Raises:
-            InputError: it is damaged.
+            InputError: the record is damaged.
         """
         file = directory / RECORD
         try:
@@ -74,39 +74,40 @@ class JobRecord:
         return parsed(cls, text, str(file)) if parsed(dict[str, Any], text, str(file)).keys() == fields else None
 
     def is_of(self, directory: Path) -> bool:
-        """Say whether this job left its record there."""
+        """Return whether this job left its record in a directory."""
         return JobRecord.left_in(directory) == self
 
     def require_goes_on(self, checkpoint: Path) -> None:
-        """Require that this job sees what is left of the checkpoint's data: no sample twice, and none left out.
+        """Require that this job continues a checkpoint's data without repeating or skipping a sample.
 
-        The seed and the epoch alone give the order, and a step takes the next samples of it, whatever the number of
-        processes: so it is enough that steps are as large.
+        The order follows from the seed and the epoch alone, and each step takes the next samples of it, on any number
+        of processes. So it is enough that the steps have the same size.
 
         Raises:
-            InputError: it does not, or cannot read the optimizer's state; says what to give.
+            InputError: the data, their order or the step size differ, or the optimizer's state cannot be read.
         """
         record = JobRecord.left_in(checkpoint)
         if record is None:
-            return  # of an earlier version: it is the user who knows
+            return  # an earlier version: the user must know
         name = checkpoint.name
-        for field, found, expected in (
+        for field, own, expected in (
             ("completions", f"{self.samples} samples", f"{record.samples} samples"),
             ("completions", f"data {self.data}", f"data {record.data}"),
             ("training.seed", self.seed, record.seed),
             ("training.train_sampling_strategy", self.sampling, record.sampling),
             ("strategy", self.strategy, record.strategy),
         ):
-            if found != expected:
-                raise InputError(f"{field}: expected {expected} as in {name}, found {found}; {AGAIN}")
+            if own != expected:
+                raise InputError(f"{field}: expected {expected} as in {name}, found {own}; {AGAIN}")
         if self.strategy.startswith("ZeRO") and self.processes != record.processes:
             raise InputError(
                 f"processes: expected {record.processes}, over which {self.strategy} has divided {name}, "
                 f"found {self.processes}; {AGAIN}"
             )
+        # Say which setting would give steps of the same size: the nearest one that divides evenly.
         whole, part = record.processes * record.batch * record.accumulation, self.processes * self.batch
         if part * self.accumulation != whole:
-            wanted = (
+            problem = (
                 f"training.gradient_accumulation_steps: expected {whole // part}, found {self.accumulation}"
                 if whole % part == 0
                 else f"training.per_device_train_batch_size: expected a divisor of {whole // self.processes}, "
@@ -114,19 +115,19 @@ class JobRecord:
                 if whole % self.processes == 0
                 else f"processes: expected a divisor of {whole}, found {self.processes}"
             )
-            raise InputError(f"{wanted}: steps of {name} have {whole} samples; {AGAIN}")
+            raise InputError(f"{problem}: steps of {name} have {whole} samples; {AGAIN}")
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:
-    """Return the newest checkpoint that all processes see, or None where none sees any; all call this together.
+    """Return the newest checkpoint that all processes see, None if no process sees any; all call this together.
 
     Raises:
-        InputError: some processes see checkpoints, and others not the same.
+        InputError: some processes see checkpoints, and others do not see the same ones.
     """
-    seen = gather_object([(socket.gethostname(), [path.name for path in checkpoints(output_dir)])])
-    common = set.intersection(*(set(names) for _, names in seen))
-    if not common and (hosts := [host for host, names in seen if names]):
-        lacking = next((host for host, names in seen if not names), hosts[-1])
+    listings = gather_object([(socket.gethostname(), [path.name for path in checkpoints(output_dir)])])
+    common = set.intersection(*(set(names) for _, names in listings))
+    if not common and (hosts := [host for host, names in listings if names]):
+        lacking = next((host for host, names in listings if not names), hosts[-1])
         raise InputError(
             f"training.output_dir: expected the same checkpoints on all machines, found some in {output_dir} on "
             f"{hosts[0]} and not on {lacking}; copy them there, or give resume false"
@@ -135,17 +136,17 @@ def newest_checkpoint(output_dir: str) -> Path | None:
 
 
 def require_shared(args: TrainingArguments, accelerator: Accelerator) -> None:
-    """Require that all machines see the output directory, where checkpoints are wanted; all call this together.
+    """Require that all machines share the output directory, unless no checkpoints are wanted; all call this together.
 
-    Each process writes a part of a checkpoint, and reads all of it.
+    Each process writes a part of a checkpoint and reads all of it.
 
     Raises:
-        InputError: some have a disk of their own there; says what to give.
+        InputError: a machine has a disk of its own there.
     """
     if args.save_strategy == "no":
         return
     output = Path(str(args.output_dir))
-    (token, *_) = gather_object([secrets.token_hex(8)])  # a new name: file systems remember what was not there
+    (token, *_) = gather_object([secrets.token_hex(8)])  # a new name: file systems cache which names do not exist
     probe = output / f".{token}.partial"
     if accelerator.is_main_process:
         output.mkdir(parents=True, exist_ok=True)

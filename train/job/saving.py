@@ -1,4 +1,4 @@
-"""A Trainer whose checkpoints and models are whole on disk, whatever stops it while it writes."""
+"""A Trainer whose checkpoints and models are always whole on disk, even if a write is interrupted."""
 
 from functools import cached_property
 from pathlib import Path
@@ -18,21 +18,21 @@ from draftsmith.train.runs import argument_errors, declare_dtype, full_disk_repo
 
 
 class SavingTrainer(CheckpointedTrainer):
-    """Writes aside and renames; what is deployed has a dtype of its own. Subclasses set `recipe`, `job`, `clock`."""
+    """A Trainer that writes under another name, then renames. Subclasses set `recipe`, `job` and `clock`."""
 
     recipe: Any
     job: Any
     clock: Any
     _checkpoints: Path | None = None
-    """Where a checkpoint is being written."""
+    """The directory of the checkpoint being written."""
     _best_alone: int | None = None
-    """The step of a checkpoint that is there only because it was the best yet."""
+    """The step of a checkpoint that was saved only because it was the best so far."""
     _superseded: int | None = None
-    """Such a step, once another is better."""
+    """Such a step, after a better one was found."""
 
     @property
     def kept_step(self) -> KeptStep:
-        """The step whose weights the run leaves once it has ended."""
+        """The step whose weights the run leaves when it ends."""
         state, metric = self.state, str(self.args.metric_for_best_model or "mean_acceptance_length")
         best = self.args.load_best_model_at_end and state.best_model_checkpoint is not None
         step = int(state.best_global_step or 0) if best else state.global_step
@@ -41,13 +41,13 @@ class SavingTrainer(CheckpointedTrainer):
 
     @property
     def kept_evaluation(self) -> dict[str, float]:
-        """What was measured of that step on held-out text; empty without such text."""
+        """The kept step's metrics on held-out text; empty without such text."""
         step = self.kept_step.step
         log = [entry for entry in self.state.log_history if entry["step"] == step and "eval_alpha" in entry]
         return log[-1] if log else {}
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Have the best step yet saved, also where no checkpoint is due."""
+        """Save the best step so far, even if no checkpoint is due."""
         best = super()._determine_best_metric(metrics, trial)
         there = (Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}").is_dir()
         if best and self.args.load_best_model_at_end:
@@ -57,7 +57,7 @@ class SavingTrainer(CheckpointedTrainer):
         return best
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save aside, then rename: every `checkpoint-N` is whole, even after a kill."""
+        """Save under another name, then rename: every `checkpoint-N` is whole, even after a kill."""
         directory = Path(str(self.args.output_dir))
         aside = directory / ".checkpoint.partial"
         if self.args.should_save:
@@ -87,10 +87,10 @@ class SavingTrainer(CheckpointedTrainer):
         self.accelerator.wait_for_everyone()
 
     def upload(self) -> None:
-        """Upload what is in `output_dir`, but for checkpoints; `push_to_hub` would save the weights anew, unfinished.
+        """Upload `output_dir` without checkpoints; `push_to_hub` would save the weights again, unfinished.
 
         Raises:
-            InputError: the hub refuses; what was trained is on the disk.
+            InputError: the hub refuses; the weights stay on disk.
         """
         if not self.is_world_process_zero():
             return
@@ -108,37 +108,37 @@ class SavingTrainer(CheckpointedTrainer):
         return str(self._checkpoints) if self._checkpoints else super()._get_output_dir(trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model whole; in checkpoints FSDP keeps it in shards where its `state_dict_type` says so."""
+        """Save the whole model; in checkpoints, FSDP may keep it in shards as its `state_dict_type` says."""
         fsdp = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled and self._checkpoints is None else None
         if fsdp is None:
             return super().save_model(output_dir, _internal_call)
         kind = fsdp.state_dict_type
-        fsdp.set_state_dict_type("FULL_STATE_DICT")  # the library saves nothing otherwise, and says nothing
+        fsdp.set_state_dict_type("FULL_STATE_DICT")  # otherwise the library saves nothing, silently
         super().save_model(output_dir, _internal_call)
         fsdp.set_state_dict_type(kind)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model: aside, then each file renamed, so that no reader sees half of one."""
+        """Write the model's files under other names, then rename each, so that no reader sees half a file."""
         directory = Path(output_dir or str(self.args.output_dir))
         if not self.args.should_save:
-            return  # the weights are gathered already
+            return  # this process has only helped to gather the weights
         with full_disk_reported(Path(str(self.args.output_dir))), files_written_aside(directory) as aside:
             self.write_model(str(aside), state_dict)
 
     def write_model(self, directory: str, state_dict: dict[str, Any] | None) -> None:
-        """Write the model into a directory: as it trains in a checkpoint, otherwise as it is deployed."""
+        """Write the model into a directory: as it trains for a checkpoint, otherwise as it is deployed."""
         if self._checkpoints is not None:
             return super()._save(directory, state_dict)
         super()._save(directory, in_dtype(self.deployed_state(state_dict), self.save_dtype))
         declare_dtype(Path(directory), self.save_dtype)
 
     def deployed_state(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the weights to deploy; a recipe overrides this where checkpoints hold others."""
+        """Return the weights to deploy; recipes override this if checkpoints hold others."""
         return self.accelerator.unwrap_model(self.model).state_dict() if state_dict is None else state_dict
 
     @cached_property
     def save_dtype(self) -> torch.dtype:
-        """The dtype of the weights to deploy."""
+        """The dtype of the deployed weights."""
         name, config = self.recipe.save_dtype, self.recipe
         if name == "auto":
             name = stored_dtype(load_config(config.stored_as, trust_remote_code=config.trust_remote_code))

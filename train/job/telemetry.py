@@ -1,4 +1,4 @@
-"""Figures of a run for the person who watches: speed, shares of time, memory, and the time that is left."""
+"""A run's figures for the log: speed, shares of time, memory, and the time left."""
 
 import time
 from collections import defaultdict, deque
@@ -14,19 +14,18 @@ from draftsmith.train.job.flops import known_device
 from draftsmith.train.losses.positions import IGNORED
 
 PHASES = ("teacher", "draft", "loss", "data", "text")
-"""What a step is made of: the target's forward; the forward and backward of what is trained; the loss, whose gradients
-are taken with it; waiting for batches; text that the draft writes. The rest are the optimiser, its communication, and
-the host."""
+"""The phases of a step: the target's forward; the forward and backward of the trained model; the loss with its
+gradients; waiting for batches; text that the draft writes. The rest is the optimizer, communication and the host."""
 APART = ("evaluation", "saving")
-"""What is no step: their time is not shared out, and phases inside of them are not told apart."""
+"""Phases outside steps: their time is in no share, and phases inside them are not told apart."""
 
 
 class Stopwatch:
-    """Parts time into phases that add up to all of it, on the device's own clock.
+    """A clock that divides all time into phases, on the device's own clock.
 
-    Each change of phase leaves a mark: an event in the queue of a GPU, or the time on a CPU. What lies between two
-    marks is the phase's that the first begins; what is before the first is no one's. Nothing waits for a mark: `taken`
-    reads those that are passed.
+    Each change of phase leaves a mark: an event in a GPU's queue, or the time on a CPU. The time between two marks
+    belongs to the phase that the first one begins; time before the first mark is not counted. Nothing waits for a
+    mark: `taken` reads those already passed.
     """
 
     def __init__(self, device: torch.device):
@@ -36,7 +35,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what the block does as a phase; afterwards the phase before it continues."""
+        """Count the block as a phase; afterwards the phase before it continues."""
         if self._phases[-1] in APART:
             yield
             return
@@ -49,7 +48,7 @@ class Stopwatch:
             self._mark()
 
     def taken(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call, up to the last mark that is passed."""
+        """Return the seconds of each phase since the last call, up to the last mark passed."""
         seconds: dict[str, float] = defaultdict(float)
         while len(self._marks) > 1 and (self._device.type != "cuda" or self._marks[1][0].query()):
             begin, name = self._marks.popleft()
@@ -66,10 +65,10 @@ class Stopwatch:
 
 
 class Telemetry:
-    """Counts what is trained on, and turns it into the figures of a log line.
+    """Counts of trained tokens and rows, and the figures of a log line computed from them.
 
-    Counts are those of this process times the number of processes, but for the loss tokens, which the Trainer sums over
-    all of them. They stay on the device until a line is written, when the Trainer has waited for the loss anyway.
+    Counts are this process's, times the number of processes; only loss tokens are summed over all, by the Trainer. They
+    stay on the device until a line is written, when the Trainer has waited for the loss anyway.
     """
 
     def __init__(self, args: TrainingArguments, work: Callable[[float, float, float], float | None]):
@@ -77,7 +76,7 @@ class Telemetry:
         self._args, self._work = args, work
         half = args.bf16 or args.fp16
         name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else ""
-        self._peak = known_device(name) if half else None  # what float32 reaches depends on settings
+        self._peak = known_device(name) if half else None  # the float32 peak depends on settings
         self._began: float | None = None
         self._steps = 0
         self._restart()
@@ -101,40 +100,38 @@ class Telemetry:
         self._tokens = self._tokens + (0 if tokens is None else tokens)
 
     def entries(self, state: TrainerState) -> dict[str, float]:
-        """Return the figures since the last call, and begin anew.
+        """Return the figures since the last call, and start again.
 
-        Returns:
-            `tokens_per_second`, of the tokens that are learned from, and `samples_per_second`, rows if they are packed,
-            over all processes; `time_…`, the share of the steps' time of each of `PHASES` and of the `rest`; where they
-            are known `mfu`, the share of the devices' arithmetic that the models need, and `gpu_memory_gib`, this
-            process's most so far; `hours_left`, evaluations and saving included.
+        `tokens_per_second` (loss tokens) and `samples_per_second` (rows if packed) are over all processes. `time_…` is
+        the share of step time of each of `PHASES` and of the `rest`. `mfu`, the share of the devices' peak arithmetic
+        that the models need, and `gpu_memory_gib`, this process's peak so far, come where they are known. `hours_left`
+        includes evaluations and saving.
         """
         seconds = self.clock.taken()
         total = sum(value for name, value in seconds.items() if name not in APART)
         if total <= 0 or self._began is None:
             return {}
         world, tokens, seen = self._args.world_size, float(self._tokens), float(self._seen)
-        found = {"tokens_per_second": tokens / total, "samples_per_second": self._rows * world / total}
-        found |= {f"time_{name}": seconds.get(name, 0.0) / total for name in PHASES}
-        found["time_rest"] = seconds.get("rest", 0.0) / total
+        figures = {"tokens_per_second": tokens / total, "samples_per_second": self._rows * world / total}
+        figures |= {f"time_{name}": seconds.get(name, 0.0) / total for name in (*PHASES, "rest")}
         work = self._work(self._positions, seen, tokens / world)
         if self._peak is not None and work is not None:
-            found["mfu"] = work / total / (self._peak.tflops * 1e12)
+            figures["mfu"] = work / total / (self._peak.tflops * 1e12)
         if self._args.device.type == "cuda":
-            found["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._args.device) / 2**30
-        each = (time.perf_counter() - self._began) / self._steps
-        found["hours_left"] = each * (state.max_steps - state.global_step) / 3600
+            figures["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._args.device) / 2**30
+        step_seconds = (time.perf_counter() - self._began) / self._steps
+        figures["hours_left"] = step_seconds * (state.max_steps - state.global_step) / 3600
         self._restart()
-        return found
+        return figures
 
 
 class TelemetryBar(ProgressCallback):
-    """The library's progress bar, with the speed and the largest phases behind it."""
+    """The library's progress bar, followed by the speed and the largest phases."""
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Show what a line of the log says of speed, and write the line above the bar."""
+        """Show a log line's speed in the bar, and write the line above it."""
         if self.training_bar is not None and logs and "tokens_per_second" in logs:
             shares = {name: value for name, value in logs.items() if name.startswith("time_")}
             largest = sorted(shares, key=lambda name: -shares[name])[:3]

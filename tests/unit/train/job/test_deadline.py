@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from draftsmith.train.job import deadline
-from draftsmith.train.job.deadline import Deadline
+from draftsmith.train.job import step_checks
+from draftsmith.train.job.step_checks import Deadline
 
 
 class Line(torch.nn.Module):
@@ -28,7 +28,7 @@ def test_what_was_trained_until_a_checkpoint_counts_and_the_end_is_measured_and_
     tmp_path, monkeypatch, strategy
 ):
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(step_checks, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     measured = []
 
     class Counting(Trainer):
@@ -70,7 +70,7 @@ def test_it_ends_with_the_first_step_after_its_time_and_is_measured_and_saved_as
     monkeypatch, capsys, strategy, kept
 ):
     seconds = iter([100.0, 109.0, 111.0])
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr(step_checks, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     args = SimpleNamespace(
         device=torch.device("cpu"), world_size=1, save_strategy=strategy, eval_strategy=strategy
     )  # fmt: skip
@@ -87,7 +87,7 @@ def test_it_ends_with_the_first_step_after_its_time_and_is_measured_and_saved_as
 
 
 def test_a_run_that_took_all_steps_has_not_ended_early(monkeypatch, capsys):
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(perf_counter=iter([0.0, 99.0]).__next__))
+    monkeypatch.setattr(step_checks, "time", SimpleNamespace(perf_counter=iter([0.0, 99.0]).__next__))
     args = SimpleNamespace(device=torch.device("cpu"), world_size=1, save_strategy="no", eval_strategy="no")
     callback, state, control = Deadline(10.0), TrainerState(max_steps=20, global_step=20), TrainerControl()
     callback.on_train_begin(args, state, control)

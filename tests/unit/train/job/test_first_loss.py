@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from draftsmith.train.job.first_loss import FirstLoss
+from draftsmith.train.job.step_checks import FirstLoss
 from draftsmith.train.losses.chunked import chunked_objective
 from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.objective import Objective
