@@ -1,8 +1,8 @@
-"""A shard that is being written: how far its texts are, and what is kept of them where the run is interrupted.
+"""A shard in progress, whose tokens are kept if the run is interrupted.
 
-All tokens are kept, those of texts that have not ended too. To keep whole texts alone, and write the others anew, would
-favour short ones where a forward of other rows rounds otherwise. The next run continues behind each text's last token
-with the random numbers that it would have had: in float32 the texts are those of an uninterrupted run.
+The tokens of unfinished texts are kept too: rewriting them would favour short texts, because a forward over other rows
+rounds differently. The next run continues each text with the random numbers that it would have had, so that in float32
+the texts are those of an uninterrupted run.
 """
 
 import time
@@ -17,14 +17,14 @@ from draftsmith.train.data.shards import read_shard, write_shard
 from draftsmith.train.files import remove
 
 COLUMNS = pa.schema([("id", pa.string()), ("input_ids", pa.list_(pa.int32()))])
-"""Of each sample what is written behind its prompt."""
+"""The tokens written after each sample's prompt."""
 
 
 class BegunShard:
-    """The tokens behind the prompts of a shard, those of an interrupted run at first."""
+    """The tokens written so far after a shard's prompts, starting with those of an interrupted run."""
 
     def __init__(self, output: Path, batch: ShardBatch):
-        """Take up what is kept of a shard in a directory of completions; a damaged file is none."""
+        """Load the tokens kept for a shard; a damaged file counts as none."""
         self.file, self.names = output / f"begun-{batch.index:05d}.parquet", batch.names
         stored = read_shard(self.file, COLUMNS)
         self.texts: list[list[int]] = [[] for _ in self.names]
@@ -33,35 +33,34 @@ class BegunShard:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all texts."""
+        """The number of tokens in all texts."""
         return sum(map(len, self.texts))
 
     def keep(self) -> None:
-        """Keep what is there for the next run."""
+        """Write the tokens for the next run."""
         if self.tokens:
             write_shard(self.file, pa.table({"id": self.names, "input_ids": self.texts}, schema=COLUMNS))
 
     def end(self) -> None:
-        """Forget what was kept, once the shard is written."""
+        """Delete the kept tokens, after the shard is written."""
         remove(self.file)
 
 
 class WritingProgress:
-    """How much is written: tokens of those that there may be at most, and texts that have ended."""
+    """A progress bar over tokens, out of `texts` × `most` at most, that also counts finished texts."""
 
     def __init__(self, phase: Phase, texts: int, most: int):
-        """Count in a phase of `texts` × `most` tokens."""
         self._phase, self._texts, self._most = phase, texts, most
         self._ended = self._tokens = 0
         self._start = time.perf_counter()
 
     def take_up(self, tokens: int) -> None:
-        """Count tokens of an interrupted run."""
+        """Count the tokens of an interrupted run."""
         if tokens:
             self._phase.advance(tokens)
 
     def add(self, tokens: int, ended: int | None = None) -> None:
-        """Count tokens that were written; `ended` is the length of the text that they end, if they end one."""
+        """Count written tokens; `ended` is the length of a text that they finish."""
         self._tokens += tokens
         if ended is not None:
             self._ended += 1

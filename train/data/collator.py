@@ -10,26 +10,24 @@ from draftsmith.train.losses.positions import IGNORED, LossPositions
 
 
 class CompletionCollator:
-    """Pads samples, or packed rows of samples, on the right.
+    """A collator that pads samples, or packed rows of samples, on the right.
 
-    Returns batches of `input_ids` and `labels`, each (B, T) int64; −100 labels carry no loss, padding has no others.
-    There is no mask: causal attention does not see what stands behind a text. Packed rows have `position_ids`, (B, T),
-    by which attention tells their samples apart. Each padding token is a text of its own there, at position 0. `index`
-    is (B,) int64, the rows' numbers in their data set, where they have one.
-
-    `positions` are where a loss is taken, `LossPositions.flat_N`: first those before a label, then those whose next two
-    tokens have one, and so on.
+    Its batches hold `input_ids` and `labels`, (B, T) int64; the label −100 carries no loss. There is no mask: causal
+    attention never reaches the padding after a text. Packed rows have `position_ids`, (B, T), by which attention tells
+    samples apart; each padding token is a text of its own there, at position 0. `index`, (B,) int64, holds the rows'
+    numbers in their data set, if they have one. `positions[k]` is the `LossPositions.flat_N` of the positions whose
+    next 1 + k tokens all have a label.
 
     Args:
-        tokenizer: its padding token pads.
-        ahead: how many tokens behind the next one the last of `positions` looks.
-        prompts: add `text_positions`, those before any token of a text but its first.
-        bounds: tell texts apart for attention kernels that take no mask (flash attention), which else look for packed
-            ones in every layer: adds `cu_seq_lens_q` and `cu_seq_lens_k`, where texts begin and end in the flattened
-            batch, int32, and `max_length_q` and `max_length_k`, the tokens of the longest.
-        host: add `host`, arrays that stay on the host where a batch goes to a device: the first of `positions` and of
-            `text_positions`, `position_ids` and `index`, by name.
-        by_text: give rows of one sample `position_ids` too, for rotary frequencies that follow a text's own length.
+        tokenizer: gives the padding token.
+        ahead: the last k of `positions`.
+        prompts: add `text_positions`, the same for all tokens of a text except its first.
+        bounds: add `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, the bounds of texts in the
+            flattened batch, for attention kernels without a mask (flash attention); without them, transformers looks
+            for packed texts in every layer.
+        host: add `host`, the first of `positions` and `text_positions`, `position_ids` and `index` by name, as arrays
+            that stay on the host when a batch goes to a device.
+        by_text: give rows of one sample `position_ids` too, for rotary frequencies that depend on a text's length.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class CompletionCollator:
 
         out = {"input_ids": input_ids, "labels": padded("labels", IGNORED)}
         inside_BT = batch["attention_mask"].bool()
-        inside_BT[:, 0] = False  # a first token is predicted from nothing
+        inside_BT[:, 0] = False  # no context predicts the first token
         if "position_ids" in samples[0] or self.by_text:
             packed = "position_ids" in samples[0]
             alone_BT = (batch["attention_mask"].cumsum(1) - 1) * batch["attention_mask"]
@@ -80,15 +78,15 @@ class CompletionCollator:
 
 def ahead_positions(predicted_BT: Tensor, ahead: int) -> tuple[Tensor, ...]:
     """Return `LossPositions.flat_N` of tokens to predict, then of windows of two such tokens, … up to 1 + `ahead`."""
-    further_BT = torch.nn.functional.pad(predicted_BT, (0, ahead))
+    padded_BT = torch.nn.functional.pad(predicted_BT, (0, ahead))
     windows = [predicted_BT]
     for offset in range(1, ahead + 1):
-        windows.append(windows[-1] & further_BT[:, offset : offset + predicted_BT.shape[1]])
-    return tuple(LossPositions.before(each).flat_N for each in windows)
+        windows.append(windows[-1] & padded_BT[:, offset : offset + predicted_BT.shape[1]])
+    return tuple(LossPositions.before(window_BT).flat_N for window_BT in windows)
 
 
 def text_bounds(position_ids: Tensor) -> dict[str, Any]:
-    """Return flash attention's sequence bounds of a batch, (B, T); texts begin at position 0."""
+    """Return flash attention's sequence bounds for position ids (B, T), where each text begins at 0."""
     starts = (position_ids.flatten() == 0).nonzero()[:, 0]
     bounds = torch.cat([starts, starts.new_tensor([position_ids.numel()])]).int()
     longest = int(bounds.diff().max())

@@ -1,8 +1,8 @@
-"""The corpus that every Python installation carries, the sources of its standard library, and a tokenizer for it.
+"""A corpus that every Python installation has, the sources of its standard library, and a tokenizer for it.
 
-The embedded target and the stock draft are trained on it, and quickstart takes its prompts from it, so that neither
-needs a download. A module is held out by a hash of its dotted name: the split is the same on every machine and for
-every Python version, and a held-out module was never seen by the embedded models, whatever version trained them.
+The embedded target and the stock draft are trained on it, and quickstart takes prompts from it, without a download. A
+hash of a module's dotted name decides whether it is held out, so that the split is the same on every machine and Python
+version.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 
-# Tests are not library sources; encodings and pydoc_data are generated tables, which would teach a model (and fake an
-# acceptance rate) with endless near-identical lines.
+# Tests are not library sources. encodings and pydoc_data are generated tables of near-identical lines, which a model
+# would learn too well: they would raise its acceptance rate.
 EXCLUDED_PARTS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 )
 HELDOUT_ONE_IN = 10
 PROMPT_LINES = 8
-"""Lines of a prompt, from the one before a definition on."""
+"""The lines of a prompt, starting one before a definition."""
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
 
@@ -42,19 +42,16 @@ class Module:
 
     @property
     def heldout(self) -> bool:
-        """Whether the module belongs to the fixed tenth that no embedded model was trained on."""
+        """Whether the module is in the fixed tenth that no embedded model was trained on."""
         return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % HELDOUT_ONE_IN == 0
 
 
 @cache
 def stdlib_modules(root: Path | None = None) -> list[Module]:
-    """Return the standard library's modules, sorted by name.
-
-    Args:
-        root: the library's folder; the running interpreter's by default.
+    """Return the modules of the standard library, or of another folder, sorted by name.
 
     Raises:
-        InputError: the folder holds no Python sources (some distributions ship a zipped or stripped library).
+        InputError: the folder has no Python sources (some distributions ship a zipped or stripped library).
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     modules = sorted(_read(root), key=lambda module: module.name)
@@ -74,15 +71,10 @@ def _read(root: Path) -> Iterator[Module]:
 
 
 def stdlib_prompts(count: int, heldout: bool, seed: int = 0) -> list[dict[str, str]]:
-    """Cut prompts out of the standard library: beginnings of definitions, nested ones too, for a model to go on with.
+    """Return prompts cut from the standard library: the first lines of up to `count` definitions, nested ones too.
 
-    Args:
-        count: prompts wanted; fewer come back where the modules have fewer definitions.
-        heldout: cut them out of the held-out modules, or of the training modules.
-        seed: which definitions are taken.
-
-    Returns:
-        Records with `id` (module and line), `prompt` and `category` (the module's top-level package).
+    They come from held-out modules or from all others. A record has `id` (module and line), `prompt` and `category`
+    (the top-level package).
     """
     records = []
     for module in stdlib_modules():
@@ -102,17 +94,10 @@ def encoded_prompts(
     max_tokens: int,
     vocab_size: int | None = None,
 ) -> list[list[int]]:
-    """Return the tokens of some prompts, for benchmarks and checks that run without a file of prompts.
+    """Return the token ids of the first `limit` prompts of a source, each at most its last `max_tokens`.
 
-    Args:
-        source: prompts, as `read_prompts` takes them; held-out modules of the standard library if None.
-        tokenizer: the target's.
-        limit: take the first `limit`; all if None, or 128 of the standard library.
-        max_tokens: keep this many tokens at the end of a longer prompt.
-        vocab_size: how many logits the target has, which its tokens must be among; not looked at if None.
-
-    Raises:
-        InputError: prompts that cannot be read.
+    Without a source they come from held-out modules of the standard library, 128 if there is no limit. With
+    `vocab_size`, the target's number of logits, the ids are checked against it.
     """
     if source is not None:
         read = each(read_prompts(source, limit=limit), "prompts", "texts")
@@ -128,11 +113,9 @@ def write_prompts(path: Path, records: Sequence[dict[str, str]]) -> None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer: every string encodes, and decodes back to itself.
+    """Train a byte-level BPE tokenizer, which encodes every string and decodes it back to itself.
 
-    Args:
-        texts: the training texts.
-        vocab_size: entries, the 256 bytes and two special tokens (end of text, padding) included.
+    `vocab_size` includes the 256 bytes and two special tokens (end of text, padding).
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

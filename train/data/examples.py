@@ -1,7 +1,6 @@
-"""The samples of a run's completions: those to train on, cut and packed, and those to measure on."""
+"""The samples of a run's completions, for training (cut and packed) and for evaluation."""
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -18,6 +16,8 @@ from transformers.utils import logging
 from draftsmith.decode.errors import InputError, at_least, at_most
 from draftsmith.decode.progress import phase
 from draftsmith.train.data.mapped import Texts, map_completions
+from draftsmith.train.data.shards import check_samples
+from draftsmith.train.job.processes import is_first
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.recipe import DUPLICATES
 
@@ -26,25 +26,22 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class TrainingData(Dataset[dict[str, Any]]):
-    """Rows to learn from: samples, or samples packed one behind the other. Tokens are read as rows are asked for."""
+    """Training rows: samples, or several samples packed in a row. Tokens are read when a row is asked for."""
 
     texts: Texts
-    members: np.ndarray
-    """The numbers of the rows' samples, one row behind the other."""
-    max_length: int | None = None
-    """Tokens of a sample, at most."""
-    starts: np.ndarray | None = None
-    """Where each row begins among the members; None where each is one sample."""
+    members: np.ndarray  # the numbers of all rows' samples, row after row
+    max_length: int | None = None  # the most tokens of a sample
+    starts: np.ndarray | None = None  # where each row begins among the members; None if each row is one sample
 
     def __len__(self) -> int:
         return len(self.members if self.starts is None else self.starts)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Return a row's `input_ids` and `labels`, its number, `index`, and its samples' `id` (`ids`) and `texts`.
+        """Return a row's `input_ids` and `labels`, its number `index`, and its samples' `id` (`ids`) and `texts`.
 
-        `index` is a number because batches carry it: accelerate slices, concatenates and gathers tensors over
-        processes, and fails on strings there. `texts` are hashes that tell samples apart. A packed row has
-        `position_ids` that restart at 0 with each sample, whose first label is −100: another text precedes it.
+        `index` is a number, since accelerate slices, concatenates and gathers the tensors of a batch and fails on
+        strings. `texts` are hashes that tell samples apart. A packed row has `position_ids` that restart at 0 with each
+        sample; the first label of each is −100, since the token before it belongs to another text.
         """
         if not 0 <= row < len(self):
             raise IndexError(row)
@@ -52,56 +49,56 @@ class TrainingData(Dataset[dict[str, Any]]):
         read = [self.texts.read(sample, self.max_length) for sample in samples.tolist()]
         ids, labels = (np.concatenate(parts) for parts in zip(*read, strict=True))
         names = self.texts.table["id"]
-        found = {"input_ids": ids.tolist(), "index": int(row), "texts": self.text_hashes[samples].tolist()}
+        example = {"input_ids": ids.tolist(), "index": int(row), "texts": self.text_hashes[samples].tolist()}
         if self.starts is None:
-            return found | {"id": names[int(samples[0])].as_py(), "labels": labels.tolist()}
+            return example | {"id": names[int(samples[0])].as_py(), "labels": labels.tolist()}
         positions = np.concatenate([np.arange(len(part)) for part, _ in read])
-        found |= {"ids": [names[int(sample)].as_py() for sample in samples], "position_ids": positions.tolist()}
-        return found | {"labels": np.where(positions == 0, IGNORED, labels).tolist()}
+        example |= {"ids": [names[int(sample)].as_py() for sample in samples], "position_ids": positions.tolist()}
+        return example | {"labels": np.where(positions == 0, IGNORED, labels).tolist()}
 
     @cached_property
     def text_hashes(self) -> np.ndarray:
-        """A hash of each sample's tokens and mask, uint64, by its number."""
+        """A hash (uint64) of each sample's tokens and mask, by sample number."""
         return self.texts.column("text")
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Tokens of each member."""
+        """The number of tokens of each member."""
         return np.minimum(self.texts.lengths[self.members], self.max_length or np.iinfo(np.int32).max)
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row."""
+        """The number of tokens of each row."""
         return self.sizes if self.starts is None else np.add.reduceat(self.sizes, self.starts)
 
     @property
     def source_of_rows(self) -> np.ndarray:
-        """The number of the directory that each row, or its first sample, is from."""
+        """The number of the directory of each row's first sample."""
         return self.texts.source_of(self.members if self.starts is None else self.members[self.starts])
 
     def samples(self, rows: Sequence[int]) -> np.ndarray:
-        """Return the numbers of the samples in some rows."""
+        """Return the numbers of the samples in given rows."""
         if self.starts is None:
             return self.members[list(rows)]
         ends = np.append(self.starts[1:], len(self.members))
         return np.concatenate([self.members[self.starts[row] : ends[row]] for row in rows])
 
     def sample_ids(self, rows: Sequence[int]) -> list[str]:
-        """Return the ids of the samples in some rows, with their directories where there are several."""
+        """Return the ids of the samples in given rows, with their directories if there are several."""
         return self.texts.ids(self.samples(rows))
 
     def fingerprint(self, weights: Sequence[float] = ()) -> str:
-        """Return what tells these rows, in their order, from others, and from themselves under other weights."""
+        """Return a digest of these rows in their order, and of the weights with which they are read."""
         digest = hashlib.sha256(self.text_hashes[self.members].tobytes() + self.lengths.tobytes())
         digest.update(repr([float(weight) for weight in weights]).encode())
         return digest.hexdigest()[:16]
 
     def loss_tokens(self) -> int:
-        """Return how many tokens there are to learn from."""
+        """Return the number of tokens to learn from."""
         return int(self.texts.loss_tokens(self.max_length)[self.members].sum())
 
     def select(self, chosen: np.ndarray) -> "TrainingData":
-        """Return some of the rows of single samples, by numbers or by a mask."""
+        """Return a part of the rows, each of a single sample, by numbers or by a mask."""
         return replace(self, members=self.members[chosen])
 
 
@@ -114,23 +111,16 @@ def training_examples(
     field: str = "completions",
     positions: int | None = None,
 ) -> TrainingData:
-    """Return the samples of completions that `draftsmith prepare` wrote, as rows to learn from.
+    """Return the samples of completions that `draftsmith prepare` wrote, as training rows.
 
-    Those without a single token to learn from are left out. They are counted and named, and so is what `max_length` or
-    a model's positions cut and what `dedup` leaves out.
-
-    Args:
-        paths: completion directories.
-        max_length: cut longer samples at the end.
-        vocab_size: what the ids of tokens must be below; not looked at if None.
-        dedup: leave out samples with an earlier one's tokens ("texts"), or also with an earlier one's prompt, which is
-            what precedes the first token to learn from ("prompts").
-        output: where samples may be mapped if a directory cannot be written in.
-        field: the config field that named the directories, for messages.
-        positions: cut samples that are longer than the models read, in tokens.
+    Samples without a token to learn from are left out. A warning counts and names them, and those that `max_length`,
+    the model's `positions` or `dedup` cut or leave out. `dedup` leaves out samples that repeat an earlier one's tokens
+    ("texts"), or also those that repeat an earlier one's prompt, the tokens before the first to learn from ("prompts").
+    If a directory is read-only, its samples are mapped in `output`.
 
     Raises:
-        InputError: a directory is missing or malformed, has a sample twice, or none with a token to learn from.
+        InputError: a directory is missing or malformed, repeats a sample, or has no token to learn from, or a token is
+            not below `vocab_size`.
     """
     texts = Texts({path: map_completions(path, output) for path in paths})
     limit = f"max_length {max_length} cuts"
@@ -145,10 +135,10 @@ def training_examples(
             f"{largest[first]} beside a vocabulary of {vocab_size}"
         )
     for number, path in enumerate(paths):
-        _check_source(texts, path, np.flatnonzero(sources == number), kept_tokens, field)
+        _check_directory(texts, path, np.flatnonzero(sources == number), kept_tokens, field)
     if max_length is not None and (cut := kept_tokens < all_tokens).any():
         lost, total = int((all_tokens - kept_tokens).sum()), int(all_tokens.sum())
-        _say(
+        _warn(
             f"{field}: {limit} {cut.sum()} of {len(texts)} samples, and with their ends {lost} of "
             f"{total} tokens to learn from ({lost / total:.1%}): {_listed(texts, np.flatnonzero(cut))}"
         )
@@ -158,15 +148,10 @@ def training_examples(
     return TrainingData(texts, members, max_length)
 
 
-def _check_source(texts: Texts, path: str, samples: np.ndarray, loss_tokens: np.ndarray, field: str) -> None:
-    """Require that a directory has samples, none twice, and one with tokens to learn from; name those without."""
-    if not len(samples):
-        raise InputError(f"{path}: expected completions, found shards without samples")
-    ids = texts.table["id"].slice(int(samples[0]), len(samples))
-    if pc.count_distinct(ids).as_py() < len(ids):
-        names = ids.value_counts()
-        twice = names.filter(pc.greater(names.field("counts"), 1)).field("values")
-        raise InputError(f"{path}: expected each sample once, found {twice[0].as_py()!r} again")
+def _check_directory(texts: Texts, path: str, samples: np.ndarray, loss_tokens: np.ndarray, field: str) -> None:
+    """Require unique samples in a directory, some of them with tokens to learn from; warn of those without any."""
+    start = int(samples[0]) if len(samples) else 0
+    check_samples(path, texts.table["id"].slice(start, len(samples)))
     empty = samples[loss_tokens[samples] == 0]
     if len(empty) == len(samples):
         raise InputError(
@@ -174,7 +159,7 @@ def _check_source(texts: Texts, path: str, samples: np.ndarray, loss_tokens: np.
             f"{path}: {_listed(texts, empty)}"
         )
     if len(empty):
-        _say(
+        _warn(
             f"{path}: {len(empty)} of {len(samples)} samples have no token to learn from and are left out: "
             f"{_listed(texts, empty)}"
         )
@@ -187,7 +172,7 @@ def _without_duplicates(texts: Texts, members: np.ndarray, dedup: str, field: st
         kept = kept[np.sort(first)]
     if len(kept) < len(members):
         left_out = np.setdiff1d(members, kept)
-        _say(
+        _warn(
             f"{field}: {len(left_out)} of {len(members)} samples repeat the {dedup[:-1]} of an earlier one and are "
             f"left out: {_listed(texts, left_out)}"
         )
@@ -195,12 +180,12 @@ def _without_duplicates(texts: Texts, members: np.ndarray, dedup: str, field: st
 
 
 def split_off(data: TrainingData, share: float) -> tuple[TrainingData, TrainingData]:
-    """Divide samples into those to learn from and a share to be measured on, a prompt at least, by a hash of prompts.
+    """Divide samples into those to train on and a held-out share, at least one prompt, by a hash of prompts.
 
-    Equal prompts fall on one side, and each stays there when completions are added.
+    Equal prompts fall on the same side, and stay there when completions are added.
 
     Raises:
-        InputError: nothing is left to learn from.
+        InputError: nothing is left to train on.
     """
     prompts = data.texts.column("prompt")[data.members]
     held = prompts < max(np.uint64(share * 2**64), prompts.min() + np.uint64(1))
@@ -213,12 +198,12 @@ def split_off(data: TrainingData, share: float) -> tuple[TrainingData, TrainingD
 
 
 def take_share(data: TrainingData, share: float) -> TrainingData:
-    """Return the samples of a share of the prompts, by another hash of them than `split_off`'s.
+    """Return the samples of a share of the prompts, by another hash of prompts than in `split_off`.
 
     A smaller share lies within a larger one, and a prompt has all of its completions or none.
 
     Raises:
-        InputError: that is no sample.
+        InputError: the share holds no sample.
     """
     mixed = data.texts.column("prompt")[data.members] * np.uint64(0x9E3779B97F4A7C15)  # modulo 2⁶⁴
     chosen = mixed < np.uint64(share * 2**64)
@@ -228,10 +213,10 @@ def take_share(data: TrainingData, share: float) -> TrainingData:
 
 
 def require_apart(train: TrainingData, heldout: TrainingData) -> None:
-    """Require that no sample to be measured on has the prompt of one to learn from.
+    """Require that no held-out sample has the prompt of a training sample.
 
     Raises:
-        InputError: says how many have, and names one.
+        InputError: some have; counts them and names the first.
     """
     prompts, held = (data.texts.column("prompt")[data.members] for data in (train, heldout))
     shared = np.flatnonzero(np.isin(held, prompts))
@@ -248,20 +233,13 @@ def require_apart(train: TrainingData, heldout: TrainingData) -> None:
 def frequent_tokens(
     data: TrainingData, count: int, size: int, always: Sequence[int] = (), field: str = "draft_vocabulary"
 ) -> Tensor:
-    """Return the tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id.
+    """Return the most frequent tokens of completions, ascending, (D,) int64; ties go to the lower id.
 
-    Completions that hold fewer than `count` give as many as they hold, and a warning says so. Others would have no
-    example to learn from; and no order of ids says which of them texts need: Gemma's first hundred are unused.
-
-    Args:
-        data: what is learned from.
-        count: D at most.
-        size: how many tokens there are.
-        always: tokens that are among them however rare.
-        field: the option that asked for them, for messages.
+    D is `count`, with `always` among the tokens; or fewer, with a warning, if the completions have fewer. Others would
+    have no example to learn from, and ids say nothing about use: Gemma's first hundred are unused.
 
     Raises:
-        InputError: there are fewer tokens, or `always` has more.
+        InputError: `count` is above `size`, the number of tokens, or below the length of `always`.
     """
     at_most(size).check(field, count)
     at_least(len(always)).check(field, count)
@@ -270,9 +248,9 @@ def frequent_tokens(
         labels = np.concatenate([data[row]["labels"] for row in range(at, min(at + 1024, len(data)))])
         counts += np.bincount(labels[labels != IGNORED], minlength=size)
     counts[list(always)] = np.iinfo(np.int64).max
-    if (found := np.count_nonzero(counts)) < count:
-        logger.warning("%s: the completions hold %d different tokens, which are drafted, not %d", field, found, count)
-    ranked = np.argsort(-counts, kind="stable")[: min(count, found)]
+    if (present := np.count_nonzero(counts)) < count:
+        logger.warning("%s: the completions hold %d different tokens, which are drafted, not %d", field, present, count)
+    ranked = np.argsort(-counts, kind="stable")[: min(count, present)]
     return torch.from_numpy(np.sort(ranked))
 
 
@@ -280,7 +258,7 @@ def _listed(texts: Texts, samples: np.ndarray) -> str:
     return f"{', '.join(texts.ids(samples[:5]))}{', …' if len(samples) > 5 else ''}"
 
 
-def _say(line: str) -> None:
-    """Warn once, not in every process."""
-    if os.environ.get("RANK", "0") == "0":
+def _warn(line: str) -> None:
+    """Warn in the first process only."""
+    if is_first():
         logger.warning(line)

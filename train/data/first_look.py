@@ -1,9 +1,9 @@
-"""The scale of weights that are copied from a target: chosen by a look at a few texts before the first step.
+"""The scale of weights copied from a target, chosen on a few texts before the first step.
 
-A draft of some of the target's layers, and heads that guess further ahead, are as sure as the target was and less often
-right, so that they begin above the loss of uniform distributions. One number for all logits mends that: as it goes to
-zero they become uniform. Shape suffixes: T positions of a text, N positions of all, V vocabulary, H hidden, K guesses
-of a position, S scales.
+A draft made of some of the target's layers, and heads that guess further ahead, are as confident as the target and less
+often right, so their loss begins above that of uniform distributions. Scaling the logits down mends that, since logits
+near zero are uniform. Shape suffixes: T positions of a text, N positions of all texts, V vocabulary, H hidden, K
+guesses per position, S scales.
 """
 
 import sys
@@ -23,61 +23,55 @@ from draftsmith.train.losses.positions import IGNORED
 
 SCALES = tuple(2.0**-i for i in range(6))
 TEXTS, POSITIONS, CONTEXT = 8, 16, 128
-"""How many texts are looked at, how many tokens of the completion of each, and how many tokens up to these."""
+"""The number of texts, of completion tokens in each, and of tokens up to the last of these."""
 LOGITS = 2**24
-"""Held at a time."""
+"""The number of logits held at a time."""
 
 T = TypeVar("T")
 
 
 def chosen_once(choose: Callable[[], T], together: bool = False) -> T:
-    """Return what the first process chooses, on all processes.
+    """Return the first process's choice on all processes.
 
-    Args:
-        choose: called by the first process.
-        together: have all processes call it, since a forward of a sharded model takes all of them.
+    `together` calls `choose` on all of them, since a sharded model's forward needs all.
     """
     values: list[Any] = broadcast_object_list([choose() if together or is_first() else None])
     return values[0]  # type: ignore[no-any-return]
 
 
 def say_once(line: str) -> None:
-    """Print a line on stderr, of one process alone."""
+    """Print a line on stderr, from the first process only."""
     if is_first():
         print(line, file=sys.stderr)
 
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of a text that is learned from."""
+    """A piece of a training text, which starts at `start` in `sample`, a row of `TrainingData`."""
 
     ids_T: Tensor
     labels_T: Tensor
-    """The tokens that are a completion's, −100 elsewhere."""
+    """The tokens of completions, −100 elsewhere."""
     sample: Mapping[str, Any] = field(default_factory=dict)
-    """The row of `TrainingData` that it is of."""
     start: int = 0
-    """Where in it."""
 
     def ahead(self, count: int) -> Tensor:
-        """Return for each position the token that lies `count` further, (T,), −100 where it is none to learn."""
+        """Return the label `count` positions further for each position, (T,), −100 if there is none."""
         return torch.cat([self.labels_T[count:], self.labels_T.new_full((min(count, len(self.labels_T)),), IGNORED)])
 
 
 def few_texts(data: TrainingData, count: int | None = None, tokens: int | None = None) -> list[Text]:
-    """Return the beginnings of some completions, each behind its prompt, evenly spaced over rows of single samples.
+    """Return the beginnings of some completions after their prompts, evenly spaced over rows of single samples.
 
-    Args:
-        data: single samples.
-        count: how many texts; `TEXTS` if None.
-        tokens: how many of each completion, `POSITIONS` if None; with those before them at most `CONTEXT`.
+    There are `count` texts (default `TEXTS`), each with `tokens` of its completion (default `POSITIONS`) and at most
+    `CONTEXT` tokens in all.
     """
     count, tokens, texts = count or TEXTS, tokens or POSITIONS, []
     for row in torch.linspace(0, len(data) - 1, min(count, len(data))).long().tolist():
         sample = data[row]
         labels = torch.tensor(sample["labels"])
-        places = (labels != IGNORED).nonzero()
-        end = int(places[0, 0]) + tokens if len(places) else 0
+        predicted = (labels != IGNORED).nonzero()
+        end = int(predicted[0, 0]) + tokens if len(predicted) else 0
         piece = slice(max(0, end - CONTEXT), end)
         texts.append(Text(torch.tensor(sample["input_ids"])[piece], labels[piece], sample, piece.start))
     return [text for text in texts if len(text.ids_T) > 1]
@@ -85,12 +79,9 @@ def few_texts(data: TrainingData, count: int | None = None, tokens: int | None =
 
 @torch.no_grad()
 def losses_of_scales(hidden_NH: Tensor, head: OutputHead, labels_NK: Tensor) -> Tensor:
-    """Return the cross entropies of guesses, (S, K), if the hidden states were scaled down: nats, each a mean.
+    """Return the mean cross entropy of each guess, (S, K) in nats, for hidden states multiplied by each scale.
 
-    Args:
-        hidden_NH: what the head sees.
-        head: on the same device.
-        labels_NK: what is guessed from each position, −100 for nothing.
+    `hidden_NH` is the head's input, on the same device. Labels of −100 are no guesses.
     """
     sums, counts = torch.zeros(len(SCALES), labels_NK.shape[1]), (labels_NK != IGNORED).sum(0).clamp(min=1)
     chunk = max(1, LOGITS // len(head.weight))
@@ -106,14 +97,9 @@ def losses_of_scales(hidden_NH: Tensor, head: OutputHead, labels_NK: Tensor) -> 
 def best_scale(
     states: Sequence[Tensor], labels_N: Tensor, head: OutputHead, cut: CutVocabulary | None, tokens: int
 ) -> float:
-    """Return the scale of least loss, of states that guess a token each.
+    """Return the scale with the least loss, for hidden `states` (N, H) in pieces that guess one token each.
 
-    Args:
-        states: what the head sees, (N, H) together.
-        labels_N: the guessed tokens.
-        head: on the same device.
-        cut: what it can guess; None for all.
-        tokens: of the tokenizer; a head of all may have more rows.
+    `cut` is the vocabulary of the guesses, None for all. A head of all may have more rows than there are `tokens`.
     """
     if cut is None:
         head = head.cut(tokens)
@@ -123,17 +109,14 @@ def best_scale(
 
 
 def stacked(texts: Sequence[Text], values: Sequence[Tensor], reach: int) -> tuple[Tensor, Tensor]:
-    """Return the values of positions from which something is guessed, (N, …), and the tokens that are, (N, K).
+    """Return the values of positions that guess any token, (N, …), and the tokens guessed, (N, K).
 
-    Args:
-        texts: the texts.
-        values: of the positions of each, (T, …).
-        reach: K; guess k is the token 1 + k further.
+    `values` are those of each text's positions, (T, …). K is `reach`: guess k is the token 1 + k positions further.
     """
     chosen, labels = [], []
     for text, value in zip(texts, values, strict=True):
         labels_TK = torch.stack([text.ahead(1 + k) for k in range(reach)], dim=1).to(value.device)
-        some = (labels_TK != IGNORED).any(1)
-        chosen.append(value[some])
-        labels.append(labels_TK[some])
+        guesses = (labels_TK != IGNORED).any(1)
+        chosen.append(value[guesses])
+        labels.append(labels_TK[guesses])
     return torch.cat(chosen), torch.cat(labels)

@@ -1,9 +1,9 @@
-"""Completions that are read, checked and masked once; then all processes and all later runs map them from disk.
+"""Completions mapped from disk: read, checked and masked once, for all processes and later runs.
 
-`.mapped`, beside the shards of a directory, holds an Arrow file for each thousand of them. A file's name has a digest
-of its shards' names, sizes and times, so that shards that changed are read again and no others. It is written aside,
-then renamed: a run that was killed resumes with the files that are not there. What a run chooses (length, packing,
-weights, what is held out) decides which samples are read, and nothing of what is written.
+`.mapped`, in a directory of completions, holds an Arrow file per thousand shards. Its name has a digest of the shards'
+names, sizes and times, so that only changed shards are read again. Each file is written under another name and then
+renamed, so that a killed run resumes with the missing ones. A run's options (length, packing, weights, held-out share)
+only choose among the samples; they do not change the files.
 """
 
 import fcntl
@@ -27,18 +27,18 @@ from draftsmith.decode.progress import Phase, phase
 from draftsmith.train.data.shards import completion_files, read_completions
 from draftsmith.train.losses.positions import IGNORED
 
-VERSION = 1  # of the files below: another number has them written anew
+VERSION = 1  # of the files below; another number makes all runs write them again
 DIRECTORY = ".mapped"
 SHARDS_A_FILE, SHARDS_A_BATCH = 1024, 64
 SAMPLES = pa.schema(
     [
         ("id", pa.string()),
         ("input_ids", pa.list_(pa.int32())),
-        ("spans", pa.list_(pa.int32())),  # where tokens to learn from begin and end, by turns
-        ("largest", pa.int32()),  # of the ids of its tokens
-        ("prompt", pa.uint64()),  # a hash of the tokens before the first to learn from, or of all if they are no two
+        ("spans", pa.list_(pa.int32())),  # begin and end of each span of tokens to learn from, alternately
+        ("largest", pa.int32()),  # the largest token id
+        ("prompt", pa.uint64()),  # a hash of the tokens before the first span, or of all if those are fewer than two
         ("text", pa.uint64()),  # a hash of tokens and mask
-        ("checksum", pa.int64()),  # of both too; teacher caches have it
+        ("checksum", pa.int64()),  # the checksum in teacher caches, of tokens and mask
     ]
 )
 
@@ -46,18 +46,13 @@ logger = logging.get_logger(__name__)
 
 
 def map_completions(path: str, output: Path | None = None) -> list[Path]:
-    """Return the files that a directory's samples are mapped from, and write those that are not there.
+    """Return the files that a directory's samples are mapped from, and write the missing ones.
 
-    One process writes, the others wait for it at a lock. Where the file system has no locks, several may write the
-    same; that costs time and harms nothing.
-
-    Args:
-        path: a directory of completions.
-        output: where else the files may lie, if nothing can be written in `path`.
+    They are in `path`, or in `output` if `path` is read-only. One process writes while the others wait at a lock. On a
+    file system without locks several may write the same files, which costs only time.
 
     Raises:
-        InputError: no such directory, no manifest or one of another schema, no shards, an unreadable shard, samples
-            that `prepare` does not write; or neither place can be written.
+        InputError: the completions are missing or malformed, or neither directory can be written in.
     """
     shards = completion_files(path)
     groups = [shards[at : at + SHARDS_A_FILE] for at in range(0, len(shards), SHARDS_A_FILE)]
@@ -79,9 +74,9 @@ def map_completions(path: str, output: Path | None = None) -> list[Path]:
 
 
 def _identity(shards: Sequence[Path]) -> str:
-    """Return what tells shards from others, and from themselves after a change."""
-    seen = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in shards]
-    return hashlib.sha256(repr((VERSION, seen)).encode()).hexdigest()[:16]
+    """Return a digest that changes when any shard does."""
+    stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in shards]
+    return hashlib.sha256(repr((VERSION, stats)).encode()).hexdigest()[:16]
 
 
 def _write_missing(files: Mapping[Path, Sequence[Path]], directory: Path) -> None:
@@ -91,7 +86,7 @@ def _write_missing(files: Mapping[Path, Sequence[Path]], directory: Path) -> Non
     with _lock(directory) as alone, ThreadPoolExecutor() as pool:
         missing = {file: shards for file, shards in files.items() if not file.is_file()}
         for leftover in directory.glob(f".*.{socket.gethostname()}-*.partial") if alone else ():
-            leftover.unlink()  # not those of other machines: not every lock reaches them
+            leftover.unlink()  # only this machine's: on other machines a writer may not see the lock
         with phase(f"reading {directory.parent}", sum(map(len, missing.values())), "shards") as bar:
             for file, shards in missing.items():
                 parts = [shards[at : at + SHARDS_A_BATCH] for at in range(0, len(shards), SHARDS_A_BATCH)]
@@ -103,7 +98,7 @@ def _write_missing(files: Mapping[Path, Sequence[Path]], directory: Path) -> Non
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[bool]:
-    """Wait until no other process holds a directory; give whether it is held now: not every file system has locks."""
+    """Wait for the lock of a directory; yield whether it is held, since some file systems have no locks."""
     with (directory / ".lock").open("a") as file:
         try:
             try:
@@ -118,7 +113,7 @@ def _lock(directory: Path) -> Iterator[bool]:
 
 
 def _write(file: Path, batches: Iterator[pa.RecordBatch], bar: Phase) -> None:
-    """Write samples aside under a name of this process's own, then rename them."""
+    """Write samples to a file under a name of this process's own, then rename it."""
     aside = file.with_name(f".{file.name}.{socket.gethostname()}-{os.getpid()}.partial")
     try:
         with aside.open("wb") as sink:
@@ -134,7 +129,7 @@ def _write(file: Path, batches: Iterator[pa.RecordBatch], bar: Phase) -> None:
 
 
 def _samples(shards: Sequence[Path]) -> pa.RecordBatch:
-    """Return the samples of some shards, as they are mapped."""
+    """Return the samples of some shards in the mapped form."""
     table = pa.concat_tables([read_completions(file) for file in shards]).combine_chunks()
     ids, masks = (table[name].combine_chunks() for name in ("input_ids", "loss_mask"))
     ends = np.append(0, pc.list_value_length(ids).to_numpy()).cumsum()
@@ -148,21 +143,17 @@ def _samples(shards: Sequence[Path]) -> pa.RecordBatch:
         texts[sample] = _hash(own, edges)
         checksums[sample] = checksum(own, mask[start:end])
     largest = np.maximum.reduceat(tokens, ends[:-1]) if len(ids) else tokens
-    offsets = (pa.array(each, pa.int32()) for each in (ends, borders))
+    offsets = (pa.array(starts, pa.int32()) for starts in (ends, borders))
     lists = [pa.ListArray.from_arrays(at, values) for at, values in zip(offsets, (tokens, spans), strict=True)]
     columns = [table["id"].combine_chunks(), *lists, *(pa.array(c) for c in (largest, prompts, texts, checksums))]
     return pa.RecordBatch.from_arrays(columns, schema=SAMPLES)
 
 
 def _spans(mask: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where runs of a mask begin and end, counted from the beginning of each sample; and each sample's share.
+    """Return the spans of a mask, counted from each sample's start, and the bounds of each sample's part of them.
 
-    Args:
-        mask: bool, of all samples one behind the other.
-        ends: where samples begin, and the last one ends: none is empty.
-
-    Returns:
-        begin and end by turns, int32; and one number more than samples, of where each one's begin among them.
+    `mask` is bool, over all samples; `ends` are where samples begin, and where the last one ends; no sample is empty.
+    The spans are begin and end alternately, int32; the bounds are one more than the samples.
     """
     before, after = np.roll(mask, 1), np.roll(mask, -1)
     before[ends[:-1]] = after[ends[1:] - 1] = False
@@ -180,22 +171,20 @@ def _hash(*arrays: np.ndarray) -> int:
 
 
 def checksum(input_ids: Sequence[int] | np.ndarray, loss_mask: Sequence[int] | np.ndarray = ()) -> int:
-    """Return a number that tells a sample's tokens and mask from others."""
+    """Return a checksum of a sample's tokens and mask."""
     return zlib.crc32(np.asarray(loss_mask, np.int8).tobytes(), zlib.crc32(np.asarray(input_ids, np.int32).tobytes()))
 
 
 class Texts:
-    """The samples of directories of completions, numbered one behind the other; their tokens stay on disk.
+    """The samples of directories of completions, numbered in order; their tokens stay on disk.
 
-    A copy that is pickled for another process maps the files anew.
+    A pickled copy maps the files again.
+
+    Raises:
+        InputError: a file is damaged or missing.
     """
 
     def __init__(self, files: Mapping[str, Sequence[Path]]):
-        """Map the files of each directory.
-
-        Raises:
-            InputError: a file is damaged, or gone.
-        """
         self.files = files
         batches, counts = list[pa.RecordBatch](), []
         for path in files:
@@ -207,7 +196,7 @@ class Texts:
                     if reader.schema != SAMPLES:
                         raise pa.ArrowInvalid("other columns")
                     for batch in batches[before:]:
-                        batch.validate(full=True)  # where each sample begins: a wrong place would be read blindly
+                        batch.validate(full=True)  # also the offsets: a wrong one would be read without a check
                 except (OSError, pa.ArrowException) as error:
                     raise InputError(f"{file}: expected mapped samples, found no whole file; remove it") from error
             counts.append(sum(len(batch) for batch in batches[before:]))
@@ -231,34 +220,34 @@ class Texts:
         return Texts, (self.files,)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a column of numbers of all samples."""
+        """Return a numeric column over all samples."""
         return self.table[name].to_numpy()
 
     def ids(self, samples: Sequence[int] | np.ndarray, with_source: bool | None = None) -> list[str]:
-        """Return the ids of some samples, each behind its directory; if None, where there are several directories."""
+        """Return the ids of some samples, after their directory if `with_source`, or if None and there are several."""
         names = [self.table["id"][int(sample)].as_py() for sample in samples]
         if not (len(self.sources) > 1 if with_source is None else with_source):
             return names
         return [f"{self.sources[at]}: {name}" for at, name in zip(self.source_of(samples), names, strict=True)]
 
     def source_of(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the numbers of the directories that some samples are from."""
+        """Return the numbers of the samples' directories."""
         return np.searchsorted(self._source_ends, samples, side="right")
 
     def loss_tokens(self, max_length: int | None = None) -> np.ndarray:
-        """Return how many tokens to learn from each sample has, among its first `max_length`."""
+        """Return the number of tokens to learn from in each sample's first `max_length` tokens."""
         counts = [np.empty(0, np.int64)]
         for _, _, borders, spans in self._views:
-            reached = spans if max_length is None else np.minimum(spans, max_length)
-            sums = np.append(0, (reached[1::2] - reached[::2]).cumsum(dtype=np.int64))
+            clipped = spans if max_length is None else np.minimum(spans, max_length)
+            sums = np.append(0, (clipped[1::2] - clipped[::2]).cumsum(dtype=np.int64))
             counts.append(np.diff(sums[borders // 2]))
         return np.concatenate(counts)
 
     def read(self, sample: int, max_length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return a sample's first tokens and their labels, −100 where there is nothing to learn; both (T,) int32.
+        """Return a sample's first tokens and their labels, −100 where there is nothing to learn, both (T,) int32.
 
         Raises:
-            InputError: it is not what was written, by its hash.
+            InputError: the file is damaged, according to the sample's hash.
         """
         at = int(np.searchsorted(self._batch_starts, sample, side="right")) - 1
         offsets, tokens, borders, spans = self._views[at]

@@ -1,10 +1,9 @@
-"""Packing: whole samples one behind the other in rows of a bounded length, each as if it were alone.
+"""Packing: whole samples in rows of a bounded length, each treated as if it were alone.
 
-A packed batch has `position_ids` that restart with each sample, and no attention mask. Where both hold and there is no
-cache, transformers keeps a token from looking beyond its sample (`masking_utils.find_packed_sequence_indices`), for
-the attention implementations that take a mask, of T² entries a row under sdpa, of blocks under flex attention. Flash
-attention takes none: it is told where samples begin and end (`collator.text_bounds`), and its work is that of the
-samples alone.
+A packed batch has `position_ids` that restart with each sample, and no attention mask. With both and without a cache,
+transformers keeps a token from attending beyond its sample (`masking_utils.find_packed_sequence_indices`), by a mask of
+T² entries per row under sdpa, and of blocks under flex attention. Flash attention takes no mask: it gets the bounds of
+the samples (`collator.text_bounds`), and does only their work.
 """
 
 from bisect import bisect_left, insort
@@ -27,17 +26,12 @@ from draftsmith.train.models import takes_bounds
 
 @phase("packing")
 def pack(data: TrainingData, length: int, by_source: bool = False) -> TrainingData:
-    """Put samples together in as few rows as best-fit decreasing finds; the same rows every time.
+    """Pack samples into as few rows of at most `length` tokens as best-fit decreasing finds; deterministic.
 
-    No token is read for it.
-
-    Args:
-        data: rows of single samples.
-        length: tokens of a row, at most.
-        by_source: put samples together only with others of their directory.
+    Only sizes are read, no tokens. With `by_source`, a row holds samples of one directory.
 
     Raises:
-        InputError: a sample is longer than `length`; names it.
+        InputError: a sample is longer than `length`.
     """
     if len(too_long := np.flatnonzero(data.sizes > length)):
         row = int(too_long[0])
@@ -59,62 +53,54 @@ def pack(data: TrainingData, length: int, by_source: bool = False) -> TrainingDa
 def best_fit_decreasing(sizes: Sequence[int] | np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Assign items to bins, the largest first, each to the fullest bin that has room for it.
 
-    It needs at most 11/9 of the fewest possible bins, and four (Johnson et al. 1974, Worst-case performance bounds for
-    simple one-dimensional packing algorithms). For training rows: Ding et al. 2024 (arXiv 2404.10830). Items of
-    one size go together into bins with one space left: there are far fewer sizes and spaces than items.
-
-    Args:
-        sizes: of the items, each at most `capacity`.
-        capacity: of a bin.
-
-    Returns:
-        The items' numbers, bin by bin; and how many each bin has.
+    Return the item numbers bin by bin, and the number of items in each bin. The bins are at most 11/9 of the fewest
+    possible, plus four (Johnson et al. 1974, Worst-case performance bounds for simple one-dimensional packing
+    algorithms). Ding et al. 2024 (arXiv 2404.10830) pack training rows this way.
     """
     items = np.asarray(sizes, dtype=np.int64)
     descending = np.argsort(-items, kind="stable")
-    bin_of = np.empty(len(items), np.int64)  # of the items in that order
-    spaces: list[int] = []  # those that some open bin has left, ascending
-    having: dict[int, list[int]] = defaultdict(list)  # the bins that have this much space left
+    bin_of = np.empty(len(items), np.int64)  # the bin of each item, in descending order
+    spaces: list[int] = []  # the different spaces left in open bins, ascending
+    bins_with: dict[int, list[int]] = defaultdict(list)  # the bins with a space left
     at = bins = 0
-    for size, count in zip(*(each[::-1].tolist() for each in np.unique(items, return_counts=True)), strict=True):
+    # All items of one size go at once into bins with one space: there are far fewer sizes and spaces than items.
+    for size, count in zip(*(array[::-1].tolist() for array in np.unique(items, return_counts=True)), strict=True):
         end = at + count
         while at < end:
-            place, space = bisect_left(spaces, size), capacity
+            place, space = bisect_left(spaces, size), capacity  # the least space that is large enough, or a new bin
             if place < len(spaces):
                 space = spaces[place]
-            fitting = space // size  # items of a bin
-            wanted = -(-(end - at) // fitting)
+            fitting = space // size  # items per bin
+            needed = -(-(end - at) // fitting)
             if place < len(spaces):
-                chosen = having[space][: -wanted - 1 : -1]
-                del having[space][-wanted:]
-                if not having[space]:
+                chosen = bins_with[space][: -needed - 1 : -1]
+                del bins_with[space][-needed:]
+                if not bins_with[space]:
                     del spaces[place]
             else:
-                chosen = list(range(bins, bins + wanted))
-                bins += wanted
+                chosen = list(range(bins, bins + needed))
+                bins += needed
             filled = min(len(chosen) * fitting, end - at)
             bin_of[at : at + filled] = np.repeat(chosen, fitting)[:filled]
             at += filled
-            last = filled - (len(chosen) - 1) * fitting  # the last bin may have fewer
-            for left, those in ((space - fitting * size, chosen[:-1]), (space - last * size, chosen[-1:])):
-                if left and those:
-                    if not having[left]:
-                        insort(spaces, left)
-                    having[left] += those
+            last = filled - (len(chosen) - 1) * fitting  # the last bin may hold fewer
+            for rest, refilled in ((space - fitting * size, chosen[:-1]), (space - last * size, chosen[-1:])):
+                if rest and refilled:
+                    if not bins_with[rest]:
+                        insort(spaces, rest)
+                    bins_with[rest] += refilled
     return descending[np.argsort(bin_of, kind="stable")], np.bincount(bin_of, minlength=bins)
 
 
 @torch.no_grad()
 def require_packing(model: PreTrainedModel, field: str, rows: int = 2) -> None:
-    """Require that samples of a packed batch have the hidden states that each has alone, by trying it.
+    """Require that samples in a packed batch of `rows` rows get the same hidden states as alone, by a short forward.
 
-    Args:
-        model: on the device and with the attention that it will be trained with.
-        field: the config field that named it.
-        rows: of a batch. From two on, the second is a sample and padding.
+    The model must be on the device and have the attention of the training. From two rows on, the second one is a sample
+    and padding.
 
     Raises:
-        InputError: the samples of a packed batch would see each other; names the field.
+        InputError: the samples would see each other.
     """
     training, alike = model.training, False
     model.eval()
@@ -130,7 +116,7 @@ def require_packing(model: PreTrainedModel, field: str, rows: int = 2) -> None:
         if takes_bounds(model):
             batch |= text_bounds(position_ids)
         packed = last_hidden(model, **send_to_device(batch, model.device))
-        # The same numbers in other shapes; half precision rounds their order.
+        # The same numbers in other shapes, but half precision rounds differently in another order.
         tolerance = 1e-4 if packed.dtype in (torch.float32, torch.float64) else 0.05
         close = []
         for sample, hidden in [(a, packed[0, :5]), (b, packed[0, 5:]), *((b, row[:7]) for row in packed[1:])]:

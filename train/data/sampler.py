@@ -1,4 +1,4 @@
-"""The order in which rows are read, which the seed and the epoch alone decide."""
+"""The order in which rows are read, decided by the seed and the epoch alone."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,26 +11,18 @@ from draftsmith.train.data.examples import TrainingData
 
 
 class EpochSampler(Sampler[int]):
-    """The rows of an epoch: of each directory as many as its weight says, shuffled or with similar lengths together.
+    """The rows of an epoch, shuffled, or grouped by length in groups of `group_size`, a step's rows.
 
-    A weight of 1 takes each row of a directory once, 0.3 takes a random 30 % of them, others each epoch, and 2.5 each
-    twice and a random half a third time.
+    Each directory has a weight: 1 takes each of its rows once; 0.3 takes a random 30 %, others in each epoch; 2.5 takes
+    each twice and a random half a third time. Without weights, all are 1.
 
-    The library's samplers draw from the global generator. So a run that is resumed in a later epoch goes on in another
-    order, and processes whose generators have come apart (dropout) see some rows twice and others never.
+    The library's samplers draw from the global generator. A run resumed in a later epoch would then change its order,
+    and processes whose generators differ (dropout) would see some rows twice and others never.
     """
 
     def __init__(
         self, data: TrainingData, seed: int, group_size: int | None = None, weights: Sequence[float] = ()
     ) -> None:
-        """Take an order.
-
-        Args:
-            data: the rows.
-            seed: of the order, and of what is drawn.
-            group_size: rows of a step, which have similar lengths then; None for none.
-            weights: of the directories; 1 each if there are none.
-        """
         self.lengths, self.seed, self.group_size, self.epoch = data.lengths, seed, group_size, 0
         sources = data.source_of_rows if weights else np.zeros(len(data), np.int64)
         self._parts = [(np.flatnonzero(sources == number), weight) for number, weight in enumerate(weights or [1.0])]
@@ -39,7 +31,7 @@ class EpochSampler(Sampler[int]):
         return sum(len(rows) * int(weight) + _extra(rows, weight) for rows, weight in self._parts)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch is read next."""
+        """Set the next epoch to read."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -58,5 +50,5 @@ class EpochSampler(Sampler[int]):
 
 
 def _extra(rows: np.ndarray, weight: float) -> int:
-    """Return how many rows are drawn at random, beside those that are taken whole."""
+    """Return the number of rows drawn at random, in addition to whole passes over them."""
     return round((weight - int(weight)) * len(rows))

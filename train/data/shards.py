@@ -1,4 +1,4 @@
-"""A directory of completions on disk: its manifest, its shards, both written so that a kill harms nothing."""
+"""A directory of completions on disk: its manifest and its shards, both written so that a kill damages nothing."""
 
 import json
 import logging
@@ -23,17 +23,17 @@ MANIFEST = "manifest.json"
 COLUMNS = pa.schema(
     [
         ("id", pa.string()),
-        ("category", pa.string()),  # null where the prompt has none
+        ("category", pa.string()),  # null if the prompt has none
         ("prompt_length", pa.int32()),
         ("input_ids", pa.list_(pa.int32())),  # prompt and completion, no padding
-        # 0 on the prompt, 1 on the completion, its end-of-sequence token included; of a given conversation, 1 on every
-        # turn of the assistant's, and the prompt ends where the first begins
+        # 0 on the prompt, 1 on the completion with its end-of-sequence token; in a given conversation, 1 on every turn
+        # of the assistant, and the prompt ends before the first
         ("loss_mask", pa.list_(pa.int8())),
-        ("finish_reason", pa.string()),  # "stop": it ended with an end-of-sequence token; "length": it was cut; "given"
+        ("finish_reason", pa.string()),  # "stop": with an end-of-sequence token; "length": cut; "given"
     ]
 )
 MIXED = COLUMNS.append(pa.field("temperature", pa.float32()))
-"""Of completions at several temperatures, which say at which each was written."""
+"""The columns of completions at several temperatures, with the temperature of each."""
 
 MOST_IDS = 2**31
 UNNAMED: dict[str, Any] = {
@@ -46,24 +46,23 @@ UNNAMED: dict[str, Any] = {
     "temperatures": [],
     "window": False,
 }
-"""Settings that older manifests do not name, and what they were."""
+"""Settings that older manifests lack, with the values that they had."""
 SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}
-"""What says where completions come from, and the flags that set it."""
+"""The fields that say where completions come from, and the flags that set them."""
 
 logger = logging.getLogger(__name__)
 
 
 class CompletionsRef(TypedDict):
-    """Completions that a cache is of."""
+    """The completions that a cache belongs to, with their manifest's digest."""
 
     path: str
     sha256: str
-    """Of their manifest."""
 
 
 @with_config(ConfigDict(extra="allow"))
 class LawSettings(TypedDict, total=False):
-    """The law that texts were sampled by, among other settings."""
+    """The sampling of texts, among other settings."""
 
     temperature: Amount
     top_k: Count
@@ -71,13 +70,13 @@ class LawSettings(TypedDict, total=False):
 
 
 class Named(TypedDict):
-    """What says of which kind a manifest is."""
+    """The schema of a manifest."""
 
     schema: str
 
 
 class BaseManifest(Named):
-    """What every manifest has; what has a `path` is compared by what else is said of it."""
+    """The fields of every manifest; those with a `path` are compared by their other entries."""
 
     target: dict[str, Any]
     versions: dict[str, Any]
@@ -87,7 +86,7 @@ class BaseManifest(Named):
 
 @with_config(ConfigDict(extra="allow"))
 class Manifest(BaseManifest):
-    """One whose settings are compared, and not read."""
+    """A manifest whose settings are compared and not read."""
 
     settings: dict[str, Any]
     completions: NotRequired[list[CompletionsRef]]
@@ -95,7 +94,7 @@ class Manifest(BaseManifest):
 
 @with_config(ConfigDict(extra="allow"))
 class CompletionsManifest(BaseManifest):
-    """That of completions."""
+    """The manifest of completions."""
 
     settings: LawSettings
     shards: Count
@@ -103,16 +102,14 @@ class CompletionsManifest(BaseManifest):
 
 @contextmanager
 def output_directory(output: Path, kept: Callable[[], str], first: bool = True) -> Iterator[None]:
-    """Make a directory to write shards in, without what a kill left half written, and tell of a failure in one line.
+    """Make a directory for shards, remove files that a kill left half written, and report a failure in one line.
 
-    Args:
-        output: the directory; its parents are made too.
-        kept: says what is there when the disk is full, such as "6 of 11 completions".
-        first: of several processes that write there, one alone makes it and tidies it up, before the others write.
+    `kept()` says what was written so far, such as "6 of 11 completions". Of several processes, only the `first` makes
+    and tidies the directory, before the others write.
 
     Raises:
-        InputError: the directory cannot be made or written in, another run writes there, or the disk is full; what
-            was written is kept.
+        InputError: the directory cannot be made or written in, another run writes there, or the disk is full (what was
+            written is kept).
     """
     try:
         with locked(output) if first else nullcontext():
@@ -134,14 +131,7 @@ def output_directory(output: Path, kept: Callable[[], str], first: bool = True) 
 def read_shard(
     path: Path, schema: pa.Schema = COLUMNS, *, row_group: int | None = None, columns: list[str] | None = None
 ) -> pa.Table | None:
-    """Read a shard, checksums and all; None where there is none, or one that is cut, damaged or of other columns.
-
-    Args:
-        path: the file.
-        schema: of completions, or of a teacher cache.
-        row_group: read this one alone.
-        columns: read these alone.
-    """
+    """Read a shard, or some of its columns or one row group; None if it is missing, damaged or of another schema."""
     try:
         # Not pq.read_table: it would take `name=value` in a directory's name for a column.
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -154,22 +144,14 @@ def read_shard(
 
 
 def write_shard(path: Path, shard: pa.Table, **options: Any) -> None:
-    """Write a shard whole or not at all; `options` are those of `pyarrow.parquet.write_table`.
-
-    Raises:
-        OSError: the disk is full, or cannot be written; nothing is left behind.
-    """
+    """Write a shard whole or not at all; `options` are those of `pyarrow.parquet.write_table`."""
     buffer = pa.BufferOutputStream()
     pq.write_table(shard, buffer, compression="zstd", write_page_checksum=True, **options)
     write_aside(path, buffer.getvalue().to_pybytes())
 
 
 def completion_files(path: str, unfinished: bool = True) -> list[Path]:
-    """Return the shards of a directory of completions.
-
-    Args:
-        path: the directory.
-        unfinished: where shards are missing, return those that are there, with a warning.
+    """Return the shards of a directory of completions; if some are missing, warn, or fail unless `unfinished`.
 
     Raises:
         InputError: no such directory, no manifest or one of another schema, no shards, or not all of them.
@@ -193,15 +175,21 @@ def completion_files(path: str, unfinished: bool = True) -> list[Path]:
     return files
 
 
+def check_samples(path: str, ids: pa.ChunkedArray) -> None:
+    """Require that the completions of a directory are not empty, and that their ids are unique."""
+    if not len(ids):
+        raise InputError(f"{path}: expected completions, found shards without samples")
+    if pc.count_distinct(ids).as_py() < len(ids):
+        names = ids.value_counts()
+        twice = names.filter(pc.greater(names.field("counts"), 1)).field("values")
+        raise InputError(f"{path}: expected each sample once, found {twice[0].as_py()!r} again")
+
+
 def read_completions(file: Path, vocab_size: int | None = None) -> pa.Table:
     """Read a shard of completions.
 
-    Args:
-        file: the shard.
-        vocab_size: what the ids of its tokens must be below; not looked at if None.
-
     Raises:
-        InputError: names the file, which is damaged or holds what `prepare` does not write.
+        InputError: the file is damaged or holds what `prepare` does not write, such as an id not below `vocab_size`.
     """
     shard = read_shard(file)
     if shard is None:
@@ -212,12 +200,12 @@ def read_completions(file: Path, vocab_size: int | None = None) -> pa.Table:
 
 
 def _fault(shard: pa.Table, vocab_size: int | None) -> str | None:
-    """Return the first thing in a shard of completions that cannot be."""
+    """Return the first error in a shard of completions."""
     flat = {name: pc.list_flatten(shard[name]) for name in ("input_ids", "loss_mask")}
     for name in ("id", "prompt_length", "input_ids", "loss_mask"):
         if shard[name].null_count or (name in flat and flat[name].null_count):
             return f"nothing in place of {name}"
-    lengths, masked, prompts = (
+    lengths, mask_lengths, prompts = (
         column.to_numpy()
         for column in (
             pc.list_value_length(shard["input_ids"]),
@@ -226,7 +214,7 @@ def _fault(shard: pa.Table, vocab_size: int | None) -> str | None:
         )
     )
     ids, mask = (flat[name].to_numpy() for name in ("input_ids", "loss_mask"))
-    if (lengths != masked).any():
+    if (lengths != mask_lengths).any():
         return "a loss_mask of another length than its input_ids"
     if ((prompts < 1) | (prompts > lengths)).any():
         return "a prompt_length that is none of its tokens"
@@ -239,23 +227,18 @@ def _fault(shard: pa.Table, vocab_size: int | None) -> str | None:
 
 
 def read_manifest(directory: Path, expected: str = SCHEMA, kind: Any = None) -> dict[str, Any] | None:
-    """Read the manifest of a directory of completions, or of another schema; None where there is none.
-
-    Args:
-        directory: where it lies.
-        expected: its schema.
-        kind: what else it says, a kind of `BaseManifest`.
+    """Read a directory's manifest of a schema, as a kind of `BaseManifest`; None if there is none.
 
     Raises:
-        InputError: it is no JSON, of another schema, or without a field.
+        InputError: the file is no JSON, of another schema, or lacks a field.
     """
     path = directory / MANIFEST
     try:
-        found = read(Named, path)["schema"]
+        schema = read(Named, path)["schema"]
     except FileNotFoundError:
         return None
-    if found != expected:
-        raise InputError(f"{path}: expected schema {expected!r}, found {found!r}")
+    if schema != expected:
+        raise InputError(f"{path}: expected schema {expected!r}, found {schema!r}")
     if kind is None:
         kind = CompletionsManifest if expected == SCHEMA else Manifest
     manifest: dict[str, Any] = read(kind, path)
@@ -263,16 +246,14 @@ def read_manifest(directory: Path, expected: str = SCHEMA, kind: Any = None) -> 
 
 
 def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest of a new directory, or require that the one there was begun from the same settings and inputs.
+    """Write the manifest of a new directory, or require that the one there has the same settings and inputs.
 
-    Of completions, of teacher caches and of what `measure` has finished. `settings` must agree field by field;
-    `completions`, and whatever has a `path`, such as `prompts` and `target`, by everything but that, and `source` by
-    everything but its `endpoint`, since files and servers may move. Other `versions` are warned of: libraries may
-    sample otherwise, and a long run should survive an upgrade.
+    `settings` must agree field by field. Fields with a `path`, such as `prompts` and `target`, and `completions` are
+    compared without it, and `source` without its `endpoint`, since files and servers may move. Other `versions` give
+    only a warning: libraries may sample differently, but a long run should survive an upgrade.
 
     Raises:
-        InputError: names the first difference, and the way out.
-        OSError: the disk is full, or cannot be written.
+        InputError: the first difference, and the way out.
     """
     before = read_manifest(directory, manifest["schema"])
     if before is None:
@@ -281,10 +262,10 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
         write_aside(directory / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         return
     way_out = f"; {directory} was begun otherwise: give another --output, or remove it"
-    source = {"answers": "target"}  # what manifests without it mean
-    sources = [each.get("source", source) for each in (before, manifest)]
+    source = {"answers": "target"}  # the meaning of a manifest without it
+    sources = [written.get("source", source) for written in (before, manifest)]
     settings = UNNAMED | before["settings"]
-    compared = [(flag, *(each.get(name) for each in sources)) for name, flag in SOURCE_FLAGS.items()]
+    compared = [(flag, *(side.get(name) for side in sources)) for name, flag in SOURCE_FLAGS.items()]
     compared += [(name, settings.get(name), value) for name, value in manifest["settings"].items()]
     for name, then, now in compared:
         if then != now:
@@ -298,9 +279,9 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
                     f"{name}: expected {was.get('path')} as it was ({part}: {then}), "
                     f"found {manifest[name]['path']} ({part}: {now}){way_out}"
                 )
-    parts = [each.get("completions", []) for each in (before, manifest)]
+    parts = [written.get("completions", []) for written in (before, manifest)]
     if [part["sha256"] for part in parts[0]] != [part["sha256"] for part in parts[1]]:
-        then, now = (", ".join(part["path"] for part in each) for each in parts)
+        then, now = (", ".join(part["path"] for part in side) for side in parts)
         raise InputError(f"completions: expected {then} as they were, found {now}{way_out}")
     if before["versions"] != manifest["versions"]:
         logger.warning("%s: begun with %s, resumed with %s", directory, before["versions"], manifest["versions"])

@@ -36,10 +36,8 @@ WAY_OUT = "remove it to continue from the one before, or give resume false and a
 class StepsTaken:
     """A run's progress when it wrote a checkpoint or ended."""
 
-    global_step: Count
-    """Steps taken."""
-    max_steps: Count
-    """Steps planned."""
+    global_step: Count  # steps taken
+    max_steps: Count  # steps planned
     log_history: list[dict[str, Any]]
 
     @classmethod

@@ -17,10 +17,8 @@ from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head, kept_t
 class Device:
     """A device's peak rates, as its maker states them."""
 
-    tflops: float
-    """Dense bfloat16 operations per second, in 10¹²."""
-    terabytes: float
-    """Bytes read from memory per second, in 10¹²."""
+    tflops: float  # dense bfloat16 operations per second, in 10¹²
+    terabytes: float  # bytes read from memory per second, in 10¹²
 
 
 DEVICES = {
@@ -49,14 +47,10 @@ def known_device(name: str) -> Device | None:
 class Work:
     """The multiply-adds of a forward, by the unit that they are multiplied with."""
 
-    decoder: int
-    """Per position."""
-    head: int
-    """Per position whose logits are computed."""
-    attention: int
-    """Per pair of a position and one that it attends to, itself included."""
-    trained: float = 1.0
-    """The share of the matrices that gets gradients."""
+    decoder: int  # per position
+    head: int  # per position whose logits are computed
+    attention: int  # per pair of a position and one that it attends to, itself included
+    trained: float = 1.0  # the share of the matrices that gets gradients
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Work | None":

@@ -16,13 +16,10 @@ class KeptStep:
     step: Count
     last_step: Count
     metric: str
-    measured: Count
-    """The number of steps measured."""
-    score: float | None
-    """The step's score; None if it was not measured."""
+    measured: Count  # the number of steps measured
+    score: float | None  # the step's score; None if it was not measured
     last_score: float | None
-    best_step: Count | None
-    """The best measured step, whether its weights are kept or not."""
+    best_step: Count | None  # the best measured step, whether its weights are kept or not
     best_score: float | None
 
     @classmethod

@@ -24,19 +24,14 @@ AGAIN = "give that, or resume false and another training.output_dir"
 class JobRecord:
     """The settings that a run must share with the one it resumes: data, their order, samples per step, and sharding."""
 
-    samples: int
-    """Rows of training data."""
-    data: str
-    """A digest of these rows in their order, and of how often an epoch takes each."""
+    samples: int  # rows of training data
+    data: str  # a digest of these rows in their order, and of how often an epoch takes each
     seed: int
     sampling: str
     processes: int
-    batch: int
-    """Samples per process and forward."""
-    accumulation: int
-    """Forwards per step."""
-    strategy: str
-    """The sharding of the optimizer's state: DDP (or one process), FSDP, ZeRO-1, …"""
+    batch: int  # samples per process and forward
+    accumulation: int  # forwards per step
+    strategy: str  # the sharding of the optimizer's state: DDP (or one process), FSDP, ZeRO-1, …
 
     @classmethod
     def of(cls, args: TrainingArguments, accelerator: Accelerator, samples: int, data: str) -> "JobRecord":

@@ -23,12 +23,9 @@ class SavingTrainer(CheckpointedTrainer):
     recipe: Any
     job: Any
     clock: Any
-    _checkpoints: Path | None = None
-    """The directory of the checkpoint being written."""
-    _best_alone: int | None = None
-    """The step of a checkpoint that was saved only because it was the best so far."""
-    _superseded: int | None = None
-    """Such a step, after a better one was found."""
+    _checkpoints: Path | None = None  # the directory of the checkpoint being written
+    _best_alone: int | None = None  # the step of a checkpoint that was saved only because it was the best so far
+    _superseded: int | None = None  # such a step, after a better one was found
 
     @property
     def kept_step(self) -> KeptStep:

@@ -45,27 +45,19 @@ class Objective:
     `lk_hybrid` takes its KL with q unwarped, and its TV and α with q warped: λ follows the deployment's acceptance.
     """
 
-    terms: Mapping[str, float] = field(default_factory=lambda: {"forward_kl": 1.0})
-    """Weights by name, each more than 0."""
-    temperature: float = 1.0
-    """Divides both models' logits."""
+    terms: Mapping[str, float] = field(default_factory=lambda: {"forward_kl": 1.0})  # weights by name, each more than 0
+    temperature: float = 1.0  # divides both models' logits
     top_k: int = 0
     """The deployment's top-k; 0 for none. It warps p, and warps q in the terms that stay finite where q is zero."""
-    top_p: float = 1.0
-    """The deployment's top-p, after top-k."""
-    beta: float = 0.5
-    """The weight of p in jsd's mixture."""
-    alpha: float = 0.1
-    """How far skewed divergences mix their first distribution into the second."""
-    draft_length: int = 4
-    """γ of the block terms."""
-    eta: float = 3.0
-    """η of lk_hybrid."""
+    top_p: float = 1.0  # the deployment's top-p, after top-k
+    beta: float = 0.5  # the weight of p in jsd's mixture
+    alpha: float = 0.1  # how far skewed divergences mix their first distribution into the second
+    draft_length: int = 4  # γ of the block terms
+    eta: float = 3.0  # η of lk_hybrid
     lk_alpha: str = "position"
     """The α that weighs lk_hybrid: each position's own ("position"), or its mean over a "batch": one forward of one
     process, separately for each drafting head. Only this mean depends on how a step is split."""
-    partial: bool = False
-    """Whether the text has tokens that the draft cannot propose, because its vocabulary is cut."""
+    partial: bool = False  # whether the text has tokens that the draft cannot propose, because its vocabulary is cut
 
     def __post_init__(self) -> None:
         if not self.terms:

@@ -23,14 +23,10 @@ from draftsmith.decode.replay.texts import fixed_packing
 class OutputHead:
     """A linear map to logits, and the changes that some families make to its output."""
 
-    weight: Tensor
-    """(V, H)."""
-    bias: Tensor | None = None
-    """(V,)."""
-    scale: float = 1.0
-    """Multiplies the logits (Cohere's `logit_scale`; Granite divides by `logits_scaling`)."""
-    softcap: float | None = None
-    """Logits become c·tanh(logits / c) (Gemma 2, section 2)."""
+    weight: Tensor  # (V, H)
+    bias: Tensor | None = None  # (V,)
+    scale: float = 1.0  # multiplies the logits (Cohere's `logit_scale`; Granite divides by `logits_scaling`)
+    softcap: float | None = None  # logits become c·tanh(logits / c) (Gemma 2, section 2)
     beside: Tensor | None = None
     """(V, R): a second map, from R numbers after the H hidden ones; its output is added. It is a tensor of its own, so
     that either map can be frozen."""
