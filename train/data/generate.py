@@ -1,11 +1,11 @@
-"""Completions that the target writes itself: the text that a draft is distilled on, because it is what it will draft.
+"""Completions written by the target, the text that a draft learns from because it will draft such text.
 
-The target writes them here or on a server, or they were written before and are given. An output directory holds
-`manifest.json` (`"draftsmith.completions/1"`: the settings and inputs that determine every token) and Parquet shards.
-The prompts of a shard are completed in one process, as one queue that its index seeds, and it is written aside and
-renamed. So a run that was killed resumes where it stopped, by any number of processes, and ends with the bytes that an
-uninterrupted run of one process writes (those of a server as far as it repeats itself). One that is interrupted or
-terminated keeps the texts of the shard that it was at, too (`begun.py`).
+The target writes them here or on a server, or they are given. An output directory holds Parquet shards and a
+`manifest.json` (`"draftsmith.completions/1"`) with the settings and inputs that determine every token. One process
+completes the prompts of a shard as one queue, seeded by the shard's index, and renames the finished file into place. So
+a killed run can resume with any number of processes, and ends with the bytes of an uninterrupted run of one process
+(with a server, as far as the server repeats itself). An interrupted or terminated run also keeps the texts of its
+current shard (`begun.py`).
 """
 
 import hashlib
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,12 +32,13 @@ from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.decoding import complete, set_generation_config
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
-from draftsmith.train.data.prompts import encode_prompt, mask_answers, read_prompts
+from draftsmith.train.data.prompts import ALL_TURNS, answer_texts, encode_prompt, mask_answers, read_prompts
 from draftsmith.train.data.samples import Completion, Sample, ShardBatch, make_batches, mixed_seed
 from draftsmith.train.data.samples import CompletionsSummary as CompletionsSummary
 from draftsmith.train.data.shards import (
     MANIFEST,
     SCHEMA,
+    check_samples,
     completion_files,
     output_directory,
     read_completions,
@@ -47,7 +47,6 @@ from draftsmith.train.data.shards import (
     settle_manifest,
     write_shard,
 )
-from draftsmith.train.data.turns import PROMPTS, answer_texts, next_turn, turn_directory, turn_record
 from draftsmith.train.endpoint.completions import Vocabulary, complete_remotely, served_model
 from draftsmith.train.files import require_writable
 from draftsmith.train.job.processes import Processes, launched, terminable
@@ -65,16 +64,13 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(config: PrepareConfig) -> CompletionsSummary:
-    """Complete every prompt with the target, a shard at a time, and skip the shards that an earlier run left.
+    """Complete every prompt with the target, a shard at a time, except the shards of an earlier run.
 
-    Of several processes that were launched together, each writes its share of the shards, and the same bytes in them.
-
-    Returns:
-        What was written and kept, by all processes.
+    Each of several launched processes writes its share of the shards. The summary is that of all processes.
 
     Raises:
-        InputError: prompts, target or server that cannot be used, an output directory of other settings or inputs (the
-            message names the first), or a full disk (what was written so far is kept).
+        InputError: the prompts, target or server cannot be used, the output directory has other settings or inputs, or
+            the disk is full (what was written so far is kept).
     """
     with launched() as processes, terminable():
         config.require_own_device(processes.count)
@@ -83,7 +79,7 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
             left_out(load_generation_config(config.target, target_config, field="target"), config.target)
         summary = (_prepare if config.turns == "first" else _prepare_turns)(config, processes)
     done = summary.kept + summary.written
-    if processes.first and summary.cut > done / 2:  # a draft would learn how texts go on, and not how they end
+    if processes.first and summary.cut > done / 2:  # a draft would not learn how texts end
         logger.warning(
             "%d of %d completions were cut at max_new_tokens: raise it, or check that the target can end its texts "
             "(chat template, end-of-sequence ids)",
@@ -94,45 +90,41 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
 
 
 def _prepare_turns(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
-    """Complete the first turn of all prompts, then the next one of those that have one, to the last."""
+    """Complete the first turn of all prompts, then the next turn of those that have one, and so on."""
     asked = read_prompts(config.prompts, split=config.split, limit=config.limit, later=True)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     model_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     output, number, summaries, records = Path(config.output), 0, list[CompletionsSummary](), list[dict[str, Any]]()
     too_long = list[str]()
-
-    def writable() -> None:
-        require_writable(output)
-
-    processes.after_the_first(writable)
+    processes.after_the_first(partial(require_writable, output))
     while asked:
         number += 1
-        turns = [turn_record(prompt, number) for prompt in asked]
+        turns = [prompt.turn_record(number) for prompt in asked]
         records += turns
-        path, directory = output / f"turn-{number}.jsonl", turn_directory(output, number)
+        path, directory = output / f"turn-{number}.jsonl", output / f"turn-{number}"
         processes.after_the_first(partial(write_prompts, path, turns))
         processes.require_shared(path)
-        one = replace(config, prompts=str(path), output=str(directory), split="train", limit=None)
-        summaries.append(_prepare(one, processes))
+        turn = replace(config, prompts=str(path), output=str(directory), split="train", limit=None)
+        summaries.append(_prepare(turn, processes))
         answers = answer_texts(list(load_completions(str(directory))), number, tokenizer)
         templated = tokenizer.chat_template is not None
-        asked = [next_turn(prompt, answers[prompt.id], templated) for prompt in asked if prompt.later]
+        asked = [prompt.next_turn(answers[prompt.id], templated) for prompt in asked if prompt.later]
         if limit is not None and config.max_prompt_tokens is None:
             room = limit - config.new_tokens(limit)
             fits = [len(encode_prompt(prompt, tokenizer, **config.encoding)) <= room for prompt in asked]
-            too_long += [f"{each.id}.{number + 1}" for each, its in zip(asked, fits, strict=True) if not its]
-            asked = [each for each, its in zip(asked, fits, strict=True) if its]
-    processes.after_the_first(partial(write_prompts, output / PROMPTS, records))
+            too_long += [f"{prompt.id}.{number + 1}" for prompt, fit in zip(asked, fits, strict=True) if not fit]
+            asked = [prompt for prompt, fit in zip(asked, fits, strict=True) if fit]
+    processes.after_the_first(partial(write_prompts, output / ALL_TURNS, records))
     summary = CompletionsSummary.of_turns(output, summaries)
     summary.left_out += too_long
     return summary
 
 
 def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
-    """Write this process's share; return what all have written, once they have."""
+    """Write this process's share of the shards; return the summary of all processes when they have finished."""
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    if config.endpoint is None and config.answers == "target":  # before the manifest is compared, which says it
+    if config.endpoint is None and config.answers == "target":  # before the manifest, which names the dtype
         dtype = resolve_dtype(
             config.dtype,
             config.target,
@@ -143,7 +135,7 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     output = Path(config.output)
     model_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     check_head(model_config, tokenizer, "target")
-    # Not every architecture has such a limit; past it, a target that has one writes noise or fails.
+    # Not every architecture has a limit of positions; past its limit, a target writes noise or fails.
     text_config = model_config.get_text_config()
     limit, size = getattr(text_config, "max_position_embeddings", None), text_config.vocab_size
     shard_size = config.shard_size or SHARD_BATCHES * config.batch_size
@@ -183,35 +175,19 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
 def load_completions(path: str, vocab_size: int | None = None) -> Dataset:
     """Read the completions that `prepare` wrote; of an unfinished directory those that are there, with a warning.
 
-    Args:
-        path: the directory.
-        vocab_size: what the ids of tokens must be below; not looked at if None.
-
-    Returns:
-        A data set with the columns `id`, `category`, `prompt_length`, `input_ids`, `loss_mask` and `finish_reason`.
+    The columns are `id`, `category`, `prompt_length`, `input_ids`, `loss_mask` and `finish_reason`.
 
     Raises:
-        InputError: no such directory, no manifest or one of another schema, no shards, an unreadable shard, samples
-            that `prepare` does not write, none of them, or one twice.
+        InputError: the directory has no completions, a shard is damaged, a sample is repeated or malformed, or an id is
+            not below `vocab_size`.
     """
     samples = pa.concat_tables([read_completions(file, vocab_size) for file in completion_files(path)])
-    if not len(samples):
-        raise InputError(f"{path}: expected completions, found shards without samples")
-    names = samples["id"].value_counts()
-    twice = names.filter(pc.greater(names.field("counts"), 1)).field("values")
-    if len(twice):
-        raise InputError(f"{path}: expected each sample once, found {twice[0].as_py()!r} again")
+    check_samples(path, samples["id"])
     return Dataset(samples)
 
 
 def other_target(path: str, target: str, trust_remote_code: bool = False) -> str | None:
-    """Return the target that wrote completions, if it is another, by its config and weights, than the one given.
-
-    Args:
-        path: the completions.
-        target: a directory or hub id.
-        trust_remote_code: run configuration code that the repository ships.
-    """
+    """Return the target that wrote completions if it differs from `target` by its config and weights, else None."""
     written = (read_manifest(Path(path)) or {}).get("target", {})
     current = identity(target, trust_remote_code=trust_remote_code)
     differs = any(
@@ -223,7 +199,7 @@ def other_target(path: str, target: str, trust_remote_code: bool = False) -> str
 def _prompts(
     config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, size: int, limit: int | None, new_tokens: int
 ) -> list[Sample]:
-    """Encode the prompts, which must leave room for their completions within the target's positions."""
+    """Encode the prompts; each must leave room for its completion within the target's positions."""
     read = read_prompts(config.prompts, split=config.split, limit=config.limit)
     prompts = each(read, "prompts", "texts")
     ids = [encode_prompt(p, tokenizer, vocab_size=size, **config.encoding) for p in prompts]
@@ -232,11 +208,11 @@ def _prompts(
         for n, temperature in enumerate(config.plan(), 1)
         for p, own in zip(read, ids, strict=True)
     ]
-    named = dict[str, str]()  # with several samples of a prompt, "a" may become another's "a#2"
+    named = dict[str, str]()  # several samples of a prompt "a" may repeat the id of another prompt "a#2"
     for sample, prompt in zip(samples, read * len(config.plan()), strict=True):
         if (first := named.setdefault(sample.prompt.id, prompt.id)) != prompt.id:
             raise InputError(
-                f"prompts: expected ids that differ with their samples' numbers behind them, found "
+                f"prompts: expected ids that differ with their samples' numbers after them, found "
                 f"{sample.prompt.id!r} of {first!r} and of {prompt.id!r}"
             )
     longest = max(samples, key=lambda sample: len(sample.ids))
@@ -257,7 +233,7 @@ def _given(
     ends: list[int],
     summary: CompletionsSummary,
 ) -> list[Sample]:
-    """Encode the conversations that fit the target's positions, and mask what the assistant wrote."""
+    """Encode the conversations that fit the target's positions, and mask the assistant's tokens."""
     samples, reasons, closing = list[Sample](), set[str](), ClosingTokens.of(tokenizer)
     read = read_prompts(config.prompts, split=config.split, limit=config.limit, answers="required")
     for conversation in each(read, "masks of conversations", "texts"):
@@ -266,7 +242,7 @@ def _given(
             continue
         masked = mask_answers(conversation, tokenizer, size, closing, ends, **config.template)
         reasons.update(masked.left_out.values())
-        if limit is not None and len(masked.ids) > limit:  # cut, it would teach an answer that ends in the middle
+        if limit is not None and len(masked.ids) > limit:  # if cut, it would teach an answer that ends in the middle
             summary.left_out.append(conversation.id)
         else:
             samples.append(Sample(conversation, masked.ids, masked.mask))
@@ -293,7 +269,7 @@ def _complete(
     summary: CompletionsSummary,
     processes: Processes,
 ) -> None:
-    """Write the shards that are missing: of given conversations, or completed by a server or by the target here."""
+    """Write the missing shards, of given conversations or of completions by a server or by the target here."""
     start, texts, most = time.perf_counter(), sum(len(batch.samples) for batch in missing), config.new_tokens()
 
     def write(batch: ShardBatch, shard: pa.Table) -> None:
@@ -352,8 +328,8 @@ def _completed(
     begun: BegunShard,
     counted: WritingProgress,
 ) -> list[Completion]:
-    """Complete a shard's prompts here, from where an interrupted run has left them."""
-    there = [list(text) for text in begun.texts]
+    """Complete a shard's prompts here, after the tokens that an interrupted run has kept."""
+    kept = [list(text) for text in begun.texts]
     counted.take_up(begun.tokens)
 
     def observe(place: int, tokens: list[int], ended: bool) -> None:
@@ -361,9 +337,9 @@ def _completed(
         counted.add(len(tokens), len(begun.texts[place]) if ended else None)
 
     prompts, seed = [sample.ids for sample in batch.samples], mixed_seed(config.seed, batch.index)
-    completions = complete(model, generation, prompts, seed, rows=config.batch_size, begun=there, observer=observe)
-    for before, completion in zip(there, completions, strict=True):
-        if len(before) == len(completion.ids):  # it had ended
+    completions = complete(model, generation, prompts, seed, rows=config.batch_size, begun=kept, observer=observe)
+    for before, completion in zip(kept, completions, strict=True):
+        if len(before) == len(completion.ids):  # the text had ended in the interrupted run
             counted.add(0, len(before))
     return completions
 
@@ -371,13 +347,13 @@ def _completed(
 def _manifest(
     config: PrepareConfig, source: dict[str, Any], samples: list[Sample], shards: int, own: list[str]
 ) -> dict[str, Any]:
-    """Say what determines every token of the completions; where the inputs lay and the versions are for the reader."""
+    """Return everything that determines the completions' tokens; paths and versions are for information."""
     digest = hashlib.sha256()
     for sample in samples:
         mask = [] if sample.mask is None else [sample.mask]
-        heat = [] if sample.temperature is None else [f"temperature {sample.temperature}"]
-        digest.update(json.dumps([sample.prompt.id, sample.prompt.category, sample.ids, *mask, *heat]).encode())
-    decides = config.endpoint is None and config.answers == "target"  # else the weights need not be there
+        temperature = [] if sample.temperature is None else [f"temperature {sample.temperature}"]
+        digest.update(json.dumps([sample.prompt.id, sample.prompt.category, sample.ids, *mask, *temperature]).encode())
+    decides = config.endpoint is None and config.answers == "target"  # otherwise the weights may be missing here
     return {
         "schema": SCHEMA,
         "source": source,

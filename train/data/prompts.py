@@ -1,33 +1,29 @@
-"""Prompts in, token ids out: every format that prompts are kept in, and the target's chat template.
+"""Prompts as records, and their token ids by the target's chat template.
 
-A record is recognised by its field; where it has several, the first of these counts:
+A record is recognised by its field; if it has several, the first of these counts:
 
 * `prompt`: a string, encoded as it is; or a list of messages (TRL's conversational format);
 * `messages`: a list of `{"role": …, "content": …}`, with `tool_calls`, reasoning and other fields;
 * `conversations`: ShareGPT, a list of `{"from": …, "value": …}`;
-* `turns`: Spec-Bench, MT-Bench, SPEED-Bench and DeepSpec, the user's turns. The first is the prompt; the later ones
-  need an answer to the one before, which nobody has given yet (`turns.py`).
+* `turns`: the user's turns in Spec-Bench, MT-Bench, SPEED-Bench and DeepSpec. The first is the prompt. `prepare` can
+  ask the later ones, each after the target's answers to those before; the id of such a turn ends in its number, `81.2`.
 
-A line of a log of requests, in the shapes of `train/endpoint/request_logs.py`, is a conversation and its answer.
+A line of a request log, as `train/endpoint/request_logs.py` knows them, is a conversation and its answer.
 
-A conversation is kept up to its last user turn or result of a tool, because the answer is the target's to write; or it
-is kept whole, where its answers are to be learned from. `id` (or `question_id`), `category`, and for conversations
-`tools` and `chat_template_kwargs` are optional.
+A conversation ends with its last user turn or tool result, because the target writes the answer; or it is kept whole,
+if its answers are to be learned. `id` (or `question_id`), `category`, and for conversations `tools` and
+`chat_template_kwargs` are optional.
 """
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.draft_models.vocabulary import require_logits
-from draftsmith.decode.errors import InputError, at_least, first_line
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.errors import InputError, at_least
 from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation, mask_conversation
 from draftsmith.train.data.chat.messages import ASKING, Message, kind, read_messages, read_tools, text
 from draftsmith.train.data.chat.templates import (
@@ -37,10 +33,11 @@ from draftsmith.train.data.chat.templates import (
     require_no_template,
     trimmed,
 )
+from draftsmith.train.data.prompt_files import read_records
 from draftsmith.train.endpoint.request_logs import CUT, conversation, has_answer, is_logged
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
-ANSWERS = ("completion", "response")  # what stands beside a `prompt` and answers it
+ANSWERS = ("completion", "response")  # the fields that may answer a `prompt`
 WITH_ANSWER = "messages with an assistant turn at their end"
 UNREAD = {
     "system": "a system turn among the messages",
@@ -48,47 +45,41 @@ UNREAD = {
     "chat_template": "the target's own template",
     "continue_final_message": "an answer of its own",
 }
-"""Fields that shape what a server writes of a conversation, and what is expected in their place."""
+"""Fields that change how a server renders a conversation, and what is expected in their place."""
+ALL_TURNS = "prompts.jsonl"
+"""The file of all turns, each after the answers before it, as prompts for other commands."""
 
 AnswersMode = Literal["dropped", "kept", "required"]
-Located = tuple[str, Any]  # where a record stands ("prompts.jsonl:7"), and the record
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the target is asked: exactly one of a plain text and a conversation that ends with what it is to answer.
-
-    Where answers are kept, a conversation may be whole, and end with the assistant's answer.
-    """
+    """A prompt: either plain text or a conversation, which ends where the target answers or with a kept answer."""
 
     id: str
     text: str | None
     messages: list[Message] | None
     category: str | None
-    cut: bool = False
-    """Its answer was cut at a length, so that it ends in the middle."""
-    later: tuple[str, ...] = ()
-    """What the user says after the answer to this, turn by turn; where it was asked for."""
-    where: str | None = field(default=None, compare=False)
-    """Where it stands, as `prompts.jsonl:7`; None where it was not read."""
+    cut: bool = False  # whether its answer was cut at a length
+    later: tuple[str, ...] = ()  # the user's later turns, if they were asked for
+    where: str | None = field(default=None, compare=False)  # its place, such as `prompts.jsonl:7`, if it was read
     tools: list[dict[str, Any]] | None = None
-    """Tools that the assistant may call."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template, for this conversation; they count before those of a command."""
+    """Chat template variables of this conversation, which override those of a command."""
 
     @property
     def place(self) -> str:
-        """Where it stands, to begin messages of errors with."""
+        """The beginning of error messages: the place, if known."""
         return "" if self.where is None else f"{self.where}: "
 
     def read_variables(self, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
-        """Return its variables that the tokenizer's chat template reads; all of them where there is no template."""
+        """Return the variables that the tokenizer's chat template reads, or all of them without a template."""
         if tokenizer.chat_template is None or self.messages is None:
             return self.variables
         return read_variables(tokenizer, self.tools, self.variables)
 
     def record(self) -> dict[str, Any]:
-        """Return it as a record of a file that `read_prompts` reads, without its id."""
+        """Return a record that `read_prompts` reads, without an id."""
         content: dict[str, Any] = {"prompt": self.text} if self.messages is None else {"messages": self.messages}
         content |= {} if self.tools is None else {"tools": self.tools}
         content |= {"chat_template_kwargs": dict(self.variables)} if self.variables else {}
@@ -96,10 +87,10 @@ class Prompt:
         return content | ({"finish_reason": CUT} if self.cut else {})
 
     def request(self, system_prompt: str | None, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a request to a server that renders a conversation by itself.
+        """Return the fields of a request to a server that renders conversations itself.
 
         Raises:
-            InputError: plain text, and something that is meant for a chat template.
+            InputError: plain text with something that only a chat template can use.
         """
         variables = {**variables, **self.variables}
         if self.messages is not None:
@@ -108,8 +99,24 @@ class Prompt:
         return {"prompt": self.text}
 
     def require_logits(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-        """Raise an InputError that says where it stands if one of its tokens lies behind all of a model's logits."""
+        """Raise an InputError if a token is above all of a model's logits."""
         require_logits(ids, tokenizer, vocab_size, f"{self.place}prompt {self.id!r}")
+
+    def turn_record(self, number: int) -> dict[str, Any]:
+        """Return the prompt as a record of turn `number`."""
+        return {"id": f"{self.id}.{number}"} | self.record()
+
+    def next_turn(self, answer: str, templated: bool) -> "Prompt":
+        """Return the prompt of the next turn, after the target's answer.
+
+        Without a chat template, the turns and answers become plain text with blank lines between them.
+        """
+        turn, *later = self.later
+        if templated:
+            exchange = [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+            return replace(self, messages=[*(self.messages or []), *exchange], later=tuple(later))
+        before = self.text if self.text is not None else (self.messages or [])[-1]["content"]
+        return replace(self, text=f"{before}\n\n{answer}\n\n{turn}", messages=None, later=tuple(later))
 
 
 def read_prompts(
@@ -123,39 +130,40 @@ def read_prompts(
     """Read prompts, or whole conversations, from a file, a directory or a data set on the hub.
 
     Args:
-        source: a `.jsonl` file (a record a line), `.json` (an array of records), `.parquet`, `.txt` or `.md` (a prompt
-            a line, empty lines skipped); or a directory or a hub id, `NAME` or `NAME:CONFIG`, that
-            `datasets.load_dataset` reads.
+        source: a `.jsonl` file (one record per line), `.json` (an array of records), `.parquet`, `.txt` or `.md` (one
+            prompt per line, empty lines skipped); or a directory or a hub id, `NAME` or `NAME:CONFIG`, for
+            `datasets.load_dataset`.
         split: the split of a directory or hub id.
         limit: read only the first `limit` prompts.
-        answers: "dropped": conversations end with their last user turn. "required": they hold a user turn and end with
-            an assistant turn, in `messages`; a `prompt` has its `completion` or `response` beside it, and both are two
-            strings, or two lists of messages. "kept": as "required" where there is an answer, as "dropped" elsewhere.
-        later: of `turns`, keep those after the first one, too.
+        answers: "dropped": conversations end with their last user turn. "required": they end with an assistant turn,
+            and a `prompt` comes with a `completion` or `response`, both strings or both lists of messages. "kept": as
+            "required" if there is an answer, otherwise as "dropped".
+        later: keep the later ones of `turns` too.
 
     Returns:
-        The prompts in their order, with unique ids: those given, and the position (from 0) for those without one.
+        The prompts in their order, with unique ids; a prompt without an id gets its position (from 0).
 
     Raises:
-        InputError: names the file and the line (or row) of the first record that cannot be used.
+        InputError: the first record that cannot be used, with its file and line (or row).
     """
     if limit is not None:
         at_least(1).check("limit", limit)
-    located = [(where, _unlogged(record, where, answers)) for where, record in islice(_records(source, split), limit)]
+    records = islice(read_records(source, split), limit)
+    located = [(where, _unlogged(record, where, answers)) for where, record in records]
     if not located:
         raise InputError(f"{source}: expected prompts, found none")
-    given = [_given_id(record, where) for where, record in located]
+    names = [_record_id(record, where) for where, record in located]
     taken: dict[str, str] = {}
-    for (where, _), name in zip(located, given, strict=True):
+    for (where, _), name in zip(located, names, strict=True):
         if name is not None and name in taken:
             raise InputError(f"{where}: expected a unique id, found {name!r} again (first at {taken[name]})")
         if name is not None:
             taken[name] = where
     prompts = []
-    for position, ((where, record), name) in enumerate(zip(located, given, strict=True)):
+    for position, ((where, record), name) in enumerate(zip(located, names, strict=True)):
         if name is None:
             name = str(position)
-            while name in taken:  # some records were given an id, and one of them is this number
+            while name in taken:  # another record has this number as its id
                 name += "_"
             taken[name] = where
         prompt = _parse(record, where, name, answers)
@@ -175,29 +183,20 @@ def encode_prompt(
     system_prompt: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Encode a prompt as the target will see it, ready for its answer.
+    """Encode a prompt as the target reads it, up to where its answer begins; at least one token.
 
-    A conversation goes through the tokenizer's chat template with the generation prompt; where there is no template,
-    the user turns joined by blank lines are plain text. Plain text is encoded as it is, with the special tokens that
-    the tokenizer adds by itself; a template writes them itself, and none are added to those.
+    A conversation goes through the tokenizer's chat template, with the generation prompt and no other special tokens.
+    Without a template, its user turns are joined by blank lines into plain text. Plain text gets the special tokens
+    that the tokenizer adds.
 
-    Args:
-        prompt: the prompt.
-        tokenizer: the target's tokenizer.
-        vocab_size: how many logits the target has, which its tokens must be among; not looked at if None.
-        max_tokens: of the prompt at most. Of a templated conversation the oldest user's text is cut from the left, and
-            left out with its answer where that is not enough; what the template writes stays whole, and so do the
-            system's turns. Of plain text the last tokens are kept.
-        system_prompt: begins a conversation without a system turn.
-        variables: of the chat template.
-
-    Returns:
-        At least one token id.
+    If a prompt is longer than `max_tokens`, plain text keeps its last tokens. A templated conversation loses the oldest
+    user's text from the left, then that turn and its answer, and so on; system turns and the template's own text stay.
+    `system_prompt` begins a conversation that has no system turn. With `vocab_size`, the target's number of logits, the
+    ids are checked against it.
 
     Raises:
-        InputError: names the prompt that has no tokens, or one that the target cannot read, that the chat template
-            refuses or writes without one of its fields, or whose template alone is longer than `max_tokens`; a system
-            prompt, variables or tools without a template to go into.
+        InputError: the prompt has no tokens or an id without a logit; its template refuses it, omits one of its fields,
+            or is longer than `max_tokens` alone; or there is no template for a system prompt, variables or tools.
     """
     name, variables = f"prompt {prompt.id!r}", {**(variables or {}), **prompt.read_variables(tokenizer)}
     if prompt.messages is not None and tokenizer.chat_template is not None:
@@ -229,19 +228,12 @@ def mask_answers(
     system_prompt: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> MaskedConversation:
-    """Encode a conversation that ends with its answer, and mask what the assistant wrote.
+    """Encode a conversation that ends with its answer, and mask the assistant's tokens.
 
-    Args:
-        conversation: read with its answers.
-        tokenizer: the target's.
-        vocab_size: how many logits the target has, which its tokens must be among.
-        closing: the tokenizer's.
-        ends: the tokens that end the target's texts.
-        system_prompt: begins a conversation without a system turn.
-        variables: of the chat template.
+    `closing` is the tokenizer's, and `ends` are the tokens that end the target's texts.
 
     Raises:
-        InputError: what `mask_conversation` refuses, or a token that the target has no logit for.
+        InputError: the conversation is refused by `mask_conversation`, or has a token without a logit.
     """
     masked = mask_conversation(
         conversation.messages or [],
@@ -258,106 +250,21 @@ def mask_answers(
     return masked
 
 
-def _records(source: str, split: str) -> Iterator[Located]:
-    path = Path(source)
-    readers: dict[str, Callable[[Path], Iterator[Located]]] = {
-        ".jsonl": _jsonl,
-        ".json": _json,
-        ".txt": _lines_as_prompts,
-        ".md": _lines_as_prompts,
-        ".parquet": _parquet,
-    }
-    reader = readers.get(path.suffix.lower())
-    if path.is_file():
-        if reader is None:
-            raise InputError(
-                f"{source}: expected a file named {', '.join(readers)}, found {path.suffix or path.name!r}"
-            )
-        return reader(path)
-    # A path that looks local but is missing would otherwise be looked up on the hub: a slow and confusing failure.
-    looks_local = path.is_absolute() or source.startswith(".") or source.count("/") > 1
-    if not source or (not path.is_dir() and (reader is not None or looks_local)):
-        raise InputError(f"{source}: expected a file of prompts, found nothing there")
-    return _dataset(source, split)
+def answer_texts(
+    samples: Sequence[Mapping[str, Any]], number: int, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, str]:
+    """Return the answers to turn `number` by record id, as text without the tokens that begin, end and pad it.
 
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: expected a readable file, found: {error.strerror}") from error
-    # Bytes are split, not text: str.splitlines would also cut at U+2028, which JSON allows inside a string.
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        where = f"{path}:{number}"
-        try:
-            yield where, line.removesuffix(b"\r").decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{where}: expected UTF-8, found byte 0x{line[error.start]:02x}") from error
-
-
-def _lines_as_prompts(path: Path) -> Iterator[Located]:
-    return ((where, {"prompt": line}) for where, line in _lines(path) if line.strip())
-
-
-def _jsonl(path: Path) -> Iterator[Located]:
-    for where, line in _lines(path):
-        if line.strip():
-            try:
-                yield where, parse_json(line)
-            except json.JSONDecodeError as error:
-                raise InputError(
-                    f"{where}: expected a JSON object, found: {error.msg} (column {error.colno})"
-                ) from error
-
-
-def _json(path: Path) -> Iterator[Located]:
-    text = "\n".join(line for _, line in _lines(path)).strip()
-    if text[:1] not in {"", "["}:
-        raise InputError(
-            f"{path}: expected an array of records, found {text[0]!r} (a file of one record a line is named .jsonl)"
-        )
-    try:
-        return _rows(parse_json(text or "[]"), str(path))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: expected JSON, found: {error.msg} (column {error.colno})") from error
-
-
-def _parquet(path: Path) -> Iterator[Located]:
-    try:
-        with pq.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches() for row in map(_without_nulls, batch.to_pylist()))
-            yield from _rows(rows, str(path))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: expected a Parquet file, found: {first_line(error)}") from error
-
-
-def _dataset(source: str, split: str) -> Iterator[Located]:
-    # A directory may have a colon in its name; a hub id may not.
-    name, _, config = (source, "", "") if Path(source).is_dir() else source.partition(":")
-    import datasets  # most of a second, which a prompt of the command line should not wait for
-
-    try:
-        dataset = datasets.load_dataset(name, config or None, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise InputError(
-            f"{source}: expected a file, a directory or a data set with split {split!r}, found: {first_line(error)}"
-        ) from error
-    return _rows(map(_without_nulls, dataset), f"{source}[{split}]")
-
-
-def _without_nulls(value: Any, called: bool = False) -> Any:
-    """Return a row without null keys in its tools and calls: Arrow gives each object the keys of all rows."""
-    if isinstance(value, dict):
-        return {
-            name: _without_nulls(each, called or name in ("tools", "tool_calls", "functions"))
-            for name, each in value.items()
-            if not called or each is not None
-        }
-    return [_without_nulls(each, called) for each in value] if isinstance(value, list) else value
-
-
-def _rows(rows: Iterable[Any], source: str) -> Iterator[Located]:
-    return ((f"{source}: row {number}", row) for number, row in enumerate(rows, start=1))
+    Other special tokens stay, because chat templates look for those around reasoning and tool calls.
+    """
+    end, answers = len(f".{number}"), dict[str, str]()
+    outer = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    for sample in samples:
+        ids = sample["input_ids"][sample["prompt_length"] :]
+        ended = ids[:-1] if sample["finish_reason"] == "stop" else ids
+        written = [token for token in ended if token not in outer]
+        answers[sample["id"][:-end]] = str(tokenizer.decode(written, clean_up_tokenization_spaces=False))
+    return answers
 
 
 def _unlogged(record: Any, where: str, answers: AnswersMode) -> Any:
@@ -366,7 +273,7 @@ def _unlogged(record: Any, where: str, answers: AnswersMode) -> Any:
     return conversation(record, where, answers == "required" or (answers == "kept" and has_answer(record)))
 
 
-def _given_id(record: Any, where: str) -> str | None:
+def _record_id(record: Any, where: str) -> str | None:
     if not isinstance(record, dict):
         raise InputError(f"{where}: expected an object, found {kind(record)}")
     for key in ("id", "question_id"):
@@ -379,14 +286,14 @@ def _given_id(record: Any, where: str) -> str | None:
 
 
 def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) -> Prompt:
-    """Read a record by the first of `FIELDS` that it has."""
+    """Read a record by the first of `FIELDS` in it."""
     category = record.get("category")
     if category is not None:
         category = text(category, f"{where}: category", may_be_empty=True)
     field = next((field for field in FIELDS if record.get(field) is not None), None)
     if field is None:
-        found = ", ".join(map(repr, record)) or "an empty object"
-        raise InputError(f"{where}: expected one of the fields {', '.join(FIELDS)}, found {found}")
+        keys = ", ".join(map(repr, record)) or "an empty object"
+        raise InputError(f"{where}: expected one of the fields {', '.join(FIELDS)}, found {keys}")
     conversed = isinstance(record[field], list) and field in ("messages", "conversations")
     for unread, expected in UNREAD.items():
         if record.get(unread) and not (conversed and unread == "system"):
@@ -407,26 +314,26 @@ def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) 
     messages = read_messages(record[field], where, field)
     if conversed and record.get("system"):
         if any(message["role"] in ("system", "developer") for message in messages):
-            raise InputError(f"{where}: system: expected none beside a system turn in {field}, found both")
+            raise InputError(f"{where}: system: expected no system field with a system turn in {field}, found both")
         messages.insert(0, {"role": "system", "content": text(record["system"], f"{where}: system")})
     answer = _answer_field(record, answers) if field == "prompt" else None
     if answer is not None:
         if not isinstance(record[answer], list):
             raise InputError(f"{where}: {answer}: expected a list of messages, found {kind(record[answer])}")
         messages += read_messages(record[answer], where, answer)
-    ended = _ended(messages, where, field, answers)
-    return Prompt(name, None, ended, category, tools=tools, variables=variables)
+    messages = _ended(messages, where, field, answers)
+    return Prompt(name, None, messages, category, tools=tools, variables=variables)
 
 
 def _answer_field(record: dict[str, Any], answers: AnswersMode) -> str | None:
-    """Return the field that answers a `prompt`, where answers are read and it has one."""
+    """Return the field that answers a `prompt`, if answers are read and there is one."""
     return None if answers == "dropped" else next((field for field in ANSWERS if record.get(field) is not None), None)
 
 
 def _plain_prompt(
     record: dict[str, Any], where: str, answers: AnswersMode
 ) -> tuple[str, None] | tuple[None, list[Message]]:
-    """Read a `prompt` of plain text; with an answer beside it a conversation of two turns."""
+    """Read a `prompt` of plain text; with an answer it becomes a conversation of two turns."""
     asked, answer = text(record["prompt"], f"{where}: prompt"), _answer_field(record, answers)
     if answer is not None:
         reply = text(record[answer], f"{where}: {answer}")
@@ -437,7 +344,7 @@ def _plain_prompt(
 
 
 def _first_turn(turns: list[Any], where: str, answers: AnswersMode) -> list[Message]:
-    """Read the first of the user's `turns`."""
+    """Read the first of the user's `turns`, as a conversation."""
     if answers == "required":
         raise InputError(f"{where}: turns: expected {WITH_ANSWER}, found the user's turns alone")
     if not turns:
@@ -446,7 +353,7 @@ def _first_turn(turns: list[Any], where: str, answers: AnswersMode) -> list[Mess
 
 
 def _ended(messages: list[Message], where: str, field: str, answers: AnswersMode) -> list[Message]:
-    """Return a conversation up to what is to be answered, or with its answer where that is read."""
+    """Return a conversation up to the turn to answer, or with its answer if that is read."""
     last = messages[-1]["role"] if messages else None
     if answers == "required" and last != "assistant":
         found = f"a {last} turn" if last else "none"

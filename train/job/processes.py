@@ -48,7 +48,7 @@ class Processes:
         """Return this process's items, which do not depend on those already done."""
         return items[self.rank :: self.count]
 
-    def after_the_first(self, work: Callable[[], None]) -> None:
+    def after_the_first(self, work: Callable[[], object]) -> None:
         """Run `work` on the first process before any other continues; all of them raise what it raises."""
         raised: list[Any] = [None]
         if self.first:

@@ -13,8 +13,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.data.chat import masks, templates
 from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.chat.messages import read_messages
-from draftsmith.train.data.prompts import encode_prompt, mask_answers, read_prompts
-from draftsmith.train.data.turns import answer_texts
+from draftsmith.train.data.prompts import answer_texts, encode_prompt, mask_answers, read_prompts
 
 TOKENIZER = byte_level(False)
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
@@ -313,7 +312,7 @@ def test_without_a_template_nothing_but_text_is_taken(told, message, tmp_path):
         ({"messages": [user("a"), assistant("b") | {"reasoning": 5}]}, r"messages\[1\]\.reasoning: expected a string"),
         ({"messages": [user("a"), {"role": "assistant", "content": None}]}, r"messages\[1\]\.content: expected a string"),
         ({"messages": [user("a"), assistant("b") | {"name": "\ud800"}]}, r"messages\[1\]\.name: expected JSON in Unicode"),
-        ({"messages": TALKS["developer"], "system": "Be brief."}, "system: expected none beside a system turn"),
+        ({"messages": TALKS["developer"], "system": "Be brief."}, "system: expected no system field with a system turn"),
         ({"prompt": "a", "completion": "b", "system": "Be brief."}, "system: expected a system turn"),
         ({"messages": TALKS["tools"], "functions": [WEATHER]}, "functions: expected tools, found a list"),
         ({"request": {"messages": [user("a")], "continue_final_message": True},
