@@ -1,4 +1,4 @@
-"""The settings of `draftsmith prepare`: where completions come from, and how they are sampled."""
+"""The settings of `draftsmith prepare`: the source of completions, and their sampling."""
 
 from dataclasses import dataclass, field, fields
 
@@ -10,9 +10,9 @@ from draftsmith.train.options import TargetOptions, TemplateOptions, checked_url
 ANSWERS = ("target", "given")
 TURNS = ("first", "all")
 MAX_NEW_TOKENS = 1024
-"""Of a completion, where nothing else is said: most answers end before."""
+"""The default limit of a completion's tokens; most answers end earlier."""
 SHARD_BATCHES = 8
-"""Batches of rows that a shard's prompts would fill, where nothing else is said."""
+"""The default size of a shard, in batches."""
 
 
 @dataclass
@@ -20,7 +20,7 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     """Let the target complete prompts, and keep what it wrote for a draft to learn from; resumable."""
 
     target: str
-    """The target model: a directory or a hub id. Its weights are read only where it completes the prompts here."""
+    """The target model: a directory or a hub id. Its weights are read only if it completes the prompts here."""
     prompts: str
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id (`NAME` or `NAME:CONFIG`)."""
     output: str
@@ -30,30 +30,30 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     limit: int | None = None
     """Read only the first N prompts."""
     max_new_tokens: int | None = None
-    """Tokens of a completion at most; 1,024 if not given, or half of the target's positions if it has fewer than twice
-    as many."""
+    """Tokens of a completion at most; if not given, 1,024 or half of the target's positions, whichever is less."""
     samples: int = 1
     """Completions of each prompt, at each of `temperatures` if these are given; the second and later ones have ids that
     end in #2, #3, …"""
     temperature: float = field(default=1.0, kw_only=True)
     """Sample at this temperature; 0 takes the most likely token each time."""
     temperatures: Floats = field(default_factory=list, kw_only=True)
-    """Complete each prompt at each of these temperatures in place of `temperature`, with commas: `samples` times, at 0
-    once. The column `temperature` says at which each completion was written."""
+    """Complete each prompt at each of these temperatures (with commas) in place of `temperature`: `samples` times, but
+    once at 0. The column `temperature` holds the temperature of each completion."""
     batch_size: int = 16
-    """Prompts completed together; where a completion ends, the next prompt takes its row."""
+    """Prompts completed together; when a completion ends, the next prompt takes its row."""
     shard_size: int | None = None
-    """Prompts in a shard, of similar length, which one process completes: the unit of a resume. 8 × batch_size if not
-    given: the more, the less the last ones stand alone."""
+    """Prompts in a shard, of similar length, completed by one process: the unit of a resume. 8 × batch_size if not
+    given; in larger shards fewer rows idle at the end."""
     seed: int = 0
-    """Seeds the sampling."""
+    """The seed of the sampling."""
     answers: str = "target"
-    """`target`: it completes the prompts. `given`: the records hold whole conversations, and the assistant's turns in
-    them are the completions; no model is loaded, the sampling is ignored, and samples longer than the target's
-    positions are left out and counted."""
+    """`target`: it completes the prompts. `given`: the records hold whole conversations, whose assistant turns are the
+    completions; no model is loaded, the sampling is ignored, and samples longer than the target's positions are left
+    out and counted."""
     turns: str = "first"
-    """Of records with several user `turns`: `first`, or `all`, each behind the target's answers to those before it. The
-    completions are then in output/turn-1, output/turn-2, …, and output/prompts.jsonl has all turns as prompts."""
+    """The turns to complete in records with several user `turns`: `first`, or `all`, each after the target's answers to
+    those before it. The completions are then in output/turn-1, output/turn-2, …, and output/prompts.jsonl has all turns
+    as prompts."""
     endpoint: str | None = None
     """Let a server that runs the target complete the prompts: the base URL of an OpenAI-compatible API
     (http://localhost:8000/v1), or SGLang's native http://localhost:30000/generate."""
@@ -62,14 +62,14 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     endpoint_key_env: str | None = None
     """The environment variable that holds the server's API key."""
     endpoint_concurrency: int | None = None
-    """Requests under way at once. If not given, 64 to begin with, one more for each answer up to 1,024, and half as
-    many whenever the server is busy or out of time."""
+    """Requests sent at once. If not given: 64 at first, one more for each answer up to 1,024, and half as many whenever
+    the server is busy or too slow."""
     endpoint_timeout: float = 600.0
     """Seconds to wait for one answer, from the request to its last byte."""
     endpoint_deadline: float = 3600.0
-    """Seconds for one completion, with all its tries and the waits between them."""
+    """Seconds for one completion, including all tries and the waits between them."""
     endpoint_retries: int = 8
-    """Tries after the first, at growing intervals, where the server is busy, failing or out of reach."""
+    """Tries after the first, at growing intervals, if the server is busy, failing or unreachable."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,8 +85,8 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
         require(self, one_of(TURNS), "turns")
         if self.turns == "all" and (self.answers == "given" or len(self.plan()) > 1):
             raise InputError(
-                "turns: expected first where a prompt has several completions, or given ones: what comes behind an "
-                "answer has one before it"
+                "turns: expected first where a prompt has several completions, or given ones: a later turn follows "
+                "one answer"
             )
         hottest = max(self.temperatures, default=self.temperature)
         if self.samples > 1 and (hottest == 0 or self.answers == "given"):
@@ -101,36 +101,36 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
             if self.answers == "given":
                 raise InputError("endpoint: expected none with --answers given, which asks no model for anything")
             if self.no_repeat_ngram_size:
-                raise InputError("no_repeat_ngram_size: expected 0 with --endpoint, for servers know no such setting")
+                raise InputError("no_repeat_ngram_size: expected 0 with --endpoint, since servers lack this setting")
             checked_url(self.endpoint, "endpoint", "http://localhost:8000/v1")
 
     def new_tokens(self, positions: int | None = None) -> int:
-        """Return the tokens of a completion at most, by a target of `positions` positions."""
+        """Return the most tokens of a completion, for a target of `positions` positions."""
         most = MAX_NEW_TOKENS if positions is None else min(MAX_NEW_TOKENS, max(1, positions // 2))
         return self.max_new_tokens or most
 
     def plan(self) -> list[float | None]:
-        """Return the temperatures of a prompt's completions, in order; None is the one for all."""
+        """Return the temperatures of a prompt's completions, in order; None is the run's own."""
         if not self.temperatures:
             return [None] * self.samples
         return [t for t in self.temperatures for _ in range(self.samples if t else 1)]
 
     @property
     def alone(self) -> bool:
-        """Whether one process does all the work: a server has its own, and given answers need none."""
+        """Whether one process does all the work: a server has its own processes, and given answers need none."""
         return super().alone or self.endpoint is not None or self.answers == "given"
 
 
 def decisive_settings(config: PrepareConfig) -> tuple[str, ...]:
-    """Return the fields that decide the tokens, to be named one by one when a run is resumed with others.
+    """Return the fields that decide the tokens, to be named one by one if a run is resumed with other values.
 
-    Prompts, target and server are compared by what they are instead, because files and servers may move.
+    Prompts, target and server are compared by their contents instead, since files and servers may move.
     """
     if config.answers == "given":
         return ("split", "limit", "shard_size", "system_prompt", "chat_template_kwargs")
     elsewhere = {"target", "prompts", "output", "trust_remote_code", "answers", "samples", "turns"}  # samples have ids
     elsewhere.add("target_device")
     if config.endpoint is not None:
-        elsewhere |= {"dtype", "target_quantization", "batch_size"}  # these are the server's business
+        elsewhere |= {"dtype", "target_quantization", "batch_size"}  # the server decides these
     names = (f.name for f in fields(PrepareConfig))
     return tuple(name for name in names if name not in elsewhere and not name.startswith("endpoint"))
