@@ -817,7 +817,7 @@ def test_the_loss_masks_of_conversations_and_prompts_are_counted(chat, tmp_path,
 def test_answers_that_the_template_rewrites_are_counted_or_refused(chat, tmp_path, capsys):
     tokenizer = load_tokenizer(chat)
     for template, code, name, expected in (
-        (QWEN3, 0, "turns", "! 1 assistant turns in 1 samples do not count: the chat template writes them otherwise"),
+        (QWEN3, 0, "turns", "! 1 assistant turns in 1 samples do not count: the chat template writes them differently"),
         (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), 2, "samples",
          f"✗ 1 cannot be used; {tmp_path}/chats.jsonl:1: sample '0"),
     ):  # fmt: skip

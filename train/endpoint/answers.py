@@ -1,4 +1,4 @@
-"""Answers of vLLM and SGLang, as far as they are read: the fields of OpenAI's API and of SGLang's `/generate`."""
+"""The fields that are read of vLLM's and SGLang's answers, in OpenAI's API and SGLang's `/generate`."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -8,11 +8,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from draftsmith.decode.validation import MOST, Count, Said, TokenId
 
 Limit = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(lambda limit: limit if limit > 0 else None)]
-"""A limit of at least 1, or None; some servers say 0 or −1 for none."""
+"""A limit of at least 1, or None; some servers give 0 or −1 for no limit."""
 
 
 def _joined(content: Any) -> Any:
-    """Return one text of a content that comes in parts, as Mistral's models send it; anything else as it is."""
+    """Join a content that comes in parts, as Mistral's models send it; return anything else unchanged."""
     if not isinstance(content, list):
         return content
     texts = [part.get("text") for part in content if isinstance(part, dict)]
@@ -27,7 +27,7 @@ class ModelCard(Said):
 
 
 class ModelList(Said):
-    """The answer of `/v1/models`."""
+    """An answer of `/v1/models`."""
 
     data: list[ModelCard]
 
@@ -37,38 +37,35 @@ class Delta(Said):
 
     content: Annotated[str | None, BeforeValidator(_joined)] = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
-    """Newer vLLM's word for it."""
+    reasoning: str | None = None  # the same in newer versions of vLLM
 
     @property
     def text(self) -> str:
-        """Its text: the thinking, by either name, and then the answer; a part of several tokens may have both."""
+        """The reasoning, by either name, followed by the answer; a part of several tokens may have both."""
         return (self.reasoning_content or self.reasoning or "") + (self.content or "")
 
 
 class Choice(Said):
-    """An answer's text, or a part of it; there is never more than one."""
+    """An answer's text, or a part of it; a request has only one choice."""
 
     text: str | None = None
     delta: Delta | None = None
     token_ids: list[TokenId] | None = None
     prompt_token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
-    stop_reason: Any = None
-    """vLLM's: the token or text that ended it."""
-    matched_stop: Any = None
-    """SGLang's word for it."""
+    stop_reason: Any = None  # in vLLM, the token or text that ended it
+    matched_stop: Any = None  # the same in SGLang
 
 
 class Usage(Said):
-    """Tokens as the server counts them."""
+    """The server's counts of tokens."""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
 
 
 class Drafted(Said):
-    """vLLM's counts of one answer."""
+    """vLLM's counts of drafted tokens in one answer."""
 
     acceptance_histogram: Annotated[list[Count], Field(min_length=1)]
     num_draft_tokens: Count
@@ -81,7 +78,7 @@ class AnswerMetrics(Said):
 
 
 class StreamPart(Said):
-    """A part of a completion or a chat, as it streams in."""
+    """A streamed part of a completion or a chat."""
 
     error: Any = None
     choices: Sequence[Choice] | None = None
@@ -97,16 +94,15 @@ class WholeCompletion(StreamPart):
 
 
 class FinishReason(Said):
-    """Why a text of SGLang's `/generate` ended."""
+    """The reason why a text of SGLang's `/generate` ended, and the token or text that it `matched`."""
 
     type: str
     message: str | None = None
     matched: Any = None
-    """The token or text that ended it."""
 
 
 class Meta(Said):
-    """SGLang's `meta_info`; what it calls its counts changed in 2026."""
+    """SGLang's `meta_info`; its counts were renamed in 2026."""
 
     completion_tokens: Count
     prompt_tokens: Count | None = None
@@ -131,7 +127,7 @@ class Generated(Said):
 
 
 class WholeMeta(Meta):
-    """SGLang's `meta_info` of an answer that has ended."""
+    """SGLang's `meta_info` of a finished answer."""
 
     finish_reason: FinishReason
 
@@ -144,5 +140,5 @@ class WholeGeneration(Generated):
 
 
 def whole_ids(ids: Sequence[int] | None, count: int | None, finish_reason: str | None) -> bool:
-    """Return whether ids are as many as the server's usage counts, where both are known; the end may be left out."""
+    """Return whether the number of ids agrees with the server's count, if known; the end token may be missing."""
     return ids is None or count is None or len(ids) == count or (finish_reason == "stop" and len(ids) == count - 1)

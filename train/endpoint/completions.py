@@ -1,17 +1,14 @@
 """Completions from an inference server: prompts go out as token ids, and token ids come back.
 
-Text would have to be tokenized again, and what comes out need not be what the target wrote. So the server is asked for
-the ids:
+Text would have to be tokenized again, and might give other ids than the target wrote. So the server is asked for ids:
 
-* `"return_token_ids": true` gives `choices[].token_ids` and `prompt_token_ids`: vLLM since 0.10.2 (its pull request
-  22587) and SGLang (pull request 30917), both on `/v1/completions`;
-* SGLang's native `/generate` gives `output_ids`, whatever its age; it is used where the URL ends with that name;
-* of other servers the text is tokenized again: it is decoded once more and the tokens are counted.
+* `"return_token_ids": true` gives `choices[].token_ids` and `prompt_token_ids` on `/v1/completions`: vLLM since 0.10.2
+  (its pull request 22587) and SGLang (pull request 30917);
+* SGLang's native `/generate` gives `output_ids`, in all versions; it is used if the URL ends with that name;
+* of other servers the text is tokenized again, decoded once more, and its tokens are counted.
 
-Where ids, text and number of tokens of one answer disagree, the sample is one that may differ from what the target
-wrote.
-
-Both servers list the end-of-sequence token among the ids; where one does not, it is added.
+If the ids, text and number of tokens of an answer disagree, the sample counts as uncertain. Both servers list the
+end-of-sequence token among the ids; if a server does not, it is added.
 """
 
 import asyncio
@@ -35,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedCompletion:
-    """A completion in either dialect; None where the server does not say."""
+    """A completion in either dialect; fields that the server does not give are None."""
 
     text: str | None
     finish_reason: str | None
@@ -47,20 +44,16 @@ class ServedCompletion:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The target's token ids."""
+    """The target's token ids: those below `tokens` are tokens, those below `size` can be sampled, `ends` end a text."""
 
     tokenizer: PreTrainedTokenizerBase
-    """It makes ids of text."""
     tokens: int
-    """Ids below this are tokens."""
     size: int
-    """Ids below this can be sampled; those from `tokens` on pad the vocabulary."""
     ends: list[int]
-    """These end a text."""
 
 
 def served_model(config: PrepareConfig) -> str:
-    """Return the name of the target on the server: the one that is configured, or the only one that is listed.
+    """Return the target's name on the server: the configured one, or the only one listed.
 
     Raises:
         InputError: the server cannot be asked, or lists none or several.
@@ -87,21 +80,14 @@ def complete_remotely(
     model: str,
     vocabulary: Vocabulary,
     batches: Sequence[ShardBatch],
-    finished: Callable[[ShardBatch, list[Completion]], None],
-    ended: Callable[[int], None],
+    on_batch: Callable[[ShardBatch, list[Completion]], None],
+    on_completion: Callable[[int], None],
 ) -> None:
-    """Complete batches of prompts on the server, as many at once as its `Window` allows, whatever batch they are of.
+    """Complete batches of prompts on the server, across batches, with as many requests as its `Window` allows.
 
-    Each prompt is sampled with another seed, mixed from the run's seed and its id, so that neither the order nor
-    the batches matter; whether the server honours it is the server's business.
-
-    Args:
-        config: says which server, and how to sample.
-        model: the target's name there.
-        vocabulary: of the target.
-        batches: the prompts.
-        finished: is given a batch and its completions, in the prompts' order, as soon as all are there.
-        ended: receives the number of tokens of each completion as it comes.
+    Each prompt has a seed of its own, mixed from the run's seed and its id, so that order and batches do not matter, if
+    the server honours seeds. `on_batch` gets a batch with its completions, in the prompts' order, as soon as all are
+    there. `on_completion` gets each completion's number of tokens.
 
     Raises:
         InputError: the server refuses or fails; the first such error stops all requests.
@@ -114,10 +100,10 @@ def complete_remotely(
             done = begun.setdefault(batch.index, {})
             completion = await target.complete(batch.samples[row])
             window.leave()
-            ended(len(completion.ids))
+            on_completion(len(completion.ids))
             done[row] = completion
             if len(done) == len(batch.samples):
-                finished(batch, [completion for _, completion in sorted(begun.pop(batch.index).items())])
+                on_batch(batch, [completion for _, completion in sorted(begun.pop(batch.index).items())])
 
         target = RemoteTarget(RetryingServer(config), model, vocabulary)
         window = target.server.window
@@ -135,13 +121,12 @@ def complete_remotely(
 
 @dataclass
 class RemoteTarget:
-    """The target on a server."""
+    """The target on a server; `warned` is set once the user knows that the server gives no ids."""
 
     server: RetryingServer
     model: str
     vocabulary: Vocabulary
     warned: bool = False
-    """That the server gives no ids."""
 
     async def complete(self, sample: Sample) -> Completion:
         """Complete one prompt."""
@@ -173,26 +158,26 @@ class RemoteTarget:
         return settle(answer, sample.ids, self.vocabulary, name)
 
     def request(self, sample: Sample) -> dict[str, Any]:
-        """Return the body that asks for one completion."""
+        """Return the body of a completion request."""
         config = self.server.config
         temperature = config.temperature if sample.temperature is None else sample.temperature
         mixed = request_seed(config.seed, sample.prompt.id)
         seed = {"sampling_seed" if self.server.native else "seed": mixed} if temperature > 0 else {}
         sampling = sampling_fields(config, temperature) | {
             "stop_token_ids": self.vocabulary.ends,
-            # for the text, should it come to that
+            # in case the text must be tokenized again
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
         }
         if self.server.native:
             sampling = {"max_new_tokens": config.max_new_tokens} | sampling | seed
             return {"input_ids": sample.ids, "sampling_params": sampling}
-        asked = {"model": self.model, "prompt": sample.ids, "max_tokens": config.max_new_tokens}
-        return asked | sampling | seed | {"return_token_ids": True}
+        body = {"model": self.model, "prompt": sample.ids, "max_tokens": config.max_new_tokens}
+        return body | sampling | seed | {"return_token_ids": True}
 
 
 def openai_answer(body: WholeCompletion) -> ServedCompletion:
-    """Return what `/v1/completions` answers."""
+    """Return an answer of `/v1/completions`."""
     choice = body.choices[0]
     stopped_by = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
     count = None if body.usage is None else body.usage.completion_tokens
@@ -201,20 +186,13 @@ def openai_answer(body: WholeCompletion) -> ServedCompletion:
 
 
 def native_answer(body: WholeGeneration) -> ServedCompletion:
-    """Return what SGLang's `/generate` answers."""
-    about = body.meta_info
-    ended = about.finish_reason
-    return ServedCompletion(body.text, ended.type, _id(ended.matched), body.output_ids, None, about.completion_tokens)
+    """Return an answer of SGLang's `/generate`."""
+    meta, ended = body.meta_info, body.meta_info.finish_reason
+    return ServedCompletion(body.text, ended.type, _id(ended.matched), body.output_ids, None, meta.completion_tokens)
 
 
 def reason_of(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str | None:
-    """Return why a completion ended whose server does not say; None where its ids do not tell either.
-
-    Args:
-        ids: of the completion.
-        most: tokens that were asked for.
-        ends: ids that end a text.
-    """
+    """Return the reason why a completion ended, for a server that does not say; None if its ids do not tell either."""
     if ids is None:
         return None
     if any(token in ends for token in ids):
@@ -223,10 +201,10 @@ def reason_of(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str 
 
 
 def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:
-    """Turn an answer into what `generate` would have returned: ids that end with the first end-of-sequence token.
+    """Return an answer as `generate` would have: ids that end with the first end-of-sequence token.
 
     Raises:
-        InputError: names the prompt (`what`) whose completion has an id that the target does not, or no tokens.
+        InputError: the completion of the prompt `what` has no tokens, or an id that the target lacks.
     """
     tokenizer, ends = vocabulary.tokenizer, vocabulary.ends
     ids, reason, uncertain = answer.token_ids, answer.finish_reason or "", False
@@ -236,13 +214,13 @@ def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabula
         text = answer.text or ""
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         before, together = str(tokenizer.decode(prompt_ids)), str(tokenizer.decode(prompt_ids + ids))
-        uncertain = "\ufffd" in text  # which hides what was written
-        uncertain |= together != before + text  # with the prompt: some tokenizers treat a first word otherwise
+        uncertain = "\ufffd" in text  # it hides what the target wrote
+        uncertain |= together != before + text  # compared with the prompt: some tokenizers change a first word
     first = next((i for i, token in enumerate(ids) if token in ends), None)
     if first is not None:
         ids, reason = ids[: first + 1], "stop"
     elif reason == "stop" and ends and ids[-1:] != [tokenizer.eos_token_id]:
-        # Where a server names none, it is the tokenizer's: vLLM names only the others.
+        # A server that names no token means the tokenizer's: vLLM names only other ones.
         usual = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
         ids = [*ids, answer.stop_id if answer.stop_id in ends else usual]
         uncertain |= answer.stop_id not in ends and len(ends) > 1
@@ -255,7 +233,7 @@ def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabula
             f"endpoint: expected ids below {vocabulary.size} for {what}, found {max(ids)}: does the server run another "
             "model than --target?"
         )
-    # Text may spell a token that the tokenizer has and the model lacks: that the target wrote in pieces.
+    # Text may spell a token that the tokenizer has and the model lacks; then the target wrote it in pieces.
     padding = next((i for i, token in enumerate(ids) if token >= vocabulary.tokens), None)
     if padding is not None:
         return Completion(ids[:padding], "length", uncertain, padded=True)
@@ -263,25 +241,24 @@ def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabula
 
 
 def spells(ids: list[int], text: str | None, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether ids spell the text that the server gave with them; True where it gave none.
+    """Return whether ids spell the text that the server gave with them, or it gave none.
 
-    Servers may leave out special tokens, the token that ended the text, spaces at either end, and the half of a
-    character.
+    Servers may omit special tokens, the token that ended the text, spaces at either end, and half a character.
     """
-    wanted = (text or "").strip().rstrip("\ufffd")
+    expected = (text or "").strip().rstrip("\ufffd")
     for written in (ids, ids[:-1]):
         for skips in (False, True):
             alone, before, together = (
-                partial(tokenizer.decode, of, skip_special_tokens=skips)
-                for of in (written, prompt_ids, prompt_ids + written)
+                partial(tokenizer.decode, part, skip_special_tokens=skips)
+                for part in (written, prompt_ids, prompt_ids + written)
             )
-            if wanted == str(alone()).strip().rstrip("\ufffd"):  # prompts are long, and seldom needed
+            if expected == str(alone()).strip().rstrip("\ufffd"):  # without the long prompt, which is seldom needed
                 return True
-            if wanted == str(together()).removeprefix(str(before())).strip().rstrip("\ufffd"):
+            if expected == str(together()).removeprefix(str(before())).strip().rstrip("\ufffd"):
                 return True
-    return not wanted
+    return not expected
 
 
 def _id(value: Any) -> int | None:
-    """Return a token's id; None of a text that ended the completion."""
+    """Return a token's id, or None for a text that ended the completion."""
     return value if type(value) is int else None

@@ -1,4 +1,4 @@
-"""Requests to an inference server, each sent once: errors, time limits and sizes are the same for all who ask."""
+"""Requests to an inference server, each sent once, with the same errors, time limits and sizes for all callers."""
 
 import asyncio
 import os
@@ -16,22 +16,19 @@ from draftsmith.decode.validation import answered, parse_json, parsed
 
 T = TypeVar("T")
 MOST_BYTES = 2**26
-"""Of an answer: 32k tokens with their text are a hundredth of it."""
+"""The size limit of an answer: 32k tokens with their text take a hundredth of it."""
 MOST_WORDS = 300
-"""Characters of a server's words in a message."""
+"""The most characters of a server's message that ours quotes."""
 BUSY = frozenset({429, 503})
 TEMPORARY = frozenset({408, 425, 429})
 """Refusals (4xx) that do not mean that the request is wrong."""
 
 
 class ServerFailure(RuntimeError):
-    """A server that did not answer as it should, through no fault of the input: one line that says which and how.
+    """A server's failure to answer properly that is not the input's fault, in one line.
 
-    Args:
-        line: the message.
-        temporary: whether the same request may be answered later.
-        busy: whether the server has too much to do.
-        retry_after: seconds that the server asks to wait.
+    It is `temporary` if the same request may be answered later, and `busy` if the server has too much to do.
+    `retry_after` is the wait in seconds that the server asks for.
     """
 
     def __init__(self, line: str, temporary: bool = True, busy: bool = False, retry_after: float = 0.0):
@@ -41,29 +38,21 @@ class ServerFailure(RuntimeError):
 
 @cache
 def _certificates(file: str | None, directory: str | None) -> ssl.SSLContext:
-    """Return what servers' certificates are checked against.
+    """Return the certificate authorities to trust; the arguments are SSL_CERT_FILE and SSL_CERT_DIR, as a cache key.
 
-    It is read once: that takes longer than a request, and there is a client for each server.
-
-    Args:
-        file: SSL_CERT_FILE, which says what is read, as `directory` does.
-        directory: SSL_CERT_DIR.
+    Reading them takes longer than a request, and there is a client per server.
     """
     return httpx2.create_ssl_context()
 
 
 class HttpClient:
-    """Requests to one server; an asynchronous context manager.
+    """A client for requests to one server; an asynchronous context manager.
 
-    Args:
-        url: what paths are added to.
-        name: the option that the URL was given by, for messages.
-        key_env: the environment variable that holds the API key.
-        timeout: seconds to wait for one whole answer.
-        key_field: the option that named the variable; `{name}_key_env` if None.
+    Paths are added to `url`. `name` is the option that gave the URL, for messages, and `key_field` the option that
+    named `key_env`, the environment variable with the API key. `timeout` is in seconds, for one whole answer.
 
     Raises:
-        InputError: the variable holds no key; the environment names a proxy or certificates that cannot be used.
+        InputError: the variable holds no key, or the environment names a proxy or certificates that cannot be used.
     """
 
     def __init__(
@@ -78,7 +67,7 @@ class HttpClient:
                 limits=httpx2.Limits(max_connections=None),
                 verify=_certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
             )
-        except Exception as error:  # the environment's words raise anything
+        except Exception as error:  # a bad value in the environment may raise any exception
             kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
             raise InputError(
                 f"{name}: expected a proxy and certificates that can be used in the environment, found: "
@@ -92,7 +81,7 @@ class HttpClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close its connections."""
+        """Close the connections."""
         await self._client.aclose()
 
     @asynccontextmanager
@@ -105,18 +94,13 @@ class HttpClient:
         connect: float | None = None,
         **request: Any,
     ) -> AsyncIterator[httpx2.Response]:
-        """Give the answer to a request, whatever its status; none of its body is read yet.
+        """Yield the answer to a request, whatever its status, before its body is read.
 
-        Args:
-            method: GET or POST.
-            path: where to.
-            what: is asked for, for messages.
-            timeout: seconds for the whole answer; the client's if None.
-            connect: seconds to wait for a connection, within the timeout.
-            request: as httpx takes it: `json`, or `content` and `headers`.
+        `what` names the answer in messages. `timeout` is in seconds, for the whole answer; `connect`, within it, for
+        the connection. `request` holds httpx's `json`, or `content` and `headers`.
 
         Raises:
-            ServerFailure: no answer, one that breaks off while it is read, or none within the timeout.
+            ServerFailure: no answer, an answer that breaks off, or none within the timeout.
         """
         where, seconds = f"{self.url}{path}", self.timeout if timeout is None else timeout
         waits = httpx2.Timeout(None, connect=connect)
@@ -135,57 +119,52 @@ class HttpClient:
     async def accepted(
         self, path: str, body: Any = None, what: str = "an answer", timeout: float | None = None
     ) -> AsyncIterator[httpx2.Response]:
-        """Give the answer to a POST of `body`, or to a GET without one, once the server has accepted it (200).
+        """Yield the answer to a POST of `body`, or to a GET without one, if the server accepts the request (200).
 
         Raises:
-            InputError: it is refused (4xx).
+            InputError: the request is refused (4xx).
             ServerFailure: as `stream`, and for any other status.
         """
         async with self.stream("GET" if body is None else "POST", path, what, timeout, json=body) as response:
             status = response.status_code
             if status != 200:
                 words = server_words(await self.whole_body(response)) or response.reason_phrase
-                asked = response.headers.get("Retry-After", "")  # seconds, or a date, which is not looked at
+                retry_after = response.headers.get("Retry-After", "")  # seconds; a date is ignored
                 failure = self.failure(
                     what,
                     f"{self.url}{path}",
                     f"{status} {words}",
                     busy=status in BUSY,
-                    retry_after=float(asked) if asked.isdecimal() else 0.0,
+                    retry_after=float(retry_after) if retry_after.isdecimal() else 0.0,
                 )
                 raise InputError(str(failure)) if status < 500 and status not in TEMPORARY else failure
             yield response
 
     async def get_text(self, path: str) -> str:
-        """Return the text that a path answers with; raises as `accepted`."""
+        """Return the text at a path; raises as `accepted`."""
         async with self.accepted(path) as response:
             return (await self.whole_body(response)).decode("utf-8", "replace")
 
     async def fetch(
         self, kind: type[T], path: str, body: Any = None, what: str | None = None, timeout: float | None = None
     ) -> T:
-        """Return the JSON that a path answers with: to a POST of `body`, or to a GET without one.
+        """Return the JSON answer to a POST of `body`, or to a GET without one, as an instance of `kind`.
 
         Raises:
-            InputError: it is refused (4xx).
-            ServerFailure: as `accepted`, and where the answer is not what the class `kind` says.
+            InputError: the request is refused (4xx).
+            ServerFailure: as `accepted`, or the answer does not fit `kind`.
         """
         async with self.accepted(path, body, what or "an answer", timeout) as response:
             content = await self.whole_body(response)
         return self.read(kind, content, path, what, names=body is None)
 
     def read(self, kind: type[T], content: str | bytes, path: str, what: str | None = None, names: bool = False) -> T:
-        """Return a path's JSON as an instance of a class.
+        """Return the JSON from a path as an instance of a class.
 
-        Args:
-            kind: as of `parsed`.
-            content: the JSON.
-            path: its path, for messages.
-            what: was asked for, for messages.
-            names: it holds names, which must be whole; a text may be cut within a character (`answered`).
+        With `names`, strings must be whole; otherwise a text may be cut within a character (`answered`).
 
         Raises:
-            ServerFailure: it says something else; temporary where it is no JSON at all.
+            ServerFailure: it does not fit the class; temporary if it is no JSON.
         """
         where = f"{self.name}: {f'{what} from ' if what else ''}{self.url}{path}"
         try:
@@ -194,11 +173,7 @@ class HttpClient:
             raise ServerFailure(self.hidden(str(error)), temporary=not _is_json(content)) from error
 
     async def whole_body(self, response: httpx2.Response) -> bytes:
-        """Return an answer's body.
-
-        Raises:
-            ServerFailure: it is too long.
-        """
+        """Return an answer's body; raise a ServerFailure if it is too long."""
         content = bytearray()
         async for part in response.aiter_bytes():
             content += part
@@ -207,11 +182,11 @@ class HttpClient:
         return bytes(content)
 
     async def events(self, path: str, body: Any) -> AsyncIterator[str]:
-        """Give the data of server-sent events as they stream in, up to `[DONE]`.
+        """Yield the data of server-sent events as they arrive, up to `[DONE]`.
 
         Raises:
             InputError: the request is refused (4xx).
-            ServerFailure: as `accepted`, or an event is too long, or the answer ends before `[DONE]`.
+            ServerFailure: as `accepted`, an event is too long, or the answer ends before `[DONE]`.
         """
         async with self.accepted(path, body) as response:
             async for line in self._lines(response):
@@ -223,7 +198,7 @@ class HttpClient:
         raise self.broken_off(path)
 
     async def _lines(self, response: httpx2.Response) -> AsyncIterator[str]:
-        """Give an answer's lines as they come. Only a line feed ends one: JSON may hold U+2028 and the like."""
+        """Yield an answer's lines as they arrive. Only line feeds end them: JSON may hold U+2028 and the like."""
         rest = bytearray()
         async for part in response.aiter_bytes():
             rest += part
@@ -236,45 +211,45 @@ class HttpClient:
         yield rest.decode("utf-8", "replace")
 
     def failure(self, what: str, where: str, found: str, **about: Any) -> ServerFailure:
-        """Return the failure of a server that gave something else; `about` is that of `ServerFailure`."""
+        """Return the failure of a server that gave something unexpected; `about` goes to `ServerFailure`."""
         return ServerFailure(f"{self.name}: expected {what} from {where}, found {self.hidden(found)}", **about)
 
     def broken_off(self, path: str) -> ServerFailure:
-        """Return the failure of an answer that ended too early."""
+        """Return the failure of an answer that ends too early."""
         return self.failure("a whole answer", f"{self.url}{path}", "one that breaks off")
 
     def too_long(self, where: str) -> ServerFailure:
-        """Return the failure of an answer that is longer than any that is asked for."""
+        """Return the failure of an answer beyond the size limit."""
         return self.failure(f"an answer of at most {MOST_BYTES} bytes", where, "more", temporary=False)
 
     def hidden(self, words: str) -> str:
-        """Return a server's words on one line, without the key, which some servers repeat."""
-        words = words.replace(self.key, "***") if self.key else words  # before it is cut, which may leave half a key
+        """Return a server's message on one line, without the API key, which some servers repeat."""
+        words = words.replace(self.key, "***") if self.key else words  # before the cut, which could leave half a key
         return " ".join(words.encode("utf-8", "backslashreplace").decode("utf-8").split())[:MOST_WORDS]
 
 
 def api_key(variable: str | None, name: str) -> str | None:
-    """Return the API key that an environment variable holds; None where no variable is named.
+    """Return the API key in an environment variable; None if no variable is named.
 
     Raises:
-        InputError: it holds none; says by which option (`name`) it was named.
+        InputError: the variable, named by the option `name`, holds no key.
     """
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
-    # A key with other characters would be printed by the client library's error.
+    # The client library's error would print a key with other characters.
     if not key or not key.isascii() or not key.isprintable():
         raise InputError(f"{name}: expected an API key in the environment variable {variable}, found none")
     return key
 
 
 def server_words(content: bytes) -> str:
-    """Return the server's words: OpenAI's and vLLM's `error.message`, SGLang's `message`, FastAPI's `detail`."""
-    said = content.decode("utf-8", "replace")
+    """Return the server's message: OpenAI's and vLLM's `error.message`, SGLang's `message`, FastAPI's `detail`."""
+    text = content.decode("utf-8", "replace")
     try:
-        body = parse_json(said)
+        body = parse_json(text)
     except ValueError:
-        return said
+        return text
     if isinstance(body, dict):
         error = body.get("error", body)
         body = (error.get("message") or error.get("detail") or body) if isinstance(error, dict) else error

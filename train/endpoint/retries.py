@@ -1,4 +1,4 @@
-"""Requests that are sent again where a server fails: how many at once, how often, and how long each is waited for."""
+"""Requests that are sent again after failures: how many at once, how often, and with which waits."""
 
 import asyncio
 import logging
@@ -11,18 +11,14 @@ from draftsmith.train.data.prepare_config import PrepareConfig
 from draftsmith.train.endpoint.http import HttpClient, ServerFailure
 
 T = TypeVar("T")
-FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds what Retry-After may ask for
+FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds Retry-After
 FIRST_REQUESTS, MOST_REQUESTS = 64, 1024
 
 logger = logging.getLogger(__name__)
 
 
 class RetryingServer:
-    """The server that a config names.
-
-    Raises:
-        InputError: as of `HttpClient`.
-    """
+    """A config's server; raises as `HttpClient`."""
 
     def __init__(self, config: PrepareConfig):
         self.config = config
@@ -32,27 +28,21 @@ class RetryingServer:
         self.native = self.url.endswith("/generate")
         root = self.url.removesuffix("/generate") if self.native else self.url.removesuffix("/completions")
         self.models, self.completions = ("/v1/models", "/generate") if self.native else ("/models", "/completions")
-        """Paths."""
         self.client = HttpClient(root, "endpoint", config.endpoint_key_env, key_field="endpoint_key_env")
 
     async def call(self, kind: type[T], path: str, what: str, body: dict[str, Any] | None = None) -> T:
-        """Return what a path answers with: to a POST of `body`, or to a GET without one.
+        """Return the answer to a POST of `body`, or to a GET without one, as an instance of `kind`.
 
-        Args:
-            kind: what is expected; broken JSON is asked for again, an answer that says something else is an error.
-            path: of the server's API.
-            what: is asked for, for messages.
-            body: of the request.
+        Broken JSON is requested again, but JSON that does not fit `kind` is an error.
 
         Raises:
-            InputError: it was refused, every try failed, or the deadline has passed; says for `what`, where, and in the
-            server's words why.
+            InputError: the request for `what` was refused, every try failed, or the deadline has passed.
         """
         tries, end = self.config.endpoint_retries + 1, time.monotonic() + self.config.endpoint_deadline
         for attempt in range(1, tries + 1):
-            left = min(self.config.endpoint_timeout, max(end - time.monotonic(), 0.0))
+            seconds = min(self.config.endpoint_timeout, max(end - time.monotonic(), 0.0))
             try:
-                answer = await self.client.fetch(kind, path, body, what, left)
+                answer = await self.client.fetch(kind, path, body, what, seconds)
             except ServerFailure as error:
                 failure = error
             else:
@@ -77,37 +67,37 @@ class RetryingServer:
 
 
 class Window:
-    """How many requests are under way: a fixed number, or as many as the server takes.
+    """A limit of requests sent at once: fixed, or adapted to the server.
 
-    Without a number, one more for each answer and half as many where the server is busy (Chiu and Jain 1989, "Analysis
-    of the increase and decrease algorithms for congestion avoidance"). Too few leave a server idle; too many only make
-    each one wait longer.
+    An adapted limit grows by one for each answer, and halves when the server is busy (Chiu and Jain 1989, "Analysis of
+    the increase and decrease algorithms for congestion avoidance"). Too few requests leave a server idle; too many only
+    wait longer.
     """
 
     def __init__(self, fixed: int | None):
         self.size, self._fixed, self._taken = fixed or FIRST_REQUESTS, fixed is not None, 0
-        self._answered = True  # since it last shrank: what is refused together is refused once
+        self._answered = True  # since the last shrink: requests refused together count once
         self._freed = asyncio.Event()
 
     async def enter(self) -> None:
-        """Wait until one request more may be under way."""
+        """Wait until one more request may be sent."""
         while self._taken >= self.size:
             self._freed.clear()
             await self._freed.wait()
         self._taken += 1
 
     def leave(self) -> None:
-        """Say that a request has ended."""
+        """Record the end of a request."""
         self._taken -= 1
         self._freed.set()
 
     def grow(self) -> None:
-        """Say that the server has answered."""
+        """Record an answer of the server."""
         self._answered = True
         if not self._fixed:
             self.size = min(self.size + 1, MOST_REQUESTS)
 
     def shrink(self) -> None:
-        """Say that the server has too much to do."""
+        """Record that the server is busy."""
         if self._answered and not self._fixed:
             self.size, self._answered = max(self.size // 2, 1), False

@@ -1,4 +1,4 @@
-"""Sampling options in the words of the servers' API: vLLM's and SGLang's."""
+"""Sampling options under the names of vLLM's and SGLang's API."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from draftsmith.train.data.samples import mixed_seed
 
 
 def sampling_fields(filters: Filters, temperature: float) -> dict[str, Any]:
-    """Return the fields of a request that shape a text's distribution.
+    """Return the fields of a request that set the sampling.
 
-    All are written out: servers fill what is left open from the model's generation_config.json, as `generate` does.
+    All are written out, since servers take missing ones from the model's generation_config.json, as `generate` does.
     """
     return {
         "temperature": temperature,
@@ -23,5 +23,5 @@ def sampling_fields(filters: Filters, temperature: float) -> dict[str, Any]:
 
 
 def request_seed(*parts: int | str) -> int:
-    """Return a seed that depends on all parts: servers take 31 bits."""
+    """Return a seed of 31 bits, as servers take it, that depends on all parts."""
     return mixed_seed(*parts) >> 32

@@ -1,27 +1,26 @@
-"""Loss masks: which tokens of a conversation the assistant wrote, and so a draft has to write in its place.
+"""Loss masks: which tokens of a conversation the assistant wrote, so that a draft learns to write them.
 
-Two steps. First, which stretch of the rendered text is an assistant's turn:
+First, the text of each assistant turn is located:
 
-* where the chat template has `{% generation %}` markers, the text between them without what the generation prompt
-  writes;
-* where it has none, or they do not enclose the turns, renderings are compared: the conversation up to a turn, with the
-  generation prompt, must begin the conversation with that turn; the turn is what follows, as far as the whole
+* with `{% generation %}` markers in the chat template, it is the text between them, without the generation prompt;
+* without markers, or if they do not enclose the turns, renderings are compared: the conversation up to a turn, with the
+  generation prompt, must begin the conversation with that turn. The turn is what follows, as far as the whole
   conversation agrees.
 
-A turn is learned from only if all that the assistant wrote (reasoning, text, calls) stands there, whitespace aside.
-Many templates rewrite earlier turns (Qwen3's takes the thinking out of them): such text is what the target reads but
-not what it writes, so those turns get the mask 0 and a reason. Where that is the last turn, the sample is refused.
+A turn is learned only if all that the assistant wrote (reasoning, text, calls) is in it, whitespace aside. Many
+templates rewrite earlier turns (Qwen3's drops their reasoning). The target reads such text but does not write it, so
+those turns get the mask 0 and a reason. If it is the last turn, the sample is refused.
 
-Then, which tokens. A token is the assistant's if all of its text is: one that a tokenizer joins across the border is
-not learned from. The turn ends with the first special token (`<|im_end|>`, `</s>`, …; else another added one) behind
-what the assistant wrote. It counts, because at inference it ends the answer; a marker that closes just before it makes
-no difference, and what the template writes behind it (a newline, mostly) never counts. Of a template that ends turns
-without such a token, all of the turn counts but the whitespace behind it, which is there to separate the turns.
+Then, its tokens are chosen. A token counts if all of its text is in the turn, so that one joined across the border does
+not. The turn ends with the first special token (`<|im_end|>`, `</s>`, …; or else another added one) after the
+assistant's text. That token counts, because it ends an answer at inference, even if a marker closes just before it; the
+template's text after it (mostly a newline) never counts. If a template ends turns without such a token, the whole turn
+counts except the whitespace after it.
 
-`apply_chat_template(return_assistant_tokens_mask=True)` is not used, because it asks each character for its token, and
-those of whitespace have none where a tokenizer trims its offsets, as GPT-2's and Llama 3's do: an answer that begins
-with a space then empties the mask of the whole sample, and one that ends with a newline extends it over all that
-follows. Around markers inside a macro its spans lie elsewhere. Both were seen in transformers 5.23.
+`apply_chat_template(return_assistant_tokens_mask=True)` is not used. It asks each character for its token, and
+whitespace has none where a tokenizer trims its offsets, as GPT-2's and Llama 3's do. Then an answer that begins with a
+space empties the mask of the whole sample, and one that ends with a newline extends it over all that follows. Markers
+inside a macro give wrong spans. Both were seen in transformers 5.23.
 """
 
 import re
@@ -43,41 +42,39 @@ from draftsmith.train.data.chat.templates import (
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REWRITTEN = "the chat template leaves out some of what the assistant wrote"
-LATER = "the chat template writes them otherwise once the conversation goes on"
-ELSEWHERE = "the chat template does not go on from its generation prompt"
-UNASKED = "nothing stands before them that they could answer"
+LATER = "the chat template writes them differently later in the conversation"
+ELSEWHERE = "the chat template does not continue its generation prompt"
+UNASKED = "no message comes before them"
 UNWEIGHTED = "their weight in the record is 0"
 UNTEMPLATED = "without a chat template the user's turns and the last answer are plain text"
 
 
 @dataclass(frozen=True)
 class MaskedConversation:
-    """A conversation's tokens, and which of them count in the loss."""
+    """A conversation's T tokens, and which of them count in the loss.
+
+    `mask` is 1 for tokens that the assistant wrote, not shifted to the predictions. `left_out` has the reasons why
+    assistant messages are not learned, by their index.
+    """
 
     ids: list[int]
-    """Its T token ids."""
     mask: list[int]
-    """T times 1, where the assistant wrote the token itself, or 0. Predictions are shifted where the loss is taken."""
     left_out: dict[int, str]
-    """The assistant's messages that are not learned from, by their index, and why."""
 
 
 @dataclass(frozen=True)
 class ClosingTokens:
-    """The tokens of a tokenizer that may end a turn.
+    """The tokens of a tokenizer that may end a turn: special ones first, then all added ones except whitespace.
 
-    To be made once for many conversations: a tokenizer makes its thousands of added tokens anew each time that it is
-    asked for them.
+    Make it once for many conversations: a tokenizer builds its thousands of added tokens again at each call.
     """
 
     special: frozenset[int]
-    """The likelier ones."""
     added: frozenset[int]
-    """All that were added to the tokenizer but those of whitespace."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ClosingTokens":
-        """Return those of a tokenizer."""
+        """Return a tokenizer's closing tokens."""
         added = {token: entry for token, entry in tokenizer.added_tokens_decoder.items() if entry.content.strip()}
         special = {token for token, entry in added.items() if entry.special}
         return cls(frozenset(special.union(tokenizer.all_special_ids)), frozenset(added))
@@ -95,29 +92,18 @@ def mask_conversation(
     tools: Tools | None = None,
     place: str = "",
 ) -> MaskedConversation:
-    """Encode a whole conversation, and mask what the assistant wrote.
+    """Encode a whole conversation, which ends with the assistant's message, and mask the assistant's tokens.
 
-    Without a chat template a conversation is plain text, as in `encode_prompt`: the user's turns, the last answer right
-    behind them, and a token that ends the target's texts.
+    Without a chat template a conversation is plain text, as in `encode_prompt`: the user's turns, the last answer
+    directly after them, and a token that ends the target's texts.
 
-    Args:
-        messages: the conversation, as `read_messages` returns it, the last of them the assistant's.
-        tokenizer: the target's tokenizer.
-        name: the sample's name in error messages.
-        closing: the tokenizer's; looked up if None.
-        system_prompt: begins a conversation without a system turn.
-        variables: of the chat template.
-        ends: the tokens that end the target's texts; the tokenizer's own if there are none.
-        tools: that the assistant may call.
-        place: where the sample stands, to begin messages of errors with.
-
-    Returns:
-        Its ids and their mask, which may be 0 everywhere: of an empty answer by a template that ends turns without a
-        token.
+    `name` and `place` begin error messages. `closing` is looked up if None. `ends` are the tokens that end the target's
+    texts, the tokenizer's own if there are none. `system_prompt` begins a conversation that has no system turn. The
+    mask may be 0 everywhere, for an empty answer in a template that ends turns without a token.
 
     Raises:
-        InputError: names the sample whose last message is not the assistant's, that the chat template refuses or
-            writes without one of its fields, or whose last turn the template rewrites, and where the ids depart.
+        InputError: the last message is not the assistant's; or the chat template refuses the conversation, omits one of
+            its fields, or rewrites the last turn (with the place where the ids differ).
     """
     name = f"sample {name!r}"
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -128,62 +114,63 @@ def mask_conversation(
     if tokenizer.chat_template is None:
         require_no_template("none in the target's tokenizer", place, system_prompt, variables, tools, messages)
         return _plain(messages, turns, tokenizer, ends)
-    given = len(messages)
+    record_length = len(messages)
     template, messages = for_template(messages, tokenizer, name, place, system_prompt, variables, tools, answer=False)
-    added_turns = len(messages) - given
+    added_turns = len(messages) - record_length
     turns = [turn + added_turns for turn in turns]
     text, located, left_out = _locate(messages, turns, template)
     encoded = _Encoded(text, lambda part: encode_rendered(tokenizer, part))
     closing = ClosingTokens.of(tokenizer) if closing is None else closing
     mask, closed_by = [0] * len(encoded.ids), {tokenizer.eos_token_id, *ends}
-    for i in sorted(located, reverse=True):  # the last first: what ends it may stand behind the others' markers too
-        begin, end, behind = located[i]
+    # From the last turn to the first: its closing token is found anywhere after its text, and then also closes earlier
+    # turns whose markers exclude it.
+    for i in sorted(located, reverse=True):
+        begin, end, text_end = located[i]
         first, stop = encoded.first_from(begin), encoded.count_until(end)
-        tail = range(encoded.count_until(behind), len(mask) if i == turns[-1] else stop)
-        last = next((k for among in (closing.special, closing.added) for k in tail if encoded.ids[k] in among), None)
+        tail = range(encoded.count_until(text_end), len(mask) if i == turns[-1] else stop)
+        last = next((k for tokens in (closing.special, closing.added) for k in tail if encoded.ids[k] in tokens), None)
         if last is None and stop < len(mask) and encoded.ids[stop] in closed_by:
             last = stop
         if last is not None:
             closed_by.add(encoded.ids[last])
             stop = last + 1
         else:
-            stop = encoded.count_until(max(behind, begin + len(text[begin:end].rstrip())))
+            stop = encoded.count_until(max(text_end, begin + len(text[begin:end].rstrip())))
         if messages[i].get("weight") == 0:
             left_out[i] = UNWEIGHTED
         else:
             mask[first:stop] = [1] * max(stop - first, 0)
-    return MaskedConversation(encoded.ids, mask, {turn - added_turns: why for turn, why in left_out.items()})
+    return MaskedConversation(encoded.ids, mask, {turn - added_turns: reason for turn, reason in left_out.items()})
 
 
 def has_generation_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Say whether the chat template marks what the assistant wrote by `{% generation %}`."""
+    """Return whether the chat template marks the assistant's text by `{% generation %}`."""
     return tokenizer.chat_template is not None and MARKER.search(tokenizer.get_chat_template()) is not None
 
 
 class _Turn(NamedTuple):
-    """Where the assistant's turn lies in a text."""
+    """The place of an assistant's turn in a text; its own text ends at `text_end`, the template's may continue."""
 
     begin: int
     end: int
-    behind: int
-    """Where what the assistant wrote ends; the template may go on."""
+    text_end: int
 
 
 class _Encoded:
-    """A text and its ids, and which ids lie wholly within a stretch of it.
+    """A text and its ids, and which ids are wholly inside a part of it.
 
-    The borders come from encoding what lies on one side, since offsets are trimmed or missing in many tokenizers.
+    Borders are found by encoding the text on one side, since many tokenizers trim offsets or give none.
     """
 
     def __init__(self, text: str, encode: Callable[[str], list[int]]):
         self.text, self._encode, self.ids = text, encode, encode(text)
 
     def count_until(self, end: int) -> int:
-        """Return how many ids lie wholly before a character."""
+        """Return the number of ids wholly before a character."""
         return _common(self.ids, self._encode(self.text[:end]))
 
     def first_from(self, start: int) -> int:
-        """Return the index of the first id that lies wholly behind a character."""
+        """Return the index of the first id wholly at or after a character."""
         before = self._encode(self.text[:start])
         if self.ids[: len(before)] == before:
             return len(before)
@@ -193,7 +180,7 @@ class _Encoded:
 def _locate(
     messages: Sequence[Message], turns: list[int], template: ChatTemplate
 ) -> tuple[str, dict[int, _Turn], dict[int, str]]:
-    """Return the text, where the assistant's turns lie in it, and why some are left out."""
+    """Return the text, the places of the assistant's turns in it, and the reasons why some are left out."""
     marked = MARKER.search(template.source) is not None
     text, spans = template.render(messages, marked=marked)
     if marked and len(spans) == len(turns):
@@ -218,12 +205,12 @@ def _locate(
         if not after.startswith(before):
             left_out[i] = _departure(before, after, template.tokenizer) if i == turns[-1] else ELSEWHERE
             continue
-        # Not all of `after`: some templates end a conversation with a token that is not there when it goes on.
+        # Not all of `after`: some templates end a conversation with a token that a longer one does not have there.
         common = len(after) if text.startswith(after) else _common(text, after)
-        asked, closing = _common(before, template.render(messages[:i])[0]), _closing(messages, i, template)
-        if _turn(after, len(before), len(after), messages[i], closing, asked) is None:
+        prompt_start, closing = _common(before, template.render(messages[:i])[0]), _closing(messages, i, template)
+        if _turn(after, len(before), len(after), messages[i], closing, prompt_start) is None:
             left_out[i] = REWRITTEN
-        elif (turn := _turn(text, len(before), common, messages[i], closing, asked)) is None:
+        elif (turn := _turn(text, len(before), common, messages[i], closing, prompt_start)) is None:
             left_out[i] = LATER
         else:
             located[i] = turn
@@ -250,14 +237,9 @@ def _plain(
 
 
 def _prompt_end(messages: Sequence[Message], i: int, template: ChatTemplate, text: str, begin: int) -> int | None:
-    """Return where a turn begins after what the generation prompt writes; None where the text goes on otherwise.
+    """Return where turn i begins after the generation prompt; None if the text does not continue that prompt.
 
-    Args:
-        messages: the conversation.
-        i: the turn.
-        template: writes it.
-        text: the conversation's.
-        begin: where the marked turn begins.
+    `begin` is where the marked turn begins in the conversation's text.
     """
     before = template.render(messages[: max(i, 1)], answer=True)[0]
     if i:
@@ -267,54 +249,54 @@ def _prompt_end(messages: Sequence[Message], i: int, template: ChatTemplate, tex
 
 
 def _closing(messages: Sequence[Message], i: int, template: ChatTemplate) -> int:
-    """Return where the template closes a turn that calls a tool, as it closes one of text; 0 of other turns.
+    """Return where the template closes turn i if it calls a tool, the same way as it closes a text; otherwise 0.
 
-    What encloses a call is the assistant's, and may end with special tokens of its own.
+    The tokens around a call are the assistant's, and may end with special ones of their own.
     """
     if "tool_calls" not in messages[i]:
         return 0
-    called = template.render(messages[: i + 1])[0]
-    told = template.render([*messages[:i], {"role": "assistant", "content": "x"}])[0]
-    return len(called) - _common(called[::-1], told[::-1])
+    with_call = template.render(messages[: i + 1])[0]
+    with_text = template.render([*messages[:i], {"role": "assistant", "content": "x"}])[0]
+    return len(with_call) - _common(with_call[::-1], with_text[::-1])  # the common ending is the template's
 
 
-def _turn(text: str, begin: int, end: int, message: Message, closing: int, asked: int) -> _Turn | None:
-    """Return the turn if all that the assistant wrote stands there, else None.
+def _turn(text: str, begin: int, end: int, message: Message, closing: int, prompt_start: int) -> _Turn | None:
+    """Return the turn if all that the assistant wrote is in it, else None.
 
-    Its beginning may be in the generation prompt, from `asked` on: some open the thinking for the assistant.
+    Its beginning may be in the generation prompt, from `prompt_start` on: some templates open the reasoning there.
     """
-    for start in (begin, asked):
-        behind = _end_of_message(text[start:end], message)
-        if behind is not None and begin <= start + behind and begin <= end:
-            return _Turn(begin, end, min(max(start + behind, closing), end))
+    for start in (begin, prompt_start):
+        length = _end_of_message(text[start:end], message)
+        if length is not None and begin <= start + length and begin <= end:
+            return _Turn(begin, end, min(max(start + length, closing), end))
     return None
 
 
 def _end_of_message(turn: str, message: Message) -> int | None:
-    """Return the index behind what the assistant wrote, in which whitespace may differ; None where it is not there."""
+    """Return the index after the assistant's text, compared without whitespace; None if the text is not in the turn."""
     positions = [i for i, character in enumerate(turn) if not character.isspace()]
     visible, at, end = "".join(turn[i] for i in positions), 0, 0
     calls = [function_of(call)["name"] for call in message.get("tool_calls", ())]
     for text in [*(message[name] for name in REASONING if name in message), message["content"], *calls]:
-        wanted, trailing = "".join(text.split()), text[len(text.rstrip()) :]
-        place = visible.find(wanted, at)
-        if place < 0:  # a template may write them in another order
-            place = visible.find(wanted)
+        sought, trailing = "".join(text.split()), text[len(text.rstrip()) :]
+        place = visible.find(sought, at)
+        if place < 0:  # a template may write the parts in another order
+            place = visible.find(sought)
         if place < 0:
             return None
-        at = max(at, place + len(wanted))
-        end = max(end, positions[at - 1] + 1 if wanted else 0)
+        at = max(at, place + len(sought))
+        end = max(end, positions[at - 1] + 1 if sought else 0)
         end += len(trailing) if turn.startswith(trailing, end) else 0
     return end
 
 
 def _departure(before: str, after: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    asked, told = encode_rendered(tokenizer, before), encode_rendered(tokenizer, after)
-    at = _common(asked, told)
-    prompt, conversation = (tokenizer.decode(ids[at : at + 8]) for ids in (asked, told))
+    prompt_ids, ids = encode_rendered(tokenizer, before), encode_rendered(tokenizer, after)
+    at = _common(prompt_ids, ids)
+    prompt, conversation = (tokenizer.decode(part[at : at + 8]) for part in (prompt_ids, ids))
     return f"the ids depart at token {at}, {prompt!r} in the generation prompt and {conversation!r} in the conversation"
 
 
 def _common(a: Sequence[object], b: Sequence[object]) -> int:
-    """Return how many ids, or characters, two sequences begin with in common."""
+    """Return the length of the longest common prefix of two sequences of ids or characters."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

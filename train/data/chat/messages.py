@@ -1,7 +1,7 @@
-"""Messages of a record in one shape, whichever format they stand in: roles, texts, reasoning, calls of tools.
+"""Messages of a record in one shape, from any format: roles, texts, reasoning, tool calls.
 
-A message is `{"role": …, "content": …}`, where the content is a string. All else that a record says of a message stays
-beside these two; what it leaves empty is left out. Whether a chat template writes it is found where it is rendered.
+A message is `{"role": …, "content": …}` with a string as its content. Other fields of a record's message stay, unless
+they are empty; whether a chat template writes them is checked when it is rendered.
 """
 
 import json
@@ -12,7 +12,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_json
 
 MOST_CHARACTERS = 2**24
-"""Of a text: four million tokens, more than any model's context holds, and a minute of a tokenizer's time."""
+"""The size limit of a text: four million tokens, more than any model's context, and a minute of tokenization."""
 ROLES = {
     "system": "system",
     "developer": "developer",
@@ -23,11 +23,11 @@ ROLES = {
     "tool": "tool",
 }
 ASKING = ("user", "tool")
-"""Roles that the assistant answers."""
+"""The roles that the assistant answers."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""What servers call the reasoning before an answer."""
+"""The names that servers give to the reasoning before an answer."""
 MEANT = ("content", "name", "tool_calls", "function_call", "tools", "refusal", *REASONING, "train", "loss", "mask")
-"""Fields of a message that say something to a model or of the loss; others are metadata."""
+"""The fields of a message that concern a model or the loss; others are metadata."""
 MEDIA = ("audio", "image", "images", "video", "videos")
 PARTS = ("text", "input_text", "output_text")
 EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -36,15 +36,10 @@ Message = dict[str, Any]
 
 
 def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]:
-    """Return the messages of a record.
-
-    Args:
-        value: what stands in the field.
-        where: where the record stands, for messages of errors.
-        field: its name; in `conversations` roles and texts are called `from` and `value`.
+    """Return the messages in a record's field; in `conversations` roles and texts are called `from` and `value`.
 
     Raises:
-        InputError: names the message and its field that is none of a conversation in text.
+        InputError: a message or one of its fields does not belong to a conversation in text.
     """
     role_key, content_key = ("from", "value") if field == "conversations" else ("role", "content")
     messages = []
@@ -56,30 +51,30 @@ def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]
         if not isinstance(role, str) or role not in ROLES:
             roles, found = ", ".join(ROLES), repr(role) if isinstance(role, str) else kind(role)
             raise InputError(f"{at}.{role_key}: expected one of {roles}, found {found}")
-        fields = {name: each for name, each in message.items() if each not in EMPTY}
-        fields = {name: each for name, each in fields.items() if name not in (role_key, content_key)}
-        weight = fields.pop("weight", 1)  # of an assistant's turn in the loss; others are never learned from
+        fields = {name: item for name, item in message.items() if item not in EMPTY}
+        fields = {name: item for name, item in fields.items() if name not in (role_key, content_key)}
+        weight = fields.pop("weight", 1)  # an assistant turn's weight in the loss; other turns are never learned
         if ROLES[role] == "assistant" and weight not in (0, 1):
             raise InputError(f"{at}.weight: expected 1, or 0 for a turn that is not learned from, found {weight}")
         unlearned = {"weight": 0} if ROLES[role] == "assistant" and weight == 0 else {}
-        fields = {name: each for name, each in fields.items() if is_meant(name) or _is_json(each)}
+        fields = {name: item for name, item in fields.items() if is_meant(name) or _is_json(item)}
         for name in fields:
             fields[name] = _field(name, fields[name], ROLES[role], f"{at}.{name}")
         if content is None and ("tool_calls" in fields or any(name in fields for name in REASONING)):
             content = ""
         if isinstance(content, list):
             content = _joined(content, f"{at}.{content_key}")
-        # An empty system or assistant turn is odd but says something; an empty question does not.
+        # An empty system or assistant turn is unusual but has a meaning; an empty question has none.
         content = text(content, f"{at}.{content_key}", may_be_empty=ROLES[role] != "user")
         messages.append({"role": ROLES[role], "content": content} | fields | unlearned)
     return messages
 
 
 def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a record: a list of objects, or that list as JSON in a string; None of an empty one.
+    """Return a record's tools, a list of objects or its JSON in a string; None if there are none.
 
     Raises:
-        InputError: it is something else.
+        InputError: the field is neither.
     """
     at = f"{where}: tools"
     if isinstance(value, str) and value.strip():
@@ -90,16 +85,16 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     if value in EMPTY:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        found = kind(value) if not isinstance(value, list) else "a list of something else"
-        raise InputError(f"{at}: expected a list of objects, found {found}")
+        problem = kind(value) if not isinstance(value, list) else "a list of something else"
+        raise InputError(f"{at}: expected a list of objects, found {problem}")
     _require_json(value, at)
     return value
 
 
 def with_arguments(call: Mapping[str, Any], *, parsed: bool) -> dict[str, Any]:
-    """Return a call of a tool whose arguments are an object, as chat templates take them, or a string, as servers do.
+    """Return a tool call with its arguments as an object, for chat templates, or as a string, for servers.
 
-    A string that is no JSON object stays one.
+    A string that is no JSON object stays a string.
     """
     if "function" in call:
         return {**call, "function": with_arguments(call["function"], parsed=parsed)}
@@ -116,18 +111,18 @@ def with_arguments(call: Mapping[str, Any], *, parsed: bool) -> dict[str, Any]:
 
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the name and arguments of a call, or the description of a tool, which may stand in `function`."""
+    """Return the name and arguments of a call, or the description of a tool, which may be nested in `function`."""
     function: Mapping[str, Any] = call.get("function", call)
     return function
 
 
 def is_meant(name: str) -> bool:
-    """Say whether a field of a message must reach the model, and is no metadata of a log or a data set."""
+    """Return whether a message's field must reach the model, and is no metadata of a log or a data set."""
     return name in MEANT or name in MEDIA
 
 
 def _field(name: str, value: Any, role: str, at: str) -> Any:
-    """Return what a message has beside its role and content."""
+    """Return a field of a message other than its role and content."""
     _require_json(value, at)
     if name in REASONING or name == "name":
         return text(value, at)
@@ -147,8 +142,8 @@ def _calls(value: Any, role: str, at: str) -> list[dict[str, Any]]:
         if not isinstance(function.get("arguments"), dict | str | None):
             found = kind(function["arguments"])
             raise InputError(f"{at}[{i}].function.arguments: expected an object or its JSON, found {found}")
-        # The place of a call in a stream says nothing that the list does not.
-        calls.append({name: each for name, each in call.items() if each is not None and name != "index"})
+        # A call's index in a stream repeats its place in the list.
+        calls.append({name: item for name, item in call.items() if item is not None and name != "index"})
     return calls
 
 
@@ -175,11 +170,7 @@ def _is_json(value: Any) -> bool:
 
 
 def text(value: Any, at: str, *, may_be_empty: bool = False) -> str:
-    """Return a text that a tokenizer takes.
-
-    Raises:
-        InputError: it is none; says where it stands (`at`).
-    """
+    """Return a text that a tokenizer takes; otherwise raise an InputError that begins with its place, `at`."""
     if not isinstance(value, str):
         raise InputError(f"{at}: expected a string, found {kind(value)}")
     if not may_be_empty and not value.strip():
@@ -188,12 +179,12 @@ def text(value: Any, at: str, *, may_be_empty: bool = False) -> str:
         raise InputError(f"{at}: expected at most {MOST_CHARACTERS} characters, found {len(value)}")
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can write half a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:  # JSON may contain half a surrogate pair, which no tokenizer takes
         raise InputError(f"{at}: expected Unicode text, found a lone surrogate") from error
     return value
 
 
 def kind(value: Any) -> str:
-    """Return what a value is, in the words of messages of errors."""
+    """Return a value's kind, for error messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "nothing"}
     return names.get(type(value), f"the number {value}" if isinstance(value, int | float) else type(value).__name__)

@@ -1,13 +1,13 @@
-"""Conversations in a chat template: one rendering of messages, tools and variables, and nothing left out in silence.
+"""Chat templates: one rendering of messages, tools and variables, which omits nothing silently.
 
-A template is a program, and passes over what it does not know without a word. So a copy of the conversation is rendered
-first in which each field ends with a mark of its own: a field whose mark is not in the text is refused by its name.
-Only what numbers calls of tools may be missing, reasoning that a template writes into the last answer alone, and
-metadata, which a warning names: the server's template did not write it either.
+A template is a program, and ignores fields that it does not know. So first a copy of the conversation is rendered in
+which each field ends with a mark of its own, and a field whose mark is missing from the text is refused by name. Only
+three kinds may be missing: ids that number tool calls, reasoning that a template writes only into the last answer, and
+metadata, with a warning, since the server's template did not write it either.
 
-Fields have several forms, and a template reads one of them: arguments of a call as an object or as its JSON, a content
-as a string or as parts, reasoning by one of three names. The first form that leaves all marks is taken; it begins with
-what servers hand to templates.
+Fields have several forms, of which a template reads one: arguments of a call as an object or its JSON, a content as a
+string or in parts, reasoning under one of three names. The first form that keeps all marks is taken; the one that
+servers give to templates is tried first.
 """
 
 import json
@@ -32,7 +32,7 @@ from draftsmith.train.data.chat.messages import REASONING, Message, function_of,
 
 TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 NUMBERING = ("role", "content", "id", "type", "tool_call_id")
-"""Fields of a message that are looked at by themselves, or only say which result is of which call."""
+"""The fields of a message that are handled apart, or only say which result belongs to which call."""
 
 Tools = list[dict[str, Any]]
 logger = logging.get_logger(__name__)
@@ -40,51 +40,43 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template, and what it is told in addition to messages."""
+    """A tokenizer's chat template with the tools and variables of a conversation, whose `name` is in error messages."""
 
     tokenizer: PreTrainedTokenizerBase
     name: str
-    """The conversation's name in error messages."""
     tools: Tools | None
     variables: Mapping[str, Any]
-    arguments_parsed: bool = True
-    """Arguments of calls are objects; if not, JSON in a string."""
-    in_parts: bool = False
-    """Contents are lists of one part of text."""
-    content_null: bool = False
-    """Empty contents beside calls are null, as servers log them."""
-    reasoning_renamed: bool = False
-    """Reasoning is there as `reasoning` too; the library adds the other two names."""
+    arguments_parsed: bool = True  # whether arguments of calls are objects, or JSON in a string
+    in_parts: bool = False  # whether contents are lists of one part of text
+    content_null: bool = False  # whether empty contents next to calls are null, as servers log them
+    reasoning_renamed: bool = False  # whether `reasoning` is given too; the library adds the other two names
 
     @property
     def source(self) -> str:
-        """The template: a tokenizer may have one of its own for tools."""
+        """The template's source; a tokenizer may have another one for tools."""
         return self.tokenizer.get_chat_template(tools=self.tools)
 
     def render(
         self, messages: Sequence[Message], *, answer: bool = False, marked: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return a text, up to the answer to come where that is asked for, and what `{% generation %}` encloses.
+        """Return the text, up to the answer to come if `answer`, and the spans of `{% generation %}` if `marked`.
 
         Raises:
             InputError: the template refuses the messages.
         """
-        return self._render([self._formed(message) for message in messages], answer, marked)
+        return self._render([self._format(message) for message in messages], answer, marked)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a conversation up to the answer to come."""
+        """Return the token ids of a conversation up to the answer to come."""
         return encode_rendered(self.tokenizer, self.render(messages, answer=True)[0])
 
     def fitted(self, messages: Sequence[Message], *, answer: bool, begun: int = 0) -> "ChatTemplate":
-        """Return the template with the form that it reads all of a conversation in.
+        """Return the template with the forms of fields in which it reads the whole conversation.
 
-        Args:
-            messages: the conversation.
-            answer: it ends where an answer is to come.
-            begun: messages at its beginning that are no part of the record.
+        The conversation ends before an `answer` or with one; its first `begun` messages are not of the record.
 
         Raises:
-            InputError: the template refuses the messages, or leaves out a field, which is named.
+            InputError: the template refuses the messages, or omits a field.
         """
         reasons = any(name in message for message in messages for name in REASONING)
         calls = any("tool_calls" in message for message in messages)
@@ -105,18 +97,18 @@ class ChatTemplate:
                 expected = f"{left_out[0]}: expected a chat template that writes it"
                 error = InputError(f"{self.name}: {expected}, found that the target's leaves it out")
                 errors.append((len(left_out), error))
-            except InputError as error:  # the template says what it does not take, or stumbles over another form
+            except InputError as error:  # the template refuses the messages itself, or fails on a form it cannot read
                 errors.append((0 if type(error.__cause__) is TemplateError else sys.maxsize, error))
         raise min(errors, key=lambda error: error[0])[1]
 
     def _render(
-        self, formed: list[Message], answer: bool = False, marked: bool = False
+        self, conversation: list[Message], answer: bool = False, marked: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         rendered: Any
         tools: Any = self.tools
         with reading(self.name, "messages that the chat template renders"):
             rendered = render_jinja_template(
-                conversations=[formed],
+                conversations=[conversation],
                 tools=tools,
                 chat_template=self.source,
                 add_generation_prompt=answer,
@@ -126,19 +118,19 @@ class ChatTemplate:
         (text,), spans = rendered
         return text, list(spans[0]) if marked else []
 
-    def _formed(self, message: Message) -> Message:
-        formed = {name: value for name, value in message.items() if name != "weight"}
+    def _format(self, message: Message) -> Message:
+        result = {name: value for name, value in message.items() if name != "weight"}
         if self.content_null and "tool_calls" in message and not message["content"]:
-            formed["content"] = None
+            result["content"] = None
         elif self.in_parts:
-            formed["content"] = [{"type": "text", "text": message["content"]}]
+            result["content"] = [{"type": "text", "text": message["content"]}]
         if "tool_calls" in message:
-            formed["tool_calls"] = [
+            result["tool_calls"] = [
                 with_arguments(call, parsed=self.arguments_parsed) for call in message["tool_calls"]
             ]
         if self.reasoning_renamed and (reasoning := _reasoning(message)):
-            formed.setdefault("reasoning", reasoning)
-        return formed
+            result.setdefault("reasoning", reasoning)
+        return result
 
     def _left_out(self, messages: Sequence[Message], answer: bool, begun: int) -> list[str]:
         """Return the fields that leave no mark."""
@@ -147,19 +139,19 @@ class ChatTemplate:
             return []
         marks = _Marks(text)
         called = {function_of(call)["name"] for message in messages for call in message.get("tool_calls", ())}
-        formed = [
-            marks.message(self._formed(message), i, "system_prompt" if i < begun else f"messages[{i - begun}]", called)
+        conversation = [
+            marks.message(self._format(message), i, "system_prompt" if i < begun else f"messages[{i - begun}]", called)
             for i, message in enumerate(messages)
         ]
         tools = None if self.tools is None else [marks.tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
-        told = replace(self, tools=tools)
-        written = told._render(formed, answer)[0].lower()
+        marked = replace(self, tools=tools)
+        written = marked._render(conversation, answer)[0].lower()
 
         def is_written(mark: str) -> bool:
             if mark in written:
                 return not any(misread in written for misread in marks.misread.get(mark, ()))
-            turn = marks.reasoning.get(mark, len(messages))  # would it be there in the last answer?
-            return turn < len(messages) - 1 and mark in told._render(formed[: turn + 1])[0].lower()
+            turn = marks.reasoning.get(mark, len(messages))  # would the template write it in the last answer?
+            return turn < len(messages) - 1 and mark in marked._render(conversation[: turn + 1])[0].lower()
 
         left_out = [field for mark, field in marks.fields.items() if not is_written(mark)]
         unnamed = [f for f, name in marks.unmarked.items() if re.search(rf"\b{re.escape(name)}\b", self.source) is None]
@@ -173,23 +165,16 @@ class _Marks:
         self._prefix = "zq"
         while self._prefix in text.lower():
             self._prefix += "q"
-        self.fields = dict[str, str]()
-        """The field that each mark stands in."""
-        self.reasoning = dict[str, int]()
-        """The message of each mark of reasoning."""
+        self.fields = dict[str, str]()  # each mark's field
+        self.reasoning = dict[str, int]()  # the message index of each mark of reasoning
         self.misread = dict[str, tuple[str, ...]]()
-        """What a template writes of a mark whose field it reads in another form: Python's words for an object."""
-        self.unmarked = dict[str, str]()
-        """Fields that are no texts, and their names."""
+        """The texts that show that a template read a mark's field in another form: Python's notation of an object."""
+        self.unmarked = dict[str, str]()  # fields that hold no text, and their names
 
-    def message(self, message: Message, place: int, at: str, called: Collection[str]) -> Message:
-        """Return a message with its marks.
+    def message(self, message: Message, index: int, at: str, called: Collection[str]) -> Message:
+        """Return a message with its marks; `at` names it in errors.
 
-        Args:
-            message: as the template gets it.
-            place: in the conversation.
-            at: what it is called in errors.
-            called: tools that are called somewhere, whose names need not stand at their results again.
+        The names of `called` tools need not be repeated at their results.
         """
         marked, reasons = dict(message), dict[str, str]()
         content = message["content"]
@@ -207,8 +192,8 @@ class _Marks:
             if name == "tool_calls":
                 marked[name] = [self._call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(value)]
             elif name in REASONING:
-                if value not in reasons:  # else it is one, by two names
-                    reasons[value] = self._ending(value, f"{at}.{name}", place)
+                if value not in reasons:  # otherwise it is the same text under a second name
+                    reasons[value] = self._ending(value, f"{at}.{name}", index)
                 marked[name] = reasons[value]
             elif isinstance(value, str):
                 marked[name] = self._ending(value, f"{at}.{name}")
@@ -224,8 +209,8 @@ class _Marks:
         marked = {**tool, **{name: self._ending(str(tool.get(name, "")), f"{at}.{name}") for name in names}}
         parameters = tool.get("parameters")
         if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict) and parameters["properties"]:
-            more = {self._mark(f"{at}.parameters"): {"type": "string"}}
-            marked["parameters"] = parameters | {"properties": parameters["properties"] | more}
+            mark = {self._mark(f"{at}.parameters"): {"type": "string"}}
+            marked["parameters"] = parameters | {"properties": parameters["properties"] | mark}
         return marked
 
     def _call(self, call: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -244,7 +229,7 @@ class _Marks:
         return marked
 
     def _ending(self, text: str, field: str, reasoning: int | None = None) -> str:
-        """Return a text that ends with a mark; an empty one as it is."""
+        """Return a text that ends with a mark; an empty text stays empty."""
         if not text.strip():
             return text
         mark = self._mark(field)
@@ -271,18 +256,10 @@ def for_template(
 ) -> tuple[ChatTemplate, list[Message]]:
     """Return the template that writes all of a conversation, and the conversation with the system prompt.
 
-    Args:
-        messages: the conversation.
-        tokenizer: with a chat template.
-        name: what the conversation is called in error messages.
-        place: where its record stands, to begin messages of errors with.
-        system_prompt: begins a conversation without a system turn, if it is not None.
-        variables: of the template.
-        tools: that the model may call.
-        answer: the conversation ends where an answer is to come.
+    `place` and `name` begin error messages. The conversation ends before an `answer`, or with one.
 
     Raises:
-        InputError: a variable that the template does not read, or a field that it leaves out.
+        InputError: the template does not read a variable, or omits a field.
     """
     variables = dict(variables)
     own = variables.pop("tools", None)
@@ -299,7 +276,7 @@ def for_template(
 
 
 def with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
-    """Return a conversation that begins with the system prompt, if there is one and it has no system turn."""
+    """Return a conversation with the system prompt at its beginning, if there is one and no system turn."""
     begun = system_prompt is None or any(message["role"] in ("system", "developer") for message in messages)
     first = [] if begun else [{"role": "system", "content": str(system_prompt)}]
     return [*first, *(dict(message) for message in messages)]
@@ -308,7 +285,7 @@ def with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -
 def chat_request(
     messages: Sequence[Message], system_prompt: str | None, variables: Mapping[str, Any], tools: Tools | None
 ) -> dict[str, Any]:
-    """Return the fields of a request that has a server render a conversation, in OpenAI's shape."""
+    """Return the fields of an OpenAI request in which the server renders the conversation."""
     sent = with_system_prompt(messages, system_prompt)
     for message in sent:
         message.pop("weight", None)
@@ -320,7 +297,7 @@ def chat_request(
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode as `apply_chat_template` does: the template writes the special tokens."""
+    """Encode like `apply_chat_template`: the template itself writes the special tokens."""
     ids: Any = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return list(ids)
 
@@ -333,19 +310,19 @@ def require_no_template(
     tools: Tools | None,
     messages: Sequence[Message] = (),
 ) -> None:
-    """Require that nothing is meant for a chat template where there is none to read it.
+    """Require, in the absence of a chat template, that there is nothing only a template can use.
 
     Raises:
-        InputError: a system prompt, variables, tools, or more of a message than its text.
+        InputError: there is a system prompt, a variable, a tool, or more in a message than its text.
     """
-    given: list[tuple[str, Any]] = [("system_prompt", system_prompt), ("chat_template_kwargs", variables)]
-    given.append(("tools", tools))
+    fields: list[tuple[str, Any]] = [("system_prompt", system_prompt), ("chat_template_kwargs", variables)]
+    fields.append(("tools", tools))
     for i, message in enumerate(messages):
-        given += [
+        fields += [
             (f"messages[{i}].{name}", value) for name, value in message.items() if name != "content" and is_meant(name)
         ]
-        given.append((f"messages[{i}].role", message["role"] in ("developer", "tool")))
-    for field, value in given:
+        fields.append((f"messages[{i}].role", message["role"] in ("developer", "tool")))
+    for field, value in fields:
         if value:
             raise InputError(
                 f"{place}{field}: expected conversations and a chat template that they go into, found {found}"
@@ -353,9 +330,9 @@ def require_no_template(
 
 
 def trimmed(messages: list[Message], template: ChatTemplate, most: int) -> list[int]:
-    """Return the tokens of a conversation, of which the users' text is left out, the oldest first, until they are few.
+    """Return at most `most` token ids of a conversation, cutting the users' text, the oldest first.
 
-    What is cut of a text is found by its own tokens, then mended: next to other text they may be joined otherwise.
+    A cut is estimated from the text's own tokens and then corrected, since they may join differently in the whole.
     """
     while len(ids := template.ids(messages)) > most:
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
@@ -377,7 +354,7 @@ def trimmed(messages: list[Message], template: ChatTemplate, most: int) -> list[
 
 
 def _token_starts(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return where in a text its tokens begin; every character where a tokenizer does not say."""
+    """Return the start of each token in a text; every character if the tokenizer gives no offsets."""
     if not tokenizer.is_fast:
         return list(range(len(text)))
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -385,7 +362,7 @@ def _token_starts(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def read_variables(tokenizer: PreTrainedTokenizerBase, tools: Tools | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of a record that the chat template reads; the others changed nothing of a server's text."""
+    """Return a record's variables that the chat template reads; others did not change the server's text either."""
     with reading("the chat template", "a template"):
         known = _variables(tokenizer.get_chat_template(tools=tools)) | {"tools"} if given else frozenset[str]()
     for name in given.keys() - known:
@@ -395,8 +372,8 @@ def read_variables(tokenizer: PreTrainedTokenizerBase, tools: Tools | None, give
 
 @lru_cache
 def warn_unread(field: str) -> None:
-    """Say once that the target's chat template does not read a field of the records."""
-    logger.warning("%s: left out wherever a record has it, for the target's chat template does not read it", field)
+    """Warn once that the target's chat template does not read a field of the records."""
+    logger.warning("%s: left out of all records, since the target's chat template does not read it", field)
 
 
 def _is_metadata(field: str) -> bool:
@@ -404,13 +381,13 @@ def _is_metadata(field: str) -> bool:
 
 
 def _of_message(field: str) -> str:
-    """Return the name of a message's field from `messages[i].name`, and from what stands in it."""
+    """Return the name of a message's field from `messages[i].name`, or from a path inside the field."""
     return re.split(r"[.\[]", field.partition("].")[2])[0]
 
 
 @lru_cache
 def _variables(source: str) -> frozenset[str]:
-    """Return the names that a template looks up among what it is told."""
+    """Return the names of the variables that a template reads."""
     environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
     looked_up = meta.find_undeclared_variables(environment.parse(TAGS.sub("", source)))
     return frozenset(looked_up - {"messages", "add_generation_prompt"})

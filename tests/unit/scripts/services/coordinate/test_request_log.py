@@ -64,7 +64,7 @@ def test_an_answer_that_was_cut_is_marked(tmp_path):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ({"request": {"prompt": [5, 6]}}, "request.messages: expected what was asked, as messages or a prompt in text"),
+        ({"request": {"prompt": [5, 6]}}, "request.messages: expected the request as messages or a prompt in text"),
         ({"request": {"messages": ASKED}}, "response.choices: expected an answer, found none"),
         ({"messages": ASKED, "choices": []}, "choices: expected an answer, found none"),
         (
