@@ -113,14 +113,13 @@ def training_examples(
 ) -> TrainingData:
     """Return the samples of completions that `draftsmith prepare` wrote, as training rows.
 
-    Samples without a token to learn from are left out. A warning counts and names them, and those that `max_length`,
-    the model's `positions` or `dedup` cut or leave out. `dedup` leaves out samples that repeat an earlier one's tokens
-    ("texts"), or also those that repeat an earlier one's prompt, the tokens before the first to learn from ("prompts").
-    If a directory is read-only, its samples are mapped in `output`.
+    Samples without a token to learn from are left out, with a warning, as is what `max_length`, the model's `positions`
+    and `dedup` cut or leave out. `dedup` leaves out samples that repeat an earlier one's tokens ("texts"), or also its
+    prompt, the tokens before the first to learn from ("prompts"). Samples of a read-only directory are mapped in
+    `output`.
 
     Raises:
-        InputError: a directory is missing or malformed, repeats a sample, or has no token to learn from, or a token is
-            not below `vocab_size`.
+        InputError: a directory is malformed, repeats a sample, has nothing to learn, or an id not below `vocab_size`.
     """
     texts = Texts({path: map_completions(path, output) for path in paths})
     limit = f"max_length {max_length} cuts"
@@ -182,10 +181,7 @@ def _without_duplicates(texts: Texts, members: np.ndarray, dedup: str, field: st
 def split_off(data: TrainingData, share: float) -> tuple[TrainingData, TrainingData]:
     """Divide samples into those to train on and a held-out share, at least one prompt, by a hash of prompts.
 
-    Equal prompts fall on the same side, and stay there when completions are added.
-
-    Raises:
-        InputError: nothing is left to train on.
+    Equal prompts are on the same side, and stay there when completions are added. An InputError says if none is left.
     """
     prompts = data.texts.column("prompt")[data.members]
     held = prompts < max(np.uint64(share * 2**64), prompts.min() + np.uint64(1))
@@ -201,9 +197,6 @@ def take_share(data: TrainingData, share: float) -> TrainingData:
     """Return the samples of a share of the prompts, by another hash of prompts than in `split_off`.
 
     A smaller share lies within a larger one, and a prompt has all of its completions or none.
-
-    Raises:
-        InputError: the share holds no sample.
     """
     mixed = data.texts.column("prompt")[data.members] * np.uint64(0x9E3779B97F4A7C15)  # modulo 2⁶⁴
     chosen = mixed < np.uint64(share * 2**64)
@@ -213,11 +206,7 @@ def take_share(data: TrainingData, share: float) -> TrainingData:
 
 
 def require_apart(train: TrainingData, heldout: TrainingData) -> None:
-    """Require that no held-out sample has the prompt of a training sample.
-
-    Raises:
-        InputError: some have; counts them and names the first.
-    """
+    """Require that no held-out sample has the prompt of a training sample."""
     prompts, held = (data.texts.column("prompt")[data.members] for data in (train, heldout))
     shared = np.flatnonzero(np.isin(held, prompts))
     if len(shared):
@@ -235,11 +224,8 @@ def frequent_tokens(
 ) -> Tensor:
     """Return the most frequent tokens of completions, ascending, (D,) int64; ties go to the lower id.
 
-    D is `count`, with `always` among the tokens; or fewer, with a warning, if the completions have fewer. Others would
-    have no example to learn from, and ids say nothing about use: Gemma's first hundred are unused.
-
-    Raises:
-        InputError: `count` is above `size`, the number of tokens, or below the length of `always`.
+    D is `count`, `always` included; or fewer, with a warning, if the completions have fewer different tokens. Others
+    would have no example to learn from, and ids say nothing about use: Gemma's first hundred are unused.
     """
     at_most(size).check(field, count)
     at_least(len(always)).check(field, count)

@@ -69,8 +69,7 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
     Each of several launched processes writes its share of the shards. The summary is that of all processes.
 
     Raises:
-        InputError: the prompts, target or server cannot be used, the output directory has other settings or inputs, or
-            the disk is full (what was written so far is kept).
+        InputError: the prompts, target, server, output directory or disk cannot be used; finished shards are kept.
     """
     with launched() as processes, terminable():
         config.require_own_device(processes.count)
@@ -178,8 +177,7 @@ def load_completions(path: str, vocab_size: int | None = None) -> Dataset:
     The columns are `id`, `category`, `prompt_length`, `input_ids`, `loss_mask` and `finish_reason`.
 
     Raises:
-        InputError: the directory has no completions, a shard is damaged, a sample is repeated or malformed, or an id is
-            not below `vocab_size`.
+        InputError: the directory has no completions, a damaged shard, a repeated sample, or an id above `vocab_size`.
     """
     samples = pa.concat_tables([read_completions(file, vocab_size) for file in completion_files(path)])
     check_samples(path, samples["id"])

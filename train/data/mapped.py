@@ -48,11 +48,8 @@ logger = logging.get_logger(__name__)
 def map_completions(path: str, output: Path | None = None) -> list[Path]:
     """Return the files that a directory's samples are mapped from, and write the missing ones.
 
-    They are in `path`, or in `output` if `path` is read-only. One process writes while the others wait at a lock. On a
-    file system without locks several may write the same files, which costs only time.
-
-    Raises:
-        InputError: the completions are missing or malformed, or neither directory can be written in.
+    They are in `path`, or in `output` if `path` is read-only; an InputError says if both are. One process writes while
+    the others wait at a lock. On a file system without locks several may write the same files, which costs only time.
     """
     shards = completion_files(path)
     groups = [shards[at : at + SHARDS_A_FILE] for at in range(0, len(shards), SHARDS_A_FILE)]
@@ -178,10 +175,7 @@ def checksum(input_ids: Sequence[int] | np.ndarray, loss_mask: Sequence[int] | n
 class Texts:
     """The samples of directories of completions, numbered in order; their tokens stay on disk.
 
-    A pickled copy maps the files again.
-
-    Raises:
-        InputError: a file is damaged or missing.
+    A pickled copy maps the files again. Damaged or missing files raise an InputError.
     """
 
     def __init__(self, files: Mapping[str, Sequence[Path]]):
@@ -244,11 +238,7 @@ class Texts:
         return np.concatenate(counts)
 
     def read(self, sample: int, max_length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return a sample's first tokens and their labels, −100 where there is nothing to learn, both (T,) int32.
-
-        Raises:
-            InputError: the file is damaged, according to the sample's hash.
-        """
+        """Return a sample's first tokens and their labels, −100 where there is nothing to learn, both (T,) int32."""
         at = int(np.searchsorted(self._batch_starts, sample, side="right")) - 1
         offsets, tokens, borders, spans = self._views[at]
         row = sample - self._batch_starts[at]

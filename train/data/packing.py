@@ -29,9 +29,6 @@ def pack(data: TrainingData, length: int, by_source: bool = False) -> TrainingDa
     """Pack samples into as few rows of at most `length` tokens as best-fit decreasing finds; deterministic.
 
     Only sizes are read, no tokens. With `by_source`, a row holds samples of one directory.
-
-    Raises:
-        InputError: a sample is longer than `length`.
     """
     if len(too_long := np.flatnonzero(data.sizes > length)):
         row = int(too_long[0])
@@ -98,9 +95,6 @@ def require_packing(model: PreTrainedModel, field: str, rows: int = 2) -> None:
 
     The model must be on the device and have the attention of the training. From two rows on, the second one is a sample
     and padding.
-
-    Raises:
-        InputError: the samples would see each other.
     """
     training, alike = model.training, False
     model.eval()

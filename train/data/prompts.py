@@ -87,11 +87,7 @@ class Prompt:
         return content | ({"finish_reason": CUT} if self.cut else {})
 
     def request(self, system_prompt: str | None, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a request to a server that renders conversations itself.
-
-        Raises:
-            InputError: plain text with something that only a chat template can use.
-        """
+        """Return the fields of a request to a server that renders conversations itself."""
         variables = {**variables, **self.variables}
         if self.messages is not None:
             return chat_request(self.messages, system_prompt, variables, self.tools)
@@ -228,13 +224,7 @@ def mask_answers(
     system_prompt: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> MaskedConversation:
-    """Encode a conversation that ends with its answer, and mask the assistant's tokens.
-
-    `closing` is the tokenizer's, and `ends` are the tokens that end the target's texts.
-
-    Raises:
-        InputError: the conversation is refused by `mask_conversation`, or has a token without a logit.
-    """
+    """Encode a conversation that ends with its answer, and mask the assistant's tokens, as `mask_conversation` does."""
     masked = mask_conversation(
         conversation.messages or [],
         tokenizer,

@@ -104,12 +104,8 @@ class CompletionsManifest(BaseManifest):
 def output_directory(output: Path, kept: Callable[[], str], first: bool = True) -> Iterator[None]:
     """Make a directory for shards, remove files that a kill left half written, and report a failure in one line.
 
-    `kept()` says what was written so far, such as "6 of 11 completions". Of several processes, only the `first` makes
-    and tidies the directory, before the others write.
-
-    Raises:
-        InputError: the directory cannot be made or written in, another run writes there, or the disk is full (what was
-            written is kept).
+    `kept()` says what was written so far, such as "6 of 11 completions", for the message if the disk is full. Of
+    several processes, only the `first` makes and tidies the directory, before the others write.
     """
     try:
         with locked(output) if first else nullcontext():
@@ -151,11 +147,7 @@ def write_shard(path: Path, shard: pa.Table, **options: Any) -> None:
 
 
 def completion_files(path: str, unfinished: bool = True) -> list[Path]:
-    """Return the shards of a directory of completions; if some are missing, warn, or fail unless `unfinished`.
-
-    Raises:
-        InputError: no such directory, no manifest or one of another schema, no shards, or not all of them.
-    """
+    """Return the shards of a directory of completions; if some are missing, warn, or fail unless `unfinished`."""
     directory = Path(path)
     if not directory.is_dir():
         raise InputError(f"{path}: expected a directory of completions, found none")
@@ -186,11 +178,7 @@ def check_samples(path: str, ids: pa.ChunkedArray) -> None:
 
 
 def read_completions(file: Path, vocab_size: int | None = None) -> pa.Table:
-    """Read a shard of completions.
-
-    Raises:
-        InputError: the file is damaged or holds what `prepare` does not write, such as an id not below `vocab_size`.
-    """
+    """Read a shard of completions, and check its samples."""
     shard = read_shard(file)
     if shard is None:
         raise InputError(f"{file}: expected a shard of completions, found a damaged file; run draftsmith prepare again")
@@ -251,9 +239,6 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     `settings` must agree field by field. Fields with a `path`, such as `prompts` and `target`, and `completions` are
     compared without it, and `source` without its `endpoint`, since files and servers may move. Other `versions` give
     only a warning: libraries may sample differently, but a long run should survive an upgrade.
-
-    Raises:
-        InputError: the first difference, and the way out.
     """
     before = read_manifest(directory, manifest["schema"])
     if before is None:

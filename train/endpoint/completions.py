@@ -53,11 +53,7 @@ class Vocabulary:
 
 
 def served_model(config: PrepareConfig) -> str:
-    """Return the target's name on the server: the configured one, or the only one listed.
-
-    Raises:
-        InputError: the server cannot be asked, or lists none or several.
-    """
+    """Return the target's name on the server: the configured one, or the only one listed."""
     if config.endpoint_model is not None:
         return config.endpoint_model
 
@@ -87,10 +83,7 @@ def complete_remotely(
 
     Each prompt has a seed of its own, mixed from the run's seed and its id, so that order and batches do not matter, if
     the server honours seeds. `on_batch` gets a batch with its completions, in the prompts' order, as soon as all are
-    there. `on_completion` gets each completion's number of tokens.
-
-    Raises:
-        InputError: the server refuses or fails; the first such error stops all requests.
+    there. `on_completion` gets each completion's number of tokens. The first InputError stops all requests.
     """
 
     async def run() -> None:
@@ -201,11 +194,7 @@ def reason_of(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str 
 
 
 def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:
-    """Return an answer as `generate` would have: ids that end with the first end-of-sequence token.
-
-    Raises:
-        InputError: the completion of the prompt `what` has no tokens, or an id that the target lacks.
-    """
+    """Return an answer as `generate` would have: ids that end with the first end-of-sequence token."""
     tokenizer, ends = vocabulary.tokenizer, vocabulary.ends
     ids, reason, uncertain = answer.token_ids, answer.finish_reason or "", False
     if ids is not None:

@@ -49,10 +49,8 @@ class HttpClient:
     """A client for requests to one server; an asynchronous context manager.
 
     Paths are added to `url`. `name` is the option that gave the URL, for messages, and `key_field` the option that
-    named `key_env`, the environment variable with the API key. `timeout` is in seconds, for one whole answer.
-
-    Raises:
-        InputError: the variable holds no key, or the environment names a proxy or certificates that cannot be used.
+    named `key_env`, the environment variable with the API key. `timeout` is in seconds, for one whole answer. A missing
+    key, and a proxy or certificates that cannot be used, raise an InputError.
     """
 
     def __init__(
@@ -150,21 +148,16 @@ class HttpClient:
     ) -> T:
         """Return the JSON answer to a POST of `body`, or to a GET without one, as an instance of `kind`.
 
-        Raises:
-            InputError: the request is refused (4xx).
-            ServerFailure: as `accepted`, or the answer does not fit `kind`.
+        It raises as `accepted`, and a ServerFailure if the answer does not fit `kind`.
         """
         async with self.accepted(path, body, what or "an answer", timeout) as response:
             content = await self.whole_body(response)
         return self.read(kind, content, path, what, names=body is None)
 
     def read(self, kind: type[T], content: str | bytes, path: str, what: str | None = None, names: bool = False) -> T:
-        """Return the JSON from a path as an instance of a class.
+        """Return the JSON from a path as an instance of a class, or raise a ServerFailure, temporary if it is no JSON.
 
         With `names`, strings must be whole; otherwise a text may be cut within a character (`answered`).
-
-        Raises:
-            ServerFailure: it does not fit the class; temporary if it is no JSON.
         """
         where = f"{self.name}: {f'{what} from ' if what else ''}{self.url}{path}"
         try:
@@ -182,12 +175,7 @@ class HttpClient:
         return bytes(content)
 
     async def events(self, path: str, body: Any) -> AsyncIterator[str]:
-        """Yield the data of server-sent events as they arrive, up to `[DONE]`.
-
-        Raises:
-            InputError: the request is refused (4xx).
-            ServerFailure: as `accepted`, an event is too long, or the answer ends before `[DONE]`.
-        """
+        """Yield the data of server-sent events as they arrive, up to `[DONE]`; raises as `accepted`."""
         async with self.accepted(path, body) as response:
             async for line in self._lines(response):
                 if line.startswith("data:"):
@@ -229,11 +217,7 @@ class HttpClient:
 
 
 def api_key(variable: str | None, name: str) -> str | None:
-    """Return the API key in an environment variable; None if no variable is named.
-
-    Raises:
-        InputError: the variable, named by the option `name`, holds no key.
-    """
+    """Return the API key in an environment variable, named by the option `name`; None if no variable is named."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()

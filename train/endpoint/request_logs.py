@@ -39,11 +39,7 @@ def has_answer(record: Mapping[str, Any]) -> bool:
 
 
 def conversation(record: Mapping[str, Any], where: str, answered: bool) -> dict[str, Any]:
-    """Return a line of a log as a record with `messages` or `prompt`, and with the answer and its `finish_reason`.
-
-    Raises:
-        InputError: the request is no text, or `answered` asks for an answer and there is none.
-    """
+    """Return a log's line as a record with `messages` or `prompt`; if `answered`, with its answer and `finish_reason`."""
     name = next((name for name in ("request", "body") if isinstance(record.get(name), dict)), None)
     request: Mapping[str, Any] = record if name is None else record[name]
     at = f"{where}: {name}." if name else f"{where}: "

@@ -33,10 +33,8 @@ class RetryingServer:
     async def call(self, kind: type[T], path: str, what: str, body: dict[str, Any] | None = None) -> T:
         """Return the answer to a POST of `body`, or to a GET without one, as an instance of `kind`.
 
-        Broken JSON is requested again, but JSON that does not fit `kind` is an error.
-
-        Raises:
-            InputError: the request for `what` was refused, every try failed, or the deadline has passed.
+        Broken JSON is requested again, but JSON that does not fit `kind` is an error. The InputError says whether the
+        server refused, every try failed, or the deadline has passed.
         """
         tries, end = self.config.endpoint_retries + 1, time.monotonic() + self.config.endpoint_deadline
         for attempt in range(1, tries + 1):

@@ -42,11 +42,7 @@ class StepsTaken:
 
     @classmethod
     def of(cls, directory: Path) -> "StepsTaken | None":
-        """Read the progress in a checkpoint or a finished run's directory; None if there is none.
-
-        Raises:
-            InputError: the file is damaged.
-        """
+        """Read the progress in a checkpoint or a finished run's directory; None if there is none."""
         try:
             return read(cls, directory / TRAINER_STATE_NAME)
         except FileNotFoundError:
@@ -60,11 +56,7 @@ class CheckpointedTrainer(Trainer):
     """The step of the checkpoint that the run resumes from."""
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train, or resume from a checkpoint.
-
-        Raises:
-            InputError: the checkpoint is damaged, or of another model.
-        """
+        """Train, or resume from a checkpoint; an InputError says if it is damaged, or of another model."""
         if resume_from_checkpoint is not None:
             with _reading_errors(resume_from_checkpoint):
                 progress = StepsTaken.of(Path(resume_from_checkpoint))

@@ -31,11 +31,7 @@ class KeptStep:
 
     @classmethod
     def left_in(cls, directory: Path) -> "KeptStep | None":
-        """Return the record that a run left next to its weights; None if there is none, or an older one.
-
-        Raises:
-            InputError: the record is damaged.
-        """
+        """Return the record that a run left next to its weights; None if there is none, or an older one."""
         try:
             return read(_Record, directory / RUN_RECORD).kept
         except FileNotFoundError:

@@ -23,10 +23,8 @@ NAME = ".lock"
 def locked(directory: Path, field: str = "output") -> Iterator[None]:
     """Keep other runs out of a directory while the block runs; the directory is made if it is missing.
 
-    The kernel's lock ends with this process, even if it is killed. A disk without locks gives none.
-
-    Raises:
-        InputError: `field` names a directory that cannot be made or written in, or another run writes there.
+    The kernel's lock ends with this process, even if it is killed. A disk without locks gives none. If another run
+    writes there, the InputError names its process and host.
     """
     require_writable(directory, field=field).mkdir(parents=True, exist_ok=True)
     path = directory / NAME

@@ -70,11 +70,7 @@ class Processes:
         return values
 
     def require_shared(self, file: Path) -> None:
-        """Require that all processes see a file that the first one has written.
-
-        Raises:
-            InputError: a machine has a disk of its own there.
-        """
+        """Require that all processes see a file of the first one; otherwise a machine has a disk of its own there."""
         apart = [host for host in self.gathered("" if file.exists() else socket.gethostname()) if host]
         if apart:
             raise InputError(

@@ -55,11 +55,7 @@ class JobRecord:
 
     @classmethod
     def left_in(cls, directory: Path) -> "JobRecord | None":
-        """Return the record in a directory; None if there is none, or one of an earlier version with other fields.
-
-        Raises:
-            InputError: the record is damaged.
-        """
+        """Return the record in a directory; None if there is none, or one of an earlier version with other fields."""
         file = directory / RECORD
         try:
             text = file_bytes(file)
@@ -76,10 +72,7 @@ class JobRecord:
         """Require that this job continues a checkpoint's data without repeating or skipping a sample.
 
         The order follows from the seed and the epoch alone, and each step takes the next samples of it, on any number
-        of processes. So it is enough that the steps have the same size.
-
-        Raises:
-            InputError: the data, their order or the step size differ, or the optimizer's state cannot be read.
+        of processes. So it is enough that the steps have the same size. ZeRO also fixes the number of processes.
         """
         record = JobRecord.left_in(checkpoint)
         if record is None:
@@ -114,11 +107,7 @@ class JobRecord:
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:
-    """Return the newest checkpoint that all processes see, None if no process sees any; all call this together.
-
-    Raises:
-        InputError: some processes see checkpoints, and others do not see the same ones.
-    """
+    """Return the newest checkpoint that all processes see, None if no process sees any; all call this together."""
     listings = gather_object([(socket.gethostname(), [path.name for path in checkpoints(output_dir)])])
     common = set.intersection(*(set(names) for _, names in listings))
     if not common and (hosts := [host for host, names in listings if names]):
@@ -134,9 +123,6 @@ def require_shared(args: TrainingArguments, accelerator: Accelerator) -> None:
     """Require that all machines share the output directory, unless no checkpoints are wanted; all call this together.
 
     Each process writes a part of a checkpoint and reads all of it.
-
-    Raises:
-        InputError: a machine has a disk of its own there.
     """
     if args.save_strategy == "no":
         return

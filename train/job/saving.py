@@ -84,11 +84,7 @@ class SavingTrainer(CheckpointedTrainer):
         self.accelerator.wait_for_everyone()
 
     def upload(self) -> None:
-        """Upload `output_dir` without checkpoints; `push_to_hub` would save the weights again, unfinished.
-
-        Raises:
-            InputError: the hub refuses; the weights stay on disk.
-        """
+        """Upload `output_dir` without checkpoints; `push_to_hub` would save the weights again, unfinished."""
         if not self.is_world_process_zero():
             return
         with argument_errors():

@@ -37,17 +37,9 @@ def require_finite(
 ) -> None:
     """Require a finite loss on each process and a finite gradient norm; all processes call this together.
 
-    Args:
-        accelerator: the processes.
-        loss: this process's loss, summed over its parts of the step, ().
-        norm: the norm of all gradients; None where it may be infinite.
-        samples: returns the names of this process's samples in the step.
-        step: the step's number.
-
-    Raises:
-        InputError: on the process whose loss is not finite, with its samples; if only the norm is not finite, on the
-            first process, with all samples.
-        SystemExit: on the other processes, silently.
+    `loss` is this process's, summed over its parts of the step. `norm` is that of all gradients; None where it may be
+    infinite. The process with the first infinite loss raises an InputError that names its `samples`; if only the norm
+    is not finite, the first process names all. The others exit silently.
     """
     # Both numbers and all processes share one check, because reading a result waits for the device.
     checked = loss.detach().float()

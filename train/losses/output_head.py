@@ -97,8 +97,7 @@ def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
 def require_split(model: PreTrainedModel, field: str) -> None:
     """Require that a model's logits equal `head_of(model)` applied to `last_hidden`, in a short forward.
 
-    Raises:
-        InputError: the model changes its logits in another way, which no chunked loss can follow, or its head is cut.
+    Otherwise it changes its logits in another way, which no chunked loss can follow.
     """
     if isinstance(model.get_output_embeddings(), CutHead):
         raise InputError(f"{field}: expected a model with its whole head, as load_model returns it, found a cut one")
@@ -123,11 +122,7 @@ def require_split(model: PreTrainedModel, field: str) -> None:
 
 
 def text_states(target: PreTrainedModel, sequence: Tensor, prompt_length: int) -> Tensor:
-    """Return the hidden states from which the target predicts each token after the prompt, (N, H).
-
-    Raises:
-        InputError: the prompt or the text after it is empty.
-    """
+    """Return the hidden states from which the target predicts each token after the prompt, (N, H)."""
     if not 1 <= prompt_length < len(sequence):
         raise InputError(
             f"sequence: expected a prompt and a text, found {prompt_length} tokens of prompt among {len(sequence)}"

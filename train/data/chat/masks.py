@@ -98,12 +98,11 @@ def mask_conversation(
     directly after them, and a token that ends the target's texts.
 
     `name` and `place` begin error messages. `closing` is looked up if None. `ends` are the tokens that end the target's
-    texts, the tokenizer's own if there are none. `system_prompt` begins a conversation that has no system turn. The
-    mask may be 0 everywhere, for an empty answer in a template that ends turns without a token.
+    texts, the tokenizer's own if there are none. The mask may be 0 everywhere, for an empty answer in a template that
+    ends turns without a token.
 
     Raises:
-        InputError: the last message is not the assistant's; or the chat template refuses the conversation, omits one of
-            its fields, or rewrites the last turn (with the place where the ids differ).
+        InputError: the chat template refuses the conversation, omits one of its fields, or rewrites the last turn.
     """
     name = f"sample {name!r}"
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

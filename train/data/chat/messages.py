@@ -36,11 +36,7 @@ Message = dict[str, Any]
 
 
 def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]:
-    """Return the messages in a record's field; in `conversations` roles and texts are called `from` and `value`.
-
-    Raises:
-        InputError: a message or one of its fields does not belong to a conversation in text.
-    """
+    """Return the messages in a record's field; in `conversations` roles and texts are called `from` and `value`."""
     role_key, content_key = ("from", "value") if field == "conversations" else ("role", "content")
     messages = []
     for i, message in enumerate(value):
@@ -71,11 +67,7 @@ def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]
 
 
 def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Return a record's tools, a list of objects or its JSON in a string; None if there are none.
-
-    Raises:
-        InputError: the field is neither.
-    """
+    """Return a record's tools, a list of objects or its JSON in a string; None if there are none."""
     at = f"{where}: tools"
     if isinstance(value, str) and value.strip():
         try:

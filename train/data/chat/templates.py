@@ -59,11 +59,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, answer: bool = False, marked: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, up to the answer to come if `answer`, and the spans of `{% generation %}` if `marked`.
-
-        Raises:
-            InputError: the template refuses the messages.
-        """
+        """Return the text, up to the answer to come if `answer`, and the spans of `{% generation %}` if `marked`."""
         return self._render([self._format(message) for message in messages], answer, marked)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
@@ -73,10 +69,8 @@ class ChatTemplate:
     def fitted(self, messages: Sequence[Message], *, answer: bool, begun: int = 0) -> "ChatTemplate":
         """Return the template with the forms of fields in which it reads the whole conversation.
 
-        The conversation ends before an `answer` or with one; its first `begun` messages are not of the record.
-
-        Raises:
-            InputError: the template refuses the messages, or omits a field.
+        The conversation ends before an `answer` or with one; its first `begun` messages are not of the record. An
+        InputError names a field that the template omits.
         """
         reasons = any(name in message for message in messages for name in REASONING)
         calls = any("tool_calls" in message for message in messages)
@@ -257,9 +251,6 @@ def for_template(
     """Return the template that writes all of a conversation, and the conversation with the system prompt.
 
     `place` and `name` begin error messages. The conversation ends before an `answer`, or with one.
-
-    Raises:
-        InputError: the template does not read a variable, or omits a field.
     """
     variables = dict(variables)
     own = variables.pop("tools", None)
@@ -310,11 +301,7 @@ def require_no_template(
     tools: Tools | None,
     messages: Sequence[Message] = (),
 ) -> None:
-    """Require, in the absence of a chat template, that there is nothing only a template can use.
-
-    Raises:
-        InputError: there is a system prompt, a variable, a tool, or more in a message than its text.
-    """
+    """Require, in the absence of a chat template, that there is nothing only a template can use."""
     fields: list[tuple[str, Any]] = [("system_prompt", system_prompt), ("chat_template_kwargs", variables)]
     fields.append(("tools", tools))
     for i, message in enumerate(messages):
