@@ -27,8 +27,7 @@ EXCLUDED_PARTS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 )
 HELDOUT_ONE_IN = 10
-PROMPT_LINES = 8
-"""The lines of a prompt, starting one before a definition."""
+PROMPT_LINES = 8  # the lines of a prompt, starting one before a definition
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
 

@@ -24,8 +24,7 @@ from draftsmith.train.losses.positions import IGNORED
 SCALES = tuple(2.0**-i for i in range(6))
 TEXTS, POSITIONS, CONTEXT = 8, 16, 128
 """The number of texts, of completion tokens in each, and of tokens up to the last of these."""
-LOGITS = 2**24
-"""The number of logits held at a time."""
+LOGITS = 2**24  # the number of logits held at a time
 
 T = TypeVar("T")
 
@@ -50,8 +49,7 @@ class Text:
     """A piece of a training text, which starts at `start` in `sample`, a row of `TrainingData`."""
 
     ids_T: Tensor
-    labels_T: Tensor
-    """The tokens of completions, −100 elsewhere."""
+    labels_T: Tensor  # the tokens of completions, −100 elsewhere
     sample: Mapping[str, Any] = field(default_factory=dict)
     start: int = 0
 

@@ -46,8 +46,7 @@ UNREAD = {
     "continue_final_message": "an answer of its own",
 }
 """Fields that change how a server renders a conversation, and what is expected in their place."""
-ALL_TURNS = "prompts.jsonl"
-"""The file of all turns, each after the answers before it, as prompts for other commands."""
+ALL_TURNS = "prompts.jsonl"  # the file of all turns, each after the answers before it, as prompts for other commands
 
 AnswersMode = Literal["dropped", "kept", "required"]
 

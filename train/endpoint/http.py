@@ -15,13 +15,10 @@ from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.validation import answered, parse_json, parsed
 
 T = TypeVar("T")
-MOST_BYTES = 2**26
-"""The size limit of an answer: 32k tokens with their text take a hundredth of it."""
-MOST_WORDS = 300
-"""The most characters of a server's message that ours quotes."""
+MOST_BYTES = 2**26  # the size limit of an answer: 32k tokens with their text take a hundredth of it
+MOST_WORDS = 300  # the most characters of a server's message that ours quotes
 BUSY = frozenset({429, 503})
-TEMPORARY = frozenset({408, 425, 429})
-"""Refusals (4xx) that do not mean that the request is wrong."""
+TEMPORARY = frozenset({408, 425, 429})  # refusals (4xx) that do not mean that the request is wrong
 
 
 class ServerFailure(RuntimeError):

@@ -16,12 +16,10 @@ from typing import Any
 
 from draftsmith.decode.errors import InputError
 
-CUT = "length"
-"""The finish reason of an answer that was cut."""
+CUT = "length"  # the finish reason of an answer that was cut
 SHAPING = ("tools", "chat_template_kwargs", "system", "functions", "chat_template", "continue_final_message")
 """Fields of a request that change how a server renders its messages."""
-VARIABLES = ("documents", "reasoning_effort")
-"""Fields that a server passes to the chat template."""
+VARIABLES = ("documents", "reasoning_effort")  # fields that a server passes to the chat template
 
 
 def is_logged(record: Any) -> bool:
@@ -39,7 +37,7 @@ def has_answer(record: Mapping[str, Any]) -> bool:
 
 
 def conversation(record: Mapping[str, Any], where: str, answered: bool) -> dict[str, Any]:
-    """Return a log's line as a record with `messages` or `prompt`; if `answered`, with its answer and `finish_reason`."""
+    """Return a log's line as a record with `messages` or `prompt`, and if `answered` with its answer."""
     name = next((name for name in ("request", "body") if isinstance(record.get(name), dict)), None)
     request: Mapping[str, Any] = record if name is None else record[name]
     at = f"{where}: {name}." if name else f"{where}: "

@@ -7,8 +7,7 @@ field. They were measured on three targets in `docs/log/defaults.md`.
 from dataclasses import dataclass
 from typing import Any
 
-WIDTH = 256
-"""The hidden size that rates are given for."""
+WIDTH = 256  # the hidden size that rates are given for
 
 TRAINING: dict[str, Any] = {
     "learning_rate": None,  # that of `Defaults`, once the hidden size is known
@@ -25,8 +24,7 @@ TRAINING: dict[str, Any] = {
 class Defaults:
     """The default optimizer and learning rate of a kind of drafter."""
 
-    rate: float
-    """The learning rate at a hidden size of `WIDTH`."""
+    rate: float  # the learning rate at a hidden size of `WIDTH`
     muon: bool = False
     """Muon on the matrices if nothing is sharded. Otherwise AdamW, at the same rate: Muon's updates are scaled to suit
     AdamW's rate (`train/optimizer.py`)."""

@@ -19,11 +19,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.cli import Terminated
 from draftsmith.train.job import ranks
 
-LONGEST = timedelta(days=30)
-"""How long the first process to finish waits for the last."""
+LONGEST = timedelta(days=30)  # how long the first process to finish waits for the last
 
-PATIENCE = 5.0
-"""Seconds that a process gets to end before it is killed."""
+PATIENCE = 5.0  # seconds that a process gets to end before it is killed
 
 T = TypeVar("T")
 

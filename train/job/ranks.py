@@ -24,8 +24,7 @@ from draftsmith.train.cli import run
 
 GRACE = 1.0
 """Seconds that a process waits before it reports an error that another process may have caused and report first."""
-LONGEST = 10.0
-"""The most seconds that it waits for another's message, or for its turn."""
+LONGEST = 10.0  # the most seconds that it waits for another's message, or for its turn
 FINE, SPEAK = "fine", "speak"
 """Messages between processes; the only other one is the exit code of a process that failed."""
 

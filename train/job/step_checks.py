@@ -22,14 +22,11 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import time_text
 from draftsmith.train.losses.output_head import OutputHead
 
-NAMED = 32
-"""The most samples that a message names."""
+NAMED = 32  # the most samples that a message names
 
-Learner = tuple[Tensor, OutputHead]
-"""A head's hidden states, (N, H), and the head."""
+Learner = tuple[Tensor, OutputHead]  # a head's hidden states, (N, H), and the head
 
-NOISE = 1.05
-"""The tolerance above the uniform loss: random weights begin a little above it, since their logits differ."""
+NOISE = 1.05  # the tolerance above the uniform loss: random weights begin a little above it, since their logits differ
 
 
 def require_finite(

@@ -4,18 +4,15 @@ from dataclasses import dataclass
 
 import torch
 
-PARTS = 8
-"""Parts per chunk on a CPU: a part that fits its cache is read faster, and a launch costs next to nothing."""
+PARTS = 8  # parts per chunk on a CPU: a part that fits its cache is read faster, and a launch costs next to nothing
 
 
 @dataclass(frozen=True)
 class ChunkSizes:
     """How a loss, or another walk over the logits of many positions, is cut."""
 
-    chunk: int
-    """Logits of a chunk, the unit of the matrix products: with fewer they would wait for the head's weight."""
-    part: int
-    """Logits of a part of a chunk, the unit of the loss, which holds about ten float32 tensors of this size."""
+    chunk: int  # logits of a chunk, the unit of the matrix products: with fewer they would wait for the head's weight
+    part: int  # logits of a part of a chunk, the unit of the loss, which holds about ten float32 tensors of this size
 
     @classmethod
     def of(cls, device: torch.device, logits: int | None = None) -> "ChunkSizes":

@@ -211,8 +211,7 @@ class _Learner(NamedTuple):
 
     head: OutputHead
     weights_NK: Tensor | None
-    states: int
-    """The head's input, (N, H) or (N, H + R)."""
+    states: int  # the head's input, (N, H) or (N, H + R)
     weight: int
     bias: int | None
     beside: int | None

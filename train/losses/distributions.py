@@ -22,10 +22,8 @@ LOWEST = torch.finfo(torch.float32).min
 class LiveDistributions:
     """A target's distributions in memory: its last hidden states, and the head that computes logits from them."""
 
-    hidden: Tensor
-    """(N, H); no gradients flow to it."""
-    head: OutputHead
-    """(V, H)."""
+    hidden: Tensor  # (N, H); no gradients flow to it
+    head: OutputHead  # (V, H)
 
     def chunk(self, at: slice) -> Callable[[slice], Tensor]:
         """Compute the matrix product for a slice of positions; return a function from a part of it to logits."""
@@ -39,10 +37,8 @@ class LiveDistributions:
 class WholeLogits:
     """The target's logits over all tokens, for a draft that proposes D of them."""
 
-    logits: Tensor
-    """(N, V)."""
-    tokens: Tensor
-    """The D token ids, int64."""
+    logits: Tensor  # (N, V)
+    tokens: Tensor  # the D token ids, int64
 
     def among(self, log_p_NV: Tensor) -> tuple[Tensor, Tensor]:
         """Return log p over the D tokens, renormalised, (N, D), and the log of their total probability, (N,).
@@ -59,8 +55,7 @@ class WholeDistributions:
     """A target's distributions in memory over all tokens, for a draft that proposes some of them."""
 
     live: LiveDistributions
-    tokens: Tensor
-    """The D token ids, int64."""
+    tokens: Tensor  # the D token ids, int64
 
     def chunk(self, at: slice) -> Callable[[slice], WholeLogits]:
         """Compute the matrix product for a slice of positions; return a function from a part of it to logits."""
@@ -77,14 +72,10 @@ class CachedDistributions:
     too large by at most min(p_tail, q_tail), since over the tail Σ min(p, q) is only known to be at least 0.
     """
 
-    ids: Tensor
-    """Token ids, (N, k), the argmax of the logits first."""
-    log_p: Tensor
-    """Their log-probabilities, (N, k), −∞ for tokens that top-k or top-p drops."""
-    log_tail: Tensor
-    """The log-probability of all other tokens together, (N,), −∞ if it is zero."""
-    log_p_of_text: Tensor
-    """The log-probability of the text's token, (N,); the token may be outside the k."""
+    ids: Tensor  # token ids, (N, k), the argmax of the logits first
+    log_p: Tensor  # their log-probabilities, (N, k), −∞ for tokens that top-k or top-p drops
+    log_tail: Tensor  # the log-probability of all other tokens together, (N,), −∞ if it is zero
+    log_p_of_text: Tensor  # the log-probability of the text's token, (N,); the token may be outside the k
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor, sampler: Sampler, k: int) -> "CachedDistributions":
@@ -161,8 +152,7 @@ class CachedDistributions:
 class CutDistributions(CachedDistributions):
     """Cached distributions over the D tokens of a cut vocabulary; the id of any other token is D."""
 
-    log_mass: Tensor
-    """The log-probability of the D tokens together, (N,)."""
+    log_mass: Tensor  # the log-probability of the D tokens together, (N,)
 
     def bucket(self, log_q_NV: Tensor) -> Tensor:
         """Return log q of the same outcomes, (N, k + 1), from log-probabilities of the D tokens; at id D, q is 0."""
@@ -176,12 +166,9 @@ class GatheredDistributions:
     The matrix product of a chunk is taken once, over the range of positions that it spans.
     """
 
-    distributions: LiveDistributions | WholeDistributions | CachedDistributions
-    """The distributions of N positions."""
-    places: Tensor
-    """Indices of the positions, (E,) int64, on their device."""
-    spans: Tensor
-    """The same indices on the CPU, to read them without waiting for the device."""
+    distributions: LiveDistributions | WholeDistributions | CachedDistributions  # the distributions of N positions
+    places: Tensor  # indices of the positions, (E,) int64, on their device
+    spans: Tensor  # the same indices on the CPU, to read them without waiting for the device
 
     def chunk(self, at: slice) -> Callable[[slice], Any]:
         """Compute the matrix product for a slice of positions; return a function from a part of it to logits."""

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""The label of a token that is not learned, as in torch's cross entropy."""
+IGNORED = -100  # the label of a token that is not learned, as in torch's cross entropy
 
 
 @dataclass(frozen=True)
 class LossPositions:
     """N positions of a (B, T) batch, ascending in its flattened form; none is the last of a row."""
 
-    flat_N: Tensor
-    """int64, row · T + column."""
+    flat_N: Tensor  # int64, row · T + column
 
     @classmethod
     def before(cls, predicted_BT: Tensor) -> "LossPositions":

@@ -22,8 +22,7 @@ ROLES = {
     "gpt": "assistant",
     "tool": "tool",
 }
-ASKING = ("user", "tool")
-"""The roles that the assistant answers."""
+ASKING = ("user", "tool")  # the roles that the assistant answers
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names that servers give to the reasoning before an answer."""
 MEANT = ("content", "name", "tool_calls", "function_call", "tools", "refusal", *REASONING, "train", "loss", "mask")
