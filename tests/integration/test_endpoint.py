@@ -287,7 +287,7 @@ def test_resume_after_sigkill(remote, server, greedy, remote_tokenizer, in_proce
 
 def test_a_resume_knows_the_model_by_its_name_and_the_server_may_move(remote, server, remote_target):
     prepare(remote())
-    begun = f"; {remote().output} was begun otherwise: give another --output, or remove it"
+    begun = f"; {remote().output} was begun with other settings: give another --output, or remove it"
     moved = server.root.replace("127.0.0.1", "localhost")
     assert prepare(remote(endpoint=f"{moved}/v1")).kept == COUNT
     assert refusal(remote(endpoint_model="other")) == f"endpoint_model: expected 'tiny', found 'other'{begun}"
@@ -300,7 +300,7 @@ def test_a_resume_knows_the_model_by_its_name_and_the_server_may_move(remote, se
     )
     here = remote("here", endpoint=None, target=str(remote_target), limit=2)
     prepare(here)
-    begun = f"; {here.output} was begun otherwise: give another --output, or remove it"
+    begun = f"; {here.output} was begun with other settings: give another --output, or remove it"
     there = remote("here", limit=2, endpoint_model="tiny")
     assert refusal(there) == f"endpoint_model: expected None, found 'tiny'{begun}"
     manifest = Path(here.output) / "manifest.json"

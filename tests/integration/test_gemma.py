@@ -86,7 +86,7 @@ def test_completions_with_a_token_that_has_no_logit_are_refused_by_cache_and_tra
     rows = vocabulary_size(gemma_pipeline / "target")
     sample = {"id": "picture", "input_ids": [2, rows, 5], "labels": [IGNORED, rows, 5]}
     path, target = write_completions(tmp_path / "texts", [sample]), str(gemma_pipeline / "target")
-    wrong = rf"^{path}.*: expected samples as draftsmith prepare writes them, found token {rows} beside a vocabulary"
+    wrong = rf"^{path}.*: expected samples as draftsmith prepare writes them, found token {rows} with a vocabulary"
     with pytest.raises(InputError, match=wrong):
         make_cache(CacheConfig(target, [path], str(tmp_path / "cache")))
     with pytest.raises(InputError, match=wrong):

@@ -163,7 +163,7 @@ def test_a_resume_compares_what_was_said_and_not_how_it_would_have_been_sampled(
     (output / "shard-00001.parquet").unlink()
     assert (summary := prepare(config(temperature=0.5, seed=3))).kept == 2, summary
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
-    begun = f"; {output} was begun otherwise: give another --output, or remove it"
+    begun = f"; {output} was begun with other settings: give another --output, or remove it"
     for settings, message in (
         ({"answers": "target"}, "answers: expected 'given', found 'target'"),
         ({"shard_size": 3}, "shard_size: expected 2, found 3"),

@@ -405,7 +405,7 @@ def test_other_settings_are_refused_by_name(name, value, before, config, whole):
     with pytest.raises(InputError) as error:
         prepare(config(**{name: value}))
     assert str(error.value) == (
-        f"{name}: expected {before}, found {value!r}; {output} was begun otherwise: give another --output, or remove it"
+        f"{name}: expected {before}, found {value!r}; {output} was begun with other settings: give another --output, or remove it"
     )
     assert contents(output) == {"manifest.json": whole["manifest.json"]}
 
@@ -481,7 +481,7 @@ def test_loading_names_what_is_wrong(config, whole, tmp_path, caplog):
     shards.write_shard(shard, pa.table({"id": ["a"]}))
     assert message() == said
     manifest.unlink()
-    with pytest.raises(InputError, match=r"^output: expected manifest.json beside the shards in .*, found none$"):
+    with pytest.raises(InputError, match=r"^output: expected manifest.json with the shards in .*, found none$"):
         prepare(config())
 
 

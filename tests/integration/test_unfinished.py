@@ -263,7 +263,7 @@ def begun(root):
     [
         (
             {"max_new_tokens": 4},
-            "max_new_tokens: expected 5, found 4; .*was begun otherwise: give another --output, or remove it",
+            "max_new_tokens: expected 5, found 4; .*was begun with other settings: give another --output, or remove it",
         ),
         ({"temperature": "0"}, r"temperature: expected \[0.0, 1.0\], found \[0.0\]"),
         ({"draft_length": "3,4"}, r"draft_length: expected \[3\], found \[3, 4\]"),

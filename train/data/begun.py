@@ -24,7 +24,7 @@ class BegunShard:
     """The tokens written so far after a shard's prompts, starting with those of an interrupted run."""
 
     def __init__(self, output: Path, batch: ShardBatch):
-        """Load the tokens kept for a shard; a damaged file counts as none."""
+        """Load the tokens kept for a shard; a damaged file is ignored."""
         self.file, self.names = output / f"begun-{batch.index:05d}.parquet", batch.names
         stored = read_shard(self.file, COLUMNS)
         self.texts: list[list[int]] = [[] for _ in self.names]

@@ -113,10 +113,9 @@ def training_examples(
 ) -> TrainingData:
     """Return the samples of completions that `draftsmith prepare` wrote, as training rows.
 
-    Samples without a token to learn from are left out, with a warning, as is what `max_length`, the model's `positions`
-    and `dedup` cut or leave out. `dedup` leaves out samples that repeat an earlier one's tokens ("texts"), or also its
-    prompt, the tokens before the first to learn from ("prompts"). Samples of a read-only directory are mapped in
-    `output`.
+    Samples without a token to learn from are left out. Samples longer than `max_length` or the model's `positions` are
+    cut. `dedup` leaves out samples that repeat an earlier one's tokens ("texts"), or also its prompt, the tokens before
+    the first to learn from ("prompts"). Warnings count all of these. A read-only directory is mapped in `output`.
 
     Raises:
         InputError: a directory is malformed, repeats a sample, has nothing to learn, or an id not below `vocab_size`.
@@ -124,14 +123,14 @@ def training_examples(
     texts = Texts({path: map_completions(path, output) for path in paths})
     limit = f"max_length {max_length} cuts"
     if positions is not None and positions < min(int(texts.lengths.max(initial=0)), max_length or positions + 1):
-        max_length, limit = positions, f"the {positions} positions of what is trained cut"
+        max_length, limit = positions, f"the {positions} positions of the trained model cut"
     sources, largest = texts.source_of(np.arange(len(texts))), texts.column("largest")
     kept_tokens, all_tokens = texts.loss_tokens(max_length), texts.loss_tokens()
     if vocab_size is not None and (beyond := largest >= vocab_size).any():
         first = int(beyond.argmax())
         raise InputError(
             f"{paths[sources[first]]}: expected samples as draftsmith prepare writes them, found token "
-            f"{largest[first]} beside a vocabulary of {vocab_size}"
+            f"{largest[first]} with a vocabulary of {vocab_size}"
         )
     for number, path in enumerate(paths):
         _check_directory(texts, path, np.flatnonzero(sources == number), kept_tokens, field)
@@ -181,7 +180,7 @@ def _without_duplicates(texts: Texts, members: np.ndarray, dedup: str, field: st
 def split_off(data: TrainingData, share: float) -> tuple[TrainingData, TrainingData]:
     """Divide samples into those to train on and a held-out share, at least one prompt, by a hash of prompts.
 
-    Equal prompts are on the same side, and stay there when completions are added. An InputError says if none is left.
+    Equal prompts are on the same side, and stay there when completions are added. At least one sample must be left.
     """
     prompts = data.texts.column("prompt")[data.members]
     held = prompts < max(np.uint64(share * 2**64), prompts.min() + np.uint64(1))

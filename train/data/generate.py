@@ -351,7 +351,7 @@ def _manifest(
         mask = [] if sample.mask is None else [sample.mask]
         temperature = [] if sample.temperature is None else [f"temperature {sample.temperature}"]
         digest.update(json.dumps([sample.prompt.id, sample.prompt.category, sample.ids, *mask, *temperature]).encode())
-    decides = config.endpoint is None and config.answers == "target"  # otherwise the weights may be missing here
+    decides = config.endpoint is None and config.answers == "target"  # in other cases the weights may be missing here
     return {
         "schema": SCHEMA,
         "source": source,

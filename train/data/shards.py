@@ -210,7 +210,7 @@ def _fault(shard: pa.Table, vocab_size: int | None) -> str | None:
         return f"{mask[(mask != 0) & (mask != 1)][0]} in loss_mask"
     beyond = (ids < 0) | (ids >= (vocab_size or MOST_IDS))
     if beyond.any():
-        return f"token {ids[beyond][0]}" + ("" if vocab_size is None else f" beside a vocabulary of {vocab_size}")
+        return f"token {ids[beyond][0]}" + ("" if vocab_size is None else f" with a vocabulary of {vocab_size}")
     return None
 
 
@@ -243,10 +243,10 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     before = read_manifest(directory, manifest["schema"])
     if before is None:
         if any(directory.glob("*shard-*.parquet")):
-            raise InputError(f"output: expected {MANIFEST} beside the shards in {directory}, found none")
+            raise InputError(f"output: expected {MANIFEST} with the shards in {directory}, found none")
         write_aside(directory / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         return
-    way_out = f"; {directory} was begun otherwise: give another --output, or remove it"
+    way_out = f"; {directory} was begun with other settings: give another --output, or remove it"
     source = {"answers": "target"}  # the meaning of a manifest without it
     sources = [written.get("source", source) for written in (before, manifest)]
     settings = UNNAMED | before["settings"]

@@ -67,4 +67,4 @@ def require_scheduler(training: Any) -> None:
     try:
         get_scheduler(kind, optimizer, 0, 2**40, dict(options or {}))
     except (TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{field}: expected what {kind.value} takes, found: {first_line(error)}") from error
+        raise InputError(f"{field}: expected options that {kind.value} takes, found: {first_line(error)}") from error

@@ -75,7 +75,7 @@ class Work:
         return cls(0, sum(_multiply_adds(module) for part in parts for module in part.modules()), 0)
 
     def forward(self, positions: float, seen: float, logits: float) -> float:
-        """Return the operations of a forward over `positions` tokens, of which `logits` get logits.
+        """Return the operations of a forward over `positions` tokens, which computes logits at `logits` positions.
 
         `seen` is the sum over tokens of the tokens that each attends to.
         """

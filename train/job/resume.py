@@ -92,7 +92,7 @@ class JobRecord:
                 f"processes: expected {record.processes}, over which {self.strategy} has divided {name}, "
                 f"found {self.processes}; {AGAIN}"
             )
-        # Say which setting would give steps of the same size: the nearest one that divides evenly.
+        # Name the nearest setting that divides evenly into steps of the same size.
         whole, part = record.processes * record.batch * record.accumulation, self.processes * self.batch
         if part * self.accumulation != whole:
             problem = (

@@ -1,1 +1,1 @@
-"""Conversations: what goes into a chat template, and which of its tokens are learned."""
+"""Conversations: messages, the chat template that renders them, and masks of the tokens to learn."""

@@ -5,7 +5,7 @@ which each field ends with a mark of its own, and a field whose mark is missing 
 three kinds may be missing: ids that number tool calls, reasoning that a template writes only into the last answer, and
 metadata, with a warning, since the server's template did not write it either.
 
-Fields have several forms, of which a template reads one: arguments of a call as an object or its JSON, a content as a
+Fields have several forms, and a template reads one of them: arguments of a call as an object or its JSON, a content as a
 string or in parts, reasoning under one of three names. The first form that keeps all marks is taken; the one that
 servers give to templates is tried first.
 """
@@ -153,7 +153,7 @@ class ChatTemplate:
 
 
 class _Marks:
-    """Marks for the fields of a conversation, none of which occurs in its text."""
+    """Marks for the fields of a conversation, which do not occur in its text."""
 
     def __init__(self, text: str):
         self._prefix = "zq"

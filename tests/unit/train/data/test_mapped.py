@@ -174,7 +174,7 @@ def test_tokens_stay_on_disk_and_other_processes_map_them_anew(tmp_path):
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     path = write_completions(tmp_path / "c", [sample("a", [1], [2]), sample("b", [1, 9], [3])])
     assert len(training_examples([path], vocab_size=10)) == 2
-    named = rf"^{path}: expected samples as draftsmith prepare writes them, found token 9 beside a vocabulary of 9$"
+    named = rf"^{path}: expected samples as draftsmith prepare writes them, found token 9 with a vocabulary of 9$"
     with pytest.raises(InputError, match=named):
         training_examples([path], vocab_size=9)
 
@@ -192,7 +192,7 @@ def test_samples_longer_than_the_models_read_are_cut_and_counted(tmp_path, said)
         assert max(len(row["input_ids"]) for row in data) == expected
         told = "".join(said)
         said.clear()
-        cut = f"completions: the {positions} positions of what is trained cut 1 of 2 samples, and with their ends "
+        cut = f"completions: the {positions} positions of the trained model cut 1 of 2 samples, and with their ends "
         assert (cut in told) == (expected == positions == 8) and ("max_length 6 cuts 1 of 2" in told) == (most == 6)
 
 

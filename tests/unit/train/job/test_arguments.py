@@ -63,8 +63,8 @@ def test_options_of_a_schedule_are_looked_at_before_anything_is_loaded(kind):
             '{"num_decay_step": 3}',
             "expected options of warmup_stable_decay, found num_decay_step; did you mean num_decay_",
         ),
-        ("{}", "expected what warmup_stable_decay takes, found: "),
-        ('{"num_decay_steps": 3, "decay_type": "steep"}', "expected what warmup_stable_decay takes, found: "),
+        ("{}", "expected options that warmup_stable_decay takes, found: "),
+        ('{"num_decay_steps": 3, "decay_type": "steep"}', "expected options that warmup_stable_decay takes, found: "),
         ('{"num_decay_steps": 3, "decay_type": "1-sqrt"}', None),
     ):
         if message is None:

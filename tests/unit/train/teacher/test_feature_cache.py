@@ -188,7 +188,7 @@ def test_less_space_than_the_estimate_is_refused(pipeline, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_ids": [1]}, r"^layer_ids: expected \[1, 2\], found \[1\]; .* begun otherwise"),
+        ({"layer_ids": [1]}, r"^layer_ids: expected \[1, 2\], found \[1\]; .* begun with other settings"),
         ({"feature_dtype": "bfloat16"}, "^feature_dtype: expected 'float32', found 'bfloat16'"),
         ({"layer_ids": [1, 7]}, "^layer_ids: expected ascending depths between 1 and the target's 2 layers"),
         (

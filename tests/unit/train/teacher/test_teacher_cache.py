@@ -395,7 +395,7 @@ def beyond(shard: pa.Table) -> pa.Table:
     ("changed", "message"),
     [
         (lambda shard: shard.slice(0, 0), "expected samples, found none$"),
-        (beyond, "found token 1073741824 beside a vocabulary"),
+        (beyond, "found token 1073741824 with a vocabulary"),
     ],
     ids=["no rows", "ids beyond the vocabulary"],
 )
@@ -427,7 +427,7 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(pipeline, whole
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 9}, "^k: expected 8, found 9; .* begun otherwise"),
+        ({"k": 9}, "^k: expected 8, found 9; .* begun with other settings"),
         ({"temperature": 0.5}, r"^temperature: expected 1\.0, found 0\.5"),
         ({"top_p": 0.5}, r"^top_p: expected 1\.0, found 0\.5"),
         ({"completions": ["long"]}, "^completions: expected .*short, .*long as they were, found .*long; "),
