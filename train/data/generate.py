@@ -90,16 +90,16 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
 
 def _prepare_turns(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     """Complete the first turn of all prompts, then the next turn of those that have one, and so on."""
-    asked = read_prompts(config.prompts, split=config.split, limit=config.limit, later=True)
+    prompts = read_prompts(config.prompts, split=config.split, limit=config.limit, later=True)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     model_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     output, number, summaries, records = Path(config.output), 0, list[CompletionsSummary](), list[dict[str, Any]]()
     too_long = list[str]()
     processes.after_the_first(partial(require_writable, output))
-    while asked:
+    while prompts:
         number += 1
-        turns = [prompt.turn_record(number) for prompt in asked]
+        turns = [prompt.turn_record(number) for prompt in prompts]
         records += turns
         path, directory = output / f"turn-{number}.jsonl", output / f"turn-{number}"
         processes.after_the_first(partial(write_prompts, path, turns))
@@ -108,12 +108,12 @@ def _prepare_turns(config: PrepareConfig, processes: Processes) -> CompletionsSu
         summaries.append(_prepare(turn, processes))
         answers = answer_texts(list(load_completions(str(directory))), number, tokenizer)
         templated = tokenizer.chat_template is not None
-        asked = [prompt.next_turn(answers[prompt.id], templated) for prompt in asked if prompt.later]
+        prompts = [prompt.next_turn(answers[prompt.id], templated) for prompt in prompts if prompt.later]
         if limit is not None and config.max_prompt_tokens is None:
             room = limit - config.new_tokens(limit)
-            fits = [len(encode_prompt(prompt, tokenizer, **config.encoding)) <= room for prompt in asked]
-            too_long += [f"{prompt.id}.{number + 1}" for prompt, fit in zip(asked, fits, strict=True) if not fit]
-            asked = [prompt for prompt, fit in zip(asked, fits, strict=True) if fit]
+            fits = [len(encode_prompt(prompt, tokenizer, **config.encoding)) <= room for prompt in prompts]
+            too_long += [f"{prompt.id}.{number + 1}" for prompt, fit in zip(prompts, fits, strict=True) if not fit]
+            prompts = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
     processes.after_the_first(partial(write_prompts, output / ALL_TURNS, records))
     summary = CompletionsSummary.of_turns(output, summaries)
     summary.left_out += too_long
@@ -142,10 +142,10 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     config = replace(config, shard_size=shard_size, max_new_tokens=new_tokens)
     summary = CompletionsSummary(output, 0)
     source: dict[str, Any] = {"answers": config.answers}
-    stored = load_generation_config(config.target, model_config, field="target")
-    own = left_out(stored) if config.answers == "target" else []
+    generation_config = load_generation_config(config.target, model_config, field="target")
+    ignored = left_out(generation_config) if config.answers == "target" else []
     if config.answers == "given":
-        samples = _given(config, tokenizer, size, limit, end_of_sequence_ids(stored, tokenizer), summary)
+        samples = _given(config, tokenizer, size, limit, end_of_sequence_ids(generation_config, tokenizer), summary)
     else:
         samples = _prompts(config, tokenizer, size, limit, new_tokens)
     summary.prompts = len(samples)
@@ -153,7 +153,7 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     if config.endpoint is not None:
         source |= {"endpoint": config.endpoint, "model": served_model(config)}
     with output_directory(output, lambda: str(summary), processes.first):
-        manifest = _manifest(config, source, samples, len(batches), own)
+        manifest = _manifest(config, source, samples, len(batches), ignored)
         processes.after_the_first(lambda: settle_manifest(output, manifest))
         processes.require_shared(output / MANIFEST)
         missing = []
@@ -166,7 +166,7 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
             else:
                 missing.append(batch)
         if missing:
-            ends = end_of_sequence_ids(stored, tokenizer)
+            ends = end_of_sequence_ids(generation_config, tokenizer)
             _complete(config, tokenizer, model_config, source.get("model"), ends, missing, summary, processes)
         return CompletionsSummary.over(processes.gathered(summary))
 
@@ -343,7 +343,7 @@ def _completed(
 
 
 def _manifest(
-    config: PrepareConfig, source: dict[str, Any], samples: list[Sample], shards: int, own: list[str]
+    config: PrepareConfig, source: dict[str, Any], samples: list[Sample], shards: int, ignored: list[str]
 ) -> dict[str, Any]:
     """Return everything that determines the completions' tokens; paths and versions are for information."""
     digest = hashlib.sha256()
@@ -359,6 +359,6 @@ def _manifest(
         "prompts": {"path": config.prompts, "sha256": digest.hexdigest(), "count": len(samples)},
         "target": {"path": config.target} | identity(config.target, decides, config.trust_remote_code),
         "shards": shards,
-        "left_out": own,
+        "left_out": ignored,
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")},
     }

@@ -96,7 +96,7 @@ def require_packing(model: PreTrainedModel, field: str, rows: int = 2) -> None:
     The model must be on the device and have the attention of the training. From two rows on, the second one is a sample
     and padding.
     """
-    training, alike = model.training, False
+    training, matches = model.training, False
     model.eval()
     try:
         generator = torch.Generator().manual_seed(0)
@@ -117,12 +117,12 @@ def require_packing(model: PreTrainedModel, field: str, rows: int = 2) -> None:
             alone = sample[None].to(model.device)
             expected = last_hidden(model, input_ids=alone)[0]
             close.append(bool((hidden - expected).norm() <= tolerance * expected.norm()))
-        alike = all(close)
+        matches = all(close)
     except (AttributeError, TypeError):
         pass
     finally:
         model.train(training)
-    if not alike:
+    if not matches:
         attention = model.config.get_text_config()._attn_implementation
         raise InputError(
             f"{field}: packs samples only where they can be told apart by their positions, found "

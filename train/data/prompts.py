@@ -144,23 +144,23 @@ def read_prompts(
     if limit is not None:
         at_least(1).check("limit", limit)
     records = islice(read_records(source, split), limit)
-    located = [(where, _unlogged(record, where, answers)) for where, record in records]
-    if not located:
+    entries = [(where, _unlogged(record, where, answers)) for where, record in records]
+    if not entries:
         raise InputError(f"{source}: expected prompts, found none")
-    names = [_record_id(record, where) for where, record in located]
-    taken: dict[str, str] = {}
-    for (where, _), name in zip(located, names, strict=True):
-        if name is not None and name in taken:
-            raise InputError(f"{where}: expected a unique id, found {name!r} again (first at {taken[name]})")
+    names = [_record_id(record, where) for where, record in entries]
+    places: dict[str, str] = {}
+    for (where, _), name in zip(entries, names, strict=True):
+        if name is not None and name in places:
+            raise InputError(f"{where}: expected a unique id, found {name!r} again (first at {places[name]})")
         if name is not None:
-            taken[name] = where
+            places[name] = where
     prompts = []
-    for position, ((where, record), name) in enumerate(zip(located, names, strict=True)):
+    for position, ((where, record), name) in enumerate(zip(entries, names, strict=True)):
         if name is None:
             name = str(position)
-            while name in taken:  # another record has this number as its id
+            while name in places:  # another record has this number as its id
                 name += "_"
-            taken[name] = where
+            places[name] = where
         prompt = _parse(record, where, name, answers)
         if later and record.get("turns") is not None and prompt.messages is not None:
             turns = [text(turn, f"{where}: turns[{n}]") for n, turn in enumerate(record["turns"][1:], 1)]
@@ -200,10 +200,10 @@ def encode_prompt(
         )
         ids = template.ids(messages) if max_tokens is None else trimmed(messages, template, max_tokens)
     else:
-        found = f"{name} in plain text" if prompt.messages is None else "none in the target's tokenizer"
-        asked = prompt.messages or []
-        require_no_template(found, prompt.place, system_prompt, variables, prompt.tools, asked)
-        turns = [message["content"] for message in asked if message["role"] == "user"]
+        problem = f"{name} in plain text" if prompt.messages is None else "none in the target's tokenizer"
+        messages = prompt.messages or []
+        require_no_template(problem, prompt.place, system_prompt, variables, prompt.tools, messages)
+        turns = [message["content"] for message in messages if message["role"] == "user"]
         plain = prompt.text if prompt.text is not None else "\n\n".join(turns)
         ids = list(tokenizer(plain, verbose=False)["input_ids"])  # type: ignore[arg-type]
         ids = ids if max_tokens is None else ids[-max_tokens:]
@@ -323,13 +323,13 @@ def _plain_prompt(
     record: dict[str, Any], where: str, answers: AnswersMode
 ) -> tuple[str, None] | tuple[None, list[Message]]:
     """Read a `prompt` of plain text; with an answer it becomes a conversation of two turns."""
-    asked, answer = text(record["prompt"], f"{where}: prompt"), _answer_field(record, answers)
+    question, answer = text(record["prompt"], f"{where}: prompt"), _answer_field(record, answers)
     if answer is not None:
         reply = text(record[answer], f"{where}: {answer}")
-        return None, [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
+        return None, [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     if answers == "required":
         raise InputError(f"{where}: expected an answer to the prompt in {' or '.join(ANSWERS)}, found none")
-    return asked, None
+    return question, None
 
 
 def _first_turn(turns: list[Any], where: str, answers: AnswersMode) -> list[Message]:
@@ -345,8 +345,8 @@ def _ended(messages: list[Message], where: str, field: str, answers: AnswersMode
     """Return a conversation up to the turn to answer, or with its answer if that is read."""
     last = messages[-1]["role"] if messages else None
     if answers == "required" and last != "assistant":
-        found = f"a {last} turn" if last else "none"
-        raise InputError(f"{where}: {field}: expected an assistant turn at the end, found {found}")
+        problem = f"a {last} turn" if last else "none"
+        raise InputError(f"{where}: {field}: expected an assistant turn at the end, found {problem}")
     if answers == "dropped" or last != "assistant":
         while messages and messages[-1]["role"] not in ASKING:
             messages.pop()

@@ -252,21 +252,21 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     settings = UNNAMED | before["settings"]
     compared = [(flag, *(side.get(name) for side in sources)) for name, flag in SOURCE_FLAGS.items()]
     compared += [(name, settings.get(name), value) for name, value in manifest["settings"].items()]
-    for name, then, now in compared:
-        if then != now:
-            raise InputError(f"{name}: expected {then!r}, found {now!r}{way_out}")
+    for name, old, new in compared:
+        if old != new:
+            raise InputError(f"{name}: expected {old!r}, found {new!r}{way_out}")
     for name in sorted(name for name, value in manifest.items() if isinstance(value, dict) and "path" in value):
-        was = before[name] if isinstance(before.get(name), dict) else {}
-        for part in sorted((manifest[name].keys() | was.keys()) - {"path"}):
-            then, now = was.get(part), manifest[name].get(part)
-            if then != now:
+        previous = before[name] if isinstance(before.get(name), dict) else {}
+        for part in sorted((manifest[name].keys() | previous.keys()) - {"path"}):
+            old, new = previous.get(part), manifest[name].get(part)
+            if old != new:
                 raise InputError(
-                    f"{name}: expected {was.get('path')} as it was ({part}: {then}), "
-                    f"found {manifest[name]['path']} ({part}: {now}){way_out}"
+                    f"{name}: expected {previous.get('path')} as it was ({part}: {old}), "
+                    f"found {manifest[name]['path']} ({part}: {new}){way_out}"
                 )
     parts = [written.get("completions", []) for written in (before, manifest)]
     if [part["sha256"] for part in parts[0]] != [part["sha256"] for part in parts[1]]:
-        then, now = (", ".join(part["path"] for part in side) for side in parts)
-        raise InputError(f"completions: expected {then} as they were, found {now}{way_out}")
+        old, new = (", ".join(part["path"] for part in side) for side in parts)
+        raise InputError(f"completions: expected {old} as they were, found {new}{way_out}")
     if before["versions"] != manifest["versions"]:
         logger.warning("%s: begun with %s, resumed with %s", directory, before["versions"], manifest["versions"])

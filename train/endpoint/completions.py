@@ -135,16 +135,16 @@ class RemoteTarget:
         if answer.finish_reason is None:
             answer = replace(answer, finish_reason=reason_of(answer.token_ids, most, self.vocabulary.ends))
         if answer.finish_reason not in {"stop", "length"}:
-            found = f"finish_reason {answer.finish_reason!r}"
-            raise InputError(f"endpoint: expected a completion of {name} from {url}, found {found}")
+            problem = f"finish_reason {answer.finish_reason!r}"
+            raise InputError(f"endpoint: expected a completion of {name} from {url}, found {problem}")
         if answer.prompt_ids is not None and answer.prompt_ids != sample.ids:
             raise InputError(
                 f"endpoint: expected a completion of {name} after its {len(sample.ids)} tokens as sent, found that "
                 f"{url} put it after {len(answer.prompt_ids)} others"
             )
         if answer.token_ids is not None and len(answer.token_ids) > most:
-            found = f"{len(answer.token_ids)} from {url}"
-            raise InputError(f"endpoint: expected at most {most} tokens for {name}, found {found}")
+            problem = f"{len(answer.token_ids)} from {url}"
+            raise InputError(f"endpoint: expected at most {most} tokens for {name}, found {problem}")
         if answer.token_ids is None and not self.warned:
             self.warned = True
             logger.warning("%s: gives no token ids, so its text is tokenized again", url)

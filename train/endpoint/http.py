@@ -195,9 +195,9 @@ class HttpClient:
                 raise self.too_long(str(response.url))
         yield rest.decode("utf-8", "replace")
 
-    def failure(self, what: str, where: str, found: str, **about: Any) -> ServerFailure:
+    def failure(self, what: str, where: str, problem: str, **about: Any) -> ServerFailure:
         """Return the failure of a server that gave something unexpected; `about` goes to `ServerFailure`."""
-        return ServerFailure(f"{self.name}: expected {what} from {where}, found {self.hidden(found)}", **about)
+        return ServerFailure(f"{self.name}: expected {what} from {where}, found {self.hidden(problem)}", **about)
 
     def broken_off(self, path: str) -> ServerFailure:
         """Return the failure of an answer that ends too early."""

@@ -26,9 +26,9 @@ def is_logged(record: Any) -> bool:
     """Return whether a record is a line of a request log."""
     if not isinstance(record, dict):
         return False
-    asked = any(isinstance(record.get(name), dict) for name in ("request", "body"))
+    has_request = any(isinstance(record.get(name), dict) for name in ("request", "body"))
     choices = record.get("choices")  # multiple-choice questions have them too, as strings
-    return asked or (isinstance(choices, list) and not any(isinstance(choice, str) for choice in choices))
+    return has_request or (isinstance(choices, list) and not any(isinstance(choice, str) for choice in choices))
 
 
 def has_answer(record: Mapping[str, Any]) -> bool:

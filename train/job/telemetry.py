@@ -111,10 +111,10 @@ class Telemetry:
         total = sum(value for name, value in seconds.items() if name not in APART)
         if total <= 0 or self._began is None:
             return {}
-        world, tokens, seen = self._args.world_size, float(self._tokens), float(self._seen)
+        world, tokens, attended = self._args.world_size, float(self._tokens), float(self._seen)
         figures = {"tokens_per_second": tokens / total, "samples_per_second": self._rows * world / total}
         figures |= {f"time_{name}": seconds.get(name, 0.0) / total for name in (*PHASES, "rest")}
-        work = self._work(self._positions, seen, tokens / world)
+        work = self._work(self._positions, attended, tokens / world)
         if self._peak is not None and work is not None:
             figures["mfu"] = work / total / (self._peak.tflops * 1e12)
         if self._args.device.type == "cuda":

@@ -277,8 +277,8 @@ def _with_outside(log_p_NE: Tensor, log_mass_N: Tensor) -> Tensor:
 
 def _like(log_p_NE: Tensor, log_q_NE: Tensor) -> Tensor:
     """Return log q over the outcomes of p; q is 0 at the outcome outside the draft's vocabulary, if p has one."""
-    more = log_p_NE.shape[1] - log_q_NE.shape[1]
-    return torch.nn.functional.pad(log_q_NE, (0, more), value=LOWEST) if more else log_q_NE
+    extra = log_p_NE.shape[1] - log_q_NE.shape[1]
+    return torch.nn.functional.pad(log_q_NE, (0, extra), value=LOWEST) if extra else log_q_NE
 
 
 def _at(log_p_NV: Tensor, tokens_N: Tensor) -> Tensor:

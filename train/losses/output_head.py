@@ -39,9 +39,9 @@ class OutputHead:
         """Apply the linear maps alone."""
         if self.beside is None:
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
-        hidden, more = hidden.split([self.weight.shape[1], self.beside.shape[1]], dim=-1)
+        hidden, side = hidden.split([self.weight.shape[1], self.beside.shape[1]], dim=-1)
         return torch.nn.functional.linear(hidden, self.weight, self.bias) + torch.nn.functional.linear(
-            more, self.beside
+            side, self.beside
         )
 
     def finish(self, logits: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def require_split(model: PreTrainedModel, field: str) -> None:
     """
     if isinstance(model.get_output_embeddings(), CutHead):
         raise InputError(f"{field}: expected a model with its whole head, as load_model returns it, found a cut one")
-    training, alike = model.training, False
+    training, matches = model.training, False
     model.eval()
     try:
         vocab_size: int = model.config.get_text_config().vocab_size
@@ -110,12 +110,12 @@ def require_split(model: PreTrainedModel, field: str) -> None:
         parts = head_of(model)(last_hidden(model, input_ids=ids))
         # The same operations on the same numbers, but half precision rounds differently in another order.
         tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 0.05
-        alike = whole.shape == parts.shape and bool((whole - parts).abs().max() <= tolerance * whole.abs().max())
+        matches = whole.shape == parts.shape and bool((whole - parts).abs().max() <= tolerance * whole.abs().max())
     except (AttributeError, TypeError):
         pass
     finally:
         model.train(training)
-    if not alike:
+    if not matches:
         raise InputError(
             f"{field}: expected a model whose logits are its head's, found {type(model).__name__}, which does more"
         )

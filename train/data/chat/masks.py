@@ -107,8 +107,8 @@ def mask_conversation(
     name = f"sample {name!r}"
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
-        found = f"a {messages[-1]['role']} turn" if messages else "no messages"
-        raise InputError(f"{place}{name}: expected an assistant turn at the end, found {found}")
+        ending = f"a {messages[-1]['role']} turn" if messages else "no messages"
+        raise InputError(f"{place}{name}: expected an assistant turn at the end, found {ending}")
     variables = variables or {}
     if tokenizer.chat_template is None:
         require_no_template("none in the target's tokenizer", place, system_prompt, variables, tools, messages)

@@ -44,8 +44,8 @@ def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]
             raise InputError(f"{at}: expected an object, found {kind(message)}")
         role, content = message.get(role_key), message.get(content_key)
         if not isinstance(role, str) or role not in ROLES:
-            roles, found = ", ".join(ROLES), repr(role) if isinstance(role, str) else kind(role)
-            raise InputError(f"{at}.{role_key}: expected one of {roles}, found {found}")
+            roles, problem = ", ".join(ROLES), repr(role) if isinstance(role, str) else kind(role)
+            raise InputError(f"{at}.{role_key}: expected one of {roles}, found {problem}")
         fields = {name: item for name, item in message.items() if item not in EMPTY}
         fields = {name: item for name, item in fields.items() if name not in (role_key, content_key)}
         weight = fields.pop("weight", 1)  # an assistant turn's weight in the loss; other turns are never learned
@@ -122,8 +122,8 @@ def _field(name: str, value: Any, role: str, at: str) -> Any:
 
 def _calls(value: Any, role: str, at: str) -> list[dict[str, Any]]:
     if role != "assistant" or not isinstance(value, list):
-        found = f"{kind(value)} of a {role} turn"
-        raise InputError(f"{at}: expected a list of an assistant's calls, found {found}")
+        problem = f"{kind(value)} of a {role} turn"
+        raise InputError(f"{at}: expected a list of an assistant's calls, found {problem}")
     calls = []
     for i, call in enumerate(value):
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -131,8 +131,8 @@ def _calls(value: Any, role: str, at: str) -> list[dict[str, Any]]:
             raise InputError(f"{at}[{i}]: expected a call of a function, found {kind(call)}")
         text(function.get("name"), f"{at}[{i}].function.name")
         if not isinstance(function.get("arguments"), dict | str | None):
-            found = kind(function["arguments"])
-            raise InputError(f"{at}[{i}].function.arguments: expected an object or its JSON, found {found}")
+            problem = kind(function["arguments"])
+            raise InputError(f"{at}[{i}].function.arguments: expected an object or its JSON, found {problem}")
         # A call's index in a stream repeats its place in the list.
         calls.append({name: item for name, item in call.items() if item is not None and name != "index"})
     return calls

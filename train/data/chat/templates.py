@@ -5,8 +5,8 @@ which each field ends with a mark of its own, and a field whose mark is missing 
 three kinds may be missing: ids that number tool calls, reasoning that a template writes only into the last answer, and
 metadata, with a warning, since the server's template did not write it either.
 
-Fields have several forms, and a template reads one of them: arguments of a call as an object or its JSON, a content as a
-string or in parts, reasoning under one of three names. The first form that keeps all marks is taken; the one that
+Fields have several forms, and a template reads one of them: arguments of a call as an object or its JSON, a content as
+a string or in parts, reasoning under one of three names. The first form that keeps all marks is taken; the one that
 servers give to templates is tried first.
 """
 
@@ -294,7 +294,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def require_no_template(
-    found: str,
+    problem: str,
     place: str,
     system_prompt: str | None,
     variables: Mapping[str, Any],
@@ -312,7 +312,7 @@ def require_no_template(
     for field, value in fields:
         if value:
             raise InputError(
-                f"{place}{field}: expected conversations and a chat template that they go into, found {found}"
+                f"{place}{field}: expected conversations and a chat template that they go into, found {problem}"
             )
 
 
@@ -348,13 +348,15 @@ def _token_starts(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [start for start, _ in encoded["offset_mapping"]]
 
 
-def read_variables(tokenizer: PreTrainedTokenizerBase, tools: Tools | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def read_variables(
+    tokenizer: PreTrainedTokenizerBase, tools: Tools | None, variables: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a record's variables that the chat template reads; others did not change the server's text either."""
     with reading("the chat template", "a template"):
-        known = _variables(tokenizer.get_chat_template(tools=tools)) | {"tools"} if given else frozenset[str]()
-    for name in given.keys() - known:
+        known = _variables(tokenizer.get_chat_template(tools=tools)) | {"tools"} if variables else frozenset[str]()
+    for name in variables.keys() - known:
         warn_unread(f"chat_template_kwargs.{name}")
-    return {name: value for name, value in given.items() if name in known}
+    return {name: value for name, value in variables.items() if name in known}
 
 
 @lru_cache
