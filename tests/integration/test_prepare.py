@@ -319,7 +319,7 @@ def test_rows_that_are_refilled_write_what_each_row_writes_alone(config):
 def test_a_model_that_our_decoder_does_not_know_is_left_to_the_library(config, monkeypatch):
     asked = []
     real = decoding.by_library
-    monkeypatch.setattr(decoding, "refills_rows", lambda *args: False)
+    monkeypatch.setattr(decoding, "can_decode", lambda *args: False)
     monkeypatch.setattr(decoding, "by_library", lambda *args: asked.append(len(args[2])) or real(*args))
     ours, theirs = (config(name, temperature=0.0, batch_size=4, shard_size=COUNT) for name in ("ours", "theirs"))
     prepare(theirs)

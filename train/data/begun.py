@@ -20,7 +20,7 @@ COLUMNS = pa.schema([("id", pa.string()), ("input_ids", pa.list_(pa.int32()))])
 """The tokens written after each sample's prompt."""
 
 
-class BegunShard:
+class PartialShard:
     """The tokens written so far after a shard's prompts, starting with those of an interrupted run."""
 
     def __init__(self, output: Path, batch: ShardBatch):

@@ -41,7 +41,7 @@ def complete(
     rows, own = rows or len(prompt_ids), []
     if not synced:
         new = int(generation.max_new_tokens or 0)
-        own = [refills_rows(model, len(ids) + new) for ids in prompt_ids]
+        own = [can_decode(model, len(ids) + new) for ids in prompt_ids]
         if any(own) and not all(own):
             complete_part = partial(complete, model, generation, seed=seed, rows=rows, device=device)
             return _complete_apart(own, complete_part, prompt_ids, begun, observer)
@@ -93,7 +93,7 @@ def _complete_apart(
     return [completions[index] for index in range(len(own))]
 
 
-def refills_rows(model: PreTrainedModel, longest: int) -> bool:
+def can_decode(model: PreTrainedModel, longest: int) -> bool:
     """Return whether our decoder can decode texts of `longest` tokens with a model."""
     try:
         check_rollback(model, "target")

@@ -26,7 +26,7 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
 from draftsmith.train.checkpoint import end_of_sequence_ids, left_out, load_generation_config
-from draftsmith.train.data.begun import BegunShard, WritingProgress
+from draftsmith.train.data.begun import PartialShard, WritingProgress
 from draftsmith.train.data.chat.masks import ClosingTokens
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.decoding import complete, set_generation_config
@@ -162,7 +162,7 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
             if shard is not None and shard["id"].to_pylist() == batch.names:
                 summary.add(shard)
                 summary.kept += len(batch.samples)
-                BegunShard(output, batch).end()
+                PartialShard(output, batch).end()
             else:
                 missing.append(batch)
         if missing:
@@ -308,7 +308,7 @@ def _complete(
             temperature = batch.samples[0].temperature
             sampling = config if temperature is None else config.at(temperature)
             generation = set_generation_config(sampling, most, model, tokenizer, tokens)
-            begun = BegunShard(summary.output, batch)
+            begun = PartialShard(summary.output, batch)
             try:
                 finished(batch, _completed(config, model, generation, batch, begun, counted))
             except KeyboardInterrupt:
@@ -323,7 +323,7 @@ def _completed(
     model: PreTrainedModel,
     generation: GenerationConfig,
     batch: ShardBatch,
-    begun: BegunShard,
+    begun: PartialShard,
     counted: WritingProgress,
 ) -> list[Completion]:
     """Complete a shard's prompts here, after the tokens that an interrupted run has kept."""

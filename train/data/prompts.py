@@ -31,7 +31,7 @@ from draftsmith.train.data.chat.templates import (
     for_template,
     read_variables,
     require_no_template,
-    trimmed,
+    trim_to,
 )
 from draftsmith.train.data.prompt_files import read_records
 from draftsmith.train.endpoint.request_logs import CUT, conversation, has_answer, is_logged
@@ -198,7 +198,7 @@ def encode_prompt(
         template, messages = for_template(
             prompt.messages, tokenizer, name, prompt.place, system_prompt, variables, prompt.tools, answer=True
         )
-        ids = template.ids(messages) if max_tokens is None else trimmed(messages, template, max_tokens)
+        ids = template.ids(messages) if max_tokens is None else trim_to(messages, template, max_tokens)
     else:
         problem = f"{name} in plain text" if prompt.messages is None else "none in the target's tokenizer"
         messages = prompt.messages or []

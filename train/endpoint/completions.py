@@ -133,7 +133,7 @@ class RemoteTarget:
             raise InputError(f"endpoint: expected {what} from {url}, found neither a text nor token ids")
         most = self.server.config.new_tokens()
         if answer.finish_reason is None:
-            answer = replace(answer, finish_reason=reason_of(answer.token_ids, most, self.vocabulary.ends))
+            answer = replace(answer, finish_reason=infer_finish_reason(answer.token_ids, most, self.vocabulary.ends))
         if answer.finish_reason not in {"stop", "length"}:
             problem = f"finish_reason {answer.finish_reason!r}"
             raise InputError(f"endpoint: expected a completion of {name} from {url}, found {problem}")
@@ -184,7 +184,7 @@ def native_answer(body: WholeGeneration) -> ServedCompletion:
     return ServedCompletion(body.text, ended.type, _id(ended.matched), body.output_ids, None, meta.completion_tokens)
 
 
-def reason_of(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str | None:
+def infer_finish_reason(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str | None:
     """Return the reason why a completion ended, for a server that does not say; None if its ids do not tell either."""
     if ids is None:
         return None

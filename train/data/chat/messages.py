@@ -52,7 +52,7 @@ def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]
         if ROLES[role] == "assistant" and weight not in (0, 1):
             raise InputError(f"{at}.weight: expected 1, or 0 for a turn that is not learned from, found {weight}")
         unlearned = {"weight": 0} if ROLES[role] == "assistant" and weight == 0 else {}
-        fields = {name: item for name, item in fields.items() if is_meant(name) or _is_json(item)}
+        fields = {name: item for name, item in fields.items() if is_model_field(name) or _is_json(item)}
         for name in fields:
             fields[name] = _field(name, fields[name], ROLES[role], f"{at}.{name}")
         if content is None and ("tool_calls" in fields or any(name in fields for name in REASONING)):
@@ -107,7 +107,7 @@ def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return function
 
 
-def is_meant(name: str) -> bool:
+def is_model_field(name: str) -> bool:
     """Return whether a message's field must reach the model, and is no metadata of a log or a data set."""
     return name in MEANT or name in MEDIA
 

@@ -28,7 +28,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import reading
-from draftsmith.train.data.chat.messages import REASONING, Message, function_of, is_meant, with_arguments
+from draftsmith.train.data.chat.messages import REASONING, Message, function_of, is_model_field, with_arguments
 
 TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 NUMBERING = ("role", "content", "id", "type", "tool_call_id")
@@ -83,7 +83,8 @@ class ChatTemplate:
             try:
                 metadata, left_out = list[str](), list[str]()
                 for field in form._left_out(messages, answer, begun):
-                    (metadata if _is_metadata(field) else left_out).append(field)
+                    is_metadata = field.startswith("messages[") and not is_model_field(_of_message(field))
+                    (metadata if is_metadata else left_out).append(field)
                 if not left_out:
                     for field in metadata:
                         warn_unread(f"messages[].{_of_message(field)}")
@@ -122,7 +123,8 @@ class ChatTemplate:
             result["tool_calls"] = [
                 with_arguments(call, parsed=self.arguments_parsed) for call in message["tool_calls"]
             ]
-        if self.reasoning_renamed and (reasoning := _reasoning(message)):
+        reasoning = next((message[name] for name in REASONING if name in message), None)
+        if self.reasoning_renamed and reasoning:
             result.setdefault("reasoning", reasoning)
         return result
 
@@ -306,7 +308,9 @@ def require_no_template(
     fields.append(("tools", tools))
     for i, message in enumerate(messages):
         fields += [
-            (f"messages[{i}].{name}", value) for name, value in message.items() if name != "content" and is_meant(name)
+            (f"messages[{i}].{name}", value)
+            for name, value in message.items()
+            if name != "content" and is_model_field(name)
         ]
         fields.append((f"messages[{i}].role", message["role"] in ("developer", "tool")))
     for field, value in fields:
@@ -316,7 +320,7 @@ def require_no_template(
             )
 
 
-def trimmed(messages: list[Message], template: ChatTemplate, most: int) -> list[int]:
+def trim_to(messages: list[Message], template: ChatTemplate, most: int) -> list[int]:
     """Return at most `most` token ids of a conversation, cutting the users' text, the oldest first.
 
     A cut is estimated from the text's own tokens and then corrected, since they may join differently in the whole.
@@ -365,10 +369,6 @@ def warn_unread(field: str) -> None:
     logger.warning("%s: left out of all records, since the target's chat template does not read it", field)
 
 
-def _is_metadata(field: str) -> bool:
-    return field.startswith("messages[") and not is_meant(_of_message(field))
-
-
 def _of_message(field: str) -> str:
     """Return the name of a message's field from `messages[i].name`, or from a path inside the field."""
     return re.split(r"[.\[]", field.partition("].")[2])[0]
@@ -380,7 +380,3 @@ def _variables(source: str) -> frozenset[str]:
     environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
     looked_up = meta.find_undeclared_variables(environment.parse(TAGS.sub("", source)))
     return frozenset(looked_up - {"messages", "add_generation_prompt"})
-
-
-def _reasoning(message: Message) -> str | None:
-    return next((message[name] for name in REASONING if name in message), None)
