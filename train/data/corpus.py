@@ -41,7 +41,7 @@ class Module:
 
     @property
     def heldout(self) -> bool:
-        """Whether the module is in the fixed tenth that no embedded model was trained on."""
+        """Return whether the module is in the fixed tenth that no embedded model was trained on."""
         return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % HELDOUT_ONE_IN == 0
 
 

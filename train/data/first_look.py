@@ -1,7 +1,7 @@
 """The scale of weights copied from a target, chosen on a few texts before the first step.
 
 A draft made of some of the target's layers, and heads that guess further ahead, are as confident as the target and less
-often right, so their loss begins above that of uniform distributions. Scaling the logits down mends that, since logits
+often right. So their loss begins above that of uniform distributions. Scaling the logits down mends that, since logits
 near zero are uniform. Shape suffixes: T positions of a text, N positions of all texts, V vocabulary, H hidden, K
 guesses per position, S scales.
 """

@@ -177,7 +177,7 @@ def load_completions(path: str, vocab_size: int | None = None) -> Dataset:
     The columns are `id`, `category`, `prompt_length`, `input_ids`, `loss_mask` and `finish_reason`.
 
     Raises:
-        InputError: the directory has no completions, a damaged shard, a repeated sample, or an id above `vocab_size`.
+        InputError: there are no completions, a damaged shard, a repeated sample, or an id not below `vocab_size`.
     """
     samples = pa.concat_tables([read_completions(file, vocab_size) for file in completion_files(path)])
     check_samples(path, samples["id"])

@@ -117,7 +117,7 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
 
     @property
     def alone(self) -> bool:
-        """Whether one process does all the work: a server has its own processes, and given answers need none."""
+        """Return whether one process does all the work: a server has its own processes, and given answers need none."""
         return super().alone or self.endpoint is not None or self.answers == "given"
 
 

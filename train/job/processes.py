@@ -35,7 +35,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks for all."""
+        """Return whether this process speaks for all."""
         return self.rank == 0
 
     def title(self, what: str) -> str:

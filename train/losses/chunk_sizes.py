@@ -9,7 +9,7 @@ PARTS = 8  # parts per chunk on a CPU: a part that fits its cache is read faster
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """How a loss, or another walk over the logits of many positions, is cut."""
+    """The chunk sizes of a loss, or of another walk over the logits of many positions."""
 
     chunk: int  # logits of a chunk, the unit of the matrix products: with fewer they would wait for the head's weight
     part: int  # logits of a part of a chunk, the unit of the loss, which holds about ten float32 tensors of this size

@@ -69,7 +69,7 @@ class CachedDistributions:
 
     Merging outcomes never increases an f-divergence (data processing inequality; Csiszár 1967): a divergence of two
     merged distributions is a lower bound of the full one, exact at k = V. Σ min(p, q) = 1 − TVD is then an upper bound,
-    too large by at most min(p_tail, q_tail), since over the tail Σ min(p, q) is only known to be at least 0.
+    too large by at most min(p_tail, q_tail): over the tail, Σ min(p, q) is only known to be at least 0.
     """
 
     ids: Tensor  # token ids, (N, k), the argmax of the logits first

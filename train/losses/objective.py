@@ -79,17 +79,17 @@ class Objective:
 
     @property
     def warps(self) -> bool:
-        """Whether p is cut to its most probable tokens."""
+        """Return whether p is cut to its most probable tokens."""
         return self.top_k > 0 or self.top_p < 1
 
     @property
     def couples(self) -> bool:
-        """Whether positions affect each other's gradients, so that all values are needed first."""
+        """Return whether positions affect each other's gradients, so that all values are needed first."""
         return self.has_blocks or self._has_mean_alpha
 
     @property
     def has_blocks(self) -> bool:
-        """Whether positions of a drafted block affect each other."""
+        """Return whether positions of a drafted block affect each other."""
         return any(name in self.terms for name in BLOCK_TERMS)
 
     @property
@@ -98,12 +98,12 @@ class Objective:
 
     @property
     def needs_target(self) -> bool:
-        """Whether p is used; cross entropy learns from the text alone."""
+        """Return whether p is used; cross entropy learns from the text alone."""
         return set(self.terms) != {"cross_entropy"}
 
     @property
     def looks_outside(self) -> bool:
-        """Whether p of tokens that the draft cannot propose is needed, for acceptance or for top-k and top-p."""
+        """Return whether p of tokens that the draft cannot propose is needed, for acceptance or for top-k and top-p."""
         return self.partial and (self.warps or any(name in self.terms for name in ACCEPTANCE))
 
     def after(self, progress: float) -> "Objective":
