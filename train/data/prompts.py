@@ -122,21 +122,17 @@ def read_prompts(
     answers: AnswersMode = "dropped",
     later: bool = False,
 ) -> list[Prompt]:
-    """Read prompts, or whole conversations, from a file, a directory or a data set on the hub.
+    """Read prompts or conversations from a file, a directory or a data set on the hub, and make their ids unique.
 
     Args:
         source: a `.jsonl` file (one record per line), `.json` (an array of records), `.parquet`, `.txt` or `.md` (one
-            prompt per line, empty lines skipped); or a directory or a hub id, `NAME` or `NAME:CONFIG`, for
-            `datasets.load_dataset`.
+            prompt per line, empty lines skipped); or a directory or hub id for `datasets.load_dataset`.
         split: the split of a directory or hub id.
         limit: read only the first `limit` prompts.
         answers: "dropped": conversations end with their last user turn. "required": they end with an assistant turn,
             and a `prompt` comes with a `completion` or `response`, both strings or both lists of messages. "kept": as
             "required" if there is an answer, otherwise as "dropped".
         later: keep the later ones of `turns` too.
-
-    Returns:
-        The prompts in their order, with unique ids; a prompt without an id gets its position (from 0).
 
     Raises:
         InputError: the first record that cannot be used, with its file and line (or row).

@@ -43,22 +43,9 @@ def lean_divergence(
 ) -> Tensor:
     """Return `divergence(p_head(p_hidden), q_head(q_hidden), …)` without holding either model's logits.
 
-    Args:
-        q_hidden: the draft's last hidden states, (N, H); gradients flow to them.
-        q_head: the draft's head, (V, H) or an `OutputHead`; gradients flow to its weight and bias.
-        p_hidden: the target's last hidden states, (N, H').
-        p_head: the target's head, (V, H').
-        name: a name of `divergence`.
-        temperature: divides both logits.
-        mask: (N,) bool, the positions that count; all if None.
-        chunk_size: positions per chunk; if None, `ChunkSizes` fits them to the device.
-        beta: the weight of p in `jsd`.
-        alpha: how far the skewed divergences mix.
-        labels: (N,), the text's tokens for `cross_entropy`.
-        eta: η of `lk_hybrid`.
-
-    Raises:
-        InputError: as `divergence`.
+    `q_hidden` (N, H) and `p_hidden` (N, H') are last hidden states. The heads are weights, (V, H) and (V, H'), or
+    `OutputHead`s. Gradients flow to `q_hidden` and to q's head. A chunk has `chunk_size` positions; if None,
+    `ChunkSizes` fits it to the device. The other arguments and errors are those of `divergence`.
     """
     check_divergence(name, temperature, beta, alpha, eta)
     q_head, p_head = (head if isinstance(head, OutputHead) else OutputHead(head) for head in (q_head, p_head))
@@ -112,15 +99,10 @@ def chunked_objectives(
     teacher: TeacherDistributions | None,
     sizes: ChunkSizes | None = None,
 ) -> Tensor:
-    """Return the weighted sum of an objective without blocks over several heads that learn from the same p.
+    """Return the weighted sum of an objective without blocks over several heads that learn from the same p and labels.
 
-    Args:
-        objective: the objective of each head.
-        labels_N: the text's tokens, the same for all heads.
-        learners: for each head its hidden states (N, H), the head (several may share one), the positions that count,
-            (N,) of 0 and 1, and the weight of its sum.
-        teacher: p of the N positions; None for an objective that needs no target.
-        sizes: the chunks; fitted to the device if None.
+    A learner is its hidden states (N, H), its head (several may share one), the positions that count, (N,) of 0 and 1,
+    and the weight of its sum. `teacher` is None for an objective that needs no target.
     """
     values, weighted = list[Tensor](), list[tuple[Tensor, OutputHead, Tensor]]()
     for states_NH, head, counts_N, weight in learners:
@@ -164,17 +146,9 @@ def chunked_sum(
 ) -> tuple[Tensor, Tensor]:
     """Return Σ weights · features over positions, and the features themselves, chunk by chunk.
 
-    Args:
-        features: compares two distributions, position by position; differentiable in q's logits.
-        weights_NK: constants; None if nobody needs the sum.
-        labels_N: the text's tokens.
-        hidden_NH: the input of q's head; gradients flow to it.
-        head: q's head; gradients flow to its weight and bias.
-        teacher: p of the N positions, without gradients; if None, the features ignore p and get q's logits for it.
-        sizes: the chunks; fitted to the device if None.
-
-    Returns:
-        The sum, a float32 scalar that can be differentiated once, and the features, (N, K), without gradients.
+    The sum is a float32 scalar that can be differentiated once, to `hidden_NH` and the head; the features, (N, K), have
+    no gradients. `features` must be differentiable in q's logits, position by position. The weights are constants, None
+    if nobody needs the sum. Without a teacher, the features must ignore p and get q's logits for it.
     """
     return _chunked(features, labels_N, [(hidden_NH, head, weights_NK)], teacher, sizes)
 

@@ -169,14 +169,11 @@ class Objective:
         weights_N: Tensor | None = None,
         starts_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the objective summed over positions, a scalar.
+        """Return the objective summed over positions, a scalar, from the `features` of texts one after the other.
 
-        Args:
-            features_NK: the result of `features`, texts one after the other.
-            follows_N: bool, whether a position comes right after the one before it in the same text; only needed with
-                `has_blocks`.
-            weights_N: the weight of each position, in the sum and in the mean of α; 1 if None. Not for blocks.
-            starts_N: bool, where blocks begin; everywhere if None.
+        `follows_N` is bool, whether a position comes right after the one before it in the same text, and only needed
+        with `has_blocks`. `weights_N` weighs positions in the sum and in the mean of α; 1 if None, and not for blocks.
+        `starts_N` is bool, where blocks begin; everywhere if None.
         """
         weights_N = features_NK.new_ones(len(features_NK)) if weights_N is None else weights_N
         total = (weights_N * features_NK[:, 0]).sum()
@@ -291,15 +288,10 @@ def expected_accepted(
     """Return the expected accepted tokens of a round that starts at each position, (N,), and their upper bound, (N,).
 
     E[accepted from t | text] = Σ_{j<γ} exp(Σ_{i<j} log a_{t+i}) · o_{t+j}: the round reaches position t + j if it
-    accepts all tokens before, and accepts a token there with probability o, the mean over the target's tokens
-    (Leviathan et al. 2023, section 3.1, without the assumption of equal α).
-
-    Args:
-        log_a_N: log min(1, q(x)/p(x)) of the text's tokens.
-        overlap_N: Σ_v min(p, q) of each context.
-        follows_N: bool, whether a position comes right after the one before it in the same text.
-        draft_length: γ.
-        detach_reach: treat the probabilities of reaching a position as constants.
+    accepts all tokens before, each with a = min(1, q(x)/p(x)), and accepts a token there with probability o = Σ_v
+    min(p, q), the mean over the target's tokens (Leviathan et al. 2023, section 3.1, without the assumption of equal
+    α). `follows_N` is as in `Objective.shortfall`; `detach_reach` treats the probabilities of reaching a position as
+    constants.
     """
     n = len(log_a_N)
     # Row t of `reach` and `inside` describes a round that starts at t: the log-probability that it reaches t + j, and
