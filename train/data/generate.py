@@ -5,8 +5,7 @@ The target writes them here or on a server, or they are given. An output directo
 completes the prompts of a shard as one queue, seeded by the shard's index, and renames the finished file into place. So
 a killed run can resume with any number of processes, and ends with the bytes of an uninterrupted run of one process
 (with a server, as far as the server repeats itself). An interrupted or terminated run also keeps the texts of its
-current shard (`begun.py`).
-"""
+current shard (`partial_shard.py`). """
 
 import hashlib
 import json
@@ -26,10 +25,10 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
 from draftsmith.train.checkpoint import end_of_sequence_ids, left_out, load_generation_config
-from draftsmith.train.data.begun import PartialShard, WritingProgress
 from draftsmith.train.data.chat.masks import ClosingTokens
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.decoding import complete, set_generation_config
+from draftsmith.train.data.partial_shard import PartialShard, WritingProgress
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
 from draftsmith.train.data.prompts import ALL_TURNS, answer_texts, encode_prompt, mask_answers, read_prompts
