@@ -5,7 +5,8 @@ The target writes them here or on a server, or they are given. An output directo
 completes the prompts of a shard as one queue, seeded by the shard's index, and renames the finished file into place. So
 a killed run can resume with any number of processes, and ends with the bytes of an uninterrupted run of one process
 (with a server, as far as the server repeats itself). An interrupted or terminated run also keeps the texts of its
-current shard (`partial_shard.py`). """
+current shard (`partial_shard.py`).
+"""
 
 import hashlib
 import json
