@@ -198,17 +198,17 @@ def _prompts(
     config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, size: int, limit: int | None, new_tokens: int
 ) -> list[Sample]:
     """Encode the prompts; each must leave room for its completion within the target's positions."""
-    read = read_prompts(config.prompts, split=config.split, limit=config.limit)
-    prompts = each(read, "prompts", "texts")
-    ids = [encode_prompt(p, tokenizer, vocab_size=size, **config.encoding) for p in prompts]
+    prompts = read_prompts(config.prompts, split=config.split, limit=config.limit)
+    encoding = config.encoding
+    ids = [encode_prompt(p, tokenizer, vocab_size=size, **encoding) for p in each(prompts, "prompts", "texts")]
     samples = [
-        Sample(p if n == 1 else replace(p, id=f"{p.id}#{n}"), own, temperature=temperature)
+        Sample(p if n == 1 else replace(p, id=f"{p.id}#{n}"), prompt_ids, temperature=temperature)
         for n, temperature in enumerate(config.plan(), 1)
-        for p, own in zip(read, ids, strict=True)
+        for p, prompt_ids in zip(prompts, ids, strict=True)
     ]
-    named = dict[str, str]()  # several samples of a prompt "a" may repeat the id of another prompt "a#2"
-    for sample, prompt in zip(samples, read * len(config.plan()), strict=True):
-        if (first := named.setdefault(sample.prompt.id, prompt.id)) != prompt.id:
+    sources = dict[str, str]()  # several samples of a prompt "a" may repeat the id of another prompt "a#2"
+    for sample, prompt in zip(samples, prompts * len(config.plan()), strict=True):
+        if (first := sources.setdefault(sample.prompt.id, prompt.id)) != prompt.id:
             raise InputError(
                 f"prompts: expected ids that differ with their samples' numbers after them, found "
                 f"{sample.prompt.id!r} of {first!r} and of {prompt.id!r}"

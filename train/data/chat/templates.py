@@ -66,10 +66,10 @@ class ChatTemplate:
         """Return the token ids of a conversation up to the answer to come."""
         return encode_rendered(self.tokenizer, self.render(messages, answer=True)[0])
 
-    def fitted(self, messages: Sequence[Message], *, answer: bool, begun: int = 0) -> "ChatTemplate":
+    def fitted(self, messages: Sequence[Message], *, answer: bool, added: int = 0) -> "ChatTemplate":
         """Return the template with the forms of fields in which it reads the whole conversation.
 
-        The conversation ends before an `answer` or with one; its first `begun` messages are not of the record. An
+        The conversation ends before an `answer` or with one; its first `added` messages are not of the record. An
         InputError names a field that the template omits.
         """
         reasons = any(name in message for message in messages for name in REASONING)
@@ -82,7 +82,7 @@ class ChatTemplate:
             form = replace(self, reasoning_renamed=renamed, content_null=null, in_parts=parts, arguments_parsed=parsed)
             try:
                 metadata, left_out = list[str](), list[str]()
-                for field in form._left_out(messages, answer, begun):
+                for field in form._left_out(messages, answer, added):
                     is_metadata = field.startswith("messages[") and not is_model_field(_of_message(field))
                     (metadata if is_metadata else left_out).append(field)
                 if not left_out:
@@ -128,7 +128,7 @@ class ChatTemplate:
             result.setdefault("reasoning", reasoning)
         return result
 
-    def _left_out(self, messages: Sequence[Message], answer: bool, begun: int) -> list[str]:
+    def _left_out(self, messages: Sequence[Message], answer: bool, added: int) -> list[str]:
         """Return the fields that leave no mark."""
         text = self.render(messages, answer=answer)[0]
         if not text:
@@ -136,7 +136,7 @@ class ChatTemplate:
         marks = _Marks(text)
         called = {function_of(call)["name"] for message in messages for call in message.get("tool_calls", ())}
         conversation = [
-            marks.message(self._format(message), i, "system_prompt" if i < begun else f"messages[{i - begun}]", called)
+            marks.message(self._format(message), i, "system_prompt" if i < added else f"messages[{i - added}]", called)
             for i, message in enumerate(messages)
         ]
         tools = None if self.tools is None else [marks.tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
@@ -264,14 +264,14 @@ def for_template(
             raise InputError(
                 f"{place}chat_template_kwargs: expected variables of the target's chat template, found {unknown[0]!r}"
             )
-    begun = with_system_prompt(messages, system_prompt)
-    return template.fitted(begun, answer=answer, begun=len(begun) - len(messages)), begun
+    conversation = with_system_prompt(messages, system_prompt)
+    return template.fitted(conversation, answer=answer, added=len(conversation) - len(messages)), conversation
 
 
 def with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
     """Return a conversation with the system prompt at its beginning, if there is one and no system turn."""
-    begun = system_prompt is None or any(message["role"] in ("system", "developer") for message in messages)
-    first = [] if begun else [{"role": "system", "content": str(system_prompt)}]
+    has_start = system_prompt is None or any(message["role"] in ("system", "developer") for message in messages)
+    first = [] if has_start else [{"role": "system", "content": str(system_prompt)}]
     return [*first, *(dict(message) for message in messages)]
 
 
