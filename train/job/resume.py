@@ -76,7 +76,7 @@ class JobRecord:
         """
         record = JobRecord.left_in(checkpoint)
         if record is None:
-            return  # an earlier version: the user must know
+            return  # an earlier version wrote it: the user must judge
         name = checkpoint.name
         for field, own, expected in (
             ("completions", f"{self.samples} samples", f"{record.samples} samples"),
