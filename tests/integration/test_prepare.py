@@ -405,7 +405,8 @@ def test_other_settings_are_refused_by_name(name, value, before, config, whole):
     with pytest.raises(InputError) as error:
         prepare(config(**{name: value}))
     assert str(error.value) == (
-        f"{name}: expected {before}, found {value!r}; {output} was begun with other settings: give another --output, or remove it"
+        f"{name}: expected {before}, found {value!r}; {output} was begun with other settings: give another --output, "
+        "or remove it"
     )
     assert contents(output) == {"manifest.json": whole["manifest.json"]}
 
