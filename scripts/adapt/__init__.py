@@ -1,1 +1,1 @@
-"""`draftsmith adapt`: a deployed drafter learns from the traffic that it met, and is replaced only by a better one."""
+"""`draftsmith adapt`: train a deployed drafter on its traffic, and replace it if the new one is better."""

@@ -1,9 +1,9 @@
 """`draftsmith adapt --target T --drafter LINK --log LOG --output DIR`: one step of learning from traffic.
 
-The older requests of the log are learned from, on top of the deployed drafter and beside some of its old text. Both are
-then replayed on what the target answers to the newest requests, which nothing has learned from. The new drafter is
-taken only if it is better there, and given back if the server does not accept as much (`watch`). All stages are
-ordinary commands; a step that was stopped goes on.
+The deployed drafter trains on the log's older requests, mixed with some of its old text. Old and new drafter are then
+replayed on the target's answers to the newest requests, which no drafter trained on. The new one replaces the old only
+if it is better there, and is taken back if the server accepts less than replay promised (`watch`). Every stage is an
+ordinary command; an interrupted step resumes.
 """
 
 import os
@@ -20,7 +20,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.validation import Count, read
 from draftsmith.scripts.adapt.config import AdaptConfig
-from draftsmith.scripts.adapt.traffic import Compared, Traffic, compare, foreign_share, read_traffic
+from draftsmith.scripts.adapt.traffic import Compared, compare, foreign_share, read_traffic
 from draftsmith.scripts.adapt.watch import check, look, look_anew, loop, replaced
 from draftsmith.scripts.kinds import kind_of
 from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages, flags_of
@@ -38,37 +38,31 @@ STEP, STATE, RESULT = "step-", "state.json", "adapt.json"
 
 @dataclass(frozen=True)
 class State:
-    """How far earlier steps have read the log, and the step that is under way."""
+    """Progress of earlier steps through the log, and whether a step is open."""
 
     schema: Literal["draftsmith.adapt/1"] = SCHEMA
     steps: Count = 0
     requests: Count = 0
-    open: bool = False
-    """Whether the last step has not ended."""
+    open: bool = False  # the last step has not ended
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step did."""
+    """The result of a step, which `adapt.json` holds."""
 
     schema: str
     verdict: Literal["better", "refused", "foreign"]
     reason: str
-    deployed: str
-    """The drafter before."""
-    drafter: str | None
-    """The new one; None where nothing was trained."""
-    learned: int
-    """Requests."""
+    deployed: str  # the drafter before the step
+    drafter: str | None  # the new drafter; None if none was trained
+    learned: int  # requests
     compared: Compared | None
 
 
 def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
-    """Do one step, and return what it did; None where the log has too little that is new.
+    """Run one step and return its result; None if the log has too few new requests.
 
-    Args:
-        config: the settings.
-        fell: the server accepts less than it did: then as many new requests are enough as drafters are compared on.
+    If the server's acceptance `fell`, `newest` new requests are enough.
 
     Raises:
         InputError: a log, a drafter or a target that cannot be used, or a stage that failed.
@@ -85,22 +79,24 @@ def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
             return None
         state = State(steps=state.steps + 1, requests=traffic.requests, open=True)
         step = output / f"{STEP}{state.steps:04d}"
-        _write(traffic, step)
+        write_prompts(step / "learned.jsonl", [prompt.record() for prompt in traffic.learned])
+        write_prompts(step / "newest.jsonl", [prompt.record() for prompt in traffic.newest])
         write_json(step / "deployed.json", os.path.realpath(link))
         write_json(output / STATE, state)
     step = output / f"{STEP}{state.steps:04d}"
-    with note_on_interrupt(lambda: f"what has ended is kept in {step}; the same command goes on from there"):
+    with note_on_interrupt(lambda: f"finished stages are kept in {step}; the same command continues from there"):
         found = _step(config, step)
     write_json(step / RESULT, found)
     if found.verdict == "better" and config.swap:
         move_link(link, str(found.drafter))
         replaced(config, output, step, found.deployed, _measuring(config, found))
-    write_json(output / STATE, State(steps=state.steps, requests=state.requests))  # last: a step that was stopped swaps
+    # The state is closed last: a step stopped before this line repeats the swap, which changes nothing more.
+    write_json(output / STATE, State(steps=state.steps, requests=state.requests))
     return found
 
 
 def enough(config: AdaptConfig, seen: int, fell: bool) -> int:
-    """Return how many requests must be new; `seen` are not."""
+    """Return how many requests of the log must be new, of which `seen` were read by earlier steps."""
     if not fell:
         return config.least
     return max(min(config.least, config.newest), 2 * config.newest - seen)
@@ -111,13 +107,8 @@ def _state(output: Path) -> State:
     return read(State, path) if path.is_file() else State()
 
 
-def _write(traffic: Traffic, step: Path) -> None:
-    write_prompts(step / "learned.jsonl", [prompt.record() for prompt in traffic.learned])
-    write_prompts(step / "newest.jsonl", [prompt.record() for prompt in traffic.newest])
-
-
 def _step(config: AdaptConfig, step: Path) -> Step:
-    """Go through the stages of a step."""
+    """Run the stages of a step; `Stages` skips those that have ended."""
     stages, deployed = Stages(step / "stages"), read(str, step / "deployed.json")
     text, drafter = step / "completions/learned", step / "drafter"
     learned = sum(1 for _ in (step / "learned.jsonl").open(encoding="utf-8"))
@@ -127,7 +118,7 @@ def _step(config: AdaptConfig, step: Path) -> Step:
         sampled = ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_new_tokens")
         values = {name: value for name, value in values.items() if name not in sampled}
         stages.run("learned", ["prepare", *flags_of(values | {"answers": "given"})])
-        share = _kept_number(step / "foreign.json", lambda: foreign_share(config, str(text)))
+        share = _cached_number(step / "foreign.json", lambda: foreign_share(config, str(text)))
         if share > config.foreign:
             reason = (
                 f"{share:.0%} of the log's answers are not the target's, at most {config.foreign:.0%} may be: nothing "
@@ -165,15 +156,15 @@ def _step(config: AdaptConfig, step: Path) -> Step:
     return Step(SCHEMA, "better" if better else "refused", reason, deployed, str(drafter), learned, found)
 
 
-def _kept_number(path: Path, compute: Any) -> float:
-    """Return a number that is computed once."""
+def _cached_number(path: Path, compute: Any) -> float:
+    """Return the number in a file; compute and write it first if there is none."""
     if not path.is_file():
         write_json(path, compute())
     return read(float, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do one step, or one after the other, and say what came of it; 3 where a new drafter is refused or taken back."""
+    """Run one step, or a loop of steps, and print the results; return 3 if a new drafter is refused or taken back."""
     arguments = sys.argv[1:] if argv is None else argv
     config = parse_config(AdaptConfig, arguments, prog="draftsmith adapt")
     if config.watch is not None:
@@ -183,15 +174,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _once(config: AdaptConfig, output: Path) -> int:
-    """Check, look and learn; return the exit code."""
+    """Check the last swap, read the server's counters, and run a step; return the exit code."""
     fell = False
     if config.server is not None:
-        # A step that was stopped behind its swap is ended first: the server may not have been started again.
+        # A step that was interrupted after its swap is ended first: the server may not have been restarted.
         if not _state(output).open and not _checked(config, output):
             return NO_GO
-        said, fell = look(config, output)
-        if said is not None:
-            _say(said)
+        message, fell = look(config, output)
+        if message is not None:
+            _say(message)
     step = adapt(config, fell)
     if step is None:
         least = enough(config, _state(output).requests, fell)
@@ -201,8 +192,8 @@ def _once(config: AdaptConfig, output: Path) -> int:
         look_anew(output)
     if step.compared is not None:
         _say(f"\nτ on the newest requests: deployed {_tau(step.compared.old)}, new {_tau(step.compared.new)}")
-        for where, gain in step.compared.by_temperature.items():
-            _say(f"  T={where}: {format_estimate(gain, '+.2f', spread='interval')}")
+        for temperature, gain in step.compared.by_temperature.items():
+            _say(f"  T={temperature}: {format_estimate(gain, '+.2f', spread='interval')}")
         for category, gain in step.compared.by_category.items():
             _say(f"  {category}: {format_estimate(gain, '+.2f', spread='interval')}")
     _say(f"{'better' if step.verdict == 'better' else 'refused'}: {step.reason}")
@@ -210,7 +201,7 @@ def _once(config: AdaptConfig, output: Path) -> int:
         return NO_GO
     _say(f"drafter: {step.drafter}")
     if config.swap:
-        when = "" if config.restart else ": serve-draft loads it by itself, other servers when they start again"
+        when = "" if config.restart else ": serve-draft loads it by itself, other servers when they restart"
         _say(f"{config.drafter} points there now{when}")
     if config.swap and config.server is not None:
         return 0 if config.restart is None or _checked(config, output) else NO_GO
@@ -220,23 +211,23 @@ def _once(config: AdaptConfig, output: Path) -> int:
 
 
 def _checked(config: AdaptConfig, output: Path) -> bool:
-    """Check the drafter that came last on the server, if it was not yet; return whether it stays."""
-    found = check(config, output)
-    if found is None:
+    """Check the last swapped-in drafter on the server, unless that is done; return whether it stays."""
+    result = check(config, output)
+    if result is None:
         return True
-    said, stays = found
-    _say(said)
+    message, stays = result
+    _say(message)
     if not stays:
         _say(f"taken back: {config.drafter} points to {os.path.realpath(config.drafter)} again")
     return stays
 
 
-def _say(words: str) -> None:
-    Console().print(words, highlight=False, soft_wrap=True, markup=False)
+def _say(message: str) -> None:
+    Console().print(message, highlight=False, soft_wrap=True, markup=False)
 
 
 def _measuring(config: AdaptConfig, step: Step) -> list[str]:
-    """Return the arguments of `measure` that find a server's acceptance below what was promised; 3 says go back."""
+    """Return arguments of `measure` that compare a server's acceptance with the promise; exit code 3: go back."""
     assert step.compared is not None
     temperature, alpha = next(iter(step.compared.promised.items()))
     value = alpha.value or 0.0
@@ -244,8 +235,7 @@ def _measuring(config: AdaptConfig, step: Step) -> list[str]:
     folder = Path(str(step.drafter)).parent
     fields: dict[str, Any] = {"server": config.server or "URL", "target": config.target}
     fields |= {"prompts": folder / "newest.jsonl", "temperature": temperature, "output": folder / "server"}
-    # The server's interval, on the same requests as wide as the promised one, lies below that where its lower end is
-    # so low.
+    # On the same requests the server's interval is as wide as the promised one; with this lower limit it lies below it.
     fields |= {"min_alpha": round(max(value - 3 * half, 0.001), 3), "model": config.server_model}
     fields |= {name: value for name, value in config.texts().items() if name != "no_repeat_ngram_size"}
     fields |= given_fields(config, ("server_key_env",))

@@ -14,70 +14,70 @@ ANSWERS = ("given", "target")
 
 @dataclass(kw_only=True)
 class AdaptConfig(Filters, TemplateOptions):
-    """Let a deployed drafter learn from logged requests, and replace it if the new one is better on the newest of them.
+    """Train a deployed drafter on logged requests, and replace it if the new one is better on the newest of them.
 
-    Each call is one step, for cron: it does nothing where the log has too little that is new.
+    Each call is one step, for cron: it does nothing if the log has too few new requests.
     """
 
     target: str
     """The target: a model directory or hub id."""
     drafter: str
-    """The deployed drafter: its directory, or a link to it, which is moved to a better one (`swap`)."""
+    """The deployed drafter: a directory, or a link to it, which `swap` points to a better one."""
     log: list[str]
-    """Logs of requests with their answers, the oldest first: of the coordinator, vLLM's batches or OpenAI's shape. With
-    `answers: target` prompts are enough."""
+    """Logs of requests with their answers, oldest first: from the coordinator, vLLM's batches, or in OpenAI's shape.
+    Prompts are enough with `answers: target`."""
     output: str
     """The directory that receives everything, a folder for each step."""
     answers: str = "given"
-    """What is learned from: `given`, the answers in the log; or `target`, which answers the prompts of the log anew, at
-    each temperature. That takes its time, and believes no answer."""
+    """Answers to learn from: `given`, those in the log; or `target`, new answers of the target to the log's prompts, at
+    each temperature. That takes longer, and trusts no logged answer."""
     old_text: list[str] = field(default_factory=list)
-    """Completions that the drafter learned from before, of which some are learned again, lest they are forgotten."""
+    """Completions that the drafter was trained on before. A share of them is replayed against forgetting."""
     old_share: float = 0.3
-    """The share of them that an epoch takes."""
+    """The share of the old text in each epoch."""
     newest: int = 64
-    """Requests, the newest ones, that nothing learns from and both drafters are compared on."""
+    """The newest requests, held out from training, on which both drafters are compared."""
     least: int = 256
-    """Requests that must be new since the last step; with fewer nothing is done."""
+    """New requests since the last step that a step needs; with fewer it does nothing."""
     most: int = 10_000
-    """Requests to learn from, the newest ones."""
+    """The most requests to learn from, newest first."""
     foreign: float = 0.1
     """Refuse the log where more than this share of its answers is not the target's."""
     min_gain: float = 0.0
-    """What the new drafter's τ must gain over the deployed one's, by its interval's lower end."""
+    """The new drafter's gain in τ over the deployed one must exceed this, by its interval's lower end."""
     draft_length: int = 4
-    """γ of that τ, or as many as they draft."""
+    """γ of that τ; the longest draft that both can make if that is shorter."""
     temperature: Floats = field(default_factory=lambda: [0.0, 1.0])
-    """Temperatures of the traffic, with commas; both drafters are compared at all of them."""
+    """Temperatures of the traffic, separated by commas; both drafters are compared at each."""
     max_new_tokens: int = 256
-    """Tokens of a text that they are compared on, at most."""
+    """The most tokens of a text to compare them on."""
     epochs: float = 1.0
-    """How often the training reads the new text."""
+    """Epochs over the new text."""
     learning: dict[str, Any] = field(default_factory=dict)
-    """Fields of the training, such as {packing: true, max_length: 2048, training.bf16: true}."""
+    """Further fields of the training, such as {packing: true, max_length: 2048, training.bf16: true}."""
     processes: int | None = None
     """GPUs, or processes, of the training."""
     endpoint: str | None = None
-    """A server of the target that writes the texts to compare on, as of `prepare`; here if None."""
+    """A server of the target that writes the texts for the comparison, as in `prepare`; this process if None."""
     endpoint_model: str | None = None
-    """Its name there."""
+    """The target's name on that server."""
     swap: bool = False
-    """Move the link `drafter` to the new drafter if it is better."""
+    """Point the link `drafter` to the new drafter if it is better."""
     server: str | None = None
-    """The URL of the server that drafts with it: each call measures the drafter that the last `swap` brought, and moves
-    the link back if the server's α is below what was promised; and it looks at what a vLLM has counted since."""
+    """The URL of the server that uses the drafter. Each call measures the drafter of the last `swap` there, moves the
+    link back if the server's α is below the promised one, and reads what a vLLM has counted since the last call."""
     server_model: str | None = None
     """The target's name on that server; the only one that it lists if None."""
     server_key_env: str | None = None
     """The environment variable that holds the server's API key."""
     restart: str | None = None
     """A command that restarts the server, such as 'systemctl restart vllm', run whenever the link has moved; it must
-    return when the old one has ended. The new drafter is measured right behind it. Null: the server has loaded the new
-    drafter by itself when the next call measures it, as `serve-draft` does within seconds."""
+    return after the old server has ended. The new drafter is then measured at once. Null: the server loads the new
+    drafter by itself before the next call measures it, as `serve-draft` does within seconds."""
     watch: str | None = None
-    """Go on: one step after the other, with so much time between them, such as 10m; null: one step."""
+    """Run one step after the other with this time between them, such as 10m; null: one step."""
     seed: int = 0
-    """Seeds the sampling and the training."""
+    """Seed of sampling and training."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,10 +104,10 @@ class AdaptConfig(Filters, TemplateOptions):
             raise InputError("endpoint_model: expected --endpoint beside it, found none")
 
     def restart_words(self) -> list[str]:
-        """Return the words of the command that restarts the server.
+        """Return the restart command split into words.
 
         Raises:
-            InputError: there are none, or a quote is not closed.
+            InputError: the command is empty, or a quote is not closed.
         """
         try:
             words = shlex.split(str(self.restart))
@@ -118,9 +118,9 @@ class AdaptConfig(Filters, TemplateOptions):
         return words
 
     def writer(self) -> dict[str, Any]:
-        """Return the server that writes texts, as fields of `prepare`."""
+        """Return the fields of `prepare` that name the server that writes texts."""
         return given_fields(self, ("endpoint", "endpoint_model"))
 
     def texts(self) -> dict[str, Any]:
-        """Return how prompts are read and texts sampled, as fields of other commands."""
+        """Return the fields that say how prompts are read and texts sampled, for other commands."""
         return given_fields(self)

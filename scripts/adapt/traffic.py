@@ -1,4 +1,4 @@
-"""Traffic in logs: which part of it is learned from, whether the target wrote it, and how drafters do on the newest."""
+"""Logged traffic: the part to learn from, whether the target wrote it, and a comparison of drafters on the newest."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -20,29 +20,25 @@ from draftsmith.train.losses.output_head import head_of, last_hidden, require_sp
 from draftsmith.train.models import load_model, load_tokenizer
 
 FOREIGN_NATS = 1.0
-"""By how much an answer may be less likely than what the target would draw, a token and on the mean.
+"""The surprise, in nats a token, above which an answer is foreign.
 
-SmolLM2-135M: of its own at T=1 at most 0.4, of people's solutions 0.3 on the median, of random words 1.5.
+SmolLM2-135M: at most 0.4 for its own text at T=1, median 0.3 for people's solutions, 1.5 for random words.
 """
-AT_ONCE = 256
-"""Tokens whose logits are held at a time."""
-LOOKED_AT = 64
-"""Answers that are looked at for that."""
+LOGITS_AT_ONCE = 256  # tokens
+FOREIGN_SAMPLES = 64  # answers
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a log holds that is new."""
+    """The new requests of a log."""
 
     learned: list[Prompt]
-    newest: list[Prompt]
-    """Without their answers, which the target writes again."""
-    requests: int
-    """In the log, from its beginning."""
+    newest: list[Prompt]  # without answers, which the target writes again
+    requests: int  # in the whole log
 
 
 def read_traffic(config: AdaptConfig, seen: int, least: int) -> Traffic | None:
-    """Read what the log has; None where fewer than `least` requests are new since the first `seen`.
+    """Read the log; return None if fewer than `least` requests follow the first `seen`, which earlier steps read.
 
     Raises:
         InputError: a log that cannot be read, or too short to compare anything on.
@@ -50,76 +46,74 @@ def read_traffic(config: AdaptConfig, seen: int, least: int) -> Traffic | None:
     mode: AnswersMode = "required" if config.answers == "given" else "dropped"
     requests = [prompt for path in config.log for prompt in read_prompts(path, answers=mode)]
     if len(requests) < seen:
-        seen = 0  # files were rotated away: all that is left is taken for new
+        seen = 0  # files were rotated away: treat all that is left as new
     if len(requests) - seen < least:
         return None
     if len(requests) < 2 * config.newest:
         raise InputError(f"log: expected at least {2 * config.newest} requests with answers, found {len(requests)}")
     learned, newest = requests[: -config.newest], requests[-config.newest :]
     if mode == "required":  # the target answers them again
-        newest = [replace(each, messages=(each.messages or [])[:-1]) for each in newest]
+        newest = [replace(prompt, messages=(prompt.messages or [])[:-1]) for prompt in newest]
     return Traffic(learned[-config.most :], newest, len(requests))
 
 
 @torch.inference_mode()
 def foreign_share(config: AdaptConfig, directory: str) -> float:
-    """Return the share of given answers that the target would hardly have written, of `LOOKED_AT` random ones.
+    """Return the share of `FOREIGN_SAMPLES` random logged answers that the target would hardly have written.
 
-    An answer's surprise −log p(x) − H(p) is zero a token on the mean, where the target drew it at T=1, and less where
-    it was drawn at a lower temperature.
+    An answer's surprise a token is −log p(x) − H(p). Its mean is zero for text drawn from the target at T=1, and
+    negative at a lower temperature.
     """
     samples = list(load_completions(directory))
     random.Random(config.seed).shuffle(samples)
     model = load_model(config.target, field="target", trust_remote_code=config.trust_remote_code)
     require_split(model, "target")
     head = head_of(model)
-    foreign, looked = 0, samples[:LOOKED_AT]
-    for sample in each(looked, "whether the target wrote the answers", "texts"):
+    foreign, checked = 0, samples[:FOREIGN_SAMPLES]
+    for sample in each(checked, "whether the target wrote the answers", "texts"):
         ids_1T = torch.tensor(sample["input_ids"], device=model.device)[None]
         mask_T = torch.tensor(sample["loss_mask"], device=model.device)[1:].bool()
         hidden_TH = last_hidden(model, input_ids=ids_1T[:, :-1])[0, mask_T]
         surprise = 0.0
-        # Not the logits of a whole text: at 32k tokens and a vocabulary of 152k they are 20 GB.
-        for some_TH, some_T in zip(hidden_TH.split(AT_ONCE), ids_1T[0, 1:][mask_T].split(AT_ONCE), strict=True):
-            log_p_TV = head(some_TH).float().log_softmax(-1)
-            surprise -= float(log_p_TV.gather(1, some_T[:, None]).sum() - (log_p_TV.exp() * log_p_TV).sum())
+        # Logits of a whole text would be 20 GB at 32k tokens and a vocabulary of 152k.
+        chunks = zip(hidden_TH.split(LOGITS_AT_ONCE), ids_1T[0, 1:][mask_T].split(LOGITS_AT_ONCE), strict=True)
+        for chunk_TH, chunk_T in chunks:
+            log_p_TV = head(chunk_TH).float().log_softmax(-1)
+            surprise -= float(log_p_TV.gather(1, chunk_T[:, None]).sum() - (log_p_TV.exp() * log_p_TV).sum())
         foreign += surprise / max(1, len(hidden_TH)) > FOREIGN_NATS
-    return foreign / len(looked)
+    return foreign / len(checked)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Two drafters on the newest traffic, paired over its requests, all temperatures together."""
+    """A comparison of two drafters on the newest traffic, paired over requests, all temperatures together.
+
+    `old`, `new` and the gains are values of τ. `promised` is the new drafter's α by temperature, as `measure --server`
+    counts it: accepted ÷ tried tokens at this γ. For a draft model it is that of its likeliest tokens, which servers
+    draft by default and accept less often.
+    """
 
     old: Estimate
     new: Estimate
-    """τ."""
     gain: Estimate
-    by_temperature: dict[str, Estimate]
-    """The gain."""
-    by_category: dict[str, Estimate]
+    by_temperature: dict[str, Estimate]  # gains
+    by_category: dict[str, Estimate]  # gains
     promised: dict[str, Estimate]
-    """α of the new drafter by temperature, as `measure --server` has it: accepted ÷ tried tokens, at this γ. Of a draft
-    model that drafts its likeliest token, as servers do unless they are told otherwise, and accept less of."""
 
 
 def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str]) -> Compared:
-    """Replay both drafters on what the target wrote to the newest requests.
+    """Replay both drafters, given by directory, on the target's answers to the newest requests.
 
-    Args:
-        config: γ and the law.
-        old: the deployed drafter's directory.
-        new: the other's.
-        texts: by temperature the directories of the target's answers.
+    `texts` has the directories of these answers by temperature.
     """
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     specs = drafter_specs([f"old={old}", f"new={new}"], [1])
     code = config.trust_remote_code
     pair = load_pair(config.target, tokenizer, specs, trust_remote_code=code, decodes=False)
-    chains = {each.name: each.family.chain(each, config.draft_length) for each in pair.drafters}
+    chains = {drafter.name: drafter.family.chain(drafter, config.draft_length) for drafter in pair.drafters}
     draft_length = min(most for _, most in chains.values())
     proposers = {name: chain for name, (chain, _) in chains.items()}
-    greedy = next(each.greedy for each in pair.drafters if each.name == "new")
+    greedy = next(drafter.greedy for drafter in pair.drafters if drafter.name == "new")
     served = "new" if greedy is None else "served"
     proposers |= {} if greedy is None else {served: greedy}
     columns: dict[str, dict[str, list[list[float]]]] = {}  # by temperature and drafter: tokens and rounds of each text
@@ -140,17 +134,17 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
             config.max_new_tokens,
         )
         counts = [text.counts[draft_length] for text in replays[served].texts]
-        tried = [float(sum(its.num_reached_per_pos)) for its in counts]
-        promised[f"{temperature:g}"] = ratio([float(its.num_accepted_tokens) for its in counts], tried)
+        tried = [float(sum(text.num_reached_per_pos)) for text in counts]
+        promised[f"{temperature:g}"] = ratio([float(text.num_accepted_tokens) for text in counts], tried)
         columns[f"{temperature:g}"] = {
             name: [list(map(float, column)) for column in replay.tokens_and_rounds(draft_length)]
             for name, replay in replays.items()
             if name != served or served == "new"
         }
-    # Of each request its texts at all temperatures are one sample.
+    # One sample is a request, with its texts at all temperatures.
     pooled = {
         name: [
-            [sum(values) for values in zip(*(its[name][part] for its in columns.values()), strict=True)]
+            [sum(values) for values in zip(*(column[name][part] for column in columns.values()), strict=True)]
             for part in (0, 1)
         ]
         for name in ("old", "new")
@@ -163,13 +157,13 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
         ratio(*pooled["old"]),
         ratio(*pooled["new"]),
         _gain(pooled, range(len(categories))),
-        {temperature: _gain(its, range(len(categories))) for temperature, its in columns.items()},
-        {category: _gain(pooled, its) for category, its in sorted(places.items())},
+        {temperature: _gain(column, range(len(categories))) for temperature, column in columns.items()},
+        {category: _gain(pooled, members) for category, members in sorted(places.items())},
         promised,
     )
 
 
-def _gain(of: Mapping[str, Sequence[Sequence[float]]], places: Sequence[int]) -> Estimate:
-    """Return by how much the new drafter's τ is above the old one's on some requests."""
-    columns: list[Any] = [[column[place] for place in places] for name in ("new", "old") for column in of[name]]
-    return ratio_difference(*columns)
+def _gain(columns: Mapping[str, Sequence[Sequence[float]]], places: Sequence[int]) -> Estimate:
+    """Return the gain in τ of the new drafter over the old one on some requests."""
+    selected: list[Any] = [[column[i] for i in places] for name in ("new", "old") for column in columns[name]]
+    return ratio_difference(*selected)

@@ -1,8 +1,8 @@
-"""What a server makes of a drafter: what it counts of live traffic, and whether a new one holds what replay promised.
+"""The server's side of `adapt`: its counters of live traffic, and a check that a new drafter keeps replay's promise.
 
-Live traffic is seen in the server's counters alone, which do not tell texts apart. So the interval of τ is computed
-from the accepted tokens by position and the number of texts, with a usual correlation of the drafts of one text. It
-holds every τ that the counters allow (`scripts.serving.server_steps`).
+Counters do not tell texts apart. The interval of τ is therefore computed from the accepted tokens by position and the
+number of texts, with a typical correlation between the drafts of one text. It covers every τ that the counters allow
+(`scripts.serving.server_steps`).
 """
 
 import asyncio
@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
@@ -24,7 +25,6 @@ from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Count, parse_json, read
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.serving.client import Client
-from draftsmith.scripts.serving.counters import ServerMetrics
 from draftsmith.scripts.serving.server_steps import NOTHING, CountedTexts, server_steps
 from draftsmith.scripts.stages import NO_GO, Stages
 from draftsmith.train.cli import INTERRUPTED, TERMINATED, Terminated
@@ -34,78 +34,69 @@ from draftsmith.train.job.processes import terminable
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
+T = TypeVar("T")
 STATE, LOOKS = "server.json", "looks.jsonl"
-LEAST_DRAFTS, LEAST_TEXTS = 500, 16
-"""Of a look: with fewer since the last one, nothing is said."""
+LEAST_DRAFTS, LEAST_TEXTS = 500, 16  # below these, counts accumulate until a later look
 ALIKE = 0.2
 """Correlation of the accepted tokens of two drafts of one text: 0.15 to 0.19 at T=0 (docs/log/choose.md)."""
 UNEQUAL = 2.0
-"""Σ m² · texts ÷ (Σ m)² over texts of m drafts, which counters do not tell: 1 where all have as many, 2 where their
-standard deviation is their mean."""
-NORMAL = 1.96
-"""Standard deviations of a 95 % interval."""
-STARTING = 600.0
-"""Seconds in which a server that was started again must answer."""
+"""Σ m² · texts ÷ (Σ m)² over texts of m drafts, which counters do not show: 1 if all texts have equally many, 2 if
+their standard deviation equals their mean."""
+NORMAL = 1.96  # standard deviations of a 95 % interval
+STARTING = 600.0  # seconds until a restarted server must answer
 
 
 @dataclass(frozen=True)
 class Unchecked:
-    """A drafter that took the deployed one's place, and was not looked at on the server yet."""
+    """A swapped-in drafter that was not yet measured on the server."""
 
-    step: str
-    """The folder of its step."""
-    before: str
-    """The drafter that it replaced."""
-    command: list[str]
-    """What measures it: arguments of `measure`."""
+    step: str  # the folder of its step
+    before: str  # the drafter that it replaced
+    command: list[str]  # arguments of `measure`
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What is known of the server."""
+    """State of the server at the last look."""
 
-    drafter: str | None = None
-    """What the link pointed to at the last look."""
-    totals: ServerCounts | None = None
-    """Its counters then; None before the first one."""
-    texts: Count = 0
-    """Those it had finished then."""
-    requests: Count = 0
-    """Those under way then."""
-    tokens: Count | None = None
-    """What it had written; None where it does not say."""
+    drafter: str | None = None  # the target of the link
+    totals: ServerCounts | None = None  # the server's counters; None before the first look
+    texts: Count = 0  # finished
+    requests: Count = 0  # in flight
+    tokens: Count | None = None  # written; None if the server does not count them
     at_first: Estimate | None = None
-    """τ of the first look after the last step, with which later ones are compared."""
+    """τ of the first look after the last step, the baseline of later looks."""
     unchecked: Unchecked | None = None
 
 
 def watched(output: Path) -> Watched:
-    """Return what earlier calls have seen."""
+    """Return the state that earlier calls wrote."""
     path = output / STATE
     return read(Watched, path) if path.is_file() else Watched()
 
 
 def length_of(counts: ServerCounts, texts: int, tokens: int, under_way: tuple[int, int] = (0, 0)) -> Estimate:
-    """Return τ, emitted tokens ÷ drafts, of what a server counted, with an approximate interval.
+    """Return τ, emitted tokens ÷ drafts, from a server's counters, with an approximate interval.
 
-    The value is None where the counts allow several, and the interval too where they allow none.
+    The value is None if the counters allow several, and so is the interval if they allow none.
 
     Args:
-        counts: of its drafts.
-        texts: that ended meanwhile.
-        tokens: that it wrote.
-        under_way: texts that had begun before and that had not ended: their prompts' tokens may be among those or not.
+        counts: the draft counters.
+        texts: texts that ended in the period.
+        tokens: tokens written in the period.
+        under_way: requests in flight at its start and at its end: the tokens of their prompts may be counted or not.
     """
     before, after = under_way
     begun = {max(texts - before, 0), texts, texts + after}
-    found = [server_steps([CountedTexts(counts, tokens, number)]) for number in begun]
-    bounds = [each for steps in found if (each := steps.length_bounds()) is not None]
+    estimates = [server_steps([CountedTexts(counts, tokens, number)]) for number in begun]
+    bounds = [interval for steps in estimates if (interval := steps.length_bounds()) is not None]
     if not bounds:
         return NOTHING
     drafts, per_pos = counts.num_drafts, counts.num_accepted_tokens_per_pos
     mean = sum(per_pos) / drafts
-    # Of a draft with x accepted tokens x² is the sum of 2 i − 1 over its accepted positions i.
+    # For a draft with x accepted tokens, x² is the sum of 2 i − 1 over its accepted positions i.
     square = sum((2 * i - 1) * accepted for i, accepted in enumerate(per_pos, 1)) / drafts
+    # Variance of a mean over correlated drafts: a part shared within each text, and an independent part.
     alone = ALIKE * UNEQUAL / max(texts, 1) + (1 - ALIKE) / drafts
     spread = NORMAL * math.sqrt(max(square - mean**2, 0.0) * alone)
     most = counts.num_draft_tokens / drafts + 1
@@ -115,12 +106,12 @@ def length_of(counts: ServerCounts, texts: int, tokens: int, under_way: tuple[in
 
 
 def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
-    """Read the server's counters; return what to say of the traffic since the last look, and whether τ fell.
+    """Read the server's counters; return a message on the traffic since the last look, and whether τ fell.
 
-    Looks are kept in `looks.jsonl`. A server that does not answer, or shows no counters, is said, and nothing more.
+    Looks are appended to `looks.jsonl`. If the server does not answer or shows no counters, the message says only that.
     """
     try:
-        metrics = asyncio.run(_metrics(config))
+        metrics = asyncio.run(_ask(config, Client.metrics))
     except (ServerFailure, InputError) as failure:
         return str(failure), False
     before, drafter = watched(output), os.path.realpath(config.drafter)
@@ -133,17 +124,17 @@ def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
         return None, False
     counted, ended, written = totals - before.totals, texts - before.texts, tokens - before.tokens
     least = counted.num_drafts, counted.num_draft_tokens, ended, written, *counted.num_accepted_tokens_per_pos
-    if min(least) < 0:  # the server was started again, and counts from nothing
+    if min(least) < 0:  # counters restart from zero with the server
         before = replace(before, totals=ServerCounts(), texts=0, requests=0, tokens=0)
         _keep(output, before)
         counted, ended, written = totals, texts, tokens
-    if counted.num_drafts < LEAST_DRAFTS or ended < LEAST_TEXTS:  # they count with what comes
+    if counted.num_drafts < LEAST_DRAFTS or ended < LEAST_TEXTS:  # too few: they are part of the next look
         return None, False
     length = length_of(counted, ended, written, (before.requests, metrics.requests))
     if length.ci95 is None:
         _keep(output, now)
         counts = f"{counted.num_drafts:,} drafts for {written:,} tokens in {ended} texts"
-        return f"the server's τ is not known: {counts} fit no way of counting that is known", False
+        return f"the server's τ is not known: {counts} fit no known way of counting", False
     first = before.at_first or length
     assert first.ci95 is not None
     fell = length.ci95[1] < first.ci95[0]
@@ -151,10 +142,10 @@ def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
     with (output / LOOKS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line | {"tokens": written, "mean_acceptance_length": asdict(length)}) + "\n")
     _keep(output, replace(now, at_first=first))
-    said = f"the server's τ since the last look: {_between(length)}"
+    message = f"the server's τ since the last look: {_between(length)}"
     if first is not length:
-        said += f"; {_between(first)} in the first one after the last step"
-    return said + (": it fell" if fell else ""), fell
+        message += f"; {_between(first)} in the first one after the last step"
+    return message + (": it fell" if fell else ""), fell
 
 
 def _between(length: Estimate) -> str:
@@ -164,24 +155,24 @@ def _between(length: Estimate) -> str:
 
 
 def look_anew(output: Path) -> None:
-    """Compare later looks with the next one: what was to be learned from the traffic until now is learned."""
+    """Make the next look the baseline of later ones: the traffic until now has been learned from."""
     _keep(output, replace(watched(output), at_first=None))
 
 
 def replaced(config: AdaptConfig, output: Path, step: Path, before: str, command: list[str]) -> None:
-    """Note a drafter that the link points to now, and restart the server where that is how it comes to load it."""
+    """Record the drafter that was swapped in, and restart the server if the config has a command for it."""
     unchecked = None if config.server is None else Unchecked(str(step), before, command)
-    for stale in ("check", "server"):  # of a server that was not started again
+    for stale in ("check", "server"):  # results from before the restart
         remove(step / stale)
     _keep(output, Watched(unchecked=unchecked))
     _restart(config)
 
 
 def check(config: AdaptConfig, output: Path) -> tuple[str, bool] | None:
-    """Measure the drafter that came last on the server, and take it back if acceptance is below what was promised.
+    """Measure the last swapped-in drafter on the server, and take it back if acceptance is below the promise.
 
     Returns:
-        What to say, and whether the drafter stays; None where there is nothing to check.
+        A message, and whether the drafter stays; None if there is nothing to check.
 
     Raises:
         InputError: a server that does not answer, or whose counters cannot be read.
@@ -193,27 +184,27 @@ def check(config: AdaptConfig, output: Path) -> tuple[str, bool] | None:
     Stages(step / "check").run("server", ["measure", *unchecked.command])
     report = parse_json((step / "server/report.json").read_text(encoding="utf-8"))
     alpha, gate, within = report["runs"][0]["alpha"], report["gate"], report["server"]["counted"][0]["alpha_within"]
-    # What is not known is no reason to go back, nor what may be as good as was promised.
+    # An unknown α is no reason to go back, nor is one that may be as good as promised.
     unsure = alpha["ci95"] is None and (within is None or within[1] > gate["min_alpha"])
     stays = gate["passed"] or unsure
     if not stays:
         if os.path.realpath(config.drafter) == os.path.realpath(step / "drafter"):
             move_link(Path(config.drafter), unchecked.before)
         _restart(config)
-    # Counted from now on: what the check asked for was no traffic.
+    # Counting starts anew: the requests of the check were not traffic.
     _keep(output, Watched())
     why = gate["failures"][0] if gate["failures"] else "α is above what was promised"
-    found = "holds" if gate["passed"] else "is not known" if stays else "is below what was promised"
-    return f"acceptance on the server {found}: {why}", stays
+    result = "holds" if gate["passed"] else "is not known" if stays else "is below what was promised"
+    return f"acceptance on the server {result}: {why}", stays
 
 
 def loop(argv: Sequence[str], seconds: float) -> int:
-    """Do one step after the other, each in a process of its own, which leaves nothing in memory; return an exit code.
+    """Run one step after the other, each in its own process so that memory is freed; return an exit code.
 
-    The first step must be possible; what goes wrong later is said, and tried again.
+    A failure of the first step ends the loop; later failures are printed and tried again.
     """
     command, first = [sys.executable, "-m", "draftsmith.scripts.cli", "adapt", *argv, "--watch=null"], True
-    with terminable(), note_on_interrupt(lambda: "no step is begun any more; the same command goes on"):
+    with terminable(), note_on_interrupt(lambda: "no further step begins; the same command continues"):
         while True:
             code = _ended(command)
             if code in (INTERRUPTED, TERMINATED, -signal.SIGINT, -signal.SIGTERM):
@@ -230,24 +221,15 @@ def _ended(command: list[str]) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt as interruption:
-            if isinstance(interruption, Terminated):  # Ctrl-C went to both
+            if isinstance(interruption, Terminated):  # SIGTERM reached this process only, Ctrl-C both
                 process.terminate()
-            process.wait()  # it keeps what it has
+            process.wait()  # the step saves its state
             raise
 
 
-async def _metrics(config: AdaptConfig) -> ServerMetrics:
-    async with _client(config) as client:
-        return await client.metrics()
-
-
-async def _models(config: AdaptConfig) -> None:
-    async with _client(config) as client:
-        await client.models()
-
-
-def _client(config: AdaptConfig) -> Client:
-    return Client(str(config.server), "server", config.server_key_env, timeout=10.0)
+async def _ask(config: AdaptConfig, question: Callable[[Client], Awaitable[T]]) -> T:
+    async with Client(str(config.server), "server", config.server_key_env, timeout=10.0) as client:
+        return await question(client)
 
 
 def _keep(output: Path, state: Watched) -> None:
@@ -255,10 +237,10 @@ def _keep(output: Path, state: Watched) -> None:
 
 
 def _restart(config: AdaptConfig) -> None:
-    """Run the command that restarts the server, and wait until it answers.
+    """Run the command that restarts the server, and wait until the server answers.
 
     Raises:
-        InputError: it fails, or the server does not answer.
+        InputError: the command fails, or the server does not answer.
     """
     if config.restart is None:
         return
@@ -275,7 +257,7 @@ def _restart(config: AdaptConfig) -> None:
     end = time.monotonic() + STARTING
     while time.monotonic() < end:
         try:
-            asyncio.run(_models(config))
+            asyncio.run(_ask(config, Client.models))
         except ServerFailure:
             time.sleep(1.0)
         else:

@@ -1,1 +1,1 @@
-"""`draftsmith tune`: lossy rules, speed against departure from the target."""
+"""`draftsmith tune`: lossy rules, a hybrid's switch, or draft lengths by load."""

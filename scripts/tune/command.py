@@ -1,4 +1,4 @@
-"""`draftsmith tune`: lossy rules at many levels, what they gain in speed and how far they depart from the target."""
+"""`draftsmith tune`: lossy rules at many levels, their gain in speed and their departure from the target."""
 
 import math
 import sys
@@ -50,16 +50,15 @@ class Task:
 
     config: TuneConfig
     pair: Pair
-    prompts: list[list[int]]
-    """Token ids."""
+    prompts: list[list[int]]  # token ids
 
     @property
     def draft_length(self) -> int:
-        """γ; of heads the depth of their tree."""
+        """γ, or the depth of the heads' tree."""
         return self.pair.drafter.draft_lengths[0]
 
     def setting(self, rule: str, level: float) -> Setting:
-        """Return a lossy rule at a level, with the δ that typical acceptance has there."""
+        """Return a lossy rule at a level, with typical acceptance's δ at that level."""
         if rule != "typical":
             return Setting(rule, level)
         delta = self.config.typical_delta
@@ -67,20 +66,19 @@ class Task:
 
     @property
     def settings(self) -> list[Setting]:
-        """Every lossy rule at every level of the config."""
+        """All lossy rules at all levels of the config."""
         return [self.setting(rule, level) for rule in RULES for level in getattr(self.config, f"{rule}_levels")]
 
 
 def tune(config: TuneConfig) -> dict[str, Any]:
-    """Decode as the config says, write `tune.json` and `tune.svg`, and return what tune.json holds.
+    """Decode in every setting, write `tune.json` and `tune.svg`, and return the content of tune.json.
 
-    Each batch of prompts is decoded in every setting before the next one's turn, in an order that rotates from batch
-    to batch. The levels that the search then asks for take a turn of their own, and plain decoding once more with them:
-    a speed-up is over the plain decoding of its own turn. Whatever the batches, prompt i draws with the config's
-    seed + i.
+    Each batch is decoded in all settings before the next one, in a rotating order, so that drift of the machine's speed
+    affects all settings alike. Levels that the search adds run in a turn of their own, together with plain decoding: a
+    speed-up is always over plain decoding in the same turn. Prompt i draws with the config's seed + i.
 
     Raises:
-        InputError: models or prompts that cannot be used, or an output directory that cannot be written in.
+        InputError: models or prompts that cannot be used, or an output directory that is not writable.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -93,19 +91,20 @@ def tune(config: TuneConfig) -> dict[str, Any]:
 
 def _report(task: Task) -> dict[str, Any]:
     config, pair, settings = task.config, task.pair, task.settings
-    seen = _decode_all(task, [PLAIN, EXACT, *settings])
-    plain, exact, greedy = seen[PLAIN], seen[EXACT], config.temperature == 0
+    decoded = _decode_all(task, [PLAIN, EXACT, *settings])
+    plain, exact, greedy = decoded[PLAIN], decoded[EXACT], config.temperature == 0
+    # Each rule is a sequence of tests of its own; the rules share the error.
     confidence = confidence_of_each(0.95, len({setting.rule for setting in settings}))
-    levels = [figures(setting, seen[setting], plain, exact, greedy, confidence) for setting in settings]
+    levels = [figures(setting, decoded[setting], plain, exact, greedy, confidence) for setting in settings]
     for _ in range(config.refine if config.most is not None else 0):
         between = {
             rule: level_between([row for row in levels if row["rule"] == rule], config.most or 0.0) for rule in RULES
         }
-        wanted = [task.setting(rule, level) for rule, level in between.items() if level is not None]
-        if not wanted:
+        added = [task.setting(rule, level) for rule, level in between.items() if level is not None]
+        if not added:
             break
-        seen = _decode_all(task, [PLAIN, *wanted])
-        levels += [figures(setting, seen[setting], seen[PLAIN], exact, greedy, confidence) for setting in wanted]
+        decoded = _decode_all(task, [PLAIN, *added])
+        levels += [figures(setting, decoded[setting], decoded[PLAIN], exact, greedy, confidence) for setting in added]
     levels.sort(key=lambda row: (RULES.index(row["rule"]), row["level"]))
     chosen, reason = choose(levels, config.most)
     return {
@@ -129,7 +128,7 @@ def _report(task: Task) -> dict[str, Any]:
 
 def _load(config: TuneConfig) -> Task:
     prompts = read_prompts(config.prompts, limit=config.limit)
-    if len(prompts) < 2:  # no interval without two
+    if len(prompts) < 2:  # an interval needs two
         raise InputError(f"prompts: expected at least 2 in {config.prompts}, found {len(prompts)}")
     tokenizer, ids = read_tokens(config.target, config, prompts)
     specs = drafter_specs(config.drafter, [config.draft_length])
@@ -139,9 +138,9 @@ def _load(config: TuneConfig) -> Task:
 
 
 def _decode_all(task: Task, settings: list[Setting]) -> dict[Setting, list[Batch]]:
-    """Decode every prompt in every setting."""
+    """Decode every prompt in every setting, after a warm-up of each rule."""
     for setting in each({setting.rule: setting for setting in settings}.values(), "warm-up", "rules"):
-        _decode(task, setting, 0)  # the first calls allocate
+        _decode(task, setting, 0)  # first calls allocate memory
     turns = len(settings)
     batches: dict[Setting, list[Batch]] = {setting: [] for setting in settings}
     with phase("tune", turns * len(task.prompts), "texts") as bar:
@@ -154,7 +153,7 @@ def _decode_all(task: Task, settings: list[Setting]) -> dict[Setting, list[Batch
 
 
 def _decode(task: Task, setting: Setting, first: int) -> Batch:
-    """Decode the batch that begins with a prompt."""
+    """Decode the batch that starts at prompt number `first`."""
     config, pair = task.config, task.pair
     ids, mask = left_padded(task.prompts[first : first + config.batch_size], pair.target.device)
     options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "seed": config.seed + first}
@@ -174,11 +173,11 @@ def _decode(task: Task, setting: Setting, first: int) -> Batch:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tune a rule, a switch or draft lengths, print the table and what to take, and say where the figures are."""
-    wanted = tune_config(sys.argv[1:] if argv is None else argv)
-    if wanted is SwitchConfig:
+    """Tune a rule, a switch or draft lengths, and print the table, the choice and the paths of the files."""
+    config_class = tune_config(sys.argv[1:] if argv is None else argv)
+    if config_class is SwitchConfig:
         return switch_main(argv)
-    if wanted is LoadConfig:
+    if config_class is LoadConfig:
         return load_main(argv)
     config = parse_config(TuneConfig, argv, prog="draftsmith tune")
     print_tradeoff(tune(config))

@@ -20,37 +20,36 @@ LEVELS = {"typical_levels": BELOW_ONE, "threshold_levels": BELOW_ONE, "cascade_l
 
 @dataclass
 class TuneConfig(Sampling, PromptedTarget):
-    """Decode prompts by lossy rules at several levels, and find the fastest that departs less than you allow."""
+    """Decode prompts by lossy rules at several levels, and find the fastest within the allowed departure."""
 
     output: str
     """The directory that receives `tune.json` and `tune.svg`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
-    """The drafter: `DIR`, or a kind that needs none, such as prompt_lookup."""
+    """The drafter: `DIR`, or a kind that needs no files, such as prompt_lookup."""
     draft_length: int = 4
-    """γ, drafted tokens a round, of what drafts no tree of its own. Of all levels alike: where more tokens
-    stand, a longer draft may pay that did not."""
+    """γ, drafted tokens a round, for drafters without a tree of their own; the same at all levels. Where a rule accepts
+    more tokens, a longer draft may begin to pay."""
     batch_size: int = 8
-    """Prompts decoded together. Acceptance and departure don't depend on it, but for ties in half precision; speeds are
-    of such batches, and their intervals over them."""
+    """Prompts decoded together. Acceptance and departure do not depend on it, except for ties in half precision. Speeds
+    are those of such batches, with intervals over batches."""
     max_disagreement: float | None = None
     """At temperature 0: the share of tokens, below 1, that may differ from the target's argmax in their context."""
     max_total_variation: float | None = None
-    """Under sampling: how far a token's distribution may be from the target's in its context, mean total variation,
-    below 1. A text of n tokens is then at most n times as far."""
+    """Under sampling: the mean total variation, below 1, allowed between a token's distribution and the target's in its
+    context. The distribution of a text of n tokens is then at most n times as far."""
     typical_levels: Floats = field(default_factory=lambda: [0.05, 0.1, 0.2, 0.4, 0.8])
-    """ε of typical acceptance: levels with commas, an empty list for none of this rule. However high ε is, it stays
-    lenient where the target is unsure, unless δ is high too."""
+    """ε of typical acceptance: levels separated by commas; an empty list leaves this rule out. Even a high ε is lenient
+    where the target is unsure, unless δ is high too."""
     typical_delta: float | None = None
-    """δ of typical acceptance at every ε, above which ε changes nothing; None for √ε, as its authors set it."""
+    """δ of typical acceptance at every ε, above which ε has no effect; None for √ε, the authors' choice."""
     threshold_levels: Floats = field(default_factory=lambda: [0.05, 0.1, 0.2, 0.4, 0.8])
-    """Levels of the threshold rule, which near 1 is nearly exact, and slower than the exact rule: it refuses the
-    target's own choice too where that is less likely. At temperature 0 it looks at the target's probability at
-    temperature 1."""
+    """Levels of the threshold rule. Near 1 it is nearly exact, and slower than the exact rule, because it refuses even
+    the target's own choice where that is unlikely. At temperature 0 it reads the probability at temperature 1."""
     cascade_levels: Floats = field(default_factory=lambda: [0.15, 0.3, 0.5, 0.7, 0.9])
-    """The drafter's confidence from which the cascade lets its tokens stand."""
+    """Confidences of the drafter from which the cascade accepts its tokens."""
     refine: int = 3
-    """Further levels of each rule, each half-way between one that departs little enough and one that does not, while
-    there is something to gain. Nothing is tried beyond the levels given."""
+    """Further levels of each rule, each half-way between one within the allowed departure and one beyond it, while a
+    gain is possible. No level outside the range of the given ones is tried."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,11 +58,11 @@ class TuneConfig(Sampling, PromptedTarget):
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(2), "limit")
         require(self, at_least(0), "refine", "typical_delta")
-        # The other limit says nothing there: disagreements are of T=0 alone.
-        wanted, other = ("max_disagreement", "max_total_variation")[:: 1 if self.temperature == 0 else -1]
+        # The other limit has no meaning there: disagreements exist at T=0 only.
+        limit, other = ("max_disagreement", "max_total_variation")[:: 1 if self.temperature == 0 else -1]
         if getattr(self, other) is not None:
-            raise InputError(f"{other}: expected {wanted} at temperature {self.temperature:g}, found {other}")
-        require(self, more_than(0) & less_than(1), wanted)
+            raise InputError(f"{other}: expected {limit} at temperature {self.temperature:g}, found {other}")
+        require(self, more_than(0) & less_than(1), limit)
         for name, allowed in LEVELS.items():
             setattr(self, name, sorted(numbers(getattr(self, name), float, name)))
             require(self, allowed, name)
@@ -72,31 +71,32 @@ class TuneConfig(Sampling, PromptedTarget):
 
     @property
     def most(self) -> float | None:
-        """The departure that the user allows."""
+        """The departure that the user allows, or None."""
         return self.max_disagreement if self.temperature == 0 else self.max_total_variation
 
 
 @dataclass
 class SwitchConfig(Sampling, PromptedTarget):
-    """Find the switch of a hybrid by replay and measured costs; half of the prompts choose, the others report.
+    """Find a hybrid's switch by replay and measured costs: half of the prompts choose it, the other half report on it.
 
-    `seed` says which.
+    `seed` deals out the halves.
     """
 
     output: str
     """The directory that receives `switch.json`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
-    """The hybrid, `hybrid:FIRST+LAST`; what it says of its own switch is left aside."""
+    """The hybrid, `hybrid:FIRST+LAST`; a switch given with it is ignored."""
     draft_length: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
-    """γ, several with commas: of copies, and up to that, of the last drafter; what drafts a tree of its own has one."""
+    """γ, several separated by commas: the length of copies, and the longest draft of a last drafter that has no tree of
+    its own."""
     match_levels: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8, 12, 16, 24])
-    """The shortest matches, in tokens, that are tried."""
+    """Shortest matches, in tokens, to try."""
     score_levels: Floats = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0])
-    """The least scores that are tried."""
+    """Least scores to try."""
     batch_size: int = 1
-    """Prompts decoded together, where costs are measured."""
+    """Prompts decoded together when costs are measured."""
     compiled: bool | None = None
-    """For compiled forwards; null: as `measure` chooses, together with `dtype: auto`."""
+    """Compile forwards; null: as `measure` chooses, together with `dtype: auto`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,9 +104,8 @@ class SwitchConfig(Sampling, PromptedTarget):
         for name in ("draft_length", "match_levels"):
             setattr(self, name, sorted(numbers(getattr(self, name), int, name)))
         self.score_levels = sorted(numbers(self.score_levels, float, "score_levels"))
-        require_some(self, "draft_length", "number")
-        require_some(self, "match_levels", "number")
-        require_some(self, "score_levels", "number")
+        for name in ("draft_length", "match_levels", "score_levels"):
+            require_some(self, name, "number")
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(1), "match_levels", "batch_size")
         require(self, at_least(0), "score_levels")
@@ -138,20 +137,21 @@ class LoadConfig:
 
     @property
     def drafter_name(self) -> str:
-        """What the file calls it."""
+        """The drafter's name in the file."""
         return Path(self.path).name
 
 
 def tune_config(arguments: Sequence[str]) -> type[Any]:
-    """Return the config class of a tuning: by its reports of the load, of a switch where the drafter is a hybrid."""
+    """Return the config class for these arguments: with `reports` LoadConfig, with a hybrid SwitchConfig."""
     words = [part for argument in arguments for part in argument.split("=", 1)]
     values: list[Any] = [value for flag, value in pairwise([*words, ""]) if flag == "--drafter"]
     reports = "--reports" in words
     for flag, file in pairwise([*words, ""]):
         if flag == "--config":
-            given = fields_of(file).get("drafter")
-            reports |= "reports" in fields_of(file)
-            values += given if isinstance(given, list) else [given]
+            fields = fields_of(file)
+            reports |= "reports" in fields
+            drafter = fields.get("drafter")
+            values += drafter if isinstance(drafter, list) else [drafter]
     if reports:
         return LoadConfig
     return SwitchConfig if any(f"{Hybrid.name}:" in str(value) for value in values) else TuneConfig

@@ -1,8 +1,8 @@
 """`draftsmith tune --reports`: the draft length for each load, from measurements of the server itself.
 
-`measure --server` has measured the server at several draft lengths, each beside a server without drafts, with several
-numbers of requests at once. What was fastest at each of them is the table. Nothing is predicted. A draft length of 0
-counts as plain decoding, unless that was measured as well.
+`measure --server` has measured the server at several draft lengths and numbers of concurrent requests, each next to a
+server without drafts. The table takes the fastest draft length for each number; nothing is predicted. A draft length of
+0 counts as plain decoding, unless it was measured too.
 """
 
 import math
@@ -24,14 +24,14 @@ from draftsmith.train.provenance import write_json
 
 FILE = "draft_lengths.json"
 Speeds = dict[int, dict[int, dict[float, float]]]
-"""By requests at once, γ and temperature the speed-up over the server without drafts."""
+"""Concurrent requests → γ → temperature → speed-up over the server without drafts."""
 
 
 def tune_load(config: LoadConfig) -> dict[int, dict[int, float]]:
-    """Write draft_lengths.json, and return by requests at once and γ the speed-up, all temperatures alike.
+    """Write draft_lengths.json; return concurrent requests → γ → speed-up, the harmonic mean over temperatures.
 
     Raises:
-        InputError: reports that were not of such servers, or not of the same loads.
+        InputError: reports of other commands, or of different loads.
     """
     output = require_writable(config.output, FILE)
     speeds, temperatures = Speeds(), set[float]()
@@ -43,20 +43,20 @@ def tune_load(config: LoadConfig) -> dict[int, dict[int, float]]:
             speedup = run["speedup"]["value"]
             if speedup is None:
                 raise InputError(f"reports: expected speed-ups over a baseline server in {file}, found none")
-            at_once = speeds.setdefault(run["batch_size"], {})
-            at_once.setdefault(run["draft_length"], {})[run["temperature"]] = speedup
+            by_length = speeds.setdefault(run["batch_size"], {})
+            by_length.setdefault(run["draft_length"], {})[run["temperature"]] = speedup
             temperatures.add(run["temperature"])
-    lengths = {length for of in speeds.values() for length in of}
-    for requests, of in speeds.items():
+    lengths = {length for by_length in speeds.values() for length in by_length}
+    for requests, by_length in speeds.items():
         for length in sorted(lengths):
-            if of.get(length, {}).keys() != temperatures:
+            if by_length.get(length, {}).keys() != temperatures:
                 raise InputError(
                     f"reports: expected the same numbers of requests at once and temperatures of every draft length, "
                     f"found none of {requests} at once with γ = {length} at every temperature"
                 )
     goodput = {
-        requests: {0: 1.0} | {length: harmonic_mean(list(of[length].values())) for length in sorted(of)}
-        for requests, of in sorted(speeds.items())
+        requests: {0: 1.0} | {length: harmonic_mean(list(by_length[length].values())) for length in sorted(by_length)}
+        for requests, by_length in sorted(speeds.items())
     }
     table = ranges(_between(chosen_lengths(goodput)), max(goodput))
     drafters = {config.drafter_name: entry(config.path, sorted(temperatures), table)}
@@ -65,9 +65,9 @@ def tune_load(config: LoadConfig) -> dict[int, dict[int, float]]:
 
 
 def _between(chosen: Mapping[int, int]) -> dict[int, int]:
-    """Return the draft length of every load up to the greatest: that of the measured one that is nearest by ratio.
+    """Return the draft length at every load up to the greatest: that of the measured load nearest by ratio.
 
-    A server that has 8 requests at once runs 7 while one ends and the next comes.
+    A server with 8 concurrent requests runs 7 while one ends and the next arrives.
     """
     sizes = sorted(chosen)
     nearest = {
@@ -88,23 +88,23 @@ def _runs(file: Path) -> list[Mapping[str, Any]]:
 
 
 def print_load(goodput: Mapping[int, Mapping[int, float]], console: Console | None = None) -> None:
-    """Print the speed-ups, and which draft length is taken at each load."""
+    """Print the speed-ups and the draft length taken at each load."""
     console = console or Console()
     chosen, lengths = chosen_lengths(goodput), sorted(next(iter(goodput.values())))
-    measured = any(of[0] != 1 for of in goodput.values())
+    measured = any(by_length[0] != 1 for by_length in goodput.values())
     columns = ["at once", *(f"γ = {length}" if length or measured else "plain" for length in lengths), "taken"]
     table = figures_table(columns, "at once", "speed-up over the server without drafts")
-    for requests, of in goodput.items():
+    for requests, by_length in goodput.items():
         taken = f"γ = {chosen[requests]}" if chosen[requests] else "none"
-        table.add_row(str(requests), *(f"{of[length]:.2f}×" for length in lengths), taken)
+        table.add_row(str(requests), *(f"{by_length[length]:.2f}×" for length in lengths), taken)
     console.print(table)
-    for requests, of in goodput.items():
-        if max(of.values()) < 1:
+    for requests, by_length in goodput.items():
+        if max(by_length.values()) < 1:
             console.print(f"{requests} at once: a server without a drafter is faster than all of these")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Find the draft lengths, print the table, and say where they are."""
+    """Find the draft lengths, and print the table and the command that exports them."""
     config = parse_config(LoadConfig, argv, prog="draftsmith tune")
     print_load(tune_load(config))
     print(f"draftsmith export --format vllm --draft_lengths {Path(config.output) / FILE}")

@@ -1,7 +1,7 @@
-"""`draftsmith tune` of a hybrid: its switch, found by replay and priced by measured costs.
+"""`draftsmith tune` for a hybrid: its switch, found by replay and priced by measured costs.
 
-All drafters are replayed on the same texts once; every switch and draft length follows from that by sums, and nothing
-is decoded for it but the texts.
+All drafters are replayed once on the same texts, the only thing that is decoded. Every switch and draft length then
+follows by sums.
 """
 
 import random
@@ -36,13 +36,12 @@ from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.switch/1"
 FILE = "switch.json"
-SHOWN = 10
-"""Switches that are printed."""
+SHOWN = 10  # switches in the printed table
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A switch, and draft lengths of copies and of the last drafter; or one of the drafters alone."""
+    """A switch with draft lengths of copies and of the last drafter; or a single drafter without a switch."""
 
     draft_length: int
     switch: Switch | None = None
@@ -51,20 +50,19 @@ class Setting:
 
     @property
     def method(self) -> "Method":
-        """What was replayed for it."""
+        """The key of its replay."""
         return (self.switch, self.last_length) if self.drafter is None else self.drafter
 
 
 Method = tuple[Switch | None, int | None] | str
-"""A switch and the longest draft of the last drafter, or one of the drafters."""
+"""A switch with the last drafter's longest draft, or the name of a single drafter."""
 
 
 @dataclass
 class Replayed:
-    """The texts, what each setting's rounds on them were, and what rounds cost."""
+    """Texts, the rounds of each setting on them, and the costs of rounds."""
 
-    lengths: list[int]
-    """Tokens of each text."""
+    lengths: list[int]  # tokens of each text
     by_method: Mapping[Method, Replay]
     costs: CostTable
     sources: Sequence[str]
@@ -73,7 +71,7 @@ class Replayed:
     _seconds: dict[Setting, list[float]] = field(default_factory=dict, init=False)
 
     def seconds(self, setting: Setting, place: int) -> float:
-        """Return what a text would take with a setting."""
+        """Return the predicted seconds of a text with a setting."""
         if setting not in self._seconds:
             self._seconds[setting] = self._of_texts(setting)
         return self._seconds[setting][place]
@@ -87,45 +85,38 @@ class Replayed:
         return text_seconds(costs, sizes, lengths, self.rows)
 
     def plain_seconds(self, place: int) -> float:
-        """Return what it takes plainly."""
+        """Return the predicted seconds of a text in plain decoding."""
         costs = self.costs.at(self.sources[-1], self.rows)
         return self.lengths[place] * (costs.target[1] + costs.plain_overhead)
 
     def speedup(self, setting: Setting, places: Sequence[int]) -> Estimate:
-        """Return the predicted speed-up over plain decoding on some texts, prompts left aside."""
+        """Return the predicted speed-up over plain decoding on some texts, without their prompts."""
         return ratio([self.plain_seconds(i) for i in places], [self.seconds(setting, i) for i in places])
 
     def gain(self, setting: Setting, other: Setting, places: Sequence[int]) -> Estimate:
-        """Return how many times as fast as another it is on some texts."""
+        """Return the ratio of another setting's time to this one's on some texts."""
         return ratio([self.seconds(other, i) for i in places], [self.seconds(setting, i) for i in places])
 
     def best(self, settings: Iterable[Setting], places: Sequence[int]) -> Setting:
-        """Return the setting that takes the least time on some texts."""
+        """Return the fastest setting on some texts."""
         return min(settings, key=lambda setting: sum(self.seconds(setting, i) for i in places))
 
 
 def tune_switch(config: SwitchConfig) -> dict[str, Any]:
-    """Find the switch as the config says, write `switch.json`, and return what it holds.
+    """Find the switch, write `switch.json`, and return its content.
 
     Raises:
-        InputError: models or prompts that cannot be used, drafters that cannot be replayed, or an output directory that
-            cannot be written in.
+        InputError: models, prompts or an output directory that cannot be used, or drafters that cannot be replayed.
     """
     output = require_writable(config.output, FILE)
     prompts = read_prompts(config.prompts, limit=config.limit)
-    if len(prompts) < 4:  # an interval needs two of each half
+    if len(prompts) < 4:  # an interval needs two in each half
         raise InputError(f"prompts: expected at least 4 in {config.prompts}, found {len(prompts)}")
     _, ids = read_tokens(config.target, config, prompts)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     specs = drafter_specs(config.drafter, config.draft_length)
     pair, settings = load_fastest(
-        config.target,
-        tokenizer,
-        specs,
-        config.dtype,
-        config.threads,
-        config.compiled,
-        config.trust_remote_code,
+        config.target, tokenizer, specs, config.dtype, config.threads, config.compiled, config.trust_remote_code
     )
     pair.check_positions(max(map(len, ids)), config.max_new_tokens)
     report = _report(config, pair, prompts, ids, settings.compiled)
@@ -139,18 +130,18 @@ def _report(
     drafter, replayed = pair.drafter, _replayed(config, pair, ids, compiled)
     lengths = list(drafter.draft_lengths) if _has_tree(drafter) else config.draft_length
     choosing, reported = _halves(prompts, config.seed)
-    of_each = {
-        switch: [
-            Setting(k, switch, last) for k in lengths for last in _last_lengths(drafter, config) if (last or 0) <= k
-        ]
+    lengths_last = _last_lengths(drafter, config)
+    by_switch = {
+        switch: [Setting(k, switch, last) for k in lengths for last in lengths_last if (last or 0) <= k]
         for switch in _switches(config)
     }
     alone = {}
     for name in replayed.sources:
-        tried = lengths if name == replayed.sources[-1] else config.draft_length  # the last may draft a tree
-        alone[name] = replayed.best((Setting(k, drafter=name) for k in tried), choosing)
-    best_of_each = [replayed.best(settings, choosing) for settings in of_each.values()]
-    best, best_alone = replayed.best(best_of_each, choosing), replayed.best(alone.values(), choosing)
+        gammas = lengths if name == replayed.sources[-1] else config.draft_length  # the last may draft a tree
+        alone[name] = replayed.best((Setting(k, drafter=name) for k in gammas), choosing)
+    best_settings = [replayed.best(settings, choosing) for settings in by_switch.values()]
+    # One half of the prompts chooses and the other reports, so that the report is free of selection bias.
+    best, best_alone = replayed.best(best_settings, choosing), replayed.best(alone.values(), choosing)
     categories = {prompt.category for prompt in prompts} - {None}
     return {
         "schema": SCHEMA,
@@ -164,7 +155,7 @@ def _report(
         "costs": asdict(replayed.costs),
         "switches": [
             _entry(setting, replayed, choosing, config.drafter[0])
-            for setting in sorted(best_of_each, key=lambda setting: sum(replayed.seconds(setting, i) for i in choosing))
+            for setting in sorted(best_settings, key=lambda best: sum(replayed.seconds(best, i) for i in choosing))
         ],
         "alone": {name: _entry(setting, replayed, reported) for name, setting in alone.items()},
         "chosen": _entry(best, replayed, reported, config.drafter[0])
@@ -179,7 +170,7 @@ def _report(
 
 
 def _replayed(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compiled: bool) -> Replayed:
-    """Let the target write the texts, replay every switch and drafter on them, and measure costs."""
+    """Let the target write texts, replay every switch and drafter on them, and measure costs."""
     hybrid, sources = pair.drafter.proposer, pair.drafter.sources
     if not isinstance(hybrid, HybridProposer):
         raise InputError(f"drafter: expected a hybrid, found {config.drafter[0]}")
@@ -201,7 +192,7 @@ def _replayed(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compil
     (costs,) = measure_costs(
         pair.target,
         dict(zip(sources, hybrid.drafters, strict=True)),
-        # Not the longest: the rest of a round grows with it, and what is chosen is mostly short.
+        # The middle length, because a round's other costs grow with γ, and mostly short drafts are chosen.
         dict.fromkeys(sources, sorted(lengths)[len(lengths) // 2]),
         torch.cat(texts),
         {config.temperature: sampler},
@@ -215,7 +206,7 @@ def _replayed(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compil
 
 
 def _written(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compiled: bool) -> list[torch.Tensor]:
-    """Return prompts and the texts that the target writes behind them."""
+    """Return prompts with the target's continuations."""
     texts: list[torch.Tensor] = []
     for first in each(range(0, len(ids), config.batch_size), "texts of the target", "batches"):
         batch = ids[first : first + config.batch_size]
@@ -235,7 +226,7 @@ def _switches(config: SwitchConfig) -> list[Switch]:
 
 
 def _last_lengths(drafter: Drafter, config: SwitchConfig) -> Sequence[int | None]:
-    """Return the longest drafts of the last drafter that are tried: one tree is not cut."""
+    """Return the limits to try for the last drafter's drafts; a tree is not cut."""
     return [None] if _has_tree(drafter) else config.draft_length
 
 
@@ -244,7 +235,7 @@ def _has_tree(drafter: Drafter) -> bool:
 
 
 def _halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[int], list[int]]:
-    """Deal prompts out, as evenly in each category as can be: those that choose, and those that are reported on."""
+    """Split prompts, as evenly as possible in each category, into those that choose and those that are reported on."""
     rng, choosing, reported = random.Random(seed), list[int](), list[int]()
     for category in sorted({str(prompt.category) for prompt in prompts}):
         places = [i for i, prompt in enumerate(prompts) if str(prompt.category) == category]
@@ -263,7 +254,8 @@ def _entry(setting: Setting, replayed: Replayed, places: Sequence[int], drafter:
         argument = _argument(drafter, setting.switch, setting.last_length)
         entry = asdict(setting.switch) | {"last": setting.last_length, "argument": argument}
     sizes = [text.sizes[setting.draft_length] for text in texts]
-    by_source = [sum(float(each[s].sum()) for each in sizes if s < len(each)) for s in range(max(map(len, sizes)))]
+    members = range(max(map(len, sizes)))
+    by_source = [sum(float(text_sizes[i].sum()) for text_sizes in sizes if i < len(text_sizes)) for i in members]
     return entry | {
         "draft_length": setting.draft_length,
         "mean_acceptance_length": ratio([c.num_emitted_tokens for c in counts], [c.num_drafts for c in counts]),
@@ -273,20 +265,20 @@ def _entry(setting: Setting, replayed: Replayed, places: Sequence[int], drafter:
 
 
 def _argument(drafter: str, switch: Switch, last_length: int | None) -> str:
-    """Return what `--drafter` says of the hybrid with a switch and a longest draft of the last drafter."""
+    """Return the `--drafter` argument for the hybrid with a switch and a longest draft of the last drafter."""
     members, at, _ = drafter.rpartition(AT)
     last = "" if last_length is None else f",last={last_length}"
     return f"{members if at else drafter}{AT}match={switch.match},score={switch.score!r}{last}"
 
 
 def _named(entry: dict[str, Any]) -> str:
-    """Return what a table calls a switch."""
+    """Return the name of a switch in the table."""
     last = "" if entry["last"] is None else f", last {entry['last']}"
     return f"match {entry['match']}, score {entry['score']:g}{last}"
 
 
 def print_switch(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the best switches, each drafter alone, and what to take; it fits 80 columns."""
+    """Print the best switches, each drafter alone, and the choice, within 80 columns."""
     console = console or Console()
     count = report["prompts"]
     table = figures_table(
@@ -324,7 +316,7 @@ def print_switch(report: dict[str, Any], console: Console | None = None) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Find a switch, print the table and what to take, and say where the figures are."""
+    """Find a switch, and print the table, the choice and the path of the figures."""
     config = parse_config(SwitchConfig, argv, prog="draftsmith tune")
     print_switch(tune_switch(config))
     print(f"figures: {Path(config.output) / FILE}")

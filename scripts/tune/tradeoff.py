@@ -1,4 +1,4 @@
-"""From decoded prompts to the curve of speed against departure, and the level of a lossy rule to take."""
+"""The curve of speed against departure, from decoded prompts, and the choice of a lossy rule's level."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,12 +34,11 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One way of decoding: "plain", the "exact" rule, or a lossy rule at a level."""
+    """A way of decoding: "plain", the "exact" rule, or a lossy rule at a level, with typical acceptance's δ."""
 
     rule: str
     level: float | None = None
     delta: float | None = None
-    """δ of typical acceptance."""
 
     def build(self) -> Rule:
         """Return the rule to decode with."""
@@ -55,11 +54,11 @@ PLAIN, EXACT = Setting("plain"), Setting("exact")
 
 @dataclass(frozen=True)
 class Seen:
-    """One prompt decoded in one setting."""
+    """A prompt decoded in one setting."""
 
     counts: Counts
     departure: float
-    """Σ over emitted tokens: at T=0 whether the token is not the target's argmax, else TV(its q, the target's p)."""
+    """Σ over emitted tokens: at T=0, 1 if the token is not the target's argmax; else TV(its q, the target's p)."""
     repeated_ngrams: int
     ngrams: int
 
@@ -74,33 +73,24 @@ class Batch:
 
 @dataclass(frozen=True)
 class BoundedDeparture(Estimate):
-    """The departure a token, with an upper bound."""
+    """The departure a token with an upper bound."""
 
     upper_bound: float
 
 
 def figures(
-    setting: Setting,
-    batches: Sequence[Batch],
-    plain: Sequence[Batch],
-    exact: Sequence[Batch],
-    greedy: bool,
+    setting: Setting, batches: Sequence[Batch], plain: Sequence[Batch], exact: Sequence[Batch], greedy: bool,
     confidence: float = 0.95,
-) -> dict[str, Any]:
-    """Return one setting's entry of tune.json: counts, and estimates with intervals over prompts, speeds' over batches.
+) -> dict[str, Any]:  # fmt: skip
+    """Return a setting's entry of tune.json: counts, and estimates with intervals over prompts, or batches for speeds.
 
-    Args:
-        setting: what decoded.
-        batches: its prompts.
-        plain: the same prompts, plainly decoded in the same turn: what the speed-up is over.
-        exact: the same prompts by the exact rule: what the gain in τ is over.
-        greedy: whether they were decoded at T=0.
-        confidence: level of the departure's bound.
+    The speed-up is over `plain`, decoded in the same turn, and the gain in τ over `exact`. `confidence` is the level of
+    the departure's bound.
     """
-    lossy, seen = setting.level is not None, rows_of(batches)
-    tokens, rounds = _tokens_and_rounds(seen)
-    counts, times = sum((s.counts for s in seen), Counts()), _tokens_and_seconds(batches)
-    ngrams = sum(s.ngrams for s in seen)
+    lossy, rows = setting.level is not None, rows_of(batches)
+    tokens, rounds = _tokens_and_rounds(rows)
+    counts, times = sum((row.counts for row in rows), Counts()), _tokens_and_seconds(batches)
+    ngrams = sum(row.ngrams for row in rows)
     return {
         "rule": setting.rule,
         "level": setting.level,
@@ -110,8 +100,8 @@ def figures(
         "gain_over_exact": ratio_difference(tokens, rounds, *_tokens_and_rounds(rows_of(exact))) if lossy else None,
         "speedup": rate_ratio(*times, *_tokens_and_seconds(plain)),
         "tokens_per_second": ratio(*times),
-        "departure": departure_estimate([s.departure for s in seen], tokens, greedy, confidence) if lossy else None,
-        "repeated_ngram_share": sum(s.repeated_ngrams for s in seen) / ngrams if ngrams else None,
+        "departure": departure_estimate([r.departure for r in rows], tokens, greedy, confidence) if lossy else None,
+        "repeated_ngram_share": sum(row.repeated_ngrams for row in rows) / ngrams if ngrams else None,
     }
 
 
@@ -120,8 +110,8 @@ def rows_of(batches: Sequence[Batch]) -> list[Seen]:
     return [row for batch in batches for row in batch.rows]
 
 
-def _tokens_and_rounds(seen: Sequence[Seen]) -> tuple[list[int], list[int]]:
-    return [s.counts.num_emitted_tokens for s in seen], [s.counts.num_drafts for s in seen]
+def _tokens_and_rounds(rows: Sequence[Seen]) -> tuple[list[int], list[int]]:
+    return [row.counts.num_emitted_tokens for row in rows], [row.counts.num_drafts for row in rows]
 
 
 def _tokens_and_seconds(batches: Sequence[Batch]) -> tuple[list[int], list[float]]:
@@ -131,35 +121,26 @@ def _tokens_and_seconds(batches: Sequence[Batch]) -> tuple[list[int], list[float
 def departure_estimate(
     departures: Sequence[float], tokens: Sequence[int], greedy: bool, confidence: float = 0.95
 ) -> BoundedDeparture:
-    """Return the departure a token, its interval over prompts, and an upper bound.
+    """Return the departure a token, its interval over prompts, and an upper bound at a level of confidence.
 
-    The bound is the upper end of Student's interval, and never below what as many independent tokens would give
-    (Clopper and Pearson 1934), at T=0 for as many disagreements, and under sampling, where a departure is no event but
-    a distance, for none: prompts that show no departure say of none how seldom it is, however few they are.
-
-    Args:
-        departures: each prompt's sum over its tokens, of values between 0 and 1.
-        tokens: each prompt's tokens.
-        greedy: whether departures are of T=0, and so count tokens.
-        confidence: level of the interval whose upper end is the bound.
+    The bound is the upper end of Student's interval, but at least the bound of Clopper and Pearson (1934) for equally
+    many independent tokens: a few prompts without departures say little about their rate. At T=0 (`greedy`) that floor
+    counts the disagreements as events; under sampling a departure is a distance, not an event, so it counts none.
+    `departures` has each prompt's sum over its `tokens`, of values between 0 and 1.
     """
     estimate = ratio(departures, tokens)
     events, count = sum(departures) if greedy else 0, sum(tokens)
     floor = float(stats.beta.ppf((1 + confidence) / 2, events + 1, count - events)) if events < count else 1.0
     interval = ratio_interval(departures, tokens, confidence)
-    bound = 1.0 if interval is None else min(max(floor, interval[1]), 1.0)  # of too few prompts nothing is known
+    bound = 1.0 if interval is None else min(max(floor, interval[1]), 1.0)  # no interval from too few prompts
     return BoundedDeparture(estimate.value, estimate.ci95, estimate.n, upper_bound=bound)
 
 
 def level_between(levels: Sequence[dict[str, Any]], most: float) -> float | None:
-    """Return the level half-way between the last admitted one and the next, the first that departs too far.
+    """Return the level half-way between the last admitted level of a rule and the next, the first that departs too far.
 
-    None where there are no such two, or where not even the one that departs too far gains on the exact rule: what lies
-    between would not either.
-
-    Args:
-        levels: entries of tune.json of one rule.
-        most: the departure that is allowed.
+    None if there are no such two, or if even the level that departs too far does not gain on the exact rule: then no
+    level between them would.
     """
     rows, count = _strictest_first(levels), len(admitted(levels, most))
     if not 0 < count < len(rows) or not rows[count]["gain_over_exact"].value > 0:
@@ -168,11 +149,11 @@ def level_between(levels: Sequence[dict[str, Any]], most: float) -> float | None
 
 
 def admitted(levels: Sequence[dict[str, Any]], most: float) -> list[dict[str, Any]]:
-    """Return one rule's levels, from the strictest down to the first whose departure's bound is not below `most`.
+    """Return one rule's levels, from the strictest up to the last whose departure's bound is below `most`.
 
-    Levels that are tested in a fixed order, each only if those before it held, need no correction for their number
-    (fixed sequence testing: Angelopoulos et al. 2021, "Learn then Test", section 2). Several rules are as many
-    sequences, which share the error.
+    Levels tested in a fixed order, each only if those before it passed, need no correction for their number (fixed
+    sequence testing: Angelopoulos et al. 2021, "Learn then Test", section 2). The rules are such sequences, which share
+    the error.
     """
     return list(takewhile(lambda row: row["departure"].upper_bound < most, _strictest_first(levels)))
 
@@ -180,25 +161,21 @@ def admitted(levels: Sequence[dict[str, Any]], most: float) -> list[dict[str, An
 def choose(levels: Sequence[dict[str, Any]], most: float | None) -> tuple[dict[str, Any] | None, str]:
     """Return the fastest admitted level that gains on the exact rule, or None, and the reason in a line.
 
-    Fastest is the greatest τ: target, drafter and draft length are the same, so that the rounds cost the same, and the
-    clock is noisier than the counts. It gains where the interval of the paired difference in τ lies above zero.
-
-    Args:
-        levels: entries of tune.json of all rules.
-        most: the departure that is allowed; None if the user sets none.
+    The fastest has the greatest τ: rounds cost the same at all levels, and the clock is noisier than counts. A level
+    gains if the interval of the paired difference in τ is above zero. `most` is the allowed departure, or None.
     """
     if most is None:
         return None, "no departure was asked for: give max_disagreement (T=0) or max_total_variation"
     inside = [row for rule in RULES for row in admitted([r for r in levels if r["rule"] == rule], most)]
     if not inside:
         nearest = min(levels, key=lambda row: row["departure"].upper_bound)
-        nearest_words = f"the nearest is {_name(nearest)}, {_at_most(nearest)}"
-        return None, f"none: keep exact. No level stays below {most:.2%}; {nearest_words}"
+        message = f"none: keep exact. No level stays below {most:.2%}; the nearest is"
+        return None, f"{message} {_name(nearest)}, {_at_most(nearest)}"
     gaining = [row for row in inside if (row["gain_over_exact"].ci95 or [0.0])[0] > 0]
     best = max(gaining or inside, key=lambda row: row["gain_over_exact"].value)
     if not gaining:
-        best_words = f"the best is {_name(best)}, {_gain(best)}"
-        return None, f"none: keep exact. No level below {most:.2%} surely gains; {best_words}"
+        message = f"none: keep exact. No level below {most:.2%} surely gains; the best is"
+        return None, f"{message} {_name(best)}, {_gain(best)}"
     return best, f"{_name(best)}: {_gain(best)}, {_at_most(best)}"
 
 
@@ -207,7 +184,7 @@ def _strictest_first(levels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_tradeoff(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the settings and what to take; it fits 80 columns."""
+    """Print the settings and the choice, within 80 columns."""
     console = console or Console()
     count, gamma, rows = report["prompts"]["count"], report["draft_length"], report["batch_size"]
     table = figures_table(
@@ -234,8 +211,8 @@ def print_tradeoff(report: dict[str, Any], console: Console | None = None) -> No
 
 
 def draw_tradeoff(report: dict[str, Any], path: Path) -> None:
-    """Draw speed-up against departure, a line a rule, as SVG: written aside, then renamed."""
-    from matplotlib import rc_context  # costs half a second, which only this command should
+    """Draw speed-up against departure as SVG, one line for each rule; written to a temporary file, then renamed."""
+    from matplotlib import rc_context  # a slow import, half a second
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -260,14 +237,14 @@ def draw_tradeoff(report: dict[str, Any], path: Path) -> None:
         axes.axvline(report["max_departure"], color=LIMIT, linewidth=0.8, linestyle="--", label="asked for")
     if (chosen := report["chosen"]) is not None:
         plot([chosen], "o", markersize=12, mfc="none", color=LIMIT, label=f"chosen: {_name(chosen)}")
-    # Departures of a few per mille matter as much as those of tens of per cent.
+    # A symmetric log scale: departures of a few per mille matter as much as those of tens of per cent.
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.set(xlabel=MEASURES[report["departure"]], ylabel="speed-up over plain decoding")
     axes.set_title(report["reason"], fontsize=9, loc="left", wrap=True)
     axes.legend(frameon=False)
-    # Text as text, and the same file every time.
+    # Text stays text, and the file is reproducible.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}), written_aside(path) as aside:
         figure.savefig(aside, format="svg", metadata={"Date": None})
 
