@@ -1,1 +1,1 @@
-"""`draftsmith choose`: which drafter to train for a target, by training several a little."""
+"""`draftsmith choose`: find the drafter to train for a target, by training several a little."""

@@ -1,8 +1,8 @@
-"""`draftsmith align --target T --prompts P --budget 2h --output DIR`: the whole road in one line.
+"""`draftsmith align --target T --prompts P --budget 2h --output DIR`: from prompts to a served drafter in one command.
 
-Choose a drafter (or take the one that is named), let the target write more text, train, measure on prompts that nothing
-has seen, and where the gate passes export it and say how a server is launched. Each stage is an ordinary command, which
-is printed, and is not run again once it has ended.
+Choose a drafter (or take the named one), let the target write more text, train, and measure on held-out prompts. If the
+gate passes, export the drafter and print how to launch a server. Each stage is an ordinary command, printed, and runs
+once.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_json, read
 from draftsmith.scripts import cli
 from draftsmith.scripts.choose import command as choose
-from draftsmith.scripts.choose.candidates import checked_candidates, say_plan
 from draftsmith.scripts.choose.command import BEST_OF_EPOCHS, dealt, settle
 from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
+from draftsmith.scripts.choose.run import checked_candidates, print_plan
 from draftsmith.scripts.engine.offline import engine_python
 from draftsmith.scripts.kinds import kind_of, recipes
 from draftsmith.scripts.pair import require_rollback
@@ -40,30 +40,27 @@ from draftsmith.train.runs import note_on_interrupt
 FREE = (*choose.FREE, "verify", "min_speedup")
 """Fields that may change in an output that an earlier run began."""
 FREE_OF_NAMED = ("server", "budget", "budget_tokens", "choosing")
-"""And those that may where nothing is chosen, for `choose` would refuse another value."""
+"""Further fields that may change with a named drafter; `choose` itself would refuse other values."""
 HELD_BACK = 0.05
-"""The share of the prompts that choose the best epoch of a named candidate."""
+"""The share of the prompts that select the best epoch of a named candidate."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What was made."""
+    """A trained drafter, or copies."""
 
-    name: str
-    """Of the candidate."""
-    directory: str | None
-    """None of copies."""
-    draft_lengths: list[int]
-    """γ that are worth measuring."""
+    name: str  # of the candidate
+    directory: str | None  # None for copies
+    draft_lengths: list[int]  # γ to measure
 
     @property
     def drafter(self) -> str:
-        """What `--drafter` says of it."""
+        """The value of `--drafter`."""
         return self.directory or self.name
 
 
 def align(config: AlignConfig) -> int:
-    """Go all the way; return 0, or 3 where no drafter pays.
+    """Run all stages; return 0, or 3 if no drafter pays.
 
     Raises:
         InputError: settings or inputs that cannot be used, or a stage that failed.
@@ -84,14 +81,13 @@ def align(config: AlignConfig) -> int:
     for path, part in zip((measured, others), dealt(config, prompts, config.measured_prompts), strict=True):
         write_prompts(path, [prompt.record() for prompt in part])
     stages = Stages(output / "stages")
-    with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
-        make = _chosen if config.drafter is None else _named
-        made = make(config, output, others, stages)
+    with note_on_interrupt(lambda: f"finished stages are kept in {output}; the same command continues from there"):
+        made = (_chosen if config.drafter is None else _named)(config, output, others, stages)
         if made is None:
             return NO_GO
-        kept = None if made.directory is None else KeptStep.left_in(Path(made.directory))
-        if kept is not None:
-            print(f"\n{made.directory} holds {kept}", flush=True)
+        step = None if made.directory is None else KeptStep.left_in(Path(made.directory))
+        if step is not None:
+            print(f"\n{made.directory} holds {step}", flush=True)
         stages.run("measure", ["measure", *_measuring(config, made, measured, output / "report")])
         passed = _gate(output / "report/report.json")
         if not passed:
@@ -101,22 +97,22 @@ def align(config: AlignConfig) -> int:
 
 
 def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> Made | None:
-    """Choose a drafter and train it; None where none pays."""
+    """Choose a drafter and train it; return None if none pays."""
     choice = output / "choice"
-    given = {field.name: getattr(config, field.name) for field in fields(ChooseConfig)}
-    given |= {"prompts": prompts, "output": choice, "limit": None, "dry_run": None}
+    values = {field.name: getattr(config, field.name) for field in fields(ChooseConfig)}
+    values |= {"prompts": prompts, "output": choice, "limit": None, "dry_run": None}
     for name in ("draft_length", "temperature", "batch_size"):
-        given[name] = ",".join(f"{value:g}" for value in given[name])
-    said = {name: value for name, value in given.items() if value not in (None, {})}
-    stages.run("choose", ["choose", *flags_of(said)])
-    found = parse_json((choice / "choose.json").read_text(encoding="utf-8"))
-    name = found["winner"]
+        values[name] = ",".join(f"{value:g}" for value in values[name])
+    flags = flags_of({name: value for name, value in values.items() if value not in (None, {})})
+    stages.run("choose", ["choose", *flags])
+    result = parse_json((choice / "choose.json").read_text(encoding="utf-8"))
+    name = result["winner"]
     if name == NONE:
-        print(f"\nno-go: {found['reason']}")
+        print(f"\nno-go: {result['reason']}")
         return None
-    standing = next(its for its in found["standings"] if its["name"] == name)
-    left = config.seconds - found["spent"]
-    for number, line in enumerate(found["commands"], 1):
+    standing = next(standing for standing in result["standings"] if standing["name"] == name)
+    left = config.seconds - result["spent"]
+    for number, line in enumerate(result["commands"], 1):
         words = shlex.split(line)[1:]
         if words[0] in recipes() and config.budget_tokens is None:
             words.append(f"--stop_after={max(1, round(left))}s")
@@ -127,7 +123,7 @@ def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) ->
 
 
 def _named(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> Made | None:
-    """Let the target answer all prompts, and train the candidate that is named."""
+    """Let the target answer all prompts, and train the named candidate."""
     name, candidates = str(config.drafter), checked_candidates(config)
     if name not in candidates:
         raise InputError(f"drafter: expected a candidate out of {', '.join(candidates)}, found {name}")
@@ -144,34 +140,34 @@ def _named(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> 
 
 
 def _measuring(config: AlignConfig, made: Made, prompts: Path, output: Path) -> list[str]:
-    """Return the flags of `measure`."""
+    """Return the flags of `measure` on the held-out prompts."""
     values: dict[str, Any] = {
         "target": config.target, "prompts": prompts, "output": output,
-        "temperature": ",".join(f"{each:g}" for each in config.temperature),
+        "temperature": ",".join(f"{temperature:g}" for temperature in config.temperature),
         "batch_size": ",".join(map(str, config.batch_size)), "draft_length": ",".join(map(str, made.draft_lengths)),
     }  # fmt: skip
-    if config.min_speedup != 1.0:  # without a gate a report says in which settings drafting pays
+    if config.min_speedup != 1.0:  # without a gate the report gives a verdict for each setting
         values["min_speedup"] = config.min_speedup
     return [*flags_of(values | config.texts() | config.loading()), f"--drafter={made.name}={made.drafter}"]
 
 
 def _gate(path: Path) -> dict[tuple[float, int], int]:
-    """Say where the gate passes, and return γ by temperature and batch size there; nothing where it passes nowhere.
+    """Print the verdicts; return γ by temperature and batch size of the settings that pass the gate.
 
-    A server can leave drafting out where it does not pay, so that one setting is enough.
+    One such setting is enough, because a server can leave drafting out where it does not pay.
     """
     verdicts = parse_json(path.read_text(encoding="utf-8"))["recommendation"]["settings"]
-    passed = {(each["temperature"], each["batch_size"]): each["draft_length"] for each in verdicts if each["go"]}
+    passed = {(row["temperature"], row["batch_size"]): row["draft_length"] for row in verdicts if row["go"]}
     print()
-    for each in verdicts:
-        print(f"{'go' if each['go'] else 'no-go'}: {each['reason']}")
+    for row in verdicts:
+        print(f"{'go' if row['go'] else 'no-go'}: {row['reason']}")
     if not passed:
         print("no-go: it pays nowhere")
     return passed
 
 
 def _launch(config: AlignConfig, made: Made, output: Path, draft_length: int, python: Path | None) -> None:
-    """Export what was made, unless that very export was done, and print how a server is launched with it."""
+    """Export the drafter, unless this very export was done before, and print how to launch a server with it."""
     if made.directory is None:
         print(f"\n{made.name} needs no files: docs/deploy.md says which servers draft by copies")
         return
@@ -185,7 +181,7 @@ def _launch(config: AlignConfig, made: Made, output: Path, draft_length: int, py
     if kind.recipe is not None and (kind.recipe.begun == "heads" or kept_tokens(model) is not None):
         values["output"] = output / "export"  # servers load other draft models as they are
     lengths = output / "report/draft_lengths.json"
-    # Where the prediction says that nothing pays although it does, γ is that which passed the gate.
+    # If the prediction says that nothing pays although something does, take the γ that passed the gate.
     table = config.server == "vllm" and not kind.tree_alone and lengths.is_file()
     if table and of_drafter(str(lengths), made.directory)["num_speculative_tokens"] > 0:
         values["draft_lengths"] = lengths
@@ -193,27 +189,27 @@ def _launch(config: AlignConfig, made: Made, output: Path, draft_length: int, py
         values["draft_length"] = draft_length
     if python is not None:
         values |= {"verify": config.verify, "engine": python}
-    argv, kept = ["export", *flags_of(values)], output / "stages/export.json"
-    of = [argv, lengths.read_text(encoding="utf-8") if lengths.is_file() else None]
-    before = read(dict[str, Any], kept) if kept.is_file() else None
-    if before is None or before.get("of") != of:
-        shutil.rmtree(output / "export", ignore_errors=True)  # of an export that was stopped, or of another
-        said = io.StringIO()
+    argv, stage = ["export", *flags_of(values)], output / "stages/export.json"
+    inputs = [argv, lengths.read_text(encoding="utf-8") if lengths.is_file() else None]
+    before = read(dict[str, Any], stage) if stage.is_file() else None
+    if before is None or before.get("of") != inputs:
+        shutil.rmtree(output / "export", ignore_errors=True)  # left by an interrupted export, or another one
+        printed = io.StringIO()
         print(f"export: draftsmith {' '.join(argv)}", flush=True)
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(printed):
             code = cli.main(argv)
         if code != 0:
             raise InputError(f"export: expected it to end, found exit code {code}: see its line above")
-        before = {"of": of, "said": said.getvalue()}
-        write_json(kept, before)
+        before = {"of": inputs, "said": printed.getvalue()}
+        write_json(stage, before)
     write_aside(output / "launch.txt", before["said"])
     print(f"\n{before['said'].rstrip()}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make a drafter, and say where it is and how to serve it; 3 where no drafter pays."""
+    """Make a drafter, and print where it is and how to serve it; return 3 if no drafter pays."""
     config = parse_config(AlignConfig, argv, prog="draftsmith align")
     if config.dry_run:
-        say_plan(config)
+        print_plan(config)
         return 0
     return align(config)

@@ -1,9 +1,9 @@
 """`draftsmith choose --target T --prompts P --budget 2h --output DIR`: which drafter to train for a target.
 
-The target is checked. Prompts are dealt out; the target answers a few, which prices its text, and then the held-out
-ones. Then, on one amount of text after the other, candidates are trained from the beginning, each by its own command,
-and replayed on the held-out answers. Costs of rounds are measured once, all candidates side by side. All that has
-ended is kept. Nothing is begun that does not fit the time, and what overruns it is ended.
+The target is checked and answers a few prompts, which prices its text, and then the held-out prompts. On each of a few
+growing amounts of text, candidates are trained from scratch, each by its own command, and replayed on the held-out
+answers. Costs of rounds are measured once, all candidates in turns. Finished stages are kept. No stage starts that does
+not fit the time, and one that overruns it is stopped.
 """
 
 import hashlib
@@ -23,7 +23,6 @@ from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import read
-from draftsmith.scripts.choose.candidates import checked_candidates, say_plan
 from draftsmith.scripts.choose.config import COPIES, NONE, ChooseConfig
 from draftsmith.scripts.choose.forecast import LEAST_SPREAD, outlook, outlooks
 from draftsmith.scripts.choose.page import print_choice, write_page
@@ -31,7 +30,6 @@ from draftsmith.scripts.choose.result import (
     SCHEMA,
     Choice,
     Standing,
-    best_way,
     by_name,
     close_to,
     settings_text,
@@ -39,7 +37,7 @@ from draftsmith.scripts.choose.result import (
     verdict,
 )
 from draftsmith.scripts.choose.rounds import CostFile, measured_costs
-from draftsmith.scripts.choose.run import COSTS, MOST_SAMPLES, Choosing, KeptTrial
+from draftsmith.scripts.choose.run import COSTS, MOST_SAMPLES, Choosing, KeptTrial, checked_candidates, print_plan
 from draftsmith.scripts.choose.schedule import LEAST_GROWTH, RUNGS, begins, growth, kept, survivors
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.pair import require_rollback
@@ -53,31 +51,31 @@ from draftsmith.train.provenance import as_json, write_json
 from draftsmith.train.runs import note_on_interrupt
 
 MORE = "text-winner"
-"""The winner's further text."""
+"""The name of the winner's additional text."""
 PROBE_PROMPTS, FIRST_PROMPTS = 8, 32
-"""Prompts that are answered first, to see what text costs; and those of the first amount, if the time allows: a handful
-of steps says little of what more of them bring."""
+"""Prompts that are answered first, to price the target's text; and prompts of the first amount, if the time allows. The
+loss after a handful of training steps does not show how more text would help."""
 TEXT, HELDOUT = 0.08, 0.1
 """Shares of the time for choosing: for the first amount of text, and for held-out answers."""
 LEAST_HELDOUT = 8
 PROGRAM_SECONDS = 20.0
-"""Seconds to compile a program on two cores; there are about two of each drafter, and two of the target's."""
+"""Seconds to compile a program on two cores. There are about two for each drafter and two for the target."""
 FREE = ("output", "dry_run", "candidates", "draft", "learning", "epochs", "processes", "threads", "dtype", "compiled")
-"""Fields that may change in an output that an earlier run began: text stays, and what differs is trained again."""
+"""Fields that may change in an output that an earlier run began: its text is kept, affected trainings run again."""
 BEST_OF_EPOCHS = {"training.save_strategy": "epoch", "training.save_total_limit": 1}
-"""Fields of a training run that keeps the best of its epochs on held-out text."""
+"""Fields of a training run that keep the epoch that is best on held-out text."""
 TIMES = (2.0, 4.0, 10.0)
-"""Times the text of the last trial, at which it is said what the winner would bring."""
+"""Multiples of the last trial's text for which the winner's speed-up is forecast."""
 
 
 def choose(config: ChooseConfig) -> Choice:
-    """Choose a drafter, write choose.json, choose.html and winner.yaml, and return what was found.
+    """Choose a drafter, write choose.json, choose.html and winner.yaml, and return the choice.
 
     Raises:
         InputError: prompts or models that cannot be used, an output of other settings, or a stage that failed.
     """
     output = require_writable(config.output)
-    checks = Stages(output / "doctor")  # of its own: another --draft must not undo the stages that follow
+    checks = Stages(output / "doctor")  # apart: another --draft must not invalidate the stages that follow
     prompts = read_prompts(config.prompts, limit=config.limit)
     least = config.heldout_prompts + 2 * FIRST_PROMPTS
     if len(prompts) < least:
@@ -85,13 +83,13 @@ def choose(config: ChooseConfig) -> Choice:
             f"prompts: expected at least {least} in {config.prompts}, {config.heldout_prompts} of them held out, found "
             f"{len(prompts)}"
         )
-    if config.costs is None:  # they are measured here
+    if config.costs is None:  # measured here, which needs a cache that can be rolled back
         require_rollback(config.target, config.trust_remote_code)
     settle(config, output, [prompt.record() for prompt in prompts])
     random.Random(config.seed).shuffle(prompts)
     heldout, train = dealt(config, prompts, config.heldout_prompts)
     run = Choosing(config, checked_candidates(config), output, train, Stages(output / "stages"))
-    with note_on_interrupt(lambda: f"what has ended is kept in {output}; the same command goes on from there"):
+    with note_on_interrupt(lambda: f"finished stages are kept in {output}; the same command continues from there"):
         try:
             _prepare(run, checks, heldout)
             for name in COPIES:
@@ -106,7 +104,7 @@ def choose(config: ChooseConfig) -> Choice:
 
 
 def _prepare(run: Choosing, checks: Stages, heldout: Sequence[Prompt]) -> None:
-    """Check the target, and let it answer the held-out prompts and those of the first amount, as far as these fit."""
+    """Check the target; let it answer the held-out prompts and those of the first amount, as far as the time allows."""
     config, output = run.config, run.output
     words = {"target": config.target, "trust_remote_code": config.trust_remote_code}
     words |= {} if config.draft is None else {"draft": config.draft}
@@ -120,13 +118,13 @@ def _prepare(run: Choosing, checks: Stages, heldout: Sequence[Prompt]) -> None:
         name = f"heldout-{temperature:g}"
         answers = run.answers(name, path) | {"temperatures": temperature}
         run.run("held-out text", name, ["prepare", *flags_of(answers)], run.rest)
-    further = min(FIRST_PROMPTS, len(run.train) // 2, round(TEXT * run.seconds / price)) - run.used
-    if further > 0:
-        run.more_text(further, run.rest)
+    missing = min(FIRST_PROMPTS, len(run.train) // 2, round(TEXT * run.seconds / price)) - run.used
+    if missing > 0:
+        run.more_text(missing, run.rest)
 
 
 def _halve(run: Choosing) -> Choice:
-    """Go through all amounts of text."""
+    """Train on growing amounts of text, dropping the worse candidates after each, and return the choice."""
     names, tables, tried = _kinds_in_turns(run.candidates), dict[str, CostTable](), 0
     for rung in range(1, RUNGS + 1):
         try:
@@ -141,24 +139,24 @@ def _halve(run: Choosing) -> Choice:
         if rung == RUNGS or not names:
             break
         left, per_prompt = run.seconds - run.spent, run.written / run.used
-        # With less, those that are dropped first have no forecast.
+        # With less growth, candidates that are dropped now would have no forecast.
         least = 1.1 * LEAST_SPREAD if rung == 1 else LEAST_GROWTH
         paces = [run.paces[name] for name in names]
         if not begins(left, rung, run.written, paces, tried, run.write, least):
             print("the time is spent: nothing more is trained", flush=True)
             break
-        going_on = survivors(rung + 1, tried)
-        if going_on < len(names):
+        remaining = survivors(rung + 1, tried)
+        if remaining < len(names):
             scores = {name: _standing(run, name, tables).worth for name in names}
-            remain = kept(scores, going_on)
-            run.dropped |= {name: rung for name in names if name not in remain}
-            print(f"dropped: {', '.join(name for name in names if name not in remain)}", flush=True)
-            names = remain
+            best = kept(scores, remaining)
+            run.dropped |= {name: rung for name in names if name not in best}
+            print(f"dropped: {', '.join(name for name in names if name not in best)}", flush=True)
+            names = best
         factor = growth(
             left, rung, run.written, [run.paces[name] for name in names], tried, run.write,
             per_prompt * len(run.train),
         )  # fmt: skip
-        # The prompts that are left are enough for one more of each amount that comes.
+        # Each later amount needs at least one more prompt.
         most = len(run.train) - run.used - (RUNGS - rung - 1)
         try:
             run.more_text(max(1, min(most, round(run.used * (max(factor, least) - 1)))), left)
@@ -169,23 +167,23 @@ def _halve(run: Choosing) -> Choice:
 
 
 def _kinds_in_turns(candidates: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names of candidates: the first of each command, then the second of each, and so on."""
-    places, seen = dict[str, int](), Counter[str]()
+    """Return the candidates' names: the first of each command, then the second of each, and so on."""
+    turns, counts = dict[str, int](), Counter[str]()
     for name, fields in candidates.items():
-        places[name] = seen[fields["command"]]
-        seen[fields["command"]] += 1
-    return sorted(candidates, key=lambda name: places[name])
+        turns[name] = counts[fields["command"]]
+        counts[fields["command"]] += 1
+    return sorted(candidates, key=lambda name: turns[name])
 
 
 def _costs(run: Choosing) -> dict[str, CostTable]:
     path = run.output / "costs.json"
-    kept = run.output / "stages" / "costs.json"
+    stage = run.output / "stages" / "costs.json"
     drafters = {name: trials[-1].drafter for name, trials in run.trials.items()}
     commands = {name: read(KeptTrial, run.output / f"trials/1-{name}.json").command for name in drafters}
-    of = as_json([commands, run.config.loading()])
-    before = read(dict[str, Any], kept) if kept.is_file() else None
-    if before is None or before.get("of") != of:
-        path.unlink(missing_ok=True)  # of others
+    inputs = as_json([commands, run.config.loading()])
+    before = read(dict[str, Any], stage) if stage.is_file() else None
+    if before is None or before.get("of") != inputs:
+        path.unlink(missing_ok=True)  # costs of other drafters
     print("\ncosts of rounds, all candidates side by side", flush=True)
     programs = len(clock.PROGRAMS)
     compiling = PROGRAM_SECONDS * (2 * len(drafters) + 2)
@@ -193,9 +191,9 @@ def _costs(run: Choosing) -> dict[str, CostTable]:
     tables = measured_costs(
         run.config, drafters, run.heldout, path, None if fits else compiling, COSTS * run.seconds, run.rest
     )
-    if before is None or before.get("of") != of:
-        before = {"of": of, "seconds": run.stages.lap(), "programs": sum(clock.PROGRAMS[programs:])}
-        write_json(kept, before)
+    if before is None or before.get("of") != inputs:
+        before = {"of": inputs, "seconds": run.stages.lap(), "programs": sum(clock.PROGRAMS[programs:])}
+        write_json(stage, before)
     if run.config.costs is None and (why := read(CostFile, path, "costs").eager):
         run.notes.append(f"Costs are of eager forwards: {why}")
     run.spend("programs", float(before["programs"]))
@@ -223,9 +221,9 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable]) -> Choice:
     config, output = run.config, run.output
     run.over = True
     standings = [_standing(run, name, tables) for name in run.trials]
-    # Those that were dropped come after those that were not: their forecasts rest on less.
-    standings.sort(key=lambda its: (its.dropped_after is not None, [-part for part in its.worth]))
-    left = [its for its in standings if its.dropped_after is None]
+    # Dropped candidates come last, because their forecasts rest on less text.
+    standings.sort(key=lambda entry: (entry.dropped_after is not None, [-part for part in entry.worth]))
+    left = [entry for entry in standings if entry.dropped_after is None]
     winner, reason = verdict(left)
     close = [] if winner == NONE else close_to(winner, left, tables)
     if close:
@@ -238,7 +236,7 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable]) -> Choice:
         won = by_name(standings)[winner]
         commands = _next(run, won)
         if won.command is not None:
-            best = max(won.outlooks, key=lambda each: each.forecast.value or 0.0)
+            best = max(won.outlooks, key=lambda outlook: outlook.forecast.value or 0.0)
             where = settings_text([best])
             for times in TIMES:
                 table, tokens = tables[best.temperature], times * won.trials[-1].tokens
@@ -256,7 +254,7 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable]) -> Choice:
 
 
 def _next(run: Choosing, won: Standing) -> list[str]:
-    """Write winner.yaml, and return the commands that come next."""
+    """Write winner.yaml, and return the next commands."""
     config, output = run.config, run.output
     heldout, commands = output / "prompts/heldout.jsonl", list[str]()
     directory = output / "winner"
@@ -274,21 +272,21 @@ def _next(run: Choosing, won: Standing) -> list[str]:
         note = f"# {won.name} for {config.target}: what `draftsmith choose` found. It begins with the last trial.\n"
         write_aside(output / "winner.yaml", note + text)
         commands.append(shell(["draftsmith", won.command, *config.launcher(), "--config", output / "winner.yaml"]))
-        if won.tree_alone and 0.0 in config.temperature and config.server is None:  # servers draft chains of such heads
+        if won.tree_alone and 0.0 in config.temperature and config.server is None:  # servers draft chains, not trees
             words = {"target": config.target, "drafter": directory, "trust_remote_code": config.trust_remote_code}
             words["completions"] = [run.heldout[0.0]]
             commands.append(shell(["draftsmith", "tree", *flags_of(words)]))
-    for outlook_ in won.pays():
-        drafter, length = best_way(won, outlook_, directory)
-        name = f"report-{outlook_.temperature}-{outlook_.rows}"
-        words = {"target": config.target, "prompts": heldout, "drafter": drafter, "draft_length": length}
-        words |= {"temperature": outlook_.temperature, "batch_size": outlook_.rows, "output": output / name}
+    for setting in won.pays():
+        name = f"report-{setting.temperature}-{setting.rows}"
+        words = {"target": config.target, "prompts": heldout, "drafter": won.drafter(setting, str(directory))}
+        words |= {"draft_length": setting.way.draft_length}
+        words |= {"temperature": setting.temperature, "batch_size": setting.rows, "output": output / name}
         commands.append(shell(["draftsmith", "measure", *flags_of(words | config.texts() | config.loading())]))
     return commands
 
 
 def _more_text(run: Choosing, missing: float) -> str:
-    """Write the prompts of the winner's further text, and return the command: new ones, or more answers to all."""
+    """Write the prompts of the winner's further text, and return its command: new prompts, or more answers to all."""
     per_prompt, new = run.written / run.used, run.train[run.used :]
     wanted = math.ceil(missing / per_prompt)
     hot = run.answers_of(2) - run.answers_of(1)
@@ -303,10 +301,10 @@ def _more_text(run: Choosing, missing: float) -> str:
 
 
 def dealt(config: ChooseConfig, prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the first prompts, to be measured on, and the others, but for those that are the same to the target.
+    """Split prompts into the first `count`, to measure on, and the others without any that encode to the same tokens.
 
     Raises:
-        InputError: one that the target cannot read.
+        InputError: a prompt that cannot be encoded.
     """
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     ids = [tuple(encode_prompt(prompt, tokenizer, **config.encoding)) for prompt in prompts]
@@ -315,10 +313,10 @@ def dealt(config: ChooseConfig, prompts: list[Prompt], count: int) -> tuple[list
 
 
 def settle(config: ChooseConfig, output: Path, prompts: Sequence[dict[str, Any]], free: Sequence[str] = FREE) -> None:
-    """Keep settings and prompts, or require that an earlier run had the same, but for those that are `free`.
+    """Write settings and prompts; if an earlier run wrote them, require the same, except for the fields in `free`.
 
     Raises:
-        InputError: it had others.
+        InputError: the earlier run had others.
     """
     path = output / "settings.json"
     settings = {name: value for name, value in as_json(config).items() if name not in free}
@@ -335,10 +333,10 @@ def settle(config: ChooseConfig, output: Path, prompts: Sequence[dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Choose, print the table, and say what comes next."""
+    """Choose, and print the table and the next commands."""
     config = parse_config(ChooseConfig, argv, prog="draftsmith choose")
     if config.dry_run:
-        say_plan(config)
+        print_plan(config)
         return 0
     print_choice(choose(config), Path(config.output))
     return 0

@@ -13,64 +13,64 @@ from draftsmith.train.kinds.export import ENGINES
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget, checked_url, given_fields, seconds_of
 
 NONE = "none"
-"""The winner where no drafter pays."""
+"""The winner if no drafter pays."""
 COPIES = ("suffix", "prompt_lookup")
-"""Drafters without training that compete; the first is the first of every hybrid."""
+"""Untrained drafters that compete; the first is also the first member of every hybrid."""
 
 
 @dataclass(kw_only=True)
 class ChooseConfig(Filters, PromptedTarget):
     """Find out which drafter to train for a target, by training several a little.
 
-    Candidates of every kind learn from a little of its text, the worse half is dropped, the others learn from more, and
-    a forecast says what the best will bring when it is trained.
+    Candidates of every kind learn from a little of the target's text, the worse half is dropped, the others learn from
+    more, and a forecast says what the best will bring once it is trained.
     """
 
     output: str
-    """The directory that receives everything, choose.json, choose.html and winner.yaml among it; a second run goes on
-    from what is there."""
+    """The directory that receives everything, including choose.json, choose.html and winner.yaml; a second run
+    continues there."""
     budget: str
-    """The time for all of it, such as 40m, 2h or 1h30m: to choose, and then to train the winner."""
+    """The time for everything, such as 40m, 2h or 1h30m: first to choose, then to train the winner."""
     choosing: float = 0.5
     """The share of that time for choosing; the rest is the winner's."""
     budget_tokens: int | None = None
-    """Tokens of text that the winner is going to learn from; as many as the rest of the time allows if not given."""
+    """Tokens of text that the winner will learn from; None: as many as the remaining time allows."""
     draft: str | None = None
-    """A small model with the target's tokenizer, which competes as well, distilled: a directory or hub id."""
+    """A small model with the target's tokenizer, a directory or hub id: distilled, it competes too."""
     candidates: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name, what competes, in place of candidates of every kind: `command`, and fields of that command, such as
+    """Candidates by name, in place of those of every kind: `command`, and fields of that command, such as
     {wide: {command: block, layers: 3}}."""
     learning: dict[str, Any] = field(default_factory=dict)
     """Fields of every training run, such as {packing: true, max_length: 2048, training.bf16: true}."""
     epochs: float = 3.0
-    """How often a training run reads its text."""
+    """Epochs of a training run."""
     processes: int | None = None
-    """GPUs, or processes, of each training run; as `draftsmith distill` takes it if not given."""
+    """GPUs, or processes, of each training run; None: as for `draftsmith distill`."""
     draft_length: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 7])
-    """γ that are priced; with commas."""
+    """Values of γ to price, separated by commas."""
     temperature: Floats = field(default_factory=lambda: [0.0, 1.0])
-    """Temperatures at which the drafter is going to work, with commas; text is written at each."""
+    """Temperatures of deployment, separated by commas; text is written at each."""
     batch_size: Ints = field(default_factory=lambda: [1])
-    """Texts that are going to be decoded together, several numbers with commas."""
+    """Texts that will be decoded together, several numbers separated by commas."""
     heldout_prompts: int = 64
-    """Prompts that nothing learns from, on which acceptance is replayed; fewer where the time is short."""
+    """Prompts held out from training to replay acceptance on; fewer if time is short."""
     server: str | None = None
-    """What is going to load the drafter, vllm or sglang: what it cannot load does not compete."""
+    """The server that will load the drafter, vllm or sglang; candidates that it cannot load do not compete."""
     endpoint: str | None = None
-    """A server of the target that writes the text, as of `prepare`; here if None."""
+    """A server of the target that writes the text, as in `prepare`; this process if None."""
     endpoint_model: str | None = None
-    """Its name there."""
+    """The target's name on that server."""
     endpoint_key_env: str | None = None
     """The environment variable that holds its API key."""
     costs: str | None = None
     """costs.json of another run of `choose` with the same candidates, on the machine of deployment, in place of
     measuring here."""
     dtype: str = "auto"
-    """Of models whose costs are measured: as of `measure`."""
+    """Dtype of the models whose costs are measured, as in `measure`."""
     compiled: bool | None = None
-    """Measure compiled forwards; null: where a short timing finds them faster."""
+    """Measure compiled forwards; null: if a short timing finds them faster."""
     dry_run: bool = False
-    """Say what would be tried, and nothing more."""
+    """Print what would be tried, and do nothing else."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,11 +103,11 @@ class ChooseConfig(Filters, PromptedTarget):
                 )
 
     def texts(self) -> dict[str, Any]:
-        """Return how prompts are read and texts sampled, at whatever temperature, as fields of other commands."""
+        """Return how prompts are read and texts sampled, apart from the temperature, as fields of other commands."""
         return given_fields(self)
 
     def answers(self) -> dict[str, Any]:
-        """Return the fields of `prepare`, but for prompts and output."""
+        """Return the fields of `prepare`, except prompts and output."""
         temperatures = ",".join(f"{temperature:g}" for temperature in self.temperature)
         given = {"target": self.target, "temperatures": temperatures, "seed": self.seed} | self.texts()
         return given | given_fields(self, ("endpoint", "endpoint_model", "endpoint_key_env"))
@@ -121,16 +121,16 @@ class ChooseConfig(Filters, PromptedTarget):
         return fields | self.learning | own | {"training.output_dir": output}
 
     def loading(self) -> dict[str, Any]:
-        """Return how models are loaded to be measured, as fields of other commands."""
+        """Return how measured models are loaded, as fields of other commands."""
         return given_fields(self, ("dtype", "compiled", "threads"))
 
     def launcher(self) -> list[str]:
-        """Return the flags of a training's launcher."""
+        """Return the launcher flags of a training run."""
         return [] if self.processes is None else [f"--processes={self.processes}"]
 
     @property
     def seconds(self) -> float:
-        """The time for all of it."""
+        """The whole budget in seconds."""
         return seconds_of(self.budget, "budget")
 
 
@@ -139,12 +139,11 @@ class AlignConfig(ChooseConfig):
     """Make a drafter for a target, all the way: choose, train, measure, and export what passes the gate."""
 
     drafter: str | None = None
-    """Train this candidate, such as block-1, on answers to all prompts, and choose nothing; the budget counts for
-    nothing then."""
+    """Train this candidate, such as block-1, on answers to all prompts without choosing; the budget is then ignored."""
     measured_prompts: int = 32
-    """Prompts that nothing learns from and nothing is chosen on, which the verdict is about; at least 8."""
+    """Prompts held out from training and choosing, for the verdict; at least 8."""
     min_speedup: float = 1.0
-    """The gate: what the speed-up over plain decoding must exceed, by its interval's lower end."""
+    """The gate: the speed-up over plain decoding must exceed this, by its interval's lower end."""
     verify: str | None = None
     """`vllm`: let it decode with the export and compare, as `export --verify`."""
 

@@ -1,7 +1,7 @@
-"""What a candidate will bring after more text: a learning curve of its speed-up, at each temperature and batch size.
+"""A forecast of a candidate's speed-up after more text: a learning curve at each temperature and batch size.
 
-The curve is that of τ (`decode.measurement.learning_curve`), through the speed-ups of one way to draft: with costs that
-do not change, its speed-up is τ times a number, and behind copies nearly so.
+The curve is that of τ (`decode.measurement.learning_curve`), applied to the speed-ups of one way to draft: at constant
+costs the speed-up is proportional to τ, and nearly so when the candidate drafts after copies.
 """
 
 import math
@@ -17,82 +17,67 @@ from draftsmith.scripts.choose.rounds import Replayed, Way
 from draftsmith.scripts.choose.schedule import LEAST_AMOUNTS
 
 LEAST_SPREAD = 2.0
-"""Times that the greatest of them must be the least: a curve that may not fall is drawn upwards by the luck of closer
-ones (docs/log/choose.md)."""
+"""The least ratio of the greatest amount of text to the smallest. A curve that may not fall is biased upwards by noise
+between closer amounts (docs/log/choose.md)."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate that learned from some text."""
+    """A candidate trained on one amount of text."""
 
-    drafter: str
-    """Its directory; the kind of what is not trained."""
-    tokens: int
-    """Tokens of text that it learned from, each epoch."""
-    seconds: float
-    """Of its training."""
-    replayed: dict[str, Replayed]
-    """By temperature."""
+    drafter: str  # its directory; its kind if it is not trained
+    tokens: int  # of text, in each epoch
+    seconds: float  # of training
+    replayed: dict[str, Replayed]  # by temperature
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a candidate does, and will do, at one temperature and batch size, in its best way to draft there."""
+    """A candidate's speed-up, now and forecast, at one temperature and batch size, in its best way to draft there."""
 
     temperature: str
     rows: int
     way: Way
-    mean_acceptance_length: Estimate
-    """τ now."""
-    now: Estimate
-    """Speed-up over plain decoding, prompts left aside, after the last trial."""
-    tokens: float
-    """Tokens of text that the forecast is for."""
-    forecast: Estimate
-    """Speed-up then, with the luck of one further run; without an interval of fewer than four trials."""
+    mean_acceptance_length: Estimate  # τ now
+    now: Estimate  # speed-up over plain decoding after the last trial, without prompts
+    tokens: float  # of text that the forecast is for
+    forecast: Estimate  # with the noise of one further run; no interval from fewer than four trials
 
     @property
     def foretold(self) -> bool:
-        """Whether a curve was drawn: of one amount of text, or of close ones, the forecast is what was found."""
+        """True if a curve was drawn; from one amount of text, or close ones, the forecast equals `now`."""
         return self.forecast != self.now
 
 
 def outlook(
     name: str, trials: Sequence[Trial], table: CostTable, temperature: str, rows: int, tokens: float
 ) -> Outlook:
-    """Return a candidate's outlook: the way that is fastest after the last trial, and what it will bring.
+    """Return a candidate's outlook: its fastest way to draft after the last trial, and a forecast for `tokens` of text.
 
-    Args:
-        name: of the candidate, as the table has it.
-        trials: on growing amounts of text.
-        table: costs at this temperature.
-        temperature: as trials name it.
-        rows: B, texts decoded together.
-        tokens: of text that the forecast is for.
+    `trials` have growing amounts of text. `table` has the costs at this temperature.
     """
     last = trials[-1].replayed[temperature]
     plain = last.plain_seconds(name, table, rows)
     ways = last.ways()
     seconds = {way: last.seconds(way, name, table, rows) for way in ways}
-    way = min(ways, key=lambda each: sum(seconds[each]))
+    way = min(ways, key=lambda way: sum(seconds[way]))
     now = ratio(plain, seconds[way])
-    counted = ratio(last.tokens, last.rounds(way))
-    return Outlook(
-        temperature, rows, way, counted, now, tokens, _forecast(name, trials, table, temperature, rows, way, tokens)
-    )
+    tau = ratio(last.tokens, last.rounds(way))
+    forecast = _forecast(name, trials, table, temperature, rows, way, tokens)
+    return Outlook(temperature, rows, way, tau, now, tokens, forecast)
 
 
 def _forecast(
     name: str, trials: Sequence[Trial], table: CostTable, temperature: str, rows: int, way: Way, tokens: float
 ) -> Estimate:
-    of_trials = [trial.replayed[temperature] for trial in trials]
-    plain = [each.plain_seconds(name, table, rows) for each in of_trials]
-    seconds = [each.seconds(way, name, table, rows) for each in of_trials]
+    replays = [trial.replayed[temperature] for trial in trials]
+    plain = [replay.plain_seconds(name, table, rows) for replay in replays]
+    seconds = [replay.seconds(way, name, table, rows) for replay in replays]
     amounts = {trial.tokens for trial in trials}
     if len(amounts) < LEAST_AMOUNTS or max(amounts) < LEAST_SPREAD * min(amounts):
         return ratio(plain[-1], seconds[-1])
-    # What luck does to τ it does to the speed-up, in its unit.
-    per_token = float(np.sum(of_trials[-1].rounds(way)) / np.sum(of_trials[-1].tokens))
+    # The noise of τ, converted to the unit of the speed-up.
+    per_token = float(np.sum(replays[-1].rounds(way)) / np.sum(replays[-1].tokens))
     unit = float(np.sum(plain[-1]) / np.sum(seconds[-1])) * per_token
     times = tokens / trials[-1].tokens
     sizes = [trial.tokens for trial in trials]
@@ -107,11 +92,7 @@ def score(outlooks: Sequence[Outlook]) -> float:
 
 
 def outlooks(
-    name: str,
-    trials: Sequence[Trial],
-    tables: Mapping[str, CostTable],
-    batch_sizes: Sequence[int],
-    tokens: float,
+    name: str, trials: Sequence[Trial], tables: Mapping[str, CostTable], batch_sizes: Sequence[int], tokens: float
 ) -> list[Outlook]:
     """Return a candidate's outlook at every temperature and batch size."""
     return [

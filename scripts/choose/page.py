@@ -1,4 +1,4 @@
-"""What was chosen, for people: choose.html, and a table in the terminal."""
+"""The choice for people: choose.html, and a table in the terminal."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,36 +19,37 @@ from draftsmith.train.kinds.quantities import count
 
 
 def way_text(outlook: Outlook) -> str:
-    """Say how a candidate drafts."""
+    """Return a candidate's way to draft in words."""
     way = outlook.way
     return f"{way.draft_length}" if way.last is None else f"copies {way.draft_length}, else {way.last}"
 
 
 def _style(choice: Choice) -> dict[str, Style]:
-    return {its.name: Style(number) for number, its in enumerate(choice.standings)}
+    return {standing.name: Style(number) for number, standing in enumerate(choice.standings)}
 
 
 def _now(standing: Standing, temperature: str, rows: int) -> Outlook:
-    return next(each for each in standing.outlooks if (each.temperature, each.rows) == (temperature, rows))
+    return next(outlook for outlook in standing.outlooks if (outlook.temperature, outlook.rows) == (temperature, rows))
 
 
 def _panels(choice: Choice) -> list[Panel]:
-    """Draw, for each temperature and batch size, what each candidate does now and will do, over its text."""
+    """Draw each candidate's speed-up, now and forecast, over its text: a panel for each temperature and batch size."""
     style, panels = _style(choice), []
     for outlook in choice.standings[0].outlooks:
         series, estimates = list[Series](), list[Estimate]()
-        for its in choice.standings:
-            here = _now(its, outlook.temperature, outlook.rows)
-            now = here.now
-            ahead = here.foretold and here.tokens > its.trials[-1].tokens
+        for standing in choice.standings:
+            here = _now(standing, outlook.temperature, outlook.rows)
+            now, trained_on = here.now, standing.trials[-1].tokens
+            ahead = here.foretold and here.tokens > trained_on
             if ahead and here.forecast.ci95 is None:
-                now = replace(now, ci95=None)  # a band that ends in a point would say that the forecast is sure
-            points = {its.trials[-1].tokens / 1000: now}
+                now = replace(now, ci95=None)  # a band that ends in a point would suggest a certain forecast
+            points = {trained_on / 1000: now}
             if ahead:
                 points[here.tokens / 1000] = here.forecast
-            known = {x: each for x, each in points.items() if each.value is not None}
+            known = {x: estimate for x, estimate in points.items() if estimate.value is not None}
             estimates += known.values()
-            series.append(Series(style[its.name], known, "curve" if its.dropped_after is None else "other_curve"))
+            line = "curve" if standing.dropped_after is None else "other_curve"
+            series.append(Series(style[standing.name], known, line))
         title = f"T = {outlook.temperature}, {outlook.rows} at a time"
         span = limits(estimates, 1.0)
         panels.append((title, line_chart(title, series, "thousand tokens of text", "speed-up", span, 1.0, False)))
@@ -56,7 +57,7 @@ def _panels(choice: Choice) -> list[Panel]:
 
 
 def write_page(choice: Choice, path: Path) -> None:
-    """Write the page aside, then rename."""
+    """Write choose.html to a temporary file, then rename it."""
     page = template("draftsmith.scripts.choose", "choose.html.j2").render(
         css=css(),
         choice=choice,
@@ -73,7 +74,7 @@ def write_page(choice: Choice, path: Path) -> None:
 
 
 def print_choice(choice: Choice, output: Path, console: Console | None = None) -> None:
-    """Print how candidates stand, what was chosen and what comes next; the table fits 80 columns."""
+    """Print the candidates, the choice and the next commands; the table fits 80 columns."""
     console = console or Console()
     for number, outlook in enumerate(choice.standings[0].outlooks):
         table = figures_table(
@@ -82,17 +83,17 @@ def print_choice(choice: Choice, output: Path, console: Console | None = None) -
             f"T={outlook.temperature}, {outlook.rows} at a time: speed-up",
             "brackets: 95 % interval; dropped ones last" if number == 0 else None,
         )
-        for its in choice.standings:
-            here = _now(its, outlook.temperature, outlook.rows)
-            trained = its.command is not None
+        for standing in choice.standings:
+            here = _now(standing, outlook.temperature, outlook.rows)
+            trained = standing.command is not None
             table.add_row(
-                its.name if its.dropped_after is None else f"({its.name})",
+                standing.name if standing.dropped_after is None else f"({standing.name})",
                 way_text(here),
                 format_estimate(here.mean_acceptance_length, spread="none"),
                 format_estimate(here.now, unit="×", spread="none"),
                 _forecast(here.forecast) if trained and here.foretold else "–",
                 count(round(here.tokens)) if trained and here.foretold else "–",
-                style="bold" if its.name == choice.winner else "",
+                style="bold" if standing.name == choice.winner else "",
             )
         console.print(table)
         console.print()
@@ -102,7 +103,7 @@ def print_choice(choice: Choice, output: Path, console: Console | None = None) -
     for line in choice.notes:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     print_doubts(console, choice.doubts)
-    spent = ", ".join(f"{what} {time_text(seconds)}" for what, seconds in choice.ledger.items())
+    spent = ", ".join(f"{stage} {time_text(seconds)}" for stage, seconds in choice.ledger.items())
     console.print(f"{time_text(choice.spent)} spent: {spent}", highlight=False, soft_wrap=True)
     for command in choice.commands:
         console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""Acceptance of candidates, replayed, and what rounds cost: together the speed-up of every way to draft."""
+"""Replayed acceptance of candidates and measured costs of rounds, which give the speed-up of every way to draft."""
 
 import dataclasses
 import time
@@ -33,34 +33,30 @@ from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.choose_costs/1"
 ALONE = "alone"
-NEVER = 2**40
-"""A shortest match, in tokens, that none has."""
-LAST_LENGTHS = (1, 2, 4)
-"""Draft lengths of the trained drafter in a hybrid that are tried, beside copies of any γ."""
+NEVER = 2**40  # a shortest match, in tokens, that no copy reaches
+LAST_LENGTHS = (1, 2, 4)  # draft lengths tried for the trained drafter in a hybrid, with copies of any γ
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
 
 
 @dataclass(frozen=True, order=True)
 class Way:
-    """A way to draft with a candidate: alone, or behind copies."""
+    """A way to draft with a candidate: alone, or where a hybrid has no copy."""
 
-    draft_length: int
-    """γ; of copies, in a hybrid."""
-    last: int | None = None
-    """In a hybrid the longest draft of the candidate; None: it drafts alone."""
+    draft_length: int  # γ; in a hybrid, of the copies
+    last: int | None = None  # the candidate's longest draft in a hybrid; None: it drafts alone
 
     @property
     def drafters(self) -> str:
-        """What was replayed for it."""
+        """The key of its replay."""
         return ALONE if self.last is None else f"last={self.last}"
 
     def lengths(self) -> list[int]:
-        """Return γ of each drafter, in their order."""
+        """Return γ of each drafter, in drafting order."""
         return [self.draft_length] if self.last is None else [self.draft_length, self.last]
 
     def names(self, candidate: str) -> list[str]:
-        """Return the drafters whose costs it has, in their order."""
+        """Return the drafters that it pays for, in drafting order."""
         return [candidate] if self.last is None else [COPIES[0], candidate]
 
 
@@ -68,30 +64,29 @@ class Way:
 class Replayed:
     """The rounds of a candidate on the held-out texts of one temperature."""
 
-    tokens: list[Count]
-    """Of each text."""
+    tokens: list[Count]  # of each text
     sizes: dict[str, dict[Size, list[list[list[Amount]]]]]
-    """By `Way.drafters` and γ: of each text its rounds by drafter and number of drafted tokens: `BatchReplay.sizes`."""
+    """`Way.drafters` → γ → for each text its rounds by drafter and number of drafted tokens: `BatchReplay.sizes`."""
 
     def ways(self) -> list[Way]:
         """Return all ways that were replayed."""
-        found = []
+        ways = []
         for drafters, by_length in self.sizes.items():
             last = None if drafters == ALONE else int(drafters.partition("=")[2])
-            found += [Way(k, last) for k in by_length]
-        return sorted(found, key=lambda way: (way.last or 0, way.draft_length))
+            ways += [Way(k, last) for k in by_length]
+        return sorted(ways, key=lambda way: (way.last or 0, way.draft_length))
 
     def rounds(self, way: Way) -> list[float]:
-        """Return how many rounds each text takes."""
+        """Return the number of rounds of each text."""
         return [float(np.sum(sizes)) for sizes in self._of(way)]
 
     def seconds(self, way: Way, candidate: str, table: CostTable, rows: int) -> list[float]:
-        """Return what each text takes, its prompt left aside."""
+        """Return the predicted seconds of each text, without its prompt."""
         costs = [table.at(name, rows) for name in way.names(candidate)]
         return text_seconds(costs, [np.array(sizes) for sizes in self._of(way)], way.lengths(), rows)
 
     def plain_seconds(self, candidate: str, table: CostTable, rows: int) -> list[float]:
-        """Return what each text takes in plain decoding, its prompt left aside."""
+        """Return the predicted seconds of each text in plain decoding, without its prompt."""
         costs = table.at(candidate, rows)
         return [count * (costs.target[1] + costs.plain_overhead) for count in self.tokens]
 
@@ -102,35 +97,30 @@ class Replayed:
 def replayed(
     config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str]
 ) -> dict[str, dict[str, Replayed]]:
-    """Replay drafters, each alone and behind copies, on what the target wrote.
+    """Replay drafters, each alone and in a hybrid after copies, on the target's texts.
 
-    Args:
-        config: γ and the law.
-        drafters: by name directories, or kinds that need none.
-        heldout: directories of completions, by temperature.
-
-    Returns:
-        By name and temperature (as JSON has it) the rounds.
+    `drafters` has directories, or kinds that need none, by name; `heldout` has directories of completions by
+    temperature. Returns the rounds by name and temperature, the latter formatted as in JSON.
     """
     pair = _pair(config, {COPIES[0]: COPIES[0]} | dict(drafters))
     copies = next(drafter.proposer for drafter in pair.drafters if drafter.name == COPIES[0])
-    wanted = [drafter for drafter in pair.drafters if drafter.name in drafters]
+    candidates = [drafter for drafter in pair.drafters if drafter.name in drafters]
     ways: dict[tuple[str, str], Proposer] = {}
     lengths_of: dict[str, list[int]] = {}
-    for drafter in wanted:
-        # A tree would need a search of its own: all are judged by chains.
+    for drafter in candidates:
+        # Trees would need a search of their own: all candidates are judged by chains.
         chain, most = drafter.family.chain(drafter, max(config.draft_length))
         lengths_of[drafter.name] = _lengths(config, drafter, chain, most)
         if drafter.name in COPIES or config.server is not None:  # servers draft in one way
             ways[drafter.name, ALONE] = chain
             continue
-        # Drafters that share what was replayed: one that takes no copy is the candidate alone.
+        # All hybrids share one replay of their members; one that never copies is the candidate alone.
         hybrid = HybridProposer([copies, chain])
         ways[drafter.name, ALONE] = hybrid.with_switch(Switch(NEVER))
         for last in (last for last in LAST_LENGTHS if last <= most):
             ways[drafter.name, Way(1, last).drafters] = hybrid.with_switch(Switch(), last)
     tried = sorted({*config.draft_length, *(k for lengths in lengths_of.values() for k in lengths)})
-    found: dict[str, dict[str, Replayed]] = {drafter.name: {} for drafter in wanted}
+    results: dict[str, dict[str, Replayed]] = {drafter.name: {} for drafter in candidates}
     for temperature in config.temperature:
         own = list(load_completions(heldout[temperature]).sort("id"))
         texts = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in own]
@@ -142,17 +132,17 @@ def replayed(
         )
         tokens = [len(text) - length for text, length in zip(texts, lengths, strict=True)]
         for (name, drafters_of), replay in replays.items():
-            its = found[name].setdefault(f"{temperature:g}", Replayed(tokens, {}))
+            replayed_texts = results[name].setdefault(f"{temperature:g}", Replayed(tokens, {}))
             first = 1 if drafters_of == ALONE and isinstance(ways[name, drafters_of], HybridProposer) else 0
-            its.sizes[drafters_of] = {
+            replayed_texts.sizes[drafters_of] = {
                 k: [text.sizes[k][first:].tolist() for text in replay.texts]
                 for k in (lengths_of[name] if drafters_of == ALONE else config.draft_length)
             }
-    return found
+    return results
 
 
 def _lengths(config: ChooseConfig, drafter: Drafter, chain: Proposer, most: int) -> list[int]:
-    """Return γ at which a drafter is tried alone."""
+    """Return the values of γ to try for a drafter alone."""
     if config.server is not None and drafter.family.whole_blocks and chain.longest is not None:
         return [chain.longest]
     return [k for k in config.draft_length if k <= most] or [most]
@@ -160,48 +150,40 @@ def _lengths(config: ChooseConfig, drafter: Drafter, chain: Proposer, most: int)
 
 @dataclass(frozen=True)
 class CostFile:
-    """What `measured_costs` wrote."""
+    """The file that `measured_costs` writes."""
 
     schema: Literal["draftsmith.choose_costs/1"]
     target: str
     environment: dict[str, Any]
     compiled: bool
     tables: list[ValidTable]
-    eager: str | None = None
-    """Why forwards were eager; None where they were compiled, or the config says it."""
+    eager: str | None = None  # why forwards were eager; None if they were compiled, or the config asked for it
 
 
 def measured_costs(
-    config: ChooseConfig,
-    drafters: Mapping[str, str],
-    heldout: Mapping[float, str],
-    path: Path,
-    compiling: float | None,
-    seconds: float,
-    most: float,
-) -> dict[str, CostTable]:
-    """Measure what rounds of all drafters cost here, side by side, unless it is in the file, or in another's.
+    config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str], path: Path,
+    compiling: float | None, seconds: float, most: float,
+) -> dict[str, CostTable]:  # fmt: skip
+    """Return tables of costs by temperature: from the config's file, or from `path`, measured first if it is not there.
+
+    All drafters are measured in turns, so that drift of the machine's speed affects them alike.
 
     Args:
         config: γ, temperatures and batch sizes.
-        drafters: as of `replayed`.
-        heldout: as of `replayed`.
+        drafters: as for `replayed`.
+        heldout: as for `replayed`.
         path: the file.
-        compiling: None where forwards may be compiled; otherwise the seconds that it would take, and costs are of
-            programs that are on disk, or eager.
-        seconds: about what timing may take, once everything is compiled.
-        most: seconds that all of it may take; after half of them they are measured eager, unless the config says
-            which.
-
-    Returns:
-        By temperature (as JSON has it) a table.
+        compiling: None if forwards may be compiled; otherwise the seconds that would take, and costs are of programs on
+            disk, or eager.
+        seconds: the approximate time for timing, once everything is compiled.
+        most: seconds for everything; after half of them costs are measured eager, unless the config decides.
 
     Raises:
         InputError: a file without some drafter, temperature or batch size.
         OutOfTime: it took too long.
     """
-    given = None if config.costs is None else Path(config.costs)
-    if given is None and not path.is_file():
+    costs_path = None if config.costs is None else Path(config.costs)
+    if costs_path is None and not path.is_file():
         begin, costs, first = time.perf_counter(), dict[str, Any](), most / 2 if config.compiled is None else most
         why = [] if compiling is None else [f"compiling takes about {time_text(compiling)}, for which there is no time"]
         try:
@@ -215,40 +197,37 @@ def measured_costs(
             if config.compiled is not None:
                 raise
             why = [f"compiled ones were not measured within {time_text(first)}, half of the time that was left"]
-        if not costs:  # not in the `except`: what was raised holds the models of the first attempt
+        if not costs:  # not in the `except`, whose exception holds the models of the first attempt in memory
             with ending_after(most - (time.perf_counter() - begin)):
                 costs = _measured(config, drafters, heldout, False, seconds)
         eager = config.compiled is None and not costs["compiled"]
         write_json(path, costs | {"eager": "; ".join(why) if eager else None})
     try:
-        file = read(CostFile, given or path, "costs")
+        file = read(CostFile, costs_path or path, "costs")
     except FileNotFoundError as error:
-        raise InputError(f"costs: expected a file that `choose` wrote at {given}, found none") from error
+        raise InputError(f"costs: expected a file that `choose` wrote at {costs_path}, found none") from error
     if file.target != config.target:
-        raise InputError(f"costs: expected those of {config.target} in {given or path}, found {file.target}'s")
+        raise InputError(f"costs: expected those of {config.target} in {costs_path or path}, found {file.target}'s")
     tables = {f"{table.temperature:g}": table for table in file.tables}
     for temperature in config.temperature:
         table = tables.get(f"{temperature:g}")
         if table is None:
-            raise InputError(f"costs: expected those at T={temperature:g} in {given or path}, found none")
+            raise InputError(f"costs: expected those at T={temperature:g} in {costs_path or path}, found none")
         longest = max(k for seconds in table.target_seconds.values() for k in seconds)
         for kind, wanted, there in (
             ("γ", config.draft_length, range(longest)),
             ("drafter", drafters, table.drafters),
             ("batch size", config.batch_size, range(1, 1 + max(table.target_seconds))),
         ):
-            if missing := [each for each in wanted if each not in there]:
-                raise InputError(f"costs: expected those of {kind} {missing[0]} in {given or path}, found none")
+            if missing := [value for value in wanted if value not in there]:
+                raise InputError(f"costs: expected those of {kind} {missing[0]} in {costs_path or path}, found none")
     return tables
 
 
 def _measured(
-    config: ChooseConfig,
-    drafters: Mapping[str, str],
-    heldout: Mapping[float, str],
-    compiled: bool | None,
+    config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str], compiled: bool | None,
     seconds: float,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     samples = [sample for path in heldout.values() for sample in load_completions(path).sort("id")]
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     threads = torch.get_num_threads()
@@ -257,12 +236,12 @@ def _measured(
             config.target, tokenizer, _specs(drafters), config.dtype, config.threads, compiled,
             config.trust_remote_code,
         )  # fmt: skip
-        chains = {each.name: each.family.chain(each, max(config.draft_length)) for each in pair.drafters}
+        chains = {drafter.name: drafter.family.chain(drafter, max(config.draft_length)) for drafter in pair.drafters}
         prompt = max(1, round(float(np.mean([sample["prompt_length"] for sample in samples]))))
-        # Not the longest: the rest of a round grows with it, and what is chosen is mostly short.
+        # The middle γ, because a round's other costs grow with γ, and mostly short drafts are chosen.
         middle = config.draft_length[len(config.draft_length) // 2]
         whole = float(np.mean([len(sample["input_ids"]) for sample in samples]))
-        longest = 1 + max(k for each in pair.drafters for k in _lengths(config, each, *chains[each.name]))
+        longest = 1 + max(k for drafter in pair.drafters for k in _lengths(config, drafter, *chains[drafter.name]))
         tables = measure_costs(
             pair.target,
             {name: chain for name, (chain, _) in chains.items()},
@@ -272,7 +251,7 @@ def _measured(
             config.batch_size,
             max(2, round((prompt + whole) / 2)),
             prompt,
-            # None of what no way to draft needs: each is compiled, for a minute where the target is large.
+            # No block that no way to draft needs: each is compiled, which takes a minute for a large target.
             sorted({*(block for block in BLOCKS if block < longest), longest}),
             compiled=settings.compiled,
             seconds=seconds,
@@ -290,10 +269,9 @@ def _measured(
 
 
 def _specs(drafters: Mapping[str, str]) -> list[Any]:
-    given = [name if name == drafter else f"{name}={drafter}" for name, drafter in drafters.items()]
-    return [
-        dataclasses.replace(spec, name=name) for name, spec in zip(drafters, drafter_specs(given, [1]), strict=True)
-    ]
+    arguments = [name if name == drafter else f"{name}={drafter}" for name, drafter in drafters.items()]
+    specs = drafter_specs(arguments, [1])
+    return [dataclasses.replace(spec, name=name) for name, spec in zip(drafters, specs, strict=True)]
 
 
 def _pair(config: ChooseConfig, drafters: Mapping[str, str]) -> Pair:

@@ -1,4 +1,4 @@
-"""One run of `choose`: where it stands, what its time went into, and the trials of its candidates."""
+"""One run of `choose`: its candidates and their trials, its progress, and its time ledger."""
 
 import shutil
 from collections.abc import Sequence
@@ -9,29 +9,76 @@ from typing import Any
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Amount, parse_json, read
-from draftsmith.scripts.choose.config import ChooseConfig
+from draftsmith.scripts.choose.config import COPIES, ChooseConfig
 from draftsmith.scripts.choose.forecast import Trial
 from draftsmith.scripts.choose.rounds import Replayed, replayed
-from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable
+from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable, survivors
+from draftsmith.scripts.kinds import KINDS, recipes
 from draftsmith.scripts.stages import JUDGED_LATER, Stages, ending_after, flags_of
-from draftsmith.train.cli import OutOfTime
+from draftsmith.train.cli import OutOfTime, check_fields
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.models import load_config
 from draftsmith.train.provenance import write_json
 
 COSTS = 0.25
-"""The share of the time for choosing that is left for costs of rounds."""
+"""The share of the time for choosing that is reserved for costs of rounds."""
 MOST_SAMPLES = 8
-"""Answers to a prompt at a temperature above 0 that the winner learns from, at most."""
+"""The most answers to a prompt at a temperature above 0 that the winner learns from."""
+
+
+def candidates_of(config: ChooseConfig) -> dict[str, dict[str, Any]]:
+    """Return the candidates by name: those of the config, or of every kind that can be trained for the target."""
+    if config.candidates:
+        return config.candidates
+    target = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    candidates: dict[str, dict[str, Any]] = {}
+    for kind in KINDS:
+        if kind.recipe is not None:
+            by_name = kind.candidates(target, config.server)
+            candidates |= {name: {"command": kind.recipe.command} | fields for name, fields in by_name.items()}
+    if config.draft is not None:
+        candidates["draft"] = {"command": "distill", "draft": config.draft}
+    return candidates
+
+
+def checked_candidates(config: ChooseConfig) -> dict[str, dict[str, Any]]:
+    """Return the candidates, each with fields that its command accepts.
+
+    Raises:
+        InputError: a candidate with other fields; the message names it.
+    """
+    candidates = candidates_of(config)
+    for name, fields in candidates.items():
+        try:
+            argv = flags_of(config.training(fields, ["text"], "output") | JUDGED_LATER)
+            check_fields(recipes()[fields["command"]].config_class(), argv)
+        except InputError as error:
+            raise InputError(f"candidates: {name}: {error}") from error
+    return candidates
+
+
+def print_plan(config: ChooseConfig) -> None:
+    """Print what would be tried and what it costs."""
+    candidates = candidates_of(config)
+    runs = sum(survivors(rung, len(candidates)) for rung in range(1, RUNGS + 1))
+    choosing = config.seconds * config.choosing
+    print(
+        f"{time_text(choosing)} of {time_text(config.seconds)} to choose among {len(candidates)} candidates and "
+        f"{' and '.join(COPIES)}: {runs} training runs on {RUNGS} growing amounts of text, as much as fits; the rest "
+        "is for the winner"
+    )
+    for name, fields in candidates.items():
+        own = [f"--{key} {value}" for key, value in fields.items() if key != "command"]
+        print(f"  {name:<12}{fields['command']} {' '.join(own)}".rstrip())
 
 
 @dataclass(frozen=True)
 class KeptTrial:
-    """A trial that ended: its replays by temperature, and the seconds that they took."""
+    """A finished trial: its replays by temperature, and the seconds that they took."""
 
-    command: list[str]
-    """The command that trained the candidate; empty for copies."""
+    command: list[str]  # that trained the candidate; empty for copies
     training: Amount
     replayed: dict[str, Replayed]
     seconds: Amount
@@ -39,71 +86,63 @@ class KeptTrial:
 
 @dataclass
 class Choosing:
-    """One run: where it stands, and what it has spent."""
+    """One run: its progress and the time it has spent."""
 
     config: ChooseConfig
     candidates: dict[str, dict[str, Any]]
     output: Path
     train: list[Prompt]
     stages: Stages
-    ledger: dict[str, float] = field(default_factory=dict)
-    """Seconds that were spent, by what they went into."""
-    parts: list[str] = field(default_factory=list)
-    """Names of the texts that the target wrote; each amount is all of them."""
-    writing: float = 0.0
-    """Seconds that they took."""
-    used: int = 0
-    """Prompts of `train` that the target has answered."""
-    written: float = 0.0
-    """Tokens of text that are there."""
+    ledger: dict[str, float] = field(default_factory=dict)  # seconds by stage
+    parts: list[str] = field(default_factory=list)  # names of the target's texts; an amount is all texts so far
+    writing: float = 0.0  # seconds that they took
+    used: int = 0  # prompts of `train` that are answered
+    written: float = 0.0  # tokens of text so far
     trials: dict[str, list[Trial]] = field(default_factory=dict)
     paces: dict[str, Pace] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    """Candidates whose training failed or had no time, and how; the former are tried again when the same command runs
-    again."""
-    notes: list[str] = field(default_factory=list)
-    """Sentences on the costs."""
+    """Candidates that were left out, and why. A candidate whose training failed is tried again by the next run."""
+    notes: list[str] = field(default_factory=list)  # sentences on the costs
     amounts: list[int] = field(default_factory=list)
-    over: bool = False
-    """Whether no more is tried: what is left of the time for choosing is then the winner's."""
+    over: bool = False  # no more is tried: the rest of the time for choosing is the winner's
 
     @property
     def seconds(self) -> float:
-        """The time for choosing."""
+        """The time for choosing, in seconds."""
         return self.config.seconds * self.config.choosing
 
     @property
     def spent(self) -> float:
-        """The time that is spent."""
+        """The time spent so far, in seconds."""
         return sum(self.ledger.values())
 
     @property
     def rest(self) -> float:
-        """The rest of the whole budget: that much may be taken by what no choice can do without."""
+        """The rest of the whole budget, which stages may use that no choice can do without."""
         return self.config.seconds - self.spent
 
     @property
     def write(self) -> float:
-        """Seconds for a token of the target's text."""
+        """Seconds to write a token of text."""
         return self.writing / self.written
 
-    def spend(self, what: str, seconds: float) -> None:
+    def spend(self, stage: str, seconds: float) -> None:
         """Enter seconds in the ledger."""
-        self.ledger[what] = self.ledger.get(what, 0.0) + seconds
+        self.ledger[stage] = self.ledger.get(stage, 0.0) + seconds
 
-    def run(self, what: str, name: str, argv: list[str], most: float) -> float:
-        """Run a stage, and enter its time.
+    def run(self, kind: str, name: str, argv: list[str], most: float) -> float:
+        """Run a stage, and enter its time in the ledger.
 
         Raises:
-            OutOfTime: it takes longer than `most` seconds, those of earlier runs among them.
+            OutOfTime: it takes longer than `most` seconds, including those of earlier runs.
         """
         try:
             seconds = self.stages.run(name, argv, most)
         except BaseException:
-            self.spend(what, self.stages.unfinished(name))
+            self.spend(kind, self.stages.unfinished(name))
             raise
-        self.spend(what, seconds)
+        self.spend(kind, seconds)
         return seconds
 
     def more_text(self, prompts: int, most: float) -> None:
@@ -118,19 +157,19 @@ class Choosing:
         self.written = sum(len(sample["input_ids"]) - sample["prompt_length"] for sample in samples)
 
     def answers(self, name: str, prompts: Path) -> dict[str, Any]:
-        """Return the fields of `prepare`."""
+        """Return the fields of `prepare` for one of the texts."""
         return self.config.answers() | {"prompts": prompts, "output": self.completions(name)}
 
     def completions(self, name: str) -> Path:
-        """Return the directory of the target's answers."""
+        """Return the directory of a text."""
         return self.output / "completions" / name
 
     def texts(self) -> list[str]:
-        """Return the directories of the text that is there."""
+        """Return the directories of all texts so far."""
         return [str(self.completions(name)) for name in self.parts]
 
     def training(self, name: str, output: Path) -> dict[str, Any]:
-        """Return the fields of a candidate's training on the text that is there."""
+        """Return the fields of a candidate's training on all texts so far."""
         return self.config.training(self.candidates[name], self.texts(), str(output))
 
     @property
@@ -139,7 +178,7 @@ class Choosing:
         return {t: str(self.completions(f"heldout-{t:g}")) for t in self.config.temperature}
 
     def trial(self, name: str, rung: int, until: float) -> tuple[Trial, Pace]:
-        """Train a candidate on the text that is there, and replay it; or read what an earlier run left of that.
+        """Train a candidate on all text so far and replay it; or read the results of an earlier run.
 
         Raises:
             InputError, RuntimeError: the training failed.
@@ -151,32 +190,29 @@ class Choosing:
             flags = flags_of(self.training(name, output) | JUDGED_LATER)
             argv = [self.candidates[name]["command"], *self.config.launcher(), *flags]
             if self.stages.changed(stage, argv) and output.is_dir():
-                shutil.rmtree(output)  # it was trained otherwise
+                shutil.rmtree(output)  # left by a training with other settings
             took = self.run("training", stage, argv, until - self.spent)
         drafter = str(output) if argv else name
         kept = read(KeptTrial, path) if path.is_file() else None
         if kept is None or kept.command != argv:
             try:
                 with ending_after(until - self.spent):
-                    found = replayed(self.config, {name: drafter}, self.heldout)[name]
+                    replays = replayed(self.config, {name: drafter}, self.heldout)[name]
             except OutOfTime:
                 self.spend("replay", self.stages.lap())
                 raise
             trained = _train_seconds(drafter) if argv else 0.0
-            write_json(path, KeptTrial(argv, trained, found, self.stages.lap()))
+            write_json(path, KeptTrial(argv, trained, replays, self.stages.lap()))
             kept = read(KeptTrial, path)
         self.spend("replay", kept.seconds)
         pace = Pace(kept.training / self.written, max(0.0, took - kept.training) + kept.seconds)
         return Trial(drafter, int(self.written), kept.training, kept.replayed), pace
 
     def rung(self, rung: int, names: Sequence[str]) -> list[str]:
-        """Try candidates on the text that is there.
+        """Try candidates on all text so far, and return those that were tried.
 
-        Of the first amount, those are left out for whom there is no time, and the first of each command may take an
-        equal part of what is left; of a later one all must end.
-
-        Returns:
-            Those that were tried.
+        On the first amount, a candidate is left out if there is no time for it, and the first of each command may take
+        an equal part of the time. On a later amount all must finish.
 
         Raises:
             InputError: all trainings failed.
@@ -188,7 +224,7 @@ class Choosing:
         for name in names:
             seconds = [pace.trial(self.written) for _, pace in made.values()]
             most, command = until - self.spent, self.candidates[name]["command"]
-            if rung == 1 and command in untried:  # a slow one leaves time for one of each other command
+            if rung == 1 and command in untried:  # a slow candidate must leave time for one of each other command
                 most /= len(untried)
             untried.discard(command)
             try:
@@ -199,7 +235,7 @@ class Choosing:
                 if rung > 1:
                     raise
                 self.failed[name] = f"{name} is left out: there was no time to train it as well"
-            except (InputError, RuntimeError) as error:  # the latter are torch's: memory, a kernel that is missing
+            except (InputError, RuntimeError) as error:  # torch raises the latter: out of memory, a missing kernel
                 errors += 1
                 if errors == len(names):
                     raise
@@ -216,7 +252,7 @@ class Choosing:
         return list(made)
 
     def say(self, rung: int, names: Sequence[str]) -> None:
-        """Say where it stands."""
+        """Print the progress."""
         print(
             f"\n{rung} of {RUNGS}: {', '.join(names)} on {self.written:,.0f} tokens of text; "
             f"{time_text(self.spent)} of {time_text(self.seconds)} spent",
@@ -224,22 +260,22 @@ class Choosing:
         )
 
     def reach(self, name: str) -> float:
-        """Return the tokens of text that a candidate will learn from when it has won."""
+        """Return the tokens of text that a candidate will learn from if it wins."""
         trained = float(self.trials[name][-1].tokens)
         if self.config.budget_tokens is not None:
             return max(float(self.config.budget_tokens), trained)
         choosing = self.spent if self.over else max(self.spent, self.seconds)
         left = max(self.config.seconds - choosing, 0.0)
-        # No more than the target can write from these prompts.
+        # At most what the target can write from these prompts.
         most = self.written / self.used * len(self.train) * self.answers_of(MOST_SAMPLES) / self.answers_of(1)
         return max(min(affordable(left, self.paces[name], self.written, self.write), most), trained)
 
     def answers_of(self, samples: int) -> int:
-        """Return how many answers a prompt has with this many samples: one at T=0, as many elsewhere."""
+        """Return the answers to a prompt over all temperatures: one at T=0, `samples` at each other."""
         return sum(samples if temperature > 0 else 1 for temperature in self.config.temperature)
 
 
 def _train_seconds(directory: str) -> float:
-    """Return the seconds of a training run, as its trainer noted them."""
+    """Return the duration of a training run in seconds, from its trainer's log."""
     state = parse_json((Path(directory) / "trainer_state.json").read_text(encoding="utf-8"))
     return float(next(entry["train_runtime"] for entry in state["log_history"] if "train_runtime" in entry))

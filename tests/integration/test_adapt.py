@@ -75,7 +75,7 @@ def test_a_better_drafter_takes_the_place_of_the_deployed_one(config, pair_dirs,
         patch.setattr(command.Stages, "run", stopped)
         with pytest.raises(KeyboardInterrupt) as stop:
             adapt(config)
-    assert "the same command goes on from there" in stop.value.__notes__[0]
+    assert "the same command continues from there" in stop.value.__notes__[0]
     log(tmp_path / "log.jsonl", 40, 50)  # what comes while a step is under way is of the next one
     monkeypatch.setattr(command, "compare", gains(0.1, 0.3))
     step = adapt(config)

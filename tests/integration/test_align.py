@@ -65,7 +65,7 @@ def test_a_named_candidate_goes_all_the_way_and_on_from_where_it_was_stopped(pai
             patch.setattr(Stages, "run", run)
             with pytest.raises(KeyboardInterrupt) as stop:
                 align(settings)
-            assert "the same command goes on from there" in stop.value.__notes__[0]
+            assert "the same command continues from there" in stop.value.__notes__[0]
     assert ran == ["prepare", "distill"]
     assert align(settings) == 0
     assert ran == ["prepare", "distill", "measure", "export"]

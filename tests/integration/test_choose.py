@@ -73,7 +73,7 @@ def test_a_choice_is_made_and_handed_on_and_goes_on_where_it_was_stopped(pair_di
         patch.setattr(command.Stages, "run", stopped)
         with pytest.raises(KeyboardInterrupt) as stop:
             command.choose(settings)
-    assert "the same command goes on from there" in stop.value.__notes__[0]
+    assert "the same command continues from there" in stop.value.__notes__[0]
     assert ran[0][:2] == ["doctor", f"--target={settings.target}"]
     before = len(ran)
     choice = command.choose(settings)

@@ -4,7 +4,7 @@ import pytest
 from conftest import tiny_llama
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.choose import candidates
+from draftsmith.scripts.choose import run
 from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.stages import flags_of
@@ -55,8 +55,8 @@ def test_what_cannot_be_is_refused_in_one_line(fields, message):
 def test_candidates_of_every_kind_are_configs_of_their_commands(vocabulary, monkeypatch):
     target = tiny_llama(0, 64, layers=12).config
     target.vocab_size = vocabulary
-    monkeypatch.setattr(candidates, "load_config", lambda *args, **kwargs: target)
-    found = candidates.candidates_of(ChooseConfig(**GIVEN, draft="small"))
+    monkeypatch.setattr(run, "load_config", lambda *args, **kwargs: target)
+    found = run.candidates_of(ChooseConfig(**GIVEN, draft="small"))
     assert {fields["command"] for fields in found.values()} == recipes().keys()
     assert list(found)[-1] == "draft" and {"draft-2", "draft-3", "hydra", "eagle", "block-1", "block-2"} < found.keys()
     cut = [fields for fields in found.values() if any("draft_vocabulary" in key for key in fields)]
@@ -65,7 +65,7 @@ def test_candidates_of_every_kind_are_configs_of_their_commands(vocabulary, monk
         ("vllm", {"medusa", "eagle", "block-1", "draft-2"}),
         ("sglang", {"eagle", "block-1", "draft-2"}),
     ):
-        served = candidates.candidates_of(ChooseConfig(**GIVEN, server=server))
+        served = run.candidates_of(ChooseConfig(**GIVEN, server=server))
         assert kinds < served.keys() and "hydra" not in served and ("medusa" in served) == (server == "vllm")
         assert server == "vllm" or served["block-1"]["anchor_guesses"] is False
     for fields in found.values():
@@ -78,7 +78,7 @@ def test_candidates_of_every_kind_are_configs_of_their_commands(vocabulary, monk
 def test_fields_of_candidates_are_checked_before_anything_runs():
     config = ChooseConfig(**GIVEN, candidates={"deep": {"command": "block", "layer": 3}})
     with pytest.raises(InputError, match=r"^candidates: deep: "):
-        candidates.checked_candidates(config)
+        run.checked_candidates(config)
 
 
 def test_what_a_run_goes_on_from_is_a_field_of_its_config():
