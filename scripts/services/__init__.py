@@ -1,1 +1,1 @@
-"""Services beside the commands: drafts over HTTP, and the coordinator of servers."""
+"""Services: drafts over HTTP, and the coordinator of servers."""

@@ -1,8 +1,8 @@
-"""A decoder's line to a draft service: a call never takes longer than it may, and a service that is away costs nothing.
+"""A decoder's connection to a draft service: calls have a time limit, and an absent service costs nothing.
 
-One thread does all that touches the network. The decoder waits for it at most the timeout, whatever a name server, a
-connection or a trickling answer takes. After a failure the line is down: the thread asks `/health` now and then, and
-until the service answers, calls return at once. Standard library alone.
+One thread does all networking. The decoder waits for it up to the timeout, however long name resolution, connecting or
+a slow answer takes. After a failure the line is down: the thread polls `/health`, and calls return at once until the
+service answers. Uses the standard library only.
 """
 
 import http.client
@@ -19,18 +19,17 @@ from urllib.parse import urlsplit
 from draftsmith.scripts.services.draft_protocol import MOST_BYTES, ProtocolError, Service, decode_service
 
 PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds without a call after the first failure, the second in a row, and so on; the last for all further ones."""
-SILENCE = 60.0
-"""Seconds between two lines of the log at least."""
+"""Seconds to wait after the first, second, … failure in a row; the last for all later ones."""
+SILENCE = 60.0  # the least seconds between two log lines of a level
 
 
 class LineDown(RuntimeError):
-    """A call that got no answer; one line that says why."""
+    """A call without an answer; the message says why in one line."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a service listens."""
+    """The address of a service."""
 
     host: str
     port: int | None
@@ -39,10 +38,10 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> "Address":
-        """Read a URL such as http://127.0.0.1:8100.
+        """Parse a URL such as http://127.0.0.1:8100.
 
         Raises:
-            ValueError: not a URL; the line never prints secrets.
+            ValueError: not a URL; the message never contains secrets.
         """
         expected = "DRAFT_ENDPOINT: expected a URL such as http://127.0.0.1:8100, found"
         if any(sign in url for sign in "@?#"):
@@ -50,7 +49,7 @@ class Address:
         try:
             parts = urlsplit(url)
             port = parts.port
-        except ValueError:  # a port that is no number
+        except ValueError:  # an invalid port
             raise ValueError(f"{expected} {url!r}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
             raise ValueError(f"{expected} {url!r}" if url else f"{expected} none")
@@ -58,13 +57,10 @@ class Address:
 
 
 class DraftLine(threading.Thread):
-    """One connection to a draft service, and the thread that uses it.
+    """A connection to a draft service, and the thread that uses it.
 
-    Args:
-        address: the service's.
-        timeout: seconds that a call waits at most.
-        key: sent as `Authorization: Bearer KEY`, if not empty.
-        log: where it says that the service is there, and why it is not.
+    A call waits at most `timeout` seconds. A `key` is sent as `Authorization: Bearer KEY`. The log says whether the
+    service answers, and why not.
     """
 
     def __init__(self, address: Address, timeout: float, key: str = "", log: logging.Logger | None = None):
@@ -76,11 +72,10 @@ class DraftLine(threading.Thread):
         self._calls: list[tuple[bytes, Future[bytes]]] = []
         self._changed = threading.Condition()
         self._failed = 0  # times in a row
-        self.service: Service | None = None
-        """The service's own description, while the line is up."""
+        self.service: Service | None = None  # the answer of /health; None while the line is down
 
     def ask(self, body: bytes) -> bytes:
-        """Return what `/propose` answers.
+        """Return the answer of `/propose`.
 
         Raises:
             LineDown: the line is down, or goes down now.
@@ -99,15 +94,15 @@ class DraftLine(threading.Thread):
             raise error from None
 
     def refuse(self, error: Exception) -> None:
-        """Take an answer for none, because of what it says."""
+        """Treat an invalid answer as a failure."""
         self._down(error)
 
     def accept(self) -> None:
-        """Take note of an answer that was one."""
+        """Record a valid answer."""
         self._failed = 0
 
     def run(self) -> None:
-        """Look for the service while the line is down, and carry calls while it is up."""
+        """Poll the service while the line is down, and make calls while it is up."""
         while True:
             if self.service is None:
                 if self._failed:
@@ -121,7 +116,7 @@ class DraftLine(threading.Thread):
                 body, call = self._calls.pop(0)
             try:
                 call.set_result(self._exchange("POST", "/propose", body))
-            except Exception as error:  # whatever it was, the caller decodes plainly
+            except Exception as error:  # after any error the caller decodes plainly
                 self._hang_up()
                 down = LineDown(f"expected drafts, found {_words(error)}")
                 self._down(down)
@@ -135,7 +130,7 @@ class DraftLine(threading.Thread):
             self._down(LineDown(f"expected a draft service, found {_words(error)}"))
             return
         with self._changed:
-            self._calls.clear()  # those that nobody waits for any more
+            self._calls.clear()  # calls that have timed out
             self.service = service
         self._say.info(f"{self._where}: drafts of {service.model}, texts of up to {service.max_length} tokens")
 
@@ -144,10 +139,10 @@ class DraftLine(threading.Thread):
             self.service = None
             self._failed += 1
             self._changed.notify()
-        self._say.warning(f"{self._where}: {error}; decoding goes on plainly")
+        self._say.warning(f"{self._where}: {error}; decoding continues plainly")
 
     def _exchange(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Send a request and return the body of its answer; once more where a silent connection had been closed."""
+        """Send a request and return the body of its answer; retry once if the server had closed an idle connection."""
         fresh = self._connection is None
         try:
             return self._exchange_once(method, path, body)
@@ -169,7 +164,7 @@ class DraftLine(threading.Thread):
             raise ProtocolError(f"answer: expected at most {MOST_BYTES} bytes, found more")
         if response.status != 200:
             words = content[:1000].decode("utf-8", "replace")
-            words = words.replace(self._key, "***") if self._key else words  # some servers repeat it
+            words = words.replace(self._key, "***") if self._key else words  # some servers echo the key
             raise http.client.HTTPException(f"{response.status} {words}")
         return content
 
@@ -185,18 +180,18 @@ class DraftLine(threading.Thread):
 
 
 class Seldom:
-    """A log that says things once a minute at most, so that a service which comes and goes does not fill it."""
+    """A log that writes at most once a minute, so that a service that comes and goes does not fill it."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic):
         self._log, self._clock = log, clock
         self._last: dict[int, float] = {}
 
     def info(self, line: str) -> None:
-        """Say that something is well."""
+        """Log a line of level info."""
         self._at(logging.INFO, line)
 
     def warning(self, line: str) -> None:
-        """Say that something is not."""
+        """Log a line of level warning."""
         self._at(logging.WARNING, line)
 
     def _at(self, level: int, line: str) -> None:

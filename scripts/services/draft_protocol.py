@@ -1,20 +1,20 @@
-"""The protocol between a decoder and a draft service, version 1: JSON over HTTP. Standard library alone.
+"""The protocol between a decoder and a draft service, version 1: JSON over HTTP. Uses the standard library only.
 
 `POST /propose` asks for drafts of many texts at once. The service remembers texts, and a text is sent in pieces:
 
     {"version": 1, "client": "9f…", "rows": [{"id": 7, "start": 120, "tokens": [11, 12], "want": 4}], "ended": [3],
      "report": {"failures": 0, "plain_rounds": 0}}
 
-The text of row 7 is the first 120 tokens of what the service knows of it, and these two. So a round's bytes do not grow
-with the text, and to say a piece twice does no harm. Ids are the client's own; `ended` are those it will not name
-again. `report` is what went wrong since its last call that was answered, for the service to count. The answer
+The text of row 7 is the first 120 tokens that the service has of it, and these two. A round's bytes therefore do not
+grow with the text, and repeating a piece is harmless. Ids are the client's own; it never names those in `ended` again.
+`report` counts the client's failures since its last answered call. The answer
 
     {"version": 1, "drafts": [[13, 14, 15, 16]]}
 
-has a draft for each row in order, at most as long as was wanted; `null` where the service does not know the text up to
-`start`, after a restart or where it made room: the row is then sent from 0.
+has a draft for each row in order, at most as long as wanted, or `null` if the service does not have the text up to
+`start`, after a restart or an eviction: the client then sends the row from 0.
 
-`GET /health` answers 200 and a `Service` where drafts may be asked for.
+`GET /health` answers 200 and a `Service` when drafts may be asked for.
 """
 
 import json
@@ -23,49 +23,39 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 VERSION = 1
-MOST_BYTES = 8 << 20
-"""Of a request's body or an answer's."""
-MOST_TOKENS = 1 << 19
-"""Of all rows of a request together, so that they fit."""
-NUMBERS = 1 << 31
-"""Tokens and lengths are below it."""
-IDS = 1 << 53
-"""Ids are below it: other languages' JSON has no larger whole numbers."""
+MOST_BYTES = 8 << 20  # of a request's or an answer's body
+MOST_TOKENS = 1 << 19  # of all rows of a request, so that they fit
+NUMBERS = 1 << 31  # tokens and lengths are below it
+IDS = 1 << 53  # ids are below it, the limit of whole numbers in other languages' JSON
 
 
 class ProtocolError(ValueError):
-    """Bytes that do not say what they should: one line, `field: expected …, found …`."""
+    """An invalid message; the error is one line, `field: expected …, found …`."""
 
 
 @dataclass(frozen=True)
 class DraftRow:
-    """One text, and how long a draft is wanted behind it."""
+    """One text, and the length of the draft to make for it."""
 
     id: int
-    start: int
-    """Tokens that the service knows already."""
-    tokens: list[int]
-    """The tokens that follow, up to the text's end."""
-    want: int
-    """γ; 0 sends the text alone."""
+    start: int  # tokens that the service has already
+    tokens: list[int]  # the tokens after them, up to the text's end
+    want: int  # γ; 0 only sends the text
 
 
 @dataclass(frozen=True)
 class ClientReport:
-    """A client's counts since its last call that was answered."""
+    """A client's counts since its last answered call."""
 
-    failures: int = 0
-    """Calls without an answer."""
-    plain_rounds: int = 0
-    """Rounds that asked for nothing, or got none, because the service was away."""
+    failures: int = 0  # calls without an answer
+    plain_rounds: int = 0  # rounds without drafts because the service was away
 
 
 @dataclass(frozen=True)
 class DraftRequest:
     """One round of one client."""
 
-    client: str
-    """Tells its ids from another's."""
+    client: str  # distinguishes the ids of clients
     rows: list[DraftRow]
     ended: list[int]
     report: ClientReport
@@ -77,38 +67,34 @@ class Service:
 
     version: int
     model: str
-    vocab_size: int
-    """Drafted tokens are below it."""
-    max_length: int
-    """Tokens of a text at most, drafted ones included."""
-    max_rows: int
-    """Rows of a request at most."""
-    max_draft_length: int
-    """γ at most."""
+    vocab_size: int  # drafted tokens are below it
+    max_length: int  # tokens of a text, including drafted ones
+    max_rows: int  # of a request
+    max_draft_length: int  # γ
 
 
 def encode_request(request: DraftRequest) -> bytes:
     """Return a request's body."""
-    # Not `asdict`, which copies every list: with it, this would take most of the time that a round takes here.
+    # Not `asdict`, whose copies of all lists would take most of a round's time here.
     rows = [vars(row) for row in request.rows]
-    said = {"version": VERSION, "client": request.client, "rows": rows, "ended": request.ended}
-    return _bytes(said | {"report": vars(request.report)})
+    message = {"version": VERSION, "client": request.client, "rows": rows, "ended": request.ended}
+    return _bytes(message | {"report": vars(request.report)})
 
 
 def decode_request(body: bytes) -> DraftRequest:
-    """Read a request's body.
+    """Parse a request's body.
 
     Raises:
         ProtocolError: not a request; the line names the field.
     """
-    given = _object(body, "request")
-    _fields(given, "request", ("version", "client", "rows", "ended", "report"))
-    _version(given)
-    client = given["client"]
+    message = _object(body, "request")
+    _fields(message, "request", ("version", "client", "rows", "ended", "report"))
+    _version(message)
+    client = message["client"]
     if not (isinstance(client, str) and 0 < len(client) <= 64 and client.isascii() and client.isalnum()):
         raise ProtocolError(f"client: expected up to 64 letters and digits, found {_shown(client)}")
     rows = []
-    for place, row in enumerate(_list(given["rows"], "rows")):
+    for place, row in enumerate(_list(message["rows"], "rows")):
         name = f"rows[{place}]"
         _fields(row, name, ("id", "start", "tokens", "want"))
         id_, start = _number(row["id"], f"{name}.id", IDS), _number(row["start"], f"{name}.start")
@@ -120,9 +106,9 @@ def decode_request(body: bytes) -> DraftRequest:
         raise ProtocolError("rows: expected each id once, found one twice")
     if (sent := sum(len(row.tokens) for row in rows)) > MOST_TOKENS:
         raise ProtocolError(f"rows: expected at most {MOST_TOKENS} tokens in all, found {sent}")
-    _fields(given["report"], "report", ("failures", "plain_rounds"))
-    report = ClientReport(**{key: _number(value, f"report.{key}") for key, value in given["report"].items()})
-    return DraftRequest(client, rows, _numbers(given["ended"], "ended", IDS), report)
+    _fields(message["report"], "report", ("failures", "plain_rounds"))
+    report = ClientReport(**{key: _number(value, f"report.{key}") for key, value in message["report"].items()})
+    return DraftRequest(client, rows, _numbers(message["ended"], "ended", IDS), report)
 
 
 def encode_drafts(drafts: Sequence[list[int] | None]) -> bytes:
@@ -131,15 +117,15 @@ def encode_drafts(drafts: Sequence[list[int] | None]) -> bytes:
 
 
 def decode_drafts(body: bytes, rows: Sequence[DraftRow]) -> list[list[int] | None]:
-    """Read the answer to some rows.
+    """Parse the answer to some rows.
 
     Raises:
         ProtocolError: not an answer, or not one to these rows.
     """
-    given = _object(body, "answer")
-    _fields(given, "answer", ("version", "drafts"))
-    _version(given)
-    drafts = _list(given["drafts"], "drafts")
+    message = _object(body, "answer")
+    _fields(message, "answer", ("version", "drafts"))
+    _version(message)
+    drafts = _list(message["drafts"], "drafts")
     if len(drafts) != len(rows):
         raise ProtocolError(f"drafts: expected {len(rows)}, found {len(drafts)}")
     for place, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
@@ -149,24 +135,23 @@ def decode_drafts(body: bytes, rows: Sequence[DraftRow]) -> list[list[int] | Non
 
 
 def encode_service(service: Service) -> bytes:
-    """Return the body that `/health` answers with."""
+    """Return the body of the answer of `/health`."""
     return _bytes(asdict(service))
 
 
 def decode_service(body: bytes) -> Service:
-    """Read what `/health` answered.
+    """Parse the answer of `/health`.
 
     Raises:
-        ProtocolError: it is no draft service, or speaks another version.
+        ProtocolError: not a draft service, or one of another version.
     """
-    given = _object(body, "health")
-    _version(given)
-    names = [field.name for field in fields(Service)]
-    _fields(given, "health", names)
-    model = given.pop("model")
+    message = _object(body, "health")
+    _version(message)  # first, because another version may have other fields
+    _fields(message, "health", [field.name for field in fields(Service)])
+    model = message.pop("model")
     if not isinstance(model, str):
         raise ProtocolError(f"health.model: expected a text, found {_shown(model)}")
-    return Service(model=model, **{name: _number(value, f"health.{name}") for name, value in given.items()})
+    return Service(model=model, **{name: _number(value, f"health.{name}") for name, value in message.items()})
 
 
 def _bytes(value: Any) -> bytes:
@@ -191,9 +176,9 @@ def _fields(value: Any, name: str, expected: Sequence[str]) -> None:
         raise ProtocolError(f"{name}: expected the fields {', '.join(expected)}, found {found or 'none'}")
 
 
-def _version(given: dict[str, Any]) -> None:
-    if type(given.get("version")) is not int or given["version"] != VERSION:
-        raise ProtocolError(f"version: expected {VERSION}, found {_shown(given.get('version'))}")
+def _version(message: dict[str, Any]) -> None:
+    if type(message.get("version")) is not int or message["version"] != VERSION:
+        raise ProtocolError(f"version: expected {VERSION}, found {_shown(message.get('version'))}")
 
 
 def _list(value: Any, name: str) -> list[Any]:

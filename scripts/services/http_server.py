@@ -1,9 +1,9 @@
-"""An HTTP server that stays up: headers are bounded, and connections that ask for nothing end.
+"""An HTTP server with bounded headers and bounded idle connections.
 
-uvicorn ends a connection that is silent after an answer, and no other one: neither one that never asks, nor one whose
-headers never end. Here they end too, and where too many are open without a request, the one that waits longest makes
-room, if it has waited for longer than a burst takes to be read. How long a body may take is the application's to say.
-So no client keeps another one out, and a health check is answered whoever is connected.
+uvicorn closes a connection that is idle after an answer, but not one that never sends a request or never ends its
+headers. Here these are closed too. If too many connections are open without a request, the one that has waited longest
+is closed, unless it has waited for less than a burst takes to be read. The application limits the time of bodies. So no
+client keeps another one out, and health checks are answered under any load.
 """
 
 import asyncio
@@ -14,41 +14,44 @@ from typing import Any, cast
 import h11
 import uvicorn
 from starlette.requests import Request
+from starlette.types import Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftsmith.decode.errors import InputError
 
 HEADER_BYTES = 65_536
-"""Of a request's line and headers together; h11 reads them at linear cost, and refuses more with 400."""
+"""The limit of a request's line and headers together; h11 reads them at linear cost, and refuses more with 400."""
 HEADER_SECONDS = 10.0
-"""Until a connection's first request, or one that has begun, has its headers."""
+"""The time limit for the headers of a connection's first request, and of a request that has begun."""
 MOST_WAITING = 4096
-"""Connections that are open without a whole request: more than an ingress serves at a time, and half of `FILES`. Where
-fewer files may be open, half of these."""
+"""The limit of connections without a whole request: more than an ingress serves at a time, and half of `FILES`; at most
+half of the files that may be open."""
 PATIENCE = 1.0
-"""Seconds that a connection has at least: many may be taken before the first of them is read."""
+"""Seconds that a connection has at least, because many may be accepted before the first of them is read."""
 FILES = 8192
-"""Open files that are asked for: a connection is one, and so is each one to another server."""
+"""The number of open files to ask for: each connection takes one, and so does each to another server."""
+LEFT = 499
+"""The status to count a request under whose client has left; nobody reads it."""
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection."""
+    """A connection."""
 
     _late: asyncio.TimerHandle | None = None
     _since = 0.0
 
     @property
     def waits(self) -> bool:
-        """Whether no whole request has come yet, and one may still."""
+        """True if no whole request has arrived, and one still may."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
 
     @property
     def claim(self) -> tuple[bool, float]:
-        """Connections give way in this order, least first: senders of a body last, else the longest waiting first."""
+        """The order in which connections are closed, least first: by waiting time, but senders of a body last."""
         return self.conn.their_state is h11.SEND_BODY, self._since
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait, and where too many do, end one of those that have had their time."""
+        """Start the timer; if too many connections wait, close one that has had its time."""
         super().connection_made(transport)
         self._since = self.loop.time()
         self._expect_headers()
@@ -61,7 +64,7 @@ class BoundedProtocol(H11Protocol):
             min(late, key=lambda connection: connection.claim).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read on, and bound the time of headers that have begun."""
+        """Read data, and limit the time of headers that have begun."""
         begins = self.conn.their_state is h11.IDLE
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
@@ -72,17 +75,17 @@ class BoundedProtocol(H11Protocol):
             self._expect_headers()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Start to wait for the next request."""
         self._since = self.loop.time()
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Stop the timer."""
         self._stop_expecting()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """End what has not begun, and a request that has not come whole: nobody knows whether its rest will."""
+        """Close idle connections, and those of incomplete requests, whose rest may never come."""
         if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
             self.transport.abort()
         else:
@@ -103,7 +106,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class BodyError(Exception):
-    """A body that is refused: an HTTP status and one line."""
+    """A refused body: an HTTP status and one line."""
 
     def __init__(self, status: int, line: str):
         super().__init__(line)
@@ -111,12 +114,7 @@ class BodyError(Exception):
 
 
 class BodyReader:
-    """Reads requests' bodies, bounded one by one and, while they come in, all together.
-
-    Args:
-        most: bytes of one.
-        together: bytes of all that are being read.
-    """
+    """Reads requests' bodies of up to `most` bytes each, and `together` bytes at once."""
 
     def __init__(self, most: int, together: int):
         self._most, self._room = most, together
@@ -126,7 +124,7 @@ class BodyReader:
 
         Raises:
             BodyError: it is too large, or there are too many at once.
-            ClientDisconnect: it does not come whole.
+            ClientDisconnect: it is incomplete.
         """
         body = bytearray()
         try:
@@ -142,13 +140,17 @@ class BodyReader:
             self._room += len(body)
 
 
-def bounded_server(app: Any, keep_alive: float, grace: float) -> uvicorn.Server:
-    """Return a server of an application, to be run on sockets of `listening`.
+async def client_gone(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
-    Args:
-        app: ASGI.
-        keep_alive: seconds that a connection stays open after an answer.
-        grace: seconds that requests under way have when the server ends.
+
+def bounded_server(app: Any, keep_alive: float, grace: float) -> uvicorn.Server:
+    """Return a server of an ASGI application, to be run on sockets of `listening`.
+
+    Idle connections stay open for `keep_alive` seconds after an answer. When the server ends, requests in flight have
+    `grace` seconds.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = FILES if most == resource.RLIM_INFINITY else min(FILES, most)
@@ -170,15 +172,12 @@ def bounded_server(app: Any, keep_alive: float, grace: float) -> uvicorn.Server:
 
 
 def listening(host: str, port: int, shared: bool = False) -> socket.socket:
-    """Return a socket that listens.
+    """Return a listening socket; port 0 takes a free one.
 
-    Args:
-        host: a name or an address.
-        port: 0 takes a free one.
-        shared: with others that listen there by the same user; connections are dealt out among them.
+    A `shared` port may have further sockets of the same user, among which the kernel distributes connections.
 
     Raises:
-        InputError: it is taken, or none of this machine's.
+        InputError: the port is taken, or the host is not an address of this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -3,15 +3,15 @@
     DRAFT_ENDPOINT=http://127.0.0.1:8100 vllm serve TARGET --speculative-config '{"method": "custom_class",
         "model": "draftsmith.scripts.services.remote_draft.RemoteDraft", "num_speculative_tokens": 4}'
 
-vLLM 0.32 calls `propose` after each step, in the process that runs the target, with the tokens of its batch. Whatever
-goes wrong here, a step without drafts is plain decoding: no error leaves `propose`. Imported where draftsmith may be
-installed without its dependencies: beside the standard library it needs prometheus_client, which vLLM brings.
+vLLM 0.32 calls `propose` after each step, in the process that runs the target, with the tokens of its batch. No error
+leaves `propose`: a step without drafts is plain decoding. draftsmith may be installed here without its dependencies, so
+this imports only the standard library and prometheus_client, which vLLM brings.
 
 Environment:
     DRAFT_ENDPOINT: the service's URL.
-    MAX_DRAFT_TOKENS: drafted tokens a round at most; `num_speculative_tokens` if not given, and never more.
-    DRAFT_TIMEOUT_MS: milliseconds that a round waits for drafts at most; 1000 if not given.
-    DRAFT_API_KEY: the service's key, if it asks for one.
+    MAX_DRAFT_TOKENS: the most drafted tokens a round; default and limit `num_speculative_tokens`.
+    DRAFT_TIMEOUT_MS: milliseconds that a round waits for drafts; default 1000.
+    DRAFT_API_KEY: the service's key, if it requires one.
 """
 
 import logging
@@ -36,7 +36,7 @@ from draftsmith.scripts.services.draft_protocol import (
 from draftsmith.scripts.services.row_texts import KnownText, KnownTexts
 
 LOGGER = logging.getLogger("vllm.draftsmith")
-"""Below vLLM's own logger, which alone has a handler there."""
+"""A child of vLLM's logger, the only one that has a handler there."""
 TIMEOUT_MS = 1000
 NAME = "draftsmith_remote_draft_{}".format
 ROUNDS = Counter(NAME("rounds"), "Rounds that a draft service answered.")
@@ -46,61 +46,51 @@ TOKENS = Counter(NAME("tokens"), "Tokens that a draft service drafted.")
 SECONDS = Counter(NAME("seconds"), "Time of the rounds that a draft service answered.")
 SENT = Counter(NAME("sent_bytes"), "Bodies of requests that were answered.")
 RECEIVED = Counter(NAME("received_bytes"), "Bodies of their answers.")
-# They show in vLLM's own /metrics where it runs with PROMETHEUS_MULTIPROC_DIR set, for they count in its worker.
+# vLLM's /metrics shows these only if PROMETHEUS_MULTIPROC_DIR is set, because they count in its worker process.
 
 
 class RemoteDraft:
-    """Drafts by a draft service, for vLLM.
+    """Drafts of a draft service, for vLLM.
 
-    With tensor parallelism each rank asks for itself, and vLLM uses one rank's drafts.
-
-    Args:
-        vllm_config: vLLM's own configuration object.
-        environment: where the settings are read; this process's environment if None.
+    With tensor parallelism each rank asks for itself, and vLLM uses one rank's drafts. `environment` replaces the
+    process's environment.
     """
 
     def __init__(self, vllm_config: Any, environment: Mapping[str, str] | None = None):
-        given = os.environ if environment is None else environment
+        env = os.environ if environment is None else environment
         self._say = Seldom(LOGGER)
         self._wanted = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._client = uuid.uuid4().hex
         self._texts = KnownTexts(max(64, 2 * int(vllm_config.scheduler_config.max_num_seqs)))
-        self._plain = self._failures = 0  # since the last answer
+        self._plain = self._failures = 0  # since the last answered call
         self._line: DraftLine | None = None
         try:
-            self._wanted = min(self._wanted, _number(given, "MAX_DRAFT_TOKENS", self._wanted))
-            timeout = _number(given, "DRAFT_TIMEOUT_MS", TIMEOUT_MS) / 1000
-            address = Address.of(given.get("DRAFT_ENDPOINT", ""))
-            key = given.get("DRAFT_API_KEY", "").strip()
-            if not (key.isascii() and key.isprintable()):  # the HTTP library's error would show it
+            self._wanted = min(self._wanted, _number(env, "MAX_DRAFT_TOKENS", self._wanted))
+            timeout = _number(env, "DRAFT_TIMEOUT_MS", TIMEOUT_MS) / 1000
+            address = Address.of(env.get("DRAFT_ENDPOINT", ""))
+            key = env.get("DRAFT_API_KEY", "").strip()
+            if not (key.isascii() and key.isprintable()):  # the HTTP library's error would print it
                 raise ValueError("DRAFT_API_KEY: expected printable ASCII characters, found others")
-        except ValueError as error:  # a server that serves plainly is better than none
-            LOGGER.warning("%s; decoding goes on plainly", error)
+        except ValueError as error:  # plain decoding is better than no server
+            LOGGER.warning("%s; decoding continues plainly", error)
             return
         self._line = DraftLine(address, timeout, key, LOGGER)
         self._line.start()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the model lies in the service."""
+        """Do nothing: the service has the model."""
 
     def propose(
-        self,
-        sampled_token_ids: Sequence[Sequence[int]],
-        num_tokens_no_spec: Any,
-        token_ids_cpu: Any,
-        slot_mappings: Any = None,
-        **others: Any,
-    ) -> list[list[int]]:
+        self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, token_ids_cpu: Any,
+        slot_mappings: Any = None, **others: Any,
+    ) -> list[list[int]]:  # fmt: skip
         """Return a draft for each row of the batch, possibly empty.
 
-        Args:
-            sampled_token_ids: what the step emitted for each row; nothing while a prompt is read in parts.
-            num_tokens_no_spec: each row's length, these tokens included, (≥ B,).
-            token_ids_cpu: each row's tokens, (≥ B, ≥ length).
-            slot_mappings: not used.
-            **others: what later versions may add; not used.
+        `sampled_token_ids` has the tokens that the step emitted for each row, none while a prompt is read in parts.
+        `num_tokens_no_spec`, (≥ B,), has each row's length including these, and `token_ids_cpu`, (≥ B, ≥ length), each
+        row's tokens. Other arguments, of this vLLM and later ones, are not used.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         line = self._line
@@ -114,36 +104,36 @@ class RemoteDraft:
             ]
             if rows:
                 self._propose(line, rows, drafts)
-        except Exception as error:  # a mistake of ours must not reach the target
-            self._say.warning(f"expected drafts, found {type(error).__name__}: {error}; decoding goes on plainly")
+        except Exception as error:  # a bug here must not stop the target
+            self._say.warning(f"expected drafts, found {type(error).__name__}: {error}; decoding continues plainly")
             return [[] for _ in sampled_token_ids]
         return drafts
 
     def _propose(self, line: DraftLine, rows: Sequence[tuple[int, Any]], drafts: list[list[int]]) -> None:
-        """Ask for the drafts of some rows, by their numbers and tokens, and write them into `drafts`."""
+        """Ask for drafts of some rows, given by number and tokens, and write them to `drafts`."""
         service = line.service
         if service is None:
             self._plain += 1
             PLAIN_ROUNDS.inc()
             return
         start = time.perf_counter()
-        asked: list[tuple[int, KnownText, DraftRow]] = []
+        requested: list[tuple[int, KnownText, DraftRow]] = []
         room = MOST_TOKENS
         for (number, tokens), text in zip(rows, self._texts.find(rows), strict=True):
             length = len(tokens)
             sent = min(text.sent, length - 1)
             want = min(self._wanted, service.max_draft_length, self._max_length - 1 - length)
-            if want > 0 and length < service.max_length and length - sent <= room and len(asked) < service.max_rows:
+            if want > 0 and length < service.max_length and length - sent <= room and len(requested) < service.max_rows:
                 room -= length - sent
-                asked.append((number, text, DraftRow(text.id, sent, tokens[sent:].tolist(), want)))
-        if not asked:
+                requested.append((number, text, DraftRow(text.id, sent, tokens[sent:].tolist(), want)))
+        if not requested:
             return
-        asked_rows = [row for _, _, row in asked]
+        request_rows = [row for _, _, row in requested]
         report = ClientReport(self._failures, self._plain)
-        body = encode_request(DraftRequest(self._client, asked_rows, self._texts.ended(), report))
+        body = encode_request(DraftRequest(self._client, request_rows, self._texts.ended(), report))
         try:
             answer = line.ask(body)
-            answers = decode_drafts(answer, asked_rows)
+            answers = decode_drafts(answer, request_rows)
         except (LineDown, ProtocolError) as error:
             if isinstance(error, ProtocolError):
                 line.refuse(error)
@@ -154,7 +144,8 @@ class RemoteDraft:
             return
         line.accept()
         self._failures = self._plain = 0
-        for (number, text, row), draft in zip(asked, answers, strict=True):
+        for (number, text, row), draft in zip(requested, answers, strict=True):
+            # Only an answered piece counts as sent; after a null the next round sends the whole text.
             text.sent = 0 if draft is None else row.start + len(row.tokens)
             drafts[number] = self._own(draft or [])
         ROUNDS.inc()
@@ -164,13 +155,13 @@ class RemoteDraft:
         RECEIVED.inc(len(answer))
 
     def _own(self, draft: list[int]) -> list[int]:
-        """Return a draft up to the first token that the target does not have."""
+        """Return a draft cut at the first token that is outside the target's vocabulary."""
         end = next((place for place, token in enumerate(draft) if token >= self._vocab_size), len(draft))
         return draft[:end]
 
 
-def _number(given: Mapping[str, str], name: str, default: int) -> int:
-    value = given.get(name, "")
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    value = env.get(name, "")
     if not value:
         return default
     if not (value.isascii() and value.isdigit() and 0 < int(value) < 1 << 31):

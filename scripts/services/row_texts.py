@@ -1,30 +1,28 @@
-"""Match rows of a decoder's batch to known texts by their tokens: rows are moved, reused and not named.
+"""Matching of a decoder's batch rows to known texts by their tokens, because rows are moved, reused and not named.
 
-A wrong answer would cost acceptance, never a token of the text: the target verifies what is drafted.
+A wrong match costs acceptance but never changes the output: the target verifies every draft.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-Tokens = Any
-"""A numpy array of a row's tokens, (T,); numpy itself is not needed here."""
+Tokens = Any  # a numpy array of a row's tokens, (T,); numpy itself is not imported here
 
 
 class KnownText:
-    """A text, as it was sent to the service."""
+    """A text as it was sent to the service."""
 
     def __init__(self, id_: int):
         self.id = id_
-        self.sent = 0
-        """Tokens that the service knows for certain."""
+        self.sent = 0  # tokens that the service certainly has
         self._tokens: Tokens = ()
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def begins(self, tokens: Tokens) -> bool:
-        """Return whether this text is these tokens, or the beginning of them."""
+        """Return whether these tokens begin with this text."""
         length = len(self)
         if not 0 < length <= len(tokens) or self._tokens[-1] != tokens[length - 1]:
             return False
@@ -36,31 +34,27 @@ class KnownText:
 
 
 class KnownTexts:
-    """Finds for each row the text that it goes on with.
-
-    Args:
-        keep: texts that are remembered at most, those that rows have now and those that had ended.
-    """
+    """Finds the text that each row continues; remembers up to `keep` texts, of present and ended rows."""
 
     def __init__(self, keep: int):
         self._keep, self._next = keep, 0
-        self._known: OrderedDict[int, KnownText] = OrderedDict()  # those seen longest ago first
+        self._known: OrderedDict[int, KnownText] = OrderedDict()  # least recently used first
         self._of_row: dict[int, KnownText] = {}
 
     def find(self, rows: Sequence[tuple[int, Tokens]]) -> list[KnownText]:
-        """Return the text of each row, by its number and tokens; a new one where none of the known begins it.
+        """Return the text of each row, given by number and tokens; a new one if no known text begins it.
 
-        First the text that the row had before, then the longest of those that no row goes on with: of a row that was
-        moved, or of a conversation that had a turn before.
+        A row keeps its previous text if that still fits. Otherwise it takes the longest fitting text that no row has:
+        that of a moved row, or of the previous turn of a conversation.
         """
-        found: dict[int, KnownText] = {}
+        text_of: dict[int, KnownText] = {}
         for row, tokens in rows:
             before = self._of_row.get(row)
             if before is not None and before.id in self._known and before.begins(tokens):
-                found[row] = before
-        taken = {text.id for text in found.values()}
+                text_of[row] = before
+        taken = {text.id for text in text_of.values()}
         for row, tokens in rows:
-            if row in found:
+            if row in text_of:
                 continue
             text = max(
                 (text for text in self._known.values() if text.id not in taken and text.begins(tokens)),
@@ -70,16 +64,16 @@ class KnownTexts:
             if text is None:
                 text = KnownText(self._next)
                 self._next += 1
-            found[row] = self._known[text.id] = text
+            text_of[row] = self._known[text.id] = text
             taken.add(text.id)
         for row, tokens in rows:
-            found[row].become(tokens)
-            self._known.move_to_end(found[row].id)
-        self._of_row = found
-        return [found[row] for row, _ in rows]
+            text_of[row].become(tokens)
+            self._known.move_to_end(text_of[row].id)
+        self._of_row = text_of
+        return [text_of[row] for row, _ in rows]
 
     def ended(self) -> list[int]:
-        """Return the ids of texts that are remembered no longer, once, and forget them."""
+        """Return the ids of texts that are no longer remembered, once, and forget them."""
         surplus: list[int] = []
         while len(self._known) > max(self._keep, len(self._of_row)):
             surplus.append(self._known.popitem(last=False)[0])

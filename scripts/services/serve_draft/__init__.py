@@ -1,1 +1,1 @@
-"""`draftsmith serve-draft`: a draft model behind HTTP, for decoders in other processes."""
+"""`draftsmith serve-draft`: a draft model served over HTTP to decoders in other processes."""

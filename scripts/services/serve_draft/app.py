@@ -1,4 +1,4 @@
-"""The draft service's HTTP side: `/propose`, `/health`, `/metrics`."""
+"""The HTTP side of the draft service: `/propose`, `/health`, `/metrics`."""
 
 import asyncio
 import hmac
@@ -18,26 +18,19 @@ from draftsmith.scripts.services.draft_protocol import (
     encode_drafts,
     encode_service,
 )
-from draftsmith.scripts.services.http_server import BodyError, BodyReader
+from draftsmith.scripts.services.http_server import LEFT, BodyError, BodyReader, client_gone
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.worker import PendingDrafts, Worker
 
 JSON = "application/json"
-MOST_READ = 32 * MOST_BYTES
-"""Bytes of requests that come in, at once."""
-LEFT = 499
-"""The status that a client's leaving is counted under; nobody reads it."""
+MOST_READ = 32 * MOST_BYTES  # bytes of requests that are read at once
 
 
 class DraftApp:
-    """Answers requests out of what a worker drafts.
+    """Answers requests with a worker's drafts.
 
-    Args:
-        worker: the thread that drafts.
-        service: what `/health` says.
-        metrics: what `/metrics` shows.
-        timeout: seconds for a request.
-        key: what clients must send; nothing if empty.
+    `service` is the answer of `/health`. A request times out after `timeout` seconds. Clients must send the `key`, if
+    that is not empty.
     """
 
     def __init__(self, worker: Worker, service: Service, metrics: ServiceMetrics, timeout: float, key: str = ""):
@@ -59,7 +52,7 @@ class DraftApp:
             response = _refusal(504, f"timeout: expected drafts within {self._timeout:g} s, found none")
         except ClientDisconnect:
             response = _refusal(LEFT, "request: expected a client that waits for its answer, found a closed connection")
-        except asyncio.CancelledError:  # the server's grace is over; to raise it would be logged as an error
+        except asyncio.CancelledError:  # the server's grace period is over; raising it would log an error
             response = _refusal(503, "service: expected drafts before its end, found none")
         self._metrics.requests.labels(str(response.status_code)).inc()
         self._metrics.seconds.observe(time.perf_counter() - start)
@@ -81,11 +74,11 @@ class DraftApp:
         work = PendingDrafts(request)
         if not self._worker.submit(work):
             return _refusal(503, "service: expected room for a request, found a full queue")
-        answered, gone = asyncio.wrap_future(work.answer), asyncio.ensure_future(_gone(http))
+        answered, gone = asyncio.wrap_future(work.answer), asyncio.ensure_future(client_gone(http.receive))
         try:
             await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            left = answered.cancel()  # what nobody waits for any more is not drafted
+            left = answered.cancel()  # nobody waits for these drafts any more
             gone.cancel()
         if left:
             raise ClientDisconnect
@@ -104,14 +97,9 @@ class DraftApp:
         return Response(generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def _allowed(self, authorization: str) -> bool:
-        given = authorization.encode("utf-8", "replace")
-        return not self._key or hmac.compare_digest(given, f"Bearer {self._key}".encode())
-
-
-async def _gone(http: Request) -> None:
-    """Wait until the client leaves."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+        # A comparison in constant time, so that its duration does not reveal the key.
+        actual = authorization.encode("utf-8", "replace")
+        return not self._key or hmac.compare_digest(actual, f"Bearer {self._key}".encode())
 
 
 def _refusal(status: int, line: str) -> Response:

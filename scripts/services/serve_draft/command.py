@@ -38,33 +38,29 @@ from draftsmith.train.kinds.untrained import Suffix, digest_of
 from draftsmith.train.models import load_draft, load_tokenizer
 
 KEEP_ALIVE = 120
-"""Seconds that a silent connection stays open: a decoder without requests asks for nothing."""
-GRACE = 5
-"""Seconds for what has begun, at the end."""
+"""Seconds that an idle connection stays open: a decoder without requests sends nothing."""
+GRACE = 5  # seconds for requests in flight when the service ends
 
 
 @dataclass(frozen=True)
 class _Served:
-    """What `--drafter` names."""
+    """The drafter that `--drafter` names."""
 
     spec: DrafterSpec
-    copies: list[DrafterKind]
-    """The kinds that are looked at before the draft model."""
-    path: str
-    """Where the draft model lies."""
+    copies: list[DrafterKind]  # kinds that draft before the draft model
+    path: str  # of the draft model
 
     @property
     def name(self) -> str:
-        """What clients read."""
+        """The name that clients read."""
         return "+".join([*(kind.name for kind in self.copies), Path(self.path).name])
 
 
 def _served(config: ServeDraftConfig) -> _Served:
-    """Return what is to be served.
+    """Return the drafter to serve.
 
     Raises:
-        InputError: a drafter of another kind: what drafts with the target's states cannot be served without it; a
-            hybrid that drafts trees; or one that cannot learn, but should.
+        InputError: a drafter that needs the target's states, a hybrid that drafts trees, or one that cannot `learn`.
     """
     (spec,) = drafter_specs(config.drafter)
     kind = kind_named(spec.kind)
@@ -73,7 +69,7 @@ def _served(config: ServeDraftConfig) -> _Served:
         if kind.turns(spec)[1]:
             raise InputError("drafter: expected drafters that take turns, found a graft: a service drafts chains")
         members = kind.members(spec)
-    *first, (last, its) = members
+    *first, (last, last_spec) = members
     if last.name != DraftModel.name:
         raise InputError(f"drafter: expected a draft model, which drafts without the target, found {last.title}")
     copies = [member for member, _ in first]
@@ -81,11 +77,11 @@ def _served(config: ServeDraftConfig) -> _Served:
         raise InputError(f"drafter: expected drafters that copy before the draft model, found {other.title}")
     if config.learn and Suffix.name not in (member.name for member in copies):
         raise InputError(f"learn: expected a hybrid with {Suffix.name}, found {config.drafter[0]}")
-    return _Served(spec, copies, str(its.path))
+    return _Served(spec, copies, str(last_spec.path))
 
 
 def _copies_of(served: _Served, config: ServeDraftConfig, model: PreTrainedModel) -> Copies | None:
-    """Load the drafters that copy; the draft model stands for the target, whose tokenizer it has."""
+    """Load the drafters that copy. The draft model takes the target's place: it has the same tokenizer."""
     if not served.copies:
         return None
     code = config.trust_remote_code
@@ -107,24 +103,17 @@ def _copies_of(served: _Served, config: ServeDraftConfig, model: PreTrainedModel
 
 
 def load_texts(config: ServeDraftConfig, directory: str | None = None, copying: bool = True) -> DraftTexts:
-    """Load the draft model, and what copies before it drafts.
+    """Load the draft model, and unless `copying` is false the drafters that copy before it.
 
-    Args:
-        config: the settings.
-        directory: where the draft model lies, in place of what `drafter` says.
-        copying: load what copies, too.
+    `directory` replaces the draft model's path in the config.
 
     Raises:
-        InputError: no model that can draft, or lengths that do not fit it; no store in the file of a suffix drafter.
+        InputError: a model that cannot draft, lengths that do not fit it, or no store in a suffix drafter's file.
     """
     served = _served(config)
     path = directory or served.path
-    model = load_draft(
-        path,
-        dtype=config.dtype,
-        device=config.device,
-        trust_remote_code=config.trust_remote_code,
-    )
+    code = config.trust_remote_code
+    model = load_draft(path, dtype=config.dtype, device=config.device, trust_remote_code=code)
     check_rollback(model, "draft")
     positions = positions_of(model.config)
     longest = config.max_length or positions
@@ -142,10 +131,10 @@ def load_texts(config: ServeDraftConfig, directory: str | None = None, copying: 
 
 
 def serve(config: ServeDraftConfig) -> int:
-    """Load, listen, and draft until SIGTERM or SIGINT.
+    """Load the drafter, listen, and draft until SIGTERM or SIGINT.
 
     Raises:
-        InputError: a model that does not fit, a port that is taken, or libraries that are not there.
+        InputError: a model that does not fit, a port that is taken, or missing libraries.
     """
     try:
         from draftsmith.scripts.services.http_server import bounded_server, listening
@@ -157,7 +146,7 @@ def serve(config: ServeDraftConfig) -> int:
         torch.set_num_threads(config.threads)
     door = listening(config.host, config.port)
     served, metrics = _served(config), ServiceMetrics()
-    directory = os.path.realpath(served.path) if os.path.isdir(served.path) else None  # None: of a hub
+    directory = os.path.realpath(served.path) if os.path.isdir(served.path) else None  # None for a hub id
     most = None
     if config.draft_lengths is not None:
         most = partial(length_at, of_drafter(config.draft_lengths, str(served.spec.path)))
@@ -175,8 +164,8 @@ def serve(config: ServeDraftConfig) -> int:
     def end(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
 
-    # The server ends by these signals, and sends them once more when it has ended, which is no failure; one that comes
-    # before it listens to them is not lost.
+    # uvicorn ends by these signals, and raises them again after it has ended, which is no failure. Handlers set here keep
+    # a signal that arrives before uvicorn sets its own.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     worker.start()
@@ -190,7 +179,7 @@ def serve(config: ServeDraftConfig) -> int:
         f"{config.cache_tokens} tokens ({bytes_ / 2**20:.0f} MiB)",
         flush=True,
     )
-    del texts  # the worker has it, until another takes its place
+    del texts  # the worker owns it, and must be able to free it for another
     server.run(sockets=[door])
     if follower is not None:
         follower.stop()
@@ -200,7 +189,7 @@ def serve(config: ServeDraftConfig) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve, and return 0 when a signal ends it."""
+    """Serve until a signal, and return 0."""
     config = parse_config(ServeDraftConfig, argv, prog="draftsmith serve-draft")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     return serve(config)

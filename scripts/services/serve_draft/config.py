@@ -8,59 +8,59 @@ from draftsmith.train.options import DEVICE, DRAFT_LENGTH, THREADS, ModelOptions
 
 PORT = at_least(0) & at_most(65535)
 LEAST_STORE = at_least(1 << 15)
-"""What `SuffixStore` asks for, which a command's help need not import."""
+"""The least size of a `SuffixStore`, repeated here because help must not import it."""
 ONE_DEVICE = DEVICE & Range("one device", lambda name: name != "auto")
 
 
 @dataclass
 class ServeDraftConfig(ModelOptions):
-    """Serve a draft model or a hybrid over HTTP to decoders in other processes, such as vLLM, batched, with a cache.
+    """Serve a draft model or a hybrid over HTTP to decoders in other processes, such as vLLM: batched, with a cache.
 
-    Drafts are the model's most likely tokens, those of a hybrid also copies of what the text has already. It runs until
-    SIGTERM or SIGINT, and answers then what it has begun.
+    Drafts are the model's most likely tokens; a hybrid also copies from the text. It runs until SIGTERM or SIGINT, then
+    answers the requests that have begun.
     """
 
     drafter: Drafters = field(default_factory=list, metadata=aliases())
-    """The draft model: a directory or hub id. Its tokenizer must be the target's; the target itself is not read, so
-    that drafters which need it cannot be served. Or a hybrid whose last drafter is one, such as
-    hybrid:suffix+DIR@match=4: where its switch takes what was found in the text, that is the draft."""
+    """The draft model: a directory or hub id. Its tokenizer must be the target's. The target itself is not loaded, so
+    drafters that need it cannot be served. Or a hybrid that ends with a draft model, such as
+    hybrid:suffix+DIR@match=4: where its switch accepts a copy, the copy is the draft."""
     follow_seconds: float = 2.0
-    """Seconds between looks at the draft's directory, where that is a link: once it points elsewhere, the draft there
-    is loaded beside the old one, and takes its place."""
+    """Seconds between checks of the draft's directory if that is a link: once it points elsewhere, the draft there is
+    loaded while the old one serves, and then replaces it."""
     learn: bool = False
-    """Let texts that end go into the store of the suffix drafter, for other requests: what they share is copied. A
-    client may then be drafted what another has written."""
+    """Add ended texts to the suffix drafter's store, so that other requests copy what they share. A client's drafts may
+    then contain another client's text."""
     store_bytes: int = 1 << 27
-    """Bytes of that store at most, 8 a token, where the drafter was given none. After every 65,536 tokens it is sorted:
-    about a second for a million tokens that it holds, in which nothing is drafted."""
+    """The most bytes of that store, 8 a token, if the drafter was given none. It is sorted after every 65,536 tokens;
+    that pauses drafting for about a second for each million tokens in it."""
     host: str = "127.0.0.1"
-    """Where to listen: 127.0.0.1 for this machine alone. Texts go over the line as they are, so beyond this machine put
-    it behind something that encrypts."""
+    """The address to listen at; 127.0.0.1 for this machine only. Texts are sent unencrypted, so beyond this machine use
+    a proxy that encrypts."""
     port: int = 8100
-    """The port; 0 takes a free one, which the first line names."""
+    """The port; 0 takes a free one, which the first line of output names."""
     key_env: str | None = None
-    """The environment variable that holds a key which clients must send as `Authorization: Bearer KEY`; /health and
-    /metrics ask for none. Whoever reaches the port may ask for drafts if None."""
+    """The environment variable with the key that clients must send as `Authorization: Bearer KEY`, except to /health and
+    /metrics. If None, anyone who reaches the port may ask for drafts."""
     device: str | None = None
-    """Where the draft lies, such as cuda:1; the first GPU, or the CPU where there is none, if None."""
+    """The draft's device, such as cuda:1; if None, the first GPU, or the CPU without one."""
     threads: int | None = None
     """CPU threads; torch's default if None."""
     max_length: int | None = None
-    """Tokens of a text at most, drafted ones included; as many as the model has positions if None."""
+    """The most tokens of a text, including drafted ones; the model's number of positions if None."""
     max_draft_length: int = 16
-    """γ at most; a request for more gets as many."""
+    """The most drafted tokens a round; a request for more gets this many."""
     draft_lengths: str | None = None
-    """draft_lengths.json of `measure` or `tune`: γ by the number of texts that a client decodes together, at most, so
-    that a full server is drafted less for, or nothing."""
+    """draft_lengths.json of `measure` or `tune`: γ's limit by the number of texts that a client decodes together, so that
+    a busy server drafts less, or nothing."""
     max_batch: int = 256
-    """Rows drafted for together at most, and so rows of a request."""
+    """The most rows to draft for together, and so the most rows of a request."""
     cache_tokens: int = 65536
-    """Tokens whose keys and values are kept at most: room for all texts that are being written. Where it is full, the
-    text that was not asked for longest is forgotten. While a batch changes, up to twice as much memory is used."""
+    """The most tokens whose keys and values are cached: room for all texts in progress. When it is full, the least
+    recently used text is forgotten. While a batch changes, up to twice the memory is used."""
     max_waiting: int = 64
-    """Requests that wait at most; further ones are refused with 503."""
+    """The most waiting requests; further ones are refused with 503."""
     timeout: float = 30.0
-    """Seconds after which a request is answered with 504, whatever was drafted for it."""
+    """Seconds after which a request is answered with 504."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

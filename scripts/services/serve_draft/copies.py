@@ -1,4 +1,4 @@
-"""Copied drafts of a draft service: the drafters that copy, what they find in each text, and texts that they learn."""
+"""Copied drafts: the drafters that copy, their matches in each text, and the texts that they learn."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,36 +9,29 @@ from draftsmith.decode.proposers.suffix.store import SuffixStore
 
 
 class Copies:
-    """Drafters that copy, and the switch that says where one of them drafts.
+    """Drafters that copy chains, in drafting order, and the switch that decides from evidence which draft to take.
 
-    Args:
-        drafters: in the order in which they are looked at; of chains.
-        switch: from evidence to whether the draft that it is of is taken.
-        stores: where texts that have ended go, for drafts of others; none if empty.
-        last_length: the longest draft of the model, where nothing is copied; as long as asked for if None.
+    Ended texts go into the `stores`. `last_length` limits the model's drafts where nothing is copied.
     """
 
     def __init__(
-        self,
-        drafters: Sequence[CopyProposer],
-        switch: Callable[[Evidence], bool],
-        stores: Sequence[SuffixStore] = (),
-        last_length: int | None = None,
-    ):
+        self, drafters: Sequence[CopyProposer], switch: Callable[[Evidence], bool],
+        stores: Sequence[SuffixStore] = (), last_length: int | None = None,
+    ):  # fmt: skip
         self._drafters, self._switch, self._stores = drafters, switch, stores
         self.last_length = last_length
 
     @property
     def learns(self) -> bool:
-        """Whether texts that have ended are put into a store."""
+        """True if ended texts are added to a store."""
         return bool(self._stores)
 
     def of_text(self, room: int) -> "CopiesOfText":
-        """Return what finds copies behind a text as long as it has at most `room` tokens."""
+        """Return a finder of copies in a text of at most `room` tokens."""
         return CopiesOfText([drafter.finder(room) for drafter in self._drafters], self._switch, room)
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Put a text into the stores, in pieces where it has tokens that are not in a store's vocabulary."""
+        """Add a text to the stores, split at tokens outside a store's vocabulary."""
         text = np.array(tokens, dtype=np.int64)
         for store in self._stores:
             outside = np.flatnonzero(text >= store.vocab_size)
@@ -48,13 +41,7 @@ class Copies:
 
 
 class CopiesOfText:
-    """What copying drafters find behind one text that grows.
-
-    Args:
-        finders: one of each drafter.
-        switch: as of `Copies`.
-        room: tokens of the text at most.
-    """
+    """Finds the copies for one growing text of at most `room` tokens, with a finder for each drafter."""
 
     def __init__(self, finders: Sequence[Finder], switch: Callable[[Evidence], bool], room: int):
         self.room, self._finders, self._switch = room, finders, switch
@@ -62,16 +49,14 @@ class CopiesOfText:
         self._length = 0
 
     def find(self, tokens: Sequence[int], draft_length: int) -> list[int]:
-        """Return the first chain that the switch takes; an empty one where it takes none.
+        """Return the first chain that the switch takes, of at most `draft_length` tokens; empty if it takes none.
 
-        Args:
-            tokens: the whole text, which begins with that of the call before.
-            draft_length: tokens of the chain at most, at least 1.
+        `tokens` is the whole text, which begins with that of the previous call.
         """
         self._tokens[self._length : len(tokens)] = tokens[self._length :]
         self._length = len(tokens)
         for finder in self._finders:
-            found = finder(self._tokens[: self._length], draft_length)
-            if self._switch(found.evidence):
-                return list(found.tokens)
+            copied = finder(self._tokens[: self._length], draft_length)
+            if self._switch(copied.evidence):
+                return list(copied.tokens)
         return []

@@ -1,4 +1,4 @@
-"""A draft that is replaced while it is served: where its directory is a link, what that points to is looked at."""
+"""Replacement of a draft while it is served: follows the link that its directory is."""
 
 import logging
 import os
@@ -15,49 +15,35 @@ LOGGER = logging.getLogger(__name__)
 
 
 class Follower(threading.Thread):
-    """Loads what a link points to now beside the draft that is served, and gives it to the worker.
+    """Loads the draft that a link points to, while the old one serves, and gives it to the worker.
 
-    What cannot be loaded, or does not fit what clients were told at the start, is left out with a line in the log: the
-    old draft goes on, until the link moves again.
-
-    Args:
-        link: the draft's directory, as it was given.
-        texts: the drafter that is served; what it copies from goes on.
-        directory: from where it was loaded, without links.
-        load: from a directory to a drafter that copies nothing.
-        worker: what drafts.
-        metrics: what it counts in.
-        seconds: between looks.
+    A draft that cannot be loaded, or does not fit what clients were told at the start, is skipped with a log line, and
+    the old one stays until the link moves again. `directory` is where `texts` was loaded from, with links resolved.
+    `load` returns a drafter without copies; those of `texts` stay. The link is checked every `seconds`.
     """
 
     def __init__(
-        self,
-        link: str,
-        texts: DraftTexts,
-        directory: str,
-        load: Callable[[str], DraftTexts],
-        worker: Worker,
-        metrics: ServiceMetrics,
-        seconds: float,
-    ):
+        self, link: str, texts: DraftTexts, directory: str, load: Callable[[str], DraftTexts], worker: Worker,
+        metrics: ServiceMetrics, seconds: float,
+    ):  # fmt: skip
         super().__init__(name="follow", daemon=True)
         self._link, self._directory, self._load, self._worker = link, directory, load, worker
         self._vocab_size, self._max_length, self._copies = texts.vocab_size, texts.max_length, texts.copies
         self._metrics, self._seconds, self._ended = metrics, seconds, threading.Event()
 
     def stop(self) -> None:
-        """Look no more; what is being loaded is not waited for."""
+        """Stop to follow, without waiting for a draft that is being loaded."""
         self._ended.set()
 
     def run(self) -> None:
-        """Look until stopped."""
+        """Check the link until stopped."""
         while not self._ended.wait(self._seconds):
             self.look()
 
     def look(self) -> None:
-        """Replace the draft if the link points elsewhere than at the last look."""
+        """Replace the draft if the link has moved since the last check."""
         directory = os.path.realpath(self._link)
-        if directory == self._directory or not os.path.isdir(directory):  # it may be gone for a moment
+        if directory == self._directory or not os.path.isdir(directory):  # the link may be missing for a moment
             return
         self._directory = directory
         try:
@@ -68,16 +54,16 @@ class Follower(threading.Thread):
                     f"clients were told, found {texts.vocab_size} and {texts.max_length}"
                 )
             warm_up(texts)
-        except Exception as error:  # whatever it is, the old draft is there
-            LOGGER.error("%s: not served, the draft before goes on: %s", directory, error)
+        except Exception as error:  # after any error the old draft still serves
+            LOGGER.error("%s: not served, the draft before stays: %s", directory, error)
             return
-        texts.copies = self._copies  # from now on the worker's alone, as before
+        texts.copies = self._copies  # used by the worker's thread only, as before
         self._worker.replace(texts)
         self._metrics.replaced.inc()
         print(f"serving {directory} now", flush=True)
 
 
 def warm_up(texts: DraftTexts) -> None:
-    """Draft once: the first forwards allocate, and show that it can; a text that repeats itself might be copied."""
+    """Draft once, which allocates memory and shows that the model can draft; no repetition in the text, so no copy."""
     texts.draft(["warm-up"], [DraftRow(0, 0, [0, 1], 2)])
     texts.clear()

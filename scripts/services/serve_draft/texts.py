@@ -1,9 +1,9 @@
-"""The texts that a draft service remembers, their caches, and the drafts behind them, copied or a model's.
+"""The texts that a draft service remembers, their caches, and their drafts, copied or the model's.
 
-A text's keys and values lie in a batch (`CachedModel`) while it is drafted for together with the same others, round
-after round, and nothing is copied then. When the batch changes, those of each row are put aside, and a new batch begins
-with them. A text that was not asked for longest is forgotten first, where room is needed. A text whose draft is copied
-is in no batch in that round: what its cache lacks is fed when the model drafts for it again.
+A text's keys and values are part of a batch (`CachedModel`) while the same texts are drafted for together, round after
+round, without copying the cache. When the batch changes, each row is saved, and a new batch starts from the saved rows.
+If room is needed, the least recently used text is forgotten. A text with a copied draft is in no batch in that round;
+its missing tokens are fed when the model drafts for it again.
 """
 
 from collections import OrderedDict
@@ -21,10 +21,8 @@ from draftsmith.scripts.services.draft_protocol import DraftRow
 from draftsmith.scripts.services.serve_draft.copies import Copies, CopiesOfText
 
 AFTER_A_ROUND = 2
-"""Tokens that a cache lacks of a text one round later at most: the target's own, and the last drafted, never fed."""
-
-LEAST_ROOM = 256
-"""Tokens that drafters have room for which look for copies in a text."""
+"""The most tokens missing from a text's cache after a round: the target's own, and the last drafted one, never fed."""
+LEAST_ROOM = 256  # the least capacity, in tokens, of the finders of copies
 
 
 @dataclass
@@ -33,15 +31,15 @@ class CachedText:
 
     tokens: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    """The tokens whose keys and values are cached, slot for slot: of the text, and drafted ones behind it."""
-    saved: SavedRow = ()
-    """The cache, while the text is in no batch."""
+    """The cached tokens, slot for slot: those of the text, and drafted ones after them."""
+    saved: SavedRow = ()  # the cache, while the text is in no batch
+    copies: CopiesOfText | None = None  # made at the first search; anew if the text changes other than by growing
     copies: CopiesOfText | None = None
     """What was found in the text, once drafts were looked for there; it begins anew where the text is not only longer.
     """
 
     def update(self, start: int, tokens: Sequence[int]) -> None:
-        """Let the text be its first `start` tokens and these; what was cached beyond what agrees is dropped."""
+        """Set the text to its first `start` tokens and these; drop cached tokens from the first difference on."""
         if self.tokens[start:] != list(tokens[: len(self.tokens) - start]):
             self.copies = None
         agreed = min(start, len(self.slots))
@@ -54,59 +52,53 @@ class CachedText:
 
     @property
     def lacking(self) -> int:
-        """How many tokens are to be fed before it can be drafted for; the last one is fed always."""
+        """The number of tokens to feed before a draft; the last token is always fed."""
         return len(self.tokens) - min(len(self.slots), len(self.tokens) - 1)
 
 
 class DraftTexts:
-    """A draft model and the texts that it drafts for; one thread's own.
+    """A draft model and the texts that it drafts for; used by one thread only.
 
     Args:
-        model: the drafter, which `check_rollback` passes.
-        max_length: tokens of a text at most, drafted ones included; less where the model's rotary embedding says so.
-        max_draft_length: γ at most.
-        cache_tokens: tokens whose keys and values are kept at most, those of the present batch as many a row as its
-            longest text has; at least `max_length`. While a batch changes, there are up to twice as many.
-        copies: drafters that copy, which are looked at before the model is asked; none if None.
+        model: the drafter, which passes `check_rollback`.
+        max_length: the most tokens of a text, including drafted ones; the rotary embedding may lower it.
+        max_draft_length: the most drafted tokens.
+        cache_tokens: the most cached tokens, at least `max_length`. Each row of the present batch counts as its longest
+            text. While a batch changes, there are up to twice as many.
+        copies: drafters that copy before the model drafts, or None.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        max_length: int,
-        max_draft_length: int,
-        cache_tokens: int,
+        self, model: PreTrainedModel, max_length: int, max_draft_length: int, cache_tokens: int,
         copies: Copies | None = None,
-    ):
+    ):  # fmt: skip
         self.copies = copies
-        """What drafts before the model."""
-        self._ended: list[list[int]] = []  # to be learnt
+        self._ended: list[list[int]] = []  # texts to learn
+
         self.model, self.max_draft_length, self.cache_tokens = model, max_draft_length, cache_tokens
         limit = rotary_limit(model)
         self.max_length = max_length if limit is None else min(max_length, limit[1])
-        # Where the head is padded, ids beyond the tokenizer's may be drafted, and are rejected.
+        # A padded head may draft ids beyond the tokenizer's, which the target rejects.
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._known = len(cast(Tensor, model.get_input_embeddings().weight))
-        self._texts: OrderedDict[Hashable, CachedText] = OrderedDict()  # that asked for longest ago first
+        self._texts: OrderedDict[Hashable, CachedText] = OrderedDict()  # least recently used first
         self._batch: list[Hashable] = []
         self._cache: CachedModel | None = None
-        self.evictions = 0
-        """Texts that were forgotten to make room."""
-        self.copied = 0
-        """Drafts that were copied."""
+        self.evictions = 0  # texts that were forgotten to make room
+        self.copied = 0  # drafts that were copied
 
     def __len__(self) -> int:
         return len(self._texts)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens whose keys and values are kept, as `cache_tokens` counts them."""
+        """The number of cached tokens, as `cache_tokens` counts them."""
         batch = [len(self._texts[key].slots) for key in self._batch]
         aside = sum(len(text.slots) for key, text in self._texts.items() if key not in self._batch)
         return aside + len(batch) * max(batch, default=0)
 
     def forget(self, keys: Sequence[Hashable]) -> None:
-        """Drop texts; those that are not known are none."""
+        """Drop texts; unknown keys are ignored."""
         for key in keys:
             text = self._texts.pop(key, None)
             if text is not None and self.copies is not None and self.copies.learns:
@@ -115,25 +107,23 @@ class DraftTexts:
             self._put_aside()
 
     def learn(self) -> None:
-        """Let drafts be copied from the texts that were dropped since the last call, where the drafters learn."""
+        """Add the texts that were dropped since the last call to the stores, if the drafters learn."""
         ended, self._ended = self._ended, []
         for tokens in ended:
             assert self.copies is not None
             self.copies.learn(tokens)
 
     def clear(self) -> None:
-        """Forget everything, after an error that may have left a batch half written."""
+        """Forget everything, because an error may have left a batch half written."""
         self._texts.clear()
         self._ended.clear()
         self._batch, self._cache = [], None
 
     @torch.inference_mode()
     def draft(self, keys: Sequence[Hashable], rows: Sequence[DraftRow]) -> list[list[int] | None]:
-        """Return a copied or a greedy draft behind each text; None where the text is not known up to a row's `start`.
+        """Return a copied or a greedy draft for each text; None if the text is not known up to its row's `start`.
 
-        Args:
-            keys: the texts, each once.
-            rows: their new tokens, and the wanted draft lengths. `max_length` may make a draft shorter, or empty.
+        Each key appears once. `max_length` may make a draft shorter than wanted, or empty.
         """
         drafts: list[list[int] | None] = []
         wanted: dict[Hashable, int] = {}
@@ -161,39 +151,39 @@ class DraftTexts:
         return [chains.get(key, draft) if key in self._texts else None for key, draft in zip(keys, drafts, strict=True)]
 
     def _copied(self, text: CachedText, length: int) -> list[int]:
-        """Return the copied draft of a text, of at most `length` tokens; none where the model is to draft."""
+        """Return a text's copied draft of at most `length` tokens; empty if the model should draft."""
         if self.copies is None:
             return []
         if text.copies is None or len(text.tokens) > text.copies.room:
-            # Twice its tokens, not `max_length`: the room is memory, and it is filled anew as seldom as lists are.
+            # Twice its tokens, not `max_length`, which would waste memory; doubling makes refills rare.
             text.copies = self.copies.of_text(max(LEAST_ROOM, 2 * len(text.tokens)))
         draft = text.copies.find(text.tokens, length)
-        # A text may have tokens that only the target has. No draft has: the protocol says so.
+        # The target may have tokens that the draft does not; the protocol forbids them in drafts.
         end = next((place for place, token in enumerate(draft) if token >= self.vocab_size), len(draft))
         return draft[:end]
 
     def _make_room(self, wanted: dict[Hashable, int]) -> dict[Hashable, int]:
-        """Forget texts until the batch and what is left fit; return what is left of the batch."""
-        # Texts that were never drafted for take room too, or they would never be forgotten.
+        """Forget texts until the rest fits; return the rest of `wanted`."""
+        # Texts that were never drafted for count too, or they would never be forgotten.
         sizes = {key: max(len(text.tokens), len(text.slots)) for key, text in self._texts.items()}
         sizes |= {key: len(self._texts[key].tokens) + want for key, want in wanted.items()}
-        aside, batch = sum(size for key, size in sizes.items() if key not in wanted), dict(wanted)
+        saved, batch = sum(size for key, size in sizes.items() if key not in wanted), dict(wanted)
         for key in list(self._texts):
-            if aside + len(batch) * max((sizes[key] for key in batch), default=0) <= self.cache_tokens:
+            if saved + len(batch) * max((sizes[key] for key in batch), default=0) <= self.cache_tokens:
                 break
             if key in batch:
                 del batch[key]
             else:
-                aside -= sizes[key]
+                saved -= sizes[key]
             self.forget([key])
             self.evictions += 1
         return batch
 
     def _gather(self, keys: Sequence[Hashable]) -> None:
-        """Make these texts the batch; each lacks no more tokens than one forward can feed."""
+        """Make these texts the batch, with no more missing tokens in a row than one forward feeds."""
         texts = [self._texts[key] for key in keys]
         most = min(AFTER_A_ROUND, *(len(text.tokens) for text in texts))
-        # One text alone is fed what copied drafts brought where it lies; of several each would be fed as much.
+        # A single text is fed the tokens of its copied drafts in place; in a batch every row would be fed as many.
         at_once = max(most, self.max_draft_length) if len(texts) == 1 else most
         if set(keys) == set(self._batch) and all(text.lacking <= at_once for text in texts):
             return
@@ -218,7 +208,7 @@ class DraftTexts:
             text.saved = ()
 
     def _put_aside(self) -> None:
-        """Save the rows of the present batch, and end it."""
+        """Save the rows of the present batch and dissolve it."""
         batch, cache = self._batch, self._cache
         self._batch, self._cache = [], None
         for row, key in enumerate(batch):
@@ -227,10 +217,11 @@ class DraftTexts:
                 text.saved = cache.saved(row, len(text.slots))
 
     def _chains(self, wanted: Sequence[int]) -> list[list[int]]:
-        """Draft all rows of the batch a token at a time; what a row drafts beyond what is wanted is left out."""
+        """Draft all rows of the batch one token at a time, and cut each draft to its wanted length."""
         assert self._cache is not None
         texts = [self._texts[key] for key in self._batch]
         lengths, lacking = [len(text.tokens) for text in texts], max(text.lacking for text in texts)
+        # All rows are fed equally many tokens; rows that miss fewer are fed some again, which overwrites equal slots.
         fed = torch.stack([self._tensor(text.tokens[-lacking:]) for text in texts])
         logits = self._cache.feed(fed, [length - lacking for length in lengths], keep=1)
         chosen: list[Tensor] = []
@@ -247,5 +238,5 @@ class DraftTexts:
         return CachedModel(self.model, rows, self.max_length, self.max_draft_length, rollback=self.max_length)
 
     def _tensor(self, tokens: Sequence[int]) -> Tensor:
-        """Return tokens, (T,), on the model's device; one that only the target has is read as the draft's first."""
+        """Return tokens, (T,), on the model's device; tokens that only the target has are replaced by 0."""
         return torch.tensor([token if token < self._known else 0 for token in tokens], device=self.model.device)

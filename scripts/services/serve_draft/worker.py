@@ -1,4 +1,4 @@
-"""The thread that drafts: it takes the requests that wait together into one batch."""
+"""The thread that drafts, with the waiting requests joined to one batch."""
 
 import logging
 import threading
@@ -15,43 +15,35 @@ from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 
 LOGGER = logging.getLogger(__name__)
 
-Key = tuple[str, int]
-"""A client and its own number of a text."""
+Key = tuple[str, int]  # a client and its id of a text
 Drafts = list[list[int] | None]
 
 
 @dataclass
 class PendingDrafts:
-    """One request, and what is to become of it; it is left out if nobody waits for it any more (`cancel`)."""
+    """A request and its future answer; the request is skipped if the answer is cancelled."""
 
     request: DraftRequest
     answer: "Future[Drafts]" = field(default_factory=Future)
 
     @property
     def keys(self) -> list[Key]:
-        """The texts that it asks for."""
+        """The keys of its texts."""
         return [(self.request.client, row.id) for row in self.request.rows]
 
 
 class Worker(threading.Thread):
-    """Drafts for one batch after another, until it is stopped.
+    """Drafts for one batch after another until it is stopped.
 
-    Args:
-        texts: the drafter, which is this thread's from now on, until `replace` gives another.
-        max_batch: rows drafted for together at most; no request has more.
-        max_waiting: requests that wait at most.
-        metrics: what it counts in.
-        most: from the rows of a request to the tokens that are drafted for each of them at most; None: all it wants.
+    Only this thread uses the drafter `texts`, until `replace` gives another. A batch has at most `max_batch` rows, and
+    no request has more. At most `max_waiting` requests wait. `most` maps the number of a request's rows to the most
+    tokens to draft for each; None for no limit.
     """
 
     def __init__(
-        self,
-        texts: DraftTexts,
-        max_batch: int,
-        max_waiting: int,
-        metrics: ServiceMetrics,
+        self, texts: DraftTexts, max_batch: int, max_waiting: int, metrics: ServiceMetrics,
         most: Callable[[int], int] | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(name="draft", daemon=True)
         self._texts, self._max_batch, self._max_waiting, self._metrics = texts, max_batch, max_waiting, metrics
         self._most, self._next = most, cast(DraftTexts | None, None)
@@ -60,7 +52,7 @@ class Worker(threading.Thread):
         self._stopped = False
 
     def submit(self, work: PendingDrafts) -> bool:
-        """Let a request wait for its turn; return whether there was room for it."""
+        """Queue a request; return whether there was room for it."""
         with self._changed:
             if self._stopped or len(self._waiting) >= self._max_waiting:
                 return False
@@ -70,19 +62,19 @@ class Worker(threading.Thread):
         return True
 
     def replace(self, texts: DraftTexts) -> None:
-        """Draft by another drafter from the next batch on, which knows no text yet: clients send each once more."""
+        """Draft with another drafter from the next batch on; it knows no texts, so clients send each once more."""
         with self._changed:
             self._next = texts
 
     def stop(self) -> None:
-        """Draft for what waits, and end."""
+        """Draft for the waiting requests, then end."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         self.join()
 
     def run(self) -> None:
-        """Draft until stopped. An error is the answer to the requests that it befell, and all texts are forgotten."""
+        """Draft until stopped. An error is the answer to its batch's requests, and all texts are forgotten."""
         while batch := self._take():
             evictions, copied = self._texts.evictions, self._texts.copied
             start = time.perf_counter()
@@ -105,21 +97,21 @@ class Worker(threading.Thread):
             self._learn()
 
     def _rows(self, request: DraftRequest) -> list[DraftRow]:
-        """Return a request's rows, with no more wanted than pays at its load."""
+        """Return a request's rows, with drafts limited to the length that pays at its load."""
         if self._most is None:
             return request.rows
         most = self._most(len(request.rows))
         return [replace(row, want=min(row.want, most)) for row in request.rows]
 
     def _learn(self) -> None:
-        """Learn from texts that have ended, once nobody waits for this batch any more."""
+        """Learn from ended texts, after the batch's answers are out."""
         try:
             self._texts.learn()
-        except Exception:  # such as too little memory to sort a store
-            LOGGER.exception("expected to learn from texts that have ended, found an error; they are left out")
+        except Exception:  # such as a lack of memory to sort a store
+            LOGGER.exception("expected to learn from ended texts, found an error; they are left out")
 
     def _take(self) -> list[PendingDrafts]:
-        """Wait for requests, and return those that fit together: each text once; none at the end."""
+        """Wait for requests, and return those that fit together, with each text once; empty at the end."""
         with self._changed:
             batch: list[PendingDrafts] = []
             while not batch:
