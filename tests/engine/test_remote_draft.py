@@ -204,4 +204,4 @@ def test_a_service_that_is_killed_and_comes_back(pair, longer, prompts):
     assert ours["failures_total"] >= 1 and ours["plain_rounds_total"] > TOKENS and ours["rounds_total"] > TOKENS
     # The second service was told what the client had counted while there was none.
     assert service["client_failures_total"] >= 1 and service["client_plain_rounds_total"] > TOKENS
-    assert "decoding goes on plainly" in pair.server.log.read_text()
+    assert "decoding continues plainly" in pair.server.log.read_text()

@@ -1,1 +1,1 @@
-"""`draftsmith coordinate`: one door to several inference servers; rules, load and measured costs say who answers."""
+"""`draftsmith coordinate`: one endpoint for several inference servers, routed by rules, load and measured costs."""

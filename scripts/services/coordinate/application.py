@@ -1,4 +1,4 @@
-"""The coordinator on Ray Serve: ingress replicas as many as are asked for, one dispatcher, one log.
+"""The coordinator on Ray Serve: any number of ingress replicas, one dispatcher, one log.
 
 `serve deploy configs/serve/ray.yaml` builds it on a cluster, `draftsmith coordinate` on this machine.
 """
@@ -17,19 +17,17 @@ from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, Log
 from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
 from draftsmith.scripts.services.coordinate.door import door
 from draftsmith.scripts.services.coordinate.ingress import Entry, Ingress, Wanted
-from draftsmith.scripts.services.coordinate.rates import Rates
 from draftsmith.scripts.services.coordinate.relay import LeaseOutcome
 from draftsmith.scripts.services.coordinate.request_log import LogWriter, record, redactor
-from draftsmith.scripts.services.coordinate.routing import Lease, Refusal
+from draftsmith.scripts.services.coordinate.routing import Lease, Rates, Refusal
 from draftsmith.scripts.services.http_server import bounded_server, listening
 from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.http import api_key
 
-KEEP_ALIVE = 75
-"""Seconds that a connection stays open after an answer."""
+KEEP_ALIVE = 75  # seconds that an idle connection stays open after an answer
 OPTIONS: dict[str, Any] = {
-    "max_ongoing_requests": 1024,  # calls of one another
-    "ray_actor_options": {"num_cpus": 0},  # they wait for the network most of the time: none takes a core of its own
+    "max_ongoing_requests": 1024,  # calls between the deployments
+    "ray_actor_options": {"num_cpus": 0},  # they mostly wait for the network: none reserves a core
     "graceful_shutdown_wait_loop_s": 1.0,
 }
 DISPATCHER, INGRESS = "dispatcher", "ingress"
@@ -37,7 +35,7 @@ DISPATCHER, INGRESS = "dispatcher", "ingress"
 
 @serve.deployment(name=DISPATCHER, **OPTIONS)
 class DispatcherDeployment:
-    """One for all: see `Dispatcher`. If it dies, Serve starts another, and the ingresses report what is under way."""
+    """The only dispatcher: see `Dispatcher`. If it dies, Serve starts another, and ingresses report their leases."""
 
     async def __init__(self, config: CoordinatorConfig, rates: Mapping[str, Rates]):  # type: ignore[misc]
         self.dispatcher = Dispatcher(config, rates)
@@ -46,41 +44,40 @@ class DispatcherDeployment:
     async def exchange(
         self, holder: str, ended: list[LeaseOutcome], wanted: list[Wanted], held: list[Lease] | None
     ) -> list[Lease | Refusal]:
-        """Take an ingress's word and answer it."""
+        """Exchange news with an ingress: see `Dispatcher.exchange`."""
         return self.dispatcher.exchange(holder, ended, wanted, held)
 
     async def well(self) -> bool:
-        """Say whether a request would be answered."""
+        """Return whether a request would be answered."""
         return await self.dispatcher.well()
 
     async def drain(self, seconds: float) -> None:
-        """Take no further requests, and wait for those that are under way."""
+        """Refuse further requests, and wait for those in flight."""
         await self.dispatcher.drain(seconds)
 
     async def metrics(self) -> bytes:
-        """Return what was counted."""
+        """Return the metrics of all ingresses."""
         return await self.dispatcher.metrics()
 
 
 @serve.deployment(name="log", **OPTIONS)
 class LogDeployment:
-    """One for all, for there is one file."""
+    """The only writer of the log, because there is one file."""
 
     def __init__(self, log: Log):
-        self.writer, self.redact, self._one = LogWriter(log), redactor(log), asyncio.Lock()
+        self.writer, self.redact, self._lock = LogWriter(log), redactor(log), asyncio.Lock()
 
     async def write(self, entry: Entry) -> None:
-        """Redact an entry, and write it."""
-        async with self._one:
+        """Redact an entry and write it."""
+        async with self._lock:
             await asyncio.to_thread(lambda: self.writer.write(record(*entry, self.redact)))
 
 
 @serve.deployment(name=INGRESS, **OPTIONS)
 class IngressDeployment:
-    """As many as are needed, each with a server of its own at the one port of its machine.
+    """An ingress, with its own server at the port that all ingresses of a machine share.
 
-    Serve's own proxy would pass each request on to it through three of Ray's calls, and bounds neither headers nor
-    connections that never ask.
+    Serve's own proxy would add three Ray calls to each request, and limits neither headers nor idle connections.
     """
 
     async def __init__(  # type: ignore[misc]
@@ -107,36 +104,36 @@ class IngressDeployment:
 
         ingress = Ingress(config, exchange, None if log is None else write, begun)
         self.server = bounded_server(door(ingress, well, metrics), KEEP_ALIVE, config.timeout)
-        at = listening(config.host, config.port, shared=True)
-        self.serving = asyncio.create_task(self.server.serve([at]))
+        socket = listening(config.host, config.port, shared=True)
+        self.serving = asyncio.create_task(self.server.serve([socket]))
 
     async def check_health(self) -> None:
-        """Have Serve start another one where this one no longer listens."""
+        """Raise if this ingress no longer listens, so that Serve replaces it."""
         if self.serving.done():
             raise RuntimeError("the ingress's server has ended")
 
-    async def __del__(self) -> None:  # Serve calls and awaits it, and so lets the requests under way end
+    async def __del__(self) -> None:  # Serve awaits it, so that requests in flight are answered first
         self.server.should_exit = True
         await self.serving
 
 
 def application(config: CoordinatorConfig) -> Application:
-    """Return the application of a config, to be run by Serve.
+    """Return the Serve application for a config.
 
     Raises:
-        InputError: a key that is not there, a report that cannot be read, a redaction that cannot be loaded.
+        InputError: a missing key, a report that cannot be read, or a redaction that cannot be loaded.
     """
     api_key(config.key_env, "key_env")
     for pair in config.pairs:
         api_key(pair.key_env, f"pairs.{pair.name}.key_env")
     rates: dict[str, Rates] = {}
     with_report = [pair for pair in config.pairs if pair.report is not None]
-    if with_report:  # torch, which nothing else here needs
+    if with_report:  # this imports torch, which nothing else here needs
         from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 
         rates = {pair.name: predicted_rates(pair) for pair in with_report}
     log = None
-    if config.log is not None:  # what is wrong with it is said before anything starts
+    if config.log is not None:  # errors in its settings are raised before anything starts
         redactor(config.log)
         LogWriter(config.log)
         log = _bound(LogDeployment, config.log)
@@ -146,15 +143,14 @@ def application(config: CoordinatorConfig) -> Application:
 
 
 def _bound(deployment: Any, *arguments: Any) -> Application:
-    """Bind a class that `serve.deployment` has made a deployment of, which its type does not say."""
+    """Bind a class that `serve.deployment` has made a deployment, which its type does not show."""
     return deployment.bind(*arguments)
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the application for `serve deploy`: the builder that `import_path` names.
+    """Return the application for `serve deploy`, whose `import_path` names this function.
 
-    Args:
-        args: the fields of `CoordinatorConfig`, or `config`, a file of them.
+    `args` has the fields of `CoordinatorConfig`, or `config`, a file of them.
 
     Raises:
         InputError: fields that make no config.

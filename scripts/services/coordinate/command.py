@@ -13,17 +13,16 @@ from draftsmith.decode.errors import InputError, first_line
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.train.cli import parse_config
 
-OBJECTS = 80 * 2**20
-"""Bytes for Ray's object store, which is not used."""
+OBJECTS = 80 * 2**20  # bytes of Ray's object store, which is not used
 NAME = "draftsmith"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer requests until a signal ends it; those under way are then finished first."""
+    """Answer requests until a signal, then finish those in flight."""
     config = parse_config(CoordinatorConfig, argv, prog="draftsmith coordinate")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # It kills workers where the whole machine's memory is short, whoever takes it. Ours take little; an engine beside
-    # them that fills its share is not to shut the door.
+    # Ray's memory monitor kills workers when the whole machine is short of memory. Ours use little, and must survive
+    # next to an engine that fills its share.
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
     try:
         import ray
@@ -37,30 +36,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"coordinate: expected Ray Serve, found none ({error}): pip install -e '.[coordinator]' in the clone"
         ) from error
     built = application(config)
-    listening(config.host, config.port).close()  # seconds before Ray is up, and a replica wants it
+    listening(config.host, config.port).close()  # fails seconds before Ray is up and a replica would fail
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.set()
-        signal.signal(number, signal.SIG_DFL)  # a second one does not wait
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
 
     try:
         try:
             ray.init(
-                address="local",  # never a cluster that happens to be there
-                num_cpus=1,  # Ray starts a worker for each
+                address="local",  # never an existing cluster
+                num_cpus=1,  # Ray starts a worker for each CPU
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
                 object_store_memory=OBJECTS,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-            for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which sets its own
+            for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which sets its own handlers
                 signal.signal(number, stop)
             serve.start(proxy_location="Disabled")
             serve.run(built, name=NAME, route_prefix=None)
-        except Exception as error:  # of many kinds; one is that Ray is not up in the time that it takes for itself
+        except Exception as error:  # of many types, including Ray's own startup timeout
             raise InputError(f"coordinate: expected Ray to start, found: {first_line(error)}") from error
         print(f"coordinator: http://{config.host}:{config.port}, {', '.join(config.models)}", flush=True)
         wanted = {INGRESS: config.ingress, DISPATCHER: 1}

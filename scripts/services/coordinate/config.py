@@ -13,35 +13,35 @@ GREEDY, PROBABILISTIC = "greedy", "probabilistic"
 
 @dataclass
 class ServedPair:
-    """A target with its drafter, or without one: servers that answer alike."""
+    """A target with its drafter, or without one: servers that give the same answers."""
 
     name: str
     """Its name in rules, metrics and logs."""
     models: list[str]
-    """The model names that requests may ask for."""
+    """Model names in requests that this pair serves."""
     endpoints: list[str]
-    """The replicas: URLs of OpenAI-compatible servers, such as http://127.0.0.1:8000. The drafter is theirs already."""
+    """The replicas: URLs of OpenAI-compatible servers, such as http://127.0.0.1:8000, that already use the drafter."""
     server_model: str | None = None
-    """The model's name on these servers, if it is not the name in the request."""
+    """The model's name on these servers if it differs from the name in the request."""
     key_env: str | None = None
-    """The environment variable that holds their API key."""
+    """The environment variable with their API key."""
     max_concurrency: int | None = None
-    """Requests under way at once, over all replicas; further ones go to the next rule. No limit if not given."""
+    """The most requests in flight, over all replicas; further ones go to the next rule. Null: no limit."""
     report: str | None = None
-    """The report.json that `draftsmith measure` left for this pair: its costs and acceptance say how fast it is at what
-    load. A rule's `best` compares this."""
+    """The report.json of `draftsmith measure` for this pair: its costs and acceptance predict the speed at each load,
+    which a rule's `best` compares."""
     drafter: str | None = None
-    """Which of the report's drafters runs on these servers; the recommended one if not given."""
+    """The report's drafter that runs on these servers; null: the recommended one."""
     draft_length: int | None = None
-    """γ on these servers; 0: they decode plainly. The recommended one if not given."""
+    """γ on these servers; 0: they decode plainly; null: the recommended one."""
     draft_lengths: str | None = None
-    """draft_lengths.json of `measure` or `tune`, in place of one γ: these servers draft by their load."""
+    """draft_lengths.json of `measure` or `tune`, in place of one γ, if these servers choose γ by their load."""
     drafts: str = GREEDY
-    """How these servers draft under sampling: `greedy` (vLLM's and SGLang's default) or `probabilistic`."""
+    """Drafting of these servers under sampling: `greedy` (vLLM's and SGLang's default) or `probabilistic`."""
 
     def __post_init__(self) -> None:
         where = f"pairs.{self.name}."
-        if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):  # it goes into headers and metrics
+        if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):  # part of headers and metrics
             raise InputError(f"pairs.name: expected letters, digits, - and _, found {self.name!r}")
         require_some(self, "models", "model name", where)
         require_some(self, "endpoints", "URL", where)
@@ -57,24 +57,24 @@ class ServedPair:
 
 @dataclass
 class RoutingRule:
-    """Where requests go that meet all of its conditions; one without conditions takes all that come to it."""
+    """A destination for requests that meet all conditions; without conditions it takes every request."""
 
     pair: str | None = None
-    """To this pair."""
+    """The pair that takes the request."""
     best: list[str] = field(default_factory=list)
-    """Or to the one of these that is predicted to write most tokens/s for this request, at the load that it has."""
+    """Or candidates: the pair that is predicted to write the most tokens/s for this request at its present load."""
     model: str | None = None
-    """The request asks for this model; * and ? stand for any characters."""
+    """The requested model; * and ? stand for any characters."""
     category: list[str] = field(default_factory=list)
-    """The request says one of these: as `metadata.category` of its body, or in the header x-draftsmith-category."""
+    """Categories, of which the request names one: as `metadata.category` of its body, or in x-draftsmith-category."""
     keywords: list[str] = field(default_factory=list)
-    """One of these regular expressions (RE2) is found in the last user turn, whatever its case."""
+    """Regular expressions (RE2), one of which is found in the last user turn, ignoring case."""
     load_of: str | None = None
-    """The pair whose requests under way are looked at."""
+    """The pair whose load the following conditions read."""
     load_at_least: int | None = None
-    """Minimum requests in flight there."""
+    """The pair has at least this many requests in flight."""
     load_below: int | None = None
-    """It has fewer requests in flight."""
+    """The pair has fewer requests in flight."""
 
     def __post_init__(self) -> None:
         if (self.pair is None) == (not self.best):
@@ -88,13 +88,13 @@ class RoutingRule:
 
     @property
     def pairs(self) -> list[str]:
-        """The pairs that it names."""
+        """The pairs that the rule names."""
         return list(self.best) if self.pair is None else [self.pair]
 
 
 @dataclass
 class Redaction:
-    """Text that is replaced before anything is written."""
+    """A replacement in all texts before they are written."""
 
     pattern: str
     """A regular expression (RE2)."""
@@ -109,18 +109,18 @@ class Redaction:
 
 @dataclass
 class Log:
-    """A log of requests and their answers, for the next draft to learn from."""
+    """A log of requests and their answers, training text for the next draft."""
 
     path: str
-    """A .jsonl file; full ones beside it end in .1.jsonl, .2.jsonl, …"""
+    """A .jsonl file; full files next to it end in .1.jsonl, .2.jsonl, …"""
     redact: list[Redaction] = field(default_factory=list)
     """Replacements in prompts and answers, in this order."""
     redact_with: str | None = None
-    """A function of yours that texts go through last: `package.module:function`, str → str."""
+    """Your own function, applied to texts last: `package.module:function`, str → str."""
     max_bytes: int = 100_000_000
-    """A file is full at this size."""
+    """The size at which a file is full."""
     files: int = 10
-    """Full files that are kept; the oldest is removed."""
+    """The number of full files to keep; the oldest is removed."""
 
     def __post_init__(self) -> None:
         if not self.path.endswith(".jsonl"):
@@ -133,31 +133,31 @@ class Log:
 
 @dataclass
 class CoordinatorConfig:
-    """Answer OpenAI's API in front of several servers: rules, load and measured costs say which pair answers."""
+    """Serve OpenAI's API in front of several servers: rules, load and measured costs choose the pair that answers."""
 
     pairs: list[ServedPair]
     """Targets with their drafters, as they are served."""
     rules: list[RoutingRule] = field(default_factory=list)
-    """Looked at in turn: the first that fits a request, and has a pair for its model with room, takes it. Where none
+    """Rules in order: the first that a request meets, and that has a pair for its model with room, takes it. If none
     does, the first pair for its model with room."""
     host: str = "127.0.0.1"
-    """The address to answer at."""
+    """The address to listen at."""
     port: int = 8200
-    """The port to answer at."""
+    """The port to listen at."""
     ingress: int = 1
-    """Processes that pass requests on. One is enough for a laptop; they share one view of all loads."""
+    """Processes that relay requests. One is enough for a laptop; they share one view of all loads."""
     key_env: str | None = None
-    """The environment variable that holds the API key that clients must send; none is asked for if not given."""
+    """The environment variable with the API key that clients must send; null: no key is required."""
     log: Log | None = None
     """Write requests and their answers to a file; without it no prompt is written anywhere."""
     timeout: float = 600.0
     """Seconds for one whole answer."""
     max_body_bytes: int = 4_000_000
-    """Of a request; a larger one is refused."""
+    """The most bytes of a request; a larger one is refused."""
     health_path: str = "/health"
     """A path that a healthy server answers with 200."""
     health_seconds: float = 2.0
-    """Between two health checks of a server, and the longest that one takes."""
+    """Seconds between two health checks of a server, and the timeout of one."""
     failures: int = 3
     """Consecutive failures after which a server gets no requests until it is healthy again."""
 
@@ -167,7 +167,7 @@ class CoordinatorConfig:
         require(self, finite(more_than(0)), "timeout", "health_seconds")
         if self.port > 65535:
             raise InputError(f"port: expected at most 65535, found {self.port}")
-        if not re.fullmatch(r"/[!-~]*", self.health_path):  # what else goes into a request's line may end it
+        if not re.fullmatch(r"/[!-~]*", self.health_path):  # other characters could end the request line
             raise InputError(
                 f"health_path: expected a path such as /health, in ASCII and without spaces, found {self.health_path!r}"
             )
@@ -177,13 +177,13 @@ class CoordinatorConfig:
             for url in pair.endpoints:
                 if key_of.setdefault(url, pair.key_env) != pair.key_env:
                     raise InputError(f"pairs.{pair.name}.key_env: expected one key for {url}, found two")
-        known = {pair.name: pair for pair in self.pairs}
+        by_name = {pair.name: pair for pair in self.pairs}
         for rule in self.rules:
             for name in (*rule.pairs, *([rule.load_of] if rule.load_of else [])):
-                if name not in known:
-                    raise InputError(f"rules: expected one of the pairs {', '.join(known)}, found {name!r}")
+                if name not in by_name:
+                    raise InputError(f"rules: expected one of the pairs {', '.join(by_name)}, found {name!r}")
             for name in rule.best:
-                if known[name].report is None:
+                if by_name[name].report is None:
                     raise InputError(f"rules.best: expected a pair with a report, found {name!r} without")
 
     @property

@@ -1,9 +1,8 @@
-"""The one process that knows all loads: it chooses servers, looks after their health, and counts.
+"""The one process that knows all loads: it chooses servers, checks their health, and counts.
 
-Ingress processes may be many, on several machines. Each asks here before it passes a request on and says here when it
-has ended, so that loads are right whichever of them a request came through. One call at a time takes all that an
-ingress has to ask and to say, so the more requests there are, the fewer calls each costs. Requests that other clients
-send to the same servers are not seen.
+Each ingress, on any machine, asks here for a server and reports here when a request has ended, so that loads are right
+whichever ingress a request came through. One call carries all questions and reports of an ingress since the last, so
+calls get cheaper with load. Requests of other clients to the same servers are not counted.
 """
 
 import asyncio
@@ -14,22 +13,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
-from draftsmith.scripts.services.coordinate.rates import Rates
 from draftsmith.scripts.services.coordinate.relay import BROKEN, LeaseOutcome
-from draftsmith.scripts.services.coordinate.routing import DOWN, Facts, Lease, Refusal, Router
+from draftsmith.scripts.services.coordinate.routing import DOWN, Facts, Lease, Rates, Refusal, Router
 from draftsmith.train.endpoint.http import HttpClient, ServerFailure
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-"""Bounds of the histograms."""
+"""Bucket bounds of the histograms, in seconds."""
 
 
 class Dispatcher:
-    """Chooses servers for all ingress processes.
-
-    Args:
-        config: pairs and rules.
-        rates: predicted speeds of the pairs that have a report.
-    """
+    """Chooses servers for all ingress processes; `rates` are the predicted speeds of pairs with a report."""
 
     def __init__(self, config: CoordinatorConfig, rates: Mapping[str, Rates]):
         self.config, self.router = config, Router(config, rates)
@@ -43,32 +36,29 @@ class Dispatcher:
         self._stopping = False
 
     async def start(self) -> None:
-        """Look at all servers once, and then again and again."""
+        """Check all servers once, then keep checking them in the background."""
         await self._look()
         self._looking = asyncio.create_task(self._look_on())
 
     def exchange(
-        self,
-        holder: str,
-        ended: Sequence[LeaseOutcome],
-        wanted: Sequence[tuple[Facts, list[str]]],
+        self, holder: str, ended: Sequence[LeaseOutcome], wanted: Sequence[tuple[Facts, list[str]]],
         held: Sequence[Lease] | None,
-    ) -> list[Lease | Refusal]:
-        """Take an ingress's word and answer it.
+    ) -> list[Lease | Refusal]:  # fmt: skip
+        """Take an ingress's reports and answer its questions.
 
         Args:
             holder: the ingress.
-            ended: what has become of requests.
-            wanted: requests that a server is wanted for, each with those that have failed it.
-            held: all leases that it has, those that have just ended left out; None: nothing is said of them.
+            ended: outcomes of requests.
+            wanted: requests that need a server, each with the servers that have failed it.
+            held: all leases that the ingress holds, without those just ended; None: not reported.
 
         Returns:
-            For each request that is wanted, see `Router.acquire`.
+            The choice for each wanted request: see `Router.acquire`.
         """
         now = time.monotonic()
         for outcome in ended:
             breaker = self.router.breakers.get(outcome.lease.url)
-            # Neither: its client left before an answer, or a 500 that may be the request's own doing.
+            # No verdict if the client left before an answer, or on a 500 that the request itself may have caused.
             if breaker is not None and (outcome.failed or outcome.status not in (0, BROKEN)):
                 breaker.ended(outcome.failed)
             self._metrics.count(outcome)
@@ -84,11 +74,11 @@ class Dispatcher:
         return chosen
 
     async def well(self) -> bool:
-        """Say whether a request would be answered: some server may get it, and this does not end."""
+        """Return whether a request would be answered: some server is up, and the dispatcher is not stopping."""
         return not self._stopping and any(not breaker.open for breaker in self.router.breakers.values())
 
     async def drain(self, seconds: float) -> None:
-        """Take no further requests, and wait until none is under way, but no longer than that."""
+        """Refuse further requests, and wait up to `seconds` until none is in flight."""
         self._stopping = True
         until = time.monotonic() + seconds
         while any(self.router.loads().values()) and time.monotonic() < until:
@@ -96,7 +86,7 @@ class Dispatcher:
             self.router.forget_the_dead(time.monotonic())
 
     async def metrics(self) -> bytes:
-        """Return what was counted, in Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         loads = self.router.loads()
         for name, pair in self.router.pairs.items():
             for url in pair.endpoints:
@@ -118,14 +108,14 @@ class Dispatcher:
         breaker = self.router.breakers[url]
         try:
             await self.clients[url].get_text(self.config.health_path)
-        except (ServerFailure, InputError):  # a healthy server does not refuse
+        except (ServerFailure, InputError):  # the latter is a refusal, such as 404
             breaker.looked_at(well=False)
         else:
             breaker.looked_at(well=True)
 
 
 class _Metrics:
-    """The counters."""
+    """The coordinator's metrics."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -149,7 +139,7 @@ class _Metrics:
         )
 
     def count(self, outcome: LeaseOutcome) -> None:
-        """Count what became of a request at one server."""
+        """Count the outcome of a request at one server."""
         pair = outcome.lease.pair
         if outcome.failed:
             self.failures.labels(pair, outcome.lease.url).inc()

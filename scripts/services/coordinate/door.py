@@ -14,17 +14,14 @@ from draftsmith.scripts.services.coordinate.relay import error_response
 from draftsmith.scripts.services.coordinate.request import CHAT, TEXT, ApiError
 
 HEALTH_SECONDS = 0.5
-"""That `/health` waits for the dispatcher: who asks it does not wait long either."""
+"""Seconds that `/health` waits for the dispatcher; its callers have short timeouts too."""
 METRICS_SECONDS = 5.0
 
 
 def door(ingress: Ingress, well: Callable[[], Awaitable[bool]], metrics: Callable[[], Awaitable[bytes]]) -> Starlette:
-    """Return the application.
+    """Return the HTTP application of an ingress.
 
-    Args:
-        ingress: answers requests.
-        well: says whether any server may get requests.
-        metrics: what was counted, of all ingress replicas together.
+    `well` tells whether a request would be answered, and `metrics` returns the counters of all ingresses.
     """
 
     async def chat(request: Request) -> Response:
@@ -45,7 +42,7 @@ def door(ingress: Ingress, well: Callable[[], Awaitable[bool]], metrics: Callabl
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 return Response(status_code=200 if await well() else 503)
-        except Exception:  # it is away
+        except Exception:  # the dispatcher is away
             return Response(status_code=503)
 
     async def counted(request: Request) -> Response:
@@ -64,7 +61,7 @@ def door(ingress: Ingress, well: Callable[[], Awaitable[bool]], metrics: Callabl
         return error_response(ApiError(error.status_code, f"{request.url.path}: {error.detail}"))
 
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "the coordinator failed", "server_error"))  # its log says how
+        return error_response(ApiError(500, "the coordinator failed", "server_error"))  # details are in its log
 
     return Starlette(
         routes=[

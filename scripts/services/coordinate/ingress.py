@@ -1,4 +1,4 @@
-"""An ingress: it reads requests of OpenAI's API, has a server chosen, and passes the answer back."""
+"""An ingress: reads requests of OpenAI's API, gets a server for each, and relays the answers."""
 
 import asyncio
 import hmac
@@ -22,31 +22,24 @@ from draftsmith.scripts.services.coordinate.routing import DOWN, UNKNOWN, Facts,
 from draftsmith.scripts.services.http_server import BodyError, BodyReader
 from draftsmith.train.endpoint.http import HttpClient, api_key
 
-WORD = 2.0
-"""Seconds between two words of an ingress on all the leases that it holds."""
-PATIENCE = 30.0
-"""Seconds that requests wait for a dispatcher that is away."""
-UNDER_WAY = 1024
-"""Requests that one ingress passes on at once; further ones are refused."""
-BODIES = 2**28
-"""Bytes of requests' bodies that one ingress reads at once; further ones are refused."""
+REPORT_SECONDS = 2.0  # between two reports of all leases that an ingress holds
+PATIENCE = 30.0  # seconds that requests wait for a dispatcher that is away
+MOST_HELD = 1024  # requests that an ingress relays at once; further ones are refused
+BODIES = 2**28  # bytes of requests' bodies that an ingress reads at once; further ones are refused
 LOGGER = logging.getLogger(__name__)
 
 Wanted = tuple[Facts, list[str]]
-"""A request that a server is wanted for, and those that have failed it."""
+"""A request that needs a server, and the servers that have failed it."""
 Exchange = Callable[[str, list[LeaseOutcome], list[Wanted], list[Lease] | None], Awaitable[list[Lease | Refusal]]]
 Entry = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""Of the log: request, answer, what else is known."""
+"""A log entry: request, answer, further facts."""
 
 
 class Line:
-    """The line to the dispatcher: has servers chosen, and says what has ended.
+    """The line to the dispatcher: gets servers for requests and reports outcomes through `Dispatcher.exchange`.
 
-    One call at a time takes all that has come up since the one before. What has ended is said in the background, and
-    again until it has been heard: not in the requests' own tasks, which are cancelled when their clients leave.
-
-    Args:
-        exchange: see `Dispatcher.exchange`.
+    One call at a time carries everything since the last one. Outcomes are reported in the background and repeated until
+    a call succeeds. The requests' own tasks cannot do that, because they are cancelled when their clients leave.
     """
 
     def __init__(self, exchange: Exchange):
@@ -56,42 +49,44 @@ class Line:
         self._talking = asyncio.create_task(self._talk_on())
 
     async def acquire(self, facts: Facts, tried: list[str]) -> Lease | Refusal:
-        """Have a server chosen; what is chosen is held from now on."""
+        """Return a server's lease, held from now on, or a refusal."""
         chosen: asyncio.Future[Lease | Refusal] = asyncio.get_running_loop().create_future()
         self._wanted.append(((facts, list(tried)), chosen))
         self._news.set()
         return await chosen
 
     def ended(self, outcome: LeaseOutcome) -> None:
-        """Note what became of a request."""
+        """Queue the outcome of a request for the next report."""
         self.held.pop(outcome.lease.id, None)
         self._outcomes.append(outcome)
         self._news.set()
 
     async def _talk_on(self) -> None:
         loop = asyncio.get_running_loop()
-        silent_since, word_at = math.inf, loop.time()
+        silent_since, report_at = math.inf, loop.time()
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(word_at):
+                async with asyncio.timeout_at(report_at):
                     await self._news.wait()
             self._news.clear()
-            self._wanted = [each for each in self._wanted if not each[1].done()]  # whose clients have not left
+            # Clients that have left need no server any more.
+            self._wanted = [(request, future) for request, future in self._wanted if not future.done()]
             outcomes, wanted = self._outcomes[:], self._wanted[:]
-            held = list(self.held.values()) if loop.time() >= word_at else None
+            held = list(self.held.values()) if loop.time() >= report_at else None
             try:
                 async with asyncio.timeout(PATIENCE):
-                    chosen = await self._exchange(self.holder, outcomes, [each for each, _ in wanted], held)
-            except Exception:  # a new dispatcher starts: all is said again, held leases first
+                    chosen = await self._exchange(self.holder, outcomes, [request for request, _ in wanted], held)
+            except Exception:  # a new dispatcher is starting: repeat everything, beginning with the held leases
                 await asyncio.sleep(0.5)
-                silent_since, word_at = min(silent_since, loop.time()), loop.time()
+                silent_since, report_at = min(silent_since, loop.time()), loop.time()
                 if loop.time() - silent_since < PATIENCE:
                     continue
                 outcomes, chosen = [], [Refusal(DOWN)] * len(wanted)
             else:
                 silent_since = math.inf
                 if held is not None:
-                    word_at = loop.time() + WORD
+                    report_at = loop.time() + REPORT_SECONDS
+            # What was added during the call stays for the next one.
             del self._outcomes[: len(outcomes)], self._wanted[: len(wanted)]
             for (_, future), choice in zip(wanted, chosen, strict=True):
                 self._give(future, choice)
@@ -101,18 +96,15 @@ class Line:
             self.held[choice.id] = choice
         if not future.done():
             future.set_result(choice)
-        elif isinstance(choice, Lease):  # its client has left
+        elif isinstance(choice, Lease):  # the client has left meanwhile: return the lease
             self.ended(LeaseOutcome(choice))
 
 
 class Ingress:
     """Answers requests.
 
-    Args:
-        config: pairs, limits, the key.
-        exchange: see `Line`.
-        write: writes an entry of the log; None where there is none.
-        begun: when the coordinator was started, in seconds since 1970: what it says of each model.
+    Log entries go through `write`, if there is a log. `begun` is the coordinator's start in seconds since 1970, which
+    the list of models repeats as their creation time.
     """
 
     def __init__(
@@ -137,19 +129,19 @@ class Ingress:
     async def complete(self, request: Request, path: str) -> Response:
         """Answer a request for a completion."""
         self.require_key(request.headers)
-        if len(self.line.held) >= UNDER_WAY:
+        if len(self.line.held) >= MOST_HELD:
             raise ApiError(429, "too many requests are under way; try again", "rate_limit_error")
         content = await self._body(request)
-        asked = read_request(path, content, request.headers, self.keywords)
-        # Ids cannot be redacted, nor learned from without the tokenizer that made them.
-        logged = None if self._write is None or not _is_text(asked) else self._logged(asked)
-        return Relay(asked, self.line, self.clients, self.server_models, logged)
+        completion = read_request(path, content, request.headers, self.keywords)
+        # Token ids cannot be redacted, nor used for training without their tokenizer.
+        logged = None if self._write is None or not _is_text(completion) else self._logged(completion)
+        return Relay(completion, self.line, self.clients, self.server_models, logged)
 
     async def _body(self, request: Request) -> bytes:
         """Return a request's body.
 
         Raises:
-            ApiError: it is too large, does not come whole or in time, or too many come at once.
+            ApiError: it is too large, incomplete or late, or too many arrive at once.
         """
         try:
             async with asyncio.timeout(self.config.timeout):
@@ -167,58 +159,58 @@ class Ingress:
         return {"object": "list", "data": [self.model(name) for name in self.config.models]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """Return one model, in OpenAI's shape.
+        """Return one model in OpenAI's shape.
 
         Raises:
-            ApiError: it is not served.
+            ApiError: the model is not served.
         """
         if name not in self.config.models:
             raise refusal(Refusal(UNKNOWN), name)
         return {"id": name, "object": "model", "created": self.begun, "owned_by": "draftsmith"}
 
     def require_key(self, headers: Mapping[str, str]) -> None:
-        """Require the key of a client, where one is asked for.
+        """Check a client's key, if one is required.
 
         Raises:
-            ApiError: it is another, or none.
+            ApiError: a wrong key, or none.
         """
         if self.key is not None:
-            given = headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
+            authorization = headers.get("authorization", "")
+            if not hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode()):
                 line = "authorization: expected the API key, found another or none"
                 raise ApiError(401, line, "authentication_error")
 
-    def _logged(self, asked: CompletionRequest) -> Callable[[RelayedAnswer], Awaitable[None]]:
-        """Return what writes a request and its answer once that has gone out."""
+    def _logged(self, completion: CompletionRequest) -> Callable[[RelayedAnswer], Awaitable[None]]:
+        """Return a function that logs a request with its answer after the answer is out."""
         begun = datetime.now(UTC).isoformat(timespec="milliseconds")
 
-        async def logged(kept: RelayedAnswer) -> None:
-            # In a task of its own, which the client's leaving does not cancel; waited for, so that a server that is
-            # stopped writes it before it ends.
-            writing = asyncio.create_task(self._log(asked, kept, begun))
+        async def logged(answer: RelayedAnswer) -> None:
+            # In a task of its own, which survives the client's leaving; awaited, so that a stopping server finishes it.
+            writing = asyncio.create_task(self._log(completion, answer, begun))
             self._writing.add(writing)
             writing.add_done_callback(self._writing.discard)
             await asyncio.shield(writing)
 
         return logged
 
-    async def _log(self, asked: CompletionRequest, kept: RelayedAnswer, begun: str) -> None:
-        """Write a request and its answer; what cannot be written is a line in this process's log, without its texts."""
-        if kept.status != 200 or self._write is None:
+    async def _log(self, completion: CompletionRequest, relayed: RelayedAnswer, begun: str) -> None:
+        """Log a request with its answer; a failure is a line in this process's log, without their texts."""
+        if relayed.status != 200 or self._write is None:
             return
         try:
-            answer = await asyncio.to_thread(assembled, bytes(kept.content), asked.streams)
+            answer = await asyncio.to_thread(assembled, bytes(relayed.content), completion.streams)
             if answer is None:
                 return
-            about: dict[str, Any] = {"id": uuid4().hex, "time": begun, "path": asked.path, "pair": kept.pair}
-            about |= {"category": asked.facts.category} if asked.facts.category is not None else {}
-            about |= {"seconds": round(kept.seconds, 6), "first_byte_seconds": round(kept.first_byte or 0.0, 6)}
-            await self._write((dict(asked.body), answer, about))
+            about: dict[str, Any] = {"id": uuid4().hex, "time": begun, "path": completion.path, "pair": relayed.pair}
+            about |= {"category": completion.facts.category} if completion.facts.category is not None else {}
+            about |= {"seconds": round(relayed.seconds, 6), "first_byte_seconds": round(relayed.first_byte or 0.0, 6)}
+            await self._write((dict(completion.body), answer, about))
         except InputError as error:
-            LOGGER.warning("log: an answer of %s is left out: %s", kept.pair, error)
-        except Exception as error:  # a disk that is full, a redaction that fails: other requests go on
-            LOGGER.warning("log: an answer of %s is left out: %s", kept.pair, type(error).__name__)
+            LOGGER.warning("log: an answer of %s is left out: %s", relayed.pair, error)
+        except Exception as error:  # a full disk or a failing redaction must not stop other requests
+            LOGGER.warning("log: an answer of %s is left out: %s", relayed.pair, type(error).__name__)
 
 
-def _is_text(asked: CompletionRequest) -> bool:
-    return isinstance(asked.body.get("messages", asked.body.get("prompt")), list if "messages" in asked.body else str)
+def _is_text(completion: CompletionRequest) -> bool:
+    body = completion.body
+    return isinstance(body.get("messages", body.get("prompt")), list if "messages" in body else str)

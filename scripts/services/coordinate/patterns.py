@@ -1,8 +1,8 @@
-r"""Regular expressions of the user's, on texts of the user's users: RE2, whose time is linear in the text.
+r"""Regular expressions of the config, applied to clients' texts: RE2, whose time is linear in the text.
 
-Python's own may backtrack without end: `(a+)+$` and 26 letters stop a process for most of a minute.
-https://github.com/google/re2/wiki/Syntax says what RE2 knows: all but what needs backtracking (look-around, references
-back into the text). Its \w, \d and \b are ASCII's.
+Python's own `re` may backtrack without end: with `(a+)+$`, 26 letters block a process for most of a minute. RE2 has
+everything that needs no backtracking, so neither look-around nor back-references (https://github.com/google/re2/wiki/Syntax).
+Its \w, \d and \b are ASCII's.
 """
 
 import re
@@ -11,16 +11,11 @@ from typing import Any
 from draftsmith.decode.errors import InputError
 
 REFERENCE = re.compile(r"\\(\d|g<\w+>)")
-"""In a replacement: a group, by its number or its name."""
+"""A reference to a group in a replacement, by number or name."""
 
 
 class Pattern:
-    """A regular expression, compiled.
-
-    Args:
-        pattern: what the user wrote.
-        name: the option that it came by.
-        case: whether upper and lower case differ.
+    """A compiled regular expression; `name` is its option, for error messages, and `case` makes it case-sensitive.
 
     Raises:
         InputError: not a regular expression, or not one of RE2.
@@ -41,11 +36,11 @@ class Pattern:
             raise InputError(f"{name}: expected a regular expression, found {pattern!r}: {error.reason}") from error
 
     def found_in(self, text: str) -> bool:
-        """Say whether it is found in a text."""
+        """Return whether a text has a match."""
         return self._compiled.search(_encodable(text)) is not None
 
     def replaced(self, text: str, replacement: str) -> str:
-        r"""Return a text with every match replaced; \1 and \g<name> are a group's text.
+        r"""Return a text with every match replaced; \1 and \g<name> stand for a group's text.
 
         Raises:
             IndexError: there is no such group.
@@ -53,10 +48,10 @@ class Pattern:
         return self._compiled.sub(lambda match: _filled(replacement, match), _encodable(text))
 
     def check_replacement(self, replacement: str, name: str) -> None:
-        """Require that all groups that a replacement names are there.
+        """Check that all groups in a replacement exist.
 
         Raises:
-            InputError: one is not.
+            InputError: one does not.
         """
         for (reference,) in (match.groups() for match in REFERENCE.finditer(replacement)):
             named = reference.removeprefix("g<").removesuffix(">")
@@ -74,12 +69,12 @@ def _filled(replacement: str, match: Any) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Return a text without halves of UTF-16 pairs, which JSON may name and UTF-8 has no bytes for."""
+    """Return a text with lone surrogates replaced, which JSON may contain and UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _re2(name: str) -> Any:
-    """Import the library late: configs are read where it is not installed, too."""
+    """Import RE2 late, because configs are also read where it is not installed."""
     try:
         import re2  # type: ignore[import-untyped]
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""Speeds of a pair at every load, from the report that `draftsmith measure` left: costs times acceptance.
+"""Predicted speeds of a pair at every load, from a report of `draftsmith measure`: costs times acceptance.
 
-A round of γ drafted tokens emits τ(γ) tokens for d(γ) + t(γ + 1) + o seconds (`decode/planner.py`), and all three grow
-with the rows that are decoded together. τ is replayed, and of a request's category where the report knows it.
+A round of γ drafted tokens emits τ(γ) tokens for d(γ) + t(γ + 1) + o seconds (`decode/planner.py`). All three costs
+grow with the rows decoded together. τ comes from replay, for the request's category if the report has it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,31 +14,30 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.validation import MOST, Amount, Count, Said, read
 from draftsmith.scripts.services.coordinate.config import ServedPair
-from draftsmith.scripts.services.coordinate.rates import Rates
+from draftsmith.scripts.services.coordinate.routing import Rates
 from draftsmith.train.kinds.draft_lengths import length_at, named
 
 MOST_ROWS = 1024
-"""Requests at once that speeds are tabled for; beyond the measured batch sizes costs are a line."""
+"""The most concurrent requests with a tabled speed; beyond the measured batch sizes costs are extrapolated linearly."""
 
 
 class ReportedEstimate(Said):
-    """A figure, None where it is not known."""
+    """A figure; None if it is not known."""
 
     value: Annotated[float, Field(ge=1, le=MOST, allow_inf_nan=False)] | None
 
 
-Lengths = Mapping[int, ReportedEstimate]
-"""τ by γ."""
+Lengths = Mapping[int, ReportedEstimate]  # γ → τ
 
 
 class CategoryFigures(Said):
-    """Those of one category's prompts."""
+    """Figures of one category's prompts."""
 
     mean_acceptance_length: Lengths
 
 
 class ReportedDrafter(Said):
-    """One of the drafters."""
+    """A drafter of the report."""
 
     name: str
     tree_nodes: Annotated[Count, Field(ge=1)] | None
@@ -67,7 +66,7 @@ class Tables(Said):
 
 
 class MeasuredReport(Said):
-    """The part of a report that is read."""
+    """The part of a report that predictions need."""
 
     is_of: Literal["draftsmith.report/1"] = Field(alias="schema")
     costs: Tables | None
@@ -76,13 +75,10 @@ class MeasuredReport(Said):
 
 
 def predicted_rates(pair: ServedPair) -> Rates:
-    """Return how fast a pair writes at every load, as its report has it.
-
-    Args:
-        pair: says which report, and which drafter and draft length its servers run.
+    """Return a pair's speed at every load, for the drafter and draft length on its servers, from its report.
 
     Raises:
-        InputError: no such report, or one without costs, or without this drafter or draft length.
+        InputError: no such report, or one without costs, this drafter or this draft length.
     """
     where = f"pairs.{pair.name}.report"
     path = Path(pair.report or "")
@@ -99,11 +95,11 @@ def predicted_rates(pair: ServedPair) -> Rates:
 
 
 def _plain(table: CostTable) -> Iterator[float]:
-    """Give the speed of plain decoding for each number of rows."""
-    name = next(iter(table.drafters))  # the target's costs are the same beside any
+    """Yield the speed of plain decoding for each number of rows."""
+    name = next(iter(table.drafters))  # the target's costs are the same with any drafter
     for rows in range(1, MOST_ROWS + 1):
         costs = table.at(name, rows)
-        yield 1.0 / (costs.verification(1) + max(costs.plain_overhead, 0.0))  # noise may leave it below zero
+        yield 1.0 / (costs.verification(1) + max(costs.plain_overhead, 0.0))  # noise may make the overhead negative
 
 
 def _speculative(pair: ServedPair, report: MeasuredReport, tables: Sequence[CostTable], where: str) -> Rates:
@@ -123,9 +119,9 @@ def _speculative(pair: ServedPair, report: MeasuredReport, tables: Sequence[Cost
     by_temperature = {}
     for temperature in dict.fromkeys(curve.temperature for curve in curves):
         table = next((table for table in tables if table.temperature == temperature), tables[0])
-        # At T=0 both verifiers accept the same, and the report has the probabilistic one alone.
-        of_it = {curve.verifier: curve for curve in curves if curve.temperature == temperature}
-        curve = of_it.get(pair.drafts, next(iter(of_it.values())))
+        # At T=0 both verifiers accept the same tokens, and the report has only the probabilistic one.
+        by_verifier = {curve.verifier: curve for curve in curves if curve.temperature == temperature}
+        curve = by_verifier.get(pair.drafts, next(iter(by_verifier.values())))
         drafted = sorted({*by_rows} - {0})
         if unknown := [k for k in drafted if k not in curve.mean_acceptance_length]:
             known = ", ".join(map(str, curve.mean_acceptance_length))
@@ -148,6 +144,6 @@ def _speculative(pair: ServedPair, report: MeasuredReport, tables: Sequence[Cost
 
 
 def _values(estimates: Lengths, draft_lengths: Sequence[int]) -> dict[int, float]:
-    """Return τ by γ, of those that are known; plain decoding writes one token a step."""
-    found = {k: each.value for k in draft_lengths if (each := estimates.get(k)) is not None and each.value is not None}
-    return {0: 1.0} | found
+    """Return the known values of τ by γ; plain decoding writes one token a step."""
+    known = {k: estimates[k].value for k in draft_lengths if k in estimates}
+    return {0: 1.0} | {k: value for k, value in known.items() if value is not None}

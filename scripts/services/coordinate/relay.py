@@ -1,7 +1,7 @@
-"""A request passed on to a server, and its answer passed back as it comes: byte for byte but for the model's name.
+"""Relaying: a request goes to a server, and its answer back as it arrives, unchanged except for the model's name.
 
-Where a server fails before a byte of its answer has gone out, another one is asked; after that never, for the client
-would read the beginning of one answer and the end of another.
+If a server fails before the first byte of its answer is out, another one is asked. Later that is impossible: the client
+would read the start of one answer and the end of another.
 """
 
 import asyncio
@@ -18,44 +18,34 @@ from starlette.types import Receive, Scope, Send
 
 from draftsmith.scripts.services.coordinate.request import ApiError, CompletionRequest
 from draftsmith.scripts.services.coordinate.routing import DOWN, FULL, UNKNOWN, Facts, Lease, Refusal
+from draftsmith.scripts.services.http_server import LEFT, client_gone
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure
 
-BUSY_OR_GONE = frozenset({429, 502, 503, 504})
-"""Statuses that another server may not answer with."""
+BUSY_OR_GONE = frozenset({429, 502, 503, 504})  # another server may answer otherwise
 BROKEN = 500
 """The status of a broken server, or of a request that no server can answer: another server tells which. If there is no
-other, or it answers the same, the failure is not the server's."""
+other, or it gives the same status, the server did not fail."""
 LOCKED = frozenset({401, 403})
-"""The server refused the coordinator's own key. Some servers repeat the key, so the client does not see the answer."""
-CONNECT = 5.0
-"""Seconds to wait for a connection to a server."""
-LEFT = 499
-"""The status that a client's leaving is counted under; nobody reads it."""
+"""The server refused the coordinator's own key. The client does not see the answer: some servers echo the key."""
+CONNECT = 5.0  # seconds to wait for a connection to a server
 PAIR_HEADER, REQUEST_ID = b"x-draftsmith-pair", "x-request-id"
 
 
 @dataclass
 class LeaseOutcome:
-    """What became of a lease."""
+    """The outcome of a lease."""
 
     lease: Lease
-    status: int = 0
-    """HTTP status of the answer; 0 if there was none, or another server was asked."""
-    failed: bool = False
-    """Whether the server failed."""
-    first_byte: float | None = None
-    """Seconds from the request to the first byte of its answer."""
+    status: int = 0  # HTTP status of the answer; 0 if there was none, or another server was asked
+    failed: bool = False  # the server failed
+    first_byte: float | None = None  # seconds from the request to the answer's first byte
     seconds: float = 0.0
 
 
 class Names:
-    """Puts the name that a client asked by in the place of the server's, as an answer goes by.
+    """Replaces the server's model name in an answer by the client's, while the answer streams.
 
-    Inside a text, quotes are escaped: `"model"` with bare ones is a field.
-
-    Args:
-        servers: what the server calls the model; None: as the client does.
-        clients: what the client does.
+    Quotes inside texts are escaped, so `"model"` with bare quotes is a field. `servers` is None if the names are equal.
     """
 
     def __init__(self, servers: str | None, clients: str):
@@ -66,11 +56,11 @@ class Names:
         self._clients, self._rest = json.dumps(clients).encode(), b""
 
     def whole(self, content: bytes) -> bytes:
-        """Return an answer, or whole lines of one."""
+        """Return a whole answer, or whole lines of one, with the names replaced."""
         return content if self._pattern is None else self._pattern.sub(lambda m: m[1] + self._clients, content)
 
     def part(self, content: bytes) -> bytes:
-        """Return the lines that have come to their ends; the beginning of one waits for the rest."""
+        """Return the lines that are complete so far; the start of an incomplete one waits."""
         if self._pattern is None:
             return content
         lines, end, rest = (self._rest + content).rpartition(b"\n")
@@ -78,24 +68,24 @@ class Names:
         return self.whole(lines + end)
 
     def end(self) -> bytes:
-        """Return what has had no end."""
+        """Return the incomplete last line."""
         rest, self._rest = self._rest, b""
         return self.whole(rest)
 
 
 class Dispatch(Protocol):
-    """Who says which server is asked, and hears what became of it."""
+    """Chooses servers, and takes outcomes."""
 
     async def acquire(self, facts: Facts, tried: list[str]) -> Lease | Refusal:
         """Choose a server."""
 
     def ended(self, outcome: LeaseOutcome) -> None:
-        """Take a lease back, at once and without waiting."""
+        """Take a lease's outcome at once, without waiting."""
 
 
 @dataclass
 class RelayedAnswer:
-    """An answer's bytes, for the log."""
+    """An answer's bytes, for the log; `whole` if all of them arrived and fit."""
 
     pair: str = ""
     status: int = 0
@@ -103,37 +93,29 @@ class RelayedAnswer:
     first_byte: float | None = None
     seconds: float = 0.0
     whole: bool = False
-    """All of it came, and fits."""
 
 
 class Relay(Response):
-    """The answer to one request.
+    """The relayed answer to a request.
 
-    Args:
-        request: the request.
-        dispatch: chooses servers.
-        clients: by URL.
-        server_models: what a pair's servers call their model, by the pair's name.
-        logged: is given the answer once all of it has gone out; None where nobody wants it.
+    `server_models` has the model names on the pairs' servers, by the pair's name. `logged` takes the answer once it is
+    out, unless it is None.
     """
 
     def __init__(
-        self,
-        request: CompletionRequest,
-        dispatch: Dispatch,
-        clients: Mapping[str, HttpClient],
+        self, request: CompletionRequest, dispatch: Dispatch, clients: Mapping[str, HttpClient],
         server_models: Mapping[str, str | None],
         logged: Callable[[RelayedAnswer], Awaitable[None]] | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         self.request, self.dispatch, self.clients, self.server_models = request, dispatch, clients, server_models
         self.logged, self.answer = logged, RelayedAnswer()
         self._begin = time.perf_counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, and stop where the client leaves: what it no longer reads is not written."""
+        """Answer, and stop when the client leaves, so that the server stops writing too."""
         answering = asyncio.ensure_future(self._answer(scope, receive, send))
-        leaving = asyncio.ensure_future(_gone(receive))
+        leaving = asyncio.ensure_future(client_gone(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -147,8 +129,8 @@ class Relay(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tried: list[str] = []
-        fallback: Response | None = None  # what is answered if no other server does
-        suspect: Lease | None = None  # of a server that has answered 500
+        fallback: Response | None = None  # the answer if no other server gives one
+        suspect: Lease | None = None  # of a server that answered 500
         while True:
             chosen = await self.dispatch.acquire(self.request.facts, tried)
             if isinstance(chosen, Refusal):
@@ -170,13 +152,9 @@ class Relay(Response):
             tried.append(chosen.url)
 
     async def _ask(self, lease: Lease, outcome: LeaseOutcome, send: Send, suspect: Lease | None) -> Response | None:
-        """Ask one server; return None if it has answered, and what to answer if no other one does.
+        """Ask one server; return None if it has answered, otherwise the answer to give if no other server does.
 
-        Args:
-            lease: which.
-            outcome: receives what becomes of it.
-            send: takes the answer.
-            suspect: a server that has answered this request with 500.
+        The outcome is written to `outcome`. `suspect` is the lease of a server that answered this request with 500.
         """
         client, begun = self.clients[lease.url], False
         server_model = self.server_models[lease.pair]
@@ -218,7 +196,7 @@ class Relay(Response):
                     self._keep(body)
                     await send({"type": "http.response.body", "body": body, "more_body": False})
                 outcome.status = status
-        except ServerFailure:  # whose words name the server: they are not the client's business
+        except ServerFailure:  # its message names the server, which is not the client's business
             outcome.status, outcome.failed = 502 if begun else 0, True
             if not begun:
                 return _server_error(502, f"the server of {lease.pair} failed")
@@ -242,18 +220,12 @@ class Relay(Response):
 
 
 def refusal(refused: Refusal, model: str) -> ApiError:
-    """Return the client's error where no server can be asked."""
+    """Return the client's error if no server can be asked."""
     return {
         UNKNOWN: ApiError(404, f"model: expected one that is served, found {model!r:.200}", param="model"),
         FULL: ApiError(429, "all servers of this model are full; try again", "rate_limit_error"),
         DOWN: ApiError(503, "no server of this model is well; try again", "server_error"),
     }[refused.why]
-
-
-async def _gone(receive: Receive) -> None:
-    """Wait until the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def error_response(error: ApiError) -> Response:
@@ -267,7 +239,7 @@ def _server_error(status: int, message: str) -> Response:
 
 
 def _headers(response: httpx2.Response, pair: str, length: int | None = None) -> list[tuple[bytes, bytes]]:
-    """Return an answer's headers; of the server's own the content type and the request's id, which its log names."""
+    """Return an answer's headers; from the server only the content type and the request's id, which its log names."""
     kind = response.headers.get("Content-Type", "application/json")
     headers = [(b"content-type", kind.encode("latin-1", "replace")), (PAIR_HEADER, pair.encode("utf-8"))]
     if named := response.headers.get(REQUEST_ID):

@@ -1,4 +1,4 @@
-"""A request for a completion: the facts that routing needs, and the body that is sent on."""
+"""A request for a completion: the facts for routing, and the body to forward."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,28 +11,22 @@ from draftsmith.scripts.services.coordinate.patterns import Pattern
 from draftsmith.scripts.services.coordinate.routing import Facts
 
 CATEGORY_HEADER = "x-draftsmith-category"
-PASSED_ON = ("x-request-id",)
+FORWARDED = ("x-request-id",)  # headers
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SEARCHED = 20_000
-"""Characters of the last user turn, from its end, that keywords are looked for in."""
-
-DEPTH = 100
-"""Levels of a request's JSON; what is nested deeper can be read, but not written again."""
-
-
-INVALID = "invalid_request_error"
-"""OpenAI's word for what the client did wrong."""
+SEARCHED = 20_000  # characters at the end of the last user turn that keywords are searched in
+DEPTH = 100  # levels of a request's JSON; deeper nesting can be parsed but not written again
+INVALID = "invalid_request_error"  # OpenAI's type of a client's error
 
 
 class ApiError(Exception):
-    """A request that is answered with an error, in OpenAI's shape."""
+    """A request answered with an error in OpenAI's shape."""
 
     def __init__(self, status: int, message: str, kind: str = INVALID, param: str | None = None):
         super().__init__(message)
         self.status, self.message, self.kind, self.param = status, message, kind, param
 
     def body(self) -> dict[str, Any]:
-        """Return what is answered."""
+        """Return the body of the answer."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
 
 
@@ -43,35 +37,28 @@ class CompletionRequest:
     path: str
     body: Mapping[str, Any]
     facts: Facts
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers that are sent on: the request's id, if the client names one."""
+    headers: Mapping[str, str] = field(default_factory=dict)  # to forward: the request's id, if the client sends one
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is to come in parts."""
+        """True if the answer is a stream of events."""
         return self.body.get("stream") is True
 
     def content(self, server_model: str | None) -> bytes:
-        """Return the body for a server that calls the model by another name, or by the same."""
+        """Return the body for a server, with the model's name there; None if the names are equal."""
         body = dict(self.body) if server_model is None else {**self.body, "model": server_model}
         return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def read_request(path: str, content: bytes, headers: Mapping[str, str], keywords: "Keywords") -> CompletionRequest:
-    """Read a request for a completion.
-
-    Args:
-        path: `CHAT` or `TEXT`.
-        content: its body.
-        headers: its headers, by lower-case names.
-        keywords: of the rules.
+    """Parse a request for a completion, sent to the path `CHAT` or `TEXT`; header names are in lower case.
 
     Raises:
-        ApiError: it is no JSON object with a model and with messages or a prompt; says which field and why.
+        ApiError: not a JSON object with a model and with messages or a prompt; the message names the field.
     """
     try:
         body = parse_json(content.decode("utf-8"))
-    except ValueError as error:  # whose message would repeat none of it but where it breaks off
+    except ValueError as error:  # its message has the place in the body, not its text
         raise ApiError(400, f"body: expected JSON, found: {error}") from error
     if _deep(body):
         raise ApiError(400, f"body: expected at most {DEPTH} levels of JSON, found more")
@@ -90,11 +77,11 @@ def read_request(path: str, content: bytes, headers: Mapping[str, str], keywords
         temperature=_temperature(body),
         keywords=keywords.found_in(last_turn(body)),
     )
-    return CompletionRequest(path, body, facts, {name: headers[name] for name in PASSED_ON if name in headers})
+    return CompletionRequest(path, body, facts, {name: headers[name] for name in FORWARDED if name in headers})
 
 
 def last_turn(body: Mapping[str, Any]) -> str:
-    """Return the text of the last user turn, or the prompt; empty if there is none, as in a prompt of ids."""
+    """Return the text of the last user turn, or the prompt; empty if there is none, or for a prompt of ids."""
     messages = body.get("messages")
     if not isinstance(messages, list):
         return _text(body.get("prompt"))
@@ -113,21 +100,17 @@ class Keywords:
         }
 
     def found_in(self, text: str) -> frozenset[int]:
-        """Return the rules, by their place, one of whose expressions is found in a text."""
+        """Return the numbers of the rules with an expression that a text matches."""
         text = text[-SEARCHED:]
-        return frozenset(p for p, patterns in self.patterns.items() if any(each.found_in(text) for each in patterns))
+        return frozenset(i for i, patterns in self.patterns.items() if any(p.found_in(text) for p in patterns))
 
 
 def _deep(value: Any) -> bool:
-    """Say whether JSON has more than `DEPTH` levels."""
+    """Return whether JSON has more than `DEPTH` levels; without recursion, which deep JSON would exhaust."""
     level = [value]
     for _ in range(DEPTH + 1):
-        level = [
-            part
-            for each in level
-            if isinstance(each, dict | list)
-            for part in (each.values() if isinstance(each, dict) else each)
-        ]
+        containers = [value for value in level if isinstance(value, dict | list)]
+        level = [part for value in containers for part in (value.values() if isinstance(value, dict) else value)]
         if not level:
             return False
     return True
@@ -148,7 +131,7 @@ def _temperature(body: Mapping[str, Any]) -> float:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message's content: a string, or parts of which some are text."""
+    """Return the text of a message's content: a string, or parts, some of which are text."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         return "\n".join(part for part in parts if isinstance(part, str))

@@ -1,6 +1,6 @@
-"""Requests and their answers, a JSON line each, for the next draft to learn from: `prepare --answers given` reads it.
+"""The log: requests with their answers, a JSON line each, training text for the next draft (`prepare --answers given`).
 
-Texts are redacted before they are written; what a rotated file holds is never written twice.
+Texts are redacted before they are written. Rotated files are never rewritten.
 """
 
 import json
@@ -18,46 +18,21 @@ from draftsmith.scripts.services.coordinate.config import Log
 from draftsmith.scripts.services.coordinate.patterns import Pattern
 
 REQUEST_FIELDS = (
-    "model",
-    "messages",
-    "prompt",
-    "tools",
-    "tool_choice",
-    "functions",
-    "documents",
-    "reasoning_effort",
-    "chat_template",
-    "chat_template_kwargs",
-    "continue_final_message",
-    "add_generation_prompt",
-    "response_format",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-)
-"""Fields of a request that are written: what the text is made of and how it was sampled, not who asked."""
+    "model", "messages", "prompt", "tools", "tool_choice", "functions", "documents", "reasoning_effort",
+    "chat_template", "chat_template_kwargs", "continue_final_message", "add_generation_prompt", "response_format",
+    "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+)  # fmt: skip
+"""Request fields to write: the sources of the text and its sampling, not the sender."""
 TEXTS = (
-    "prompt",
-    "stop",
-    "tools",
-    "functions",
-    "documents",
-    "chat_template_kwargs",
-    "chat_template",
-    "response_format",
-)
-"""Those that hold texts, and are redacted; messages are, too."""
+    "prompt", "stop", "tools", "functions", "documents", "chat_template_kwargs", "chat_template", "response_format"
+)  # fmt: skip
+"""Fields with texts to redact, in addition to messages."""
 
 Redactor = Callable[[str], str]
 
 
 class LoggedToolCall(Said):
-    """A piece of a call of a tool."""
+    """A piece of a tool call."""
 
     index: int | None = None
     function: dict[str, str | None] | None = None
@@ -96,18 +71,18 @@ class LoggedChoice(Said):
 
 
 class LoggedAnswer(Said):
-    """An answer in one piece, or an error, which has no choices."""
+    """An unstreamed answer, or an error, which has no choices."""
 
     choices: list[LoggedChoice] | None = None
 
 
 def redactor(log: Log) -> Redactor:
-    """Return the function that takes out of a text what the config says.
+    """Return the function that redacts a text as the config says.
 
     Raises:
-        InputError: a function of the user's that cannot be imported.
+        InputError: a user's function that cannot be imported.
     """
-    patterns = [(Pattern(each.pattern, "log.redact.pattern", case=True), each.replacement) for each in log.redact]
+    patterns = [(Pattern(rule.pattern, "log.redact.pattern", case=True), rule.replacement) for rule in log.redact]
     own: Redactor | None = None
     if log.redact_with is not None:
         module, _, name = log.redact_with.partition(":")
@@ -115,7 +90,7 @@ def redactor(log: Log) -> Redactor:
             own = getattr(import_module(module), name)
             if not callable(own):
                 raise TypeError(f"{type(own).__name__} {name}")
-        except Exception as error:  # the module is the user's, and may raise anything
+        except Exception as error:  # the user's module may raise anything
             found = first_line(error)
             raise InputError(f"log.redact_with: expected a function that can be imported, found: {found}") from error
 
@@ -128,20 +103,18 @@ def redactor(log: Log) -> Redactor:
 
 
 def assembled(content: bytes, streamed: bool) -> dict[str, Any] | None:
-    """Return an answer as it would have come in one piece; None where it did not come to its end, or is an error.
+    """Return an answer in unstreamed form; None if it is incomplete or an error.
 
-    Args:
-        content: the bytes that went to the client.
-        streamed: whether they are events.
+    `content` has the bytes that went to the client, which are events if `streamed`.
 
     Raises:
-        InputError: it is no answer in OpenAI's shape; says which field, and nothing of what stands there.
+        InputError: not an answer in OpenAI's shape; the message names the field but quotes nothing of its text.
     """
     text = content.decode("utf-8", "replace")
     if not streamed:
         answer: dict[str, Any] = _checked(LoggedAnswer, text)
         return answer if answer.get("choices") is not None else None
-    # Not splitlines, which would also cut at U+2028: JSON allows it inside a string.
+    # Not splitlines, which would also split at U+2028, which JSON allows inside strings.
     lines = [line[5:].strip() for line in text.split("\n") if line.startswith("data:")]
     if not lines or lines[-1] != "[DONE]":
         return None
@@ -160,37 +133,27 @@ def assembled(content: bytes, streamed: bool) -> dict[str, Any] | None:
 def record(
     request: Mapping[str, Any], answer: Mapping[str, Any], about: Mapping[str, Any], redact: Redactor
 ) -> dict[str, Any]:
-    """Return what is written of a request and its answer.
-
-    Args:
-        request: its body.
-        answer: as it came, or `assembled`.
-        about: what else is known: time, pair, category, seconds.
-        redact: changes each text.
-    """
-    asked = {name: request[name] for name in REQUEST_FIELDS if request.get(name) is not None}
-    if "messages" in asked:
-        asked["messages"] = [_message(message, redact) for message in asked["messages"]]
-    asked |= {name: _redacted(asked[name], redact) for name in TEXTS if name in asked}
+    """Return the log entry of a request and its answer, with the facts `about` them; `redact` changes each text."""
+    fields = {name: request[name] for name in REQUEST_FIELDS if request.get(name) is not None}
+    if "messages" in fields:
+        fields["messages"] = [_message(message, redact) for message in fields["messages"]]
+    fields |= {name: _redacted(fields[name], redact) for name in TEXTS if name in fields}
     choices = []
     for choice in answer["choices"]:
-        kept: dict[str, Any] = {"finish_reason": choice.get("finish_reason")}
+        entry: dict[str, Any] = {"finish_reason": choice.get("finish_reason")}
         if choice.get("message") is not None:
-            kept["message"] = _message(choice["message"], redact)
+            entry["message"] = _message(choice["message"], redact)
         else:
-            kept["text"] = _redacted(choice.get("text"), redact)
-        choices.append(kept)
-    return {**about, "request": asked, "response": {"choices": choices, "usage": answer.get("usage")}}
+            entry["text"] = _redacted(choice.get("text"), redact)
+        choices.append(entry)
+    return {**about, "request": fields, "response": {"choices": choices, "usage": answer.get("usage")}}
 
 
 class LogWriter:
-    """A file of lines that is put aside when it is full.
-
-    Args:
-        log: says where, and how large.
+    """A file of lines that is rotated when it is full.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: it is not writable.
     """
 
     def __init__(self, log: Log):
@@ -202,12 +165,12 @@ class LogWriter:
             raise InputError(f"log.path: expected a file to write, found {log.path}: {error.strerror}") from error
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one line, as a whole; the file is its owner's alone to read."""
+        """Append one whole line; only the file's owner can read it."""
         line = (json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-        if self._cut_off():  # by a disk that was full
+        if self._cut_off():  # the disk was full
             line = b"\n" + line
         if self.path.exists() and self.path.stat().st_size + len(line) > self.max_bytes:
-            self._put_aside()
+            self._rotate()
         with open(self._open(), "ab", buffering=0) as file:
             file.write(line)
 
@@ -215,14 +178,14 @@ class LogWriter:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def _cut_off(self) -> bool:
-        """Return whether the last line has no end."""
+        """Return whether the last line is incomplete."""
         if not self.path.exists() or not self.path.stat().st_size:
             return False
         with self.path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
 
-    def _put_aside(self) -> None:
+    def _rotate(self) -> None:
         def numbered(number: int) -> Path:
             return self.path.with_suffix(f".{number}.jsonl")
 
@@ -234,16 +197,16 @@ class LogWriter:
 
 
 def _checked(kind: type[Said], text: str) -> dict[str, Any]:
-    """Return the JSON of an answer, or of a part of one, that is of a kind."""
+    """Return an answer or a part of one as JSON, checked against a model of it."""
     try:
         parsed(kind, text, "answer")
         return dict(parse_json(text))
     except (InputError, ValueError) as error:
-        raise InputError(str(error).partition(", found")[0]) from None  # what was found may be a user's text
+        raise InputError(str(error).partition(", found")[0]) from None  # the rest may quote a user's text
 
 
 def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Add a part of a streamed choice to what came of it before."""
+    """Add a part of a streamed choice to the choice so far."""
     if "delta" in part:
         message = whole.setdefault("message", {"role": "assistant", "content": ""})
         delta = part["delta"] or {}
@@ -260,7 +223,7 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
 
 
 def _add_call(calls: list[dict[str, Any]], part: Mapping[str, Any]) -> None:
-    """Add a part of a call of a tool. Its texts are joined: in pieces, what is to be redacted would not be found."""
+    """Add a part of a tool call. Its texts are joined, because redaction would not find a pattern split over pieces."""
     known = next((call for call in calls if call.get("index") == part.get("index")), None)
     if known is None:
         known = {"index": part.get("index"), "function": {}}
@@ -281,7 +244,7 @@ def _redacted(value: Any, redact: Redactor) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, list):
-        return [_redacted(each, redact) for each in value]
+        return [_redacted(item, redact) for item in value]
     if isinstance(value, dict):
-        return {key: _redacted(each, redact) for key, each in value.items()}
+        return {key: _redacted(item, redact) for key, item in value.items()}
     return value

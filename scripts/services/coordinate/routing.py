@@ -1,8 +1,8 @@
-"""Which pair and which replica answer a request: rules, loads, health. No network, no clock but what it is given.
+"""Routing: the pair and the replica that answer a request, by rules, loads and health. Uses no network and no clock.
 
-One `Router` knows all requests that are under way, whichever process passes them on, so that loads are right with
-several of them. A request under way is a lease: it is held by the process that passes it on, given back when it ends,
-and dropped where its holder is silent, for that process is dead.
+One `Router` knows all requests in flight, whichever process relays them, so that loads are right with several
+processes. A request in flight is a lease: its process holds it and returns it at the end. Leases of a silent holder are
+dropped, because that process is dead.
 """
 
 import random
@@ -12,27 +12,43 @@ from fnmatch import fnmatchcase
 from uuid import uuid4
 
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, RoutingRule, ServedPair
-from draftsmith.scripts.services.coordinate.rates import Rates
 
 SILENCE = 10.0
-"""Seconds without a word after which a holder of leases is dead, and a lease that it does not name for lost."""
+"""Seconds without a report after which a holder counts as dead, and a lease that its report omits as lost."""
 UNKNOWN, FULL, DOWN = "unknown", "full", "down"
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Predicted speeds of a pair: a table, so that routing needs neither a model nor torch."""
+
+    by_temperature: Mapping[float, Mapping[str | None, Sequence[float]]]
+    """Temperature → category, None for all prompts together → tokens/s of each of 1, 2, 3, … concurrent requests."""
+
+    def tokens_per_second(self, rows: int, temperature: float, category: str | None = None) -> float:
+        """Return the speed of each of `rows` concurrent requests, at the nearest measured temperature.
+
+        An unmeasured category counts as all prompts together, and more rows than the table has as its last.
+        """
+        nearest = min(self.by_temperature, key=lambda measured: abs(measured - temperature))
+        by_category = self.by_temperature[nearest]
+        speeds = by_category.get(category) or by_category[None]
+        return speeds[min(rows, len(speeds)) - 1]
+
+
+@dataclass(frozen=True)
 class Facts:
-    """Facts of a request that routing needs; none of its text."""
+    """The facts of a request that routing needs, without its text."""
 
     model: str
     category: str | None = None
     temperature: float = 1.0
-    keywords: frozenset[int] = frozenset()
-    """The rules, by their place, whose keywords were found."""
+    keywords: frozenset[int] = frozenset()  # the numbers of the rules whose keywords were found
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A request that one server has to answer."""
+    """A request that one server must answer."""
 
     id: str
     pair: str
@@ -44,34 +60,33 @@ class Refusal:
     """No server for a request."""
 
     why: str
-    """`unknown`: no pair serves the model; `full`: all that do have as many requests as they may; `down`: none of
-    their servers is well."""
+    """`unknown`: no pair serves the model; `full`: all pairs that do are at their limits; `down`: all their servers
+    are down."""
 
 
 @dataclass
 class Breaker:
-    """Whether a server gets requests: not after `limit` consecutive failures, until a health check finds it well."""
+    """A circuit breaker: after `limit` consecutive failures a server gets no requests until a health check succeeds."""
 
     limit: int
-    requests: int = 0
-    """That failed, one after the other."""
+    requests: int = 0  # consecutive failed requests
     looks: int = 0
-    """Failures of either kind, counted apart: a server that is about to end says so when it is looked at, and still
-    answers what it has begun."""
+    """Consecutive failed health checks, counted apart: a server that is shutting down fails them, yet still answers the
+    requests that it has begun."""
 
     @property
     def open(self) -> bool:
-        """Whether it gets none."""
+        """True if the server gets no requests."""
         return max(self.requests, self.looks) >= self.limit
 
     def ended(self, failed: bool) -> None:
-        """Count a request that failed, or forget those that did before one that was answered."""
+        """Count a failed request; an answered one resets the count."""
         self.requests = self.requests + 1 if failed else 0
 
     def looked_at(self, well: bool) -> None:
-        """Count a look that found no well server; one that did takes a failure back.
+        """Count a failed health check; a successful one takes back a failed request.
 
-        So a server that says it is well, and fails all the same, may try once a look, and one more failure is enough.
+        So a server that passes its checks but fails requests gets one attempt for each check.
         """
         self.looks = 0 if well else self.looks + 1
         if well:
@@ -80,20 +95,16 @@ class Breaker:
 
 @dataclass
 class _Holder:
-    """A process that passes requests on."""
+    """A process that relays requests."""
 
     heard: float
-    leases: dict[str, tuple[Lease, float]] = field(default_factory=dict)
-    """Each with the time that it was given."""
+    leases: dict[str, tuple[Lease, float]] = field(default_factory=dict)  # each with its time
 
 
 class Router:
-    """Chooses, and keeps count.
+    """Chooses servers and counts requests in flight.
 
-    Args:
-        config: pairs and rules.
-        rates: predicted speeds of the pairs that have a report.
-        seed: of the draws between replicas with as many requests.
+    `rates` are the predicted speeds of pairs with a report. `seed` is for draws among equally loaded replicas.
     """
 
     def __init__(self, config: CoordinatorConfig, rates: Mapping[str, Rates], seed: int | None = None):
@@ -104,13 +115,9 @@ class Router:
         self._random = random.Random(seed)
 
     def acquire(self, facts: Facts, holder: str, tried: Collection[str], now: float) -> Lease | Refusal:
-        """Choose who answers a request, and count it as under way.
+        """Choose the server for a request, and count it as in flight.
 
-        Args:
-            facts: of the request.
-            holder: the process that passes it on.
-            tried: servers that have failed it.
-            now: seconds.
+        The request is held by the process `holder`, and has failed at the servers `tried`. `now` is in seconds.
         """
         self.forget_the_dead(now)
         candidates = [pair for pair in self.pairs.values() if facts.model in pair.models]
@@ -122,40 +129,40 @@ class Router:
             full = any(self._full(pair) and self._well(pair, tried) for pair in candidates)
             return Refusal(FULL if full else DOWN)
         loads = self.loads()
-        # A server that fails at once has nothing under way: its failures count as if they were.
+        # A server that fails at once has nothing in flight, so its failures count as load.
         busy = {url: loads[url] + self.breakers[url].requests for url in room[name]}
         url = self._random.choice([url for url in busy if busy[url] == min(busy.values())])
         lease = Lease(uuid4().hex, name, url)
-        known = self._holders.setdefault(holder, _Holder(now))
-        known.heard, known.leases[lease.id] = now, (lease, now)
+        process = self._holders.setdefault(holder, _Holder(now))
+        process.heard, process.leases[lease.id] = now, (lease, now)
         return lease
 
     def ended(self, holder: str, leases: Iterable[str], now: float) -> None:
-        """Take a holder's word that leases have ended."""
-        known = self._holders.setdefault(holder, _Holder(now))
-        known.heard = now
+        """Drop a holder's leases that have ended."""
+        process = self._holders.setdefault(holder, _Holder(now))
+        process.heard = now
         for i in leases:
-            known.leases.pop(i, None)
+            process.leases.pop(i, None)
 
     def heard(self, holder: str, held: Iterable[Lease], now: float) -> None:
-        """Take a holder's word that these are all the leases that it holds.
+        """Replace a holder's leases by its report of all that it holds.
 
-        Those that are not known here are counted again, for this router may be younger than they are; those that it
-        does not name are dropped, but for such as may still be on their way to it.
+        Unknown ones are counted again, because this router may have been restarted. Leases missing from the report are
+        dropped, unless they are so young that the holder may not have received them yet.
         """
-        known = self._holders.setdefault(holder, _Holder(now))
+        process = self._holders.setdefault(holder, _Holder(now))
         named = {lease.id: lease for lease in held if lease.url in self.breakers}
-        kept = {i: (lease, given) for i, (lease, given) in known.leases.items() if i in named or now - given < SILENCE}
-        known.heard, known.leases = now, {i: (lease, now) for i, lease in named.items()} | kept
+        young = {i: (lease, at) for i, (lease, at) in process.leases.items() if i in named or now - at < SILENCE}
+        process.heard, process.leases = now, {i: (lease, now) for i, lease in named.items()} | young
 
     def forget_the_dead(self, now: float) -> None:
-        """Drop the leases of holders that are silent."""
+        """Drop the leases of silent holders."""
         dead = [name for name, holder in self._holders.items() if now - holder.heard > SILENCE]
         for name in dead:
             del self._holders[name]
 
     def loads(self) -> dict[str, int]:
-        """Return the requests under way at each server."""
+        """Return the number of requests in flight at each server."""
         loads = dict.fromkeys(self.breakers, 0)
         for holder in self._holders.values():
             for lease, _ in holder.leases.values():
@@ -163,12 +170,12 @@ class Router:
         return loads
 
     def load(self, name: str) -> int:
-        """Return the requests under way at a pair's servers."""
+        """Return the number of requests in flight at a pair's servers."""
         loads = self.loads()
         return sum(loads[url] for url in self.pairs[name].endpoints)
 
     def _wanted(self, facts: Facts, room: Mapping[str, Sequence[str]]) -> Iterator[str]:
-        """Give the pairs with room that the rules name for a request, in their order."""
+        """Yield the pairs with room that the rules name for a request, in order."""
         for place, rule in enumerate(self.rules):
             names = [name for name in rule.pairs if name in room]
             if names and self._meets(facts, rule, place):
@@ -187,7 +194,7 @@ class Router:
         )
 
     def _rate(self, name: str, facts: Facts, urls: Sequence[str]) -> float:
-        """Return the tokens/s that a pair is predicted to write for this request, were it the next at a server."""
+        """Return a pair's predicted tokens/s for this request, as the next one at its least loaded server."""
         loads = self.loads()
         rows = 1 + min(loads[url] for url in urls)
         return self.rates[name].tokens_per_second(rows, facts.temperature, facts.category)
@@ -199,5 +206,5 @@ class Router:
         return [url for url in pair.endpoints if not self.breakers[url].open and url not in tried]
 
     def _room(self, pair: ServedPair, tried: Collection[str]) -> list[str]:
-        """Return the servers of a pair that may get a request."""
+        """Return a pair's servers that may get a request."""
         return [] if self._full(pair) else self._well(pair, tried)

@@ -164,8 +164,8 @@ def serve(config: ServeDraftConfig) -> int:
     def end(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
 
-    # uvicorn ends by these signals, and raises them again after it has ended, which is no failure. Handlers set here keep
-    # a signal that arrives before uvicorn sets its own.
+    # uvicorn ends by these signals, and raises them again after it has ended, which is no failure. Handlers set here
+    # also keep a signal that arrives before uvicorn sets its own.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     worker.start()

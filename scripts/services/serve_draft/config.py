@@ -39,8 +39,8 @@ class ServeDraftConfig(ModelOptions):
     port: int = 8100
     """The port; 0 takes a free one, which the first line of output names."""
     key_env: str | None = None
-    """The environment variable with the key that clients must send as `Authorization: Bearer KEY`, except to /health and
-    /metrics. If None, anyone who reaches the port may ask for drafts."""
+    """The environment variable with the key that clients must send as `Authorization: Bearer KEY`, except to /health
+    and /metrics. If None, anyone who reaches the port may ask for drafts."""
     device: str | None = None
     """The draft's device, such as cuda:1; if None, the first GPU, or the CPU without one."""
     threads: int | None = None
@@ -50,8 +50,8 @@ class ServeDraftConfig(ModelOptions):
     max_draft_length: int = 16
     """The most drafted tokens a round; a request for more gets this many."""
     draft_lengths: str | None = None
-    """draft_lengths.json of `measure` or `tune`: γ's limit by the number of texts that a client decodes together, so that
-    a busy server drafts less, or nothing."""
+    """draft_lengths.json of `measure` or `tune`: γ's limit by the number of texts that a client decodes together, so
+    that a busy server drafts less, or nothing."""
     max_batch: int = 256
     """The most rows to draft for together, and so the most rows of a request."""
     cache_tokens: int = 65536

@@ -34,9 +34,6 @@ class CachedText:
     """The cached tokens, slot for slot: those of the text, and drafted ones after them."""
     saved: SavedRow = ()  # the cache, while the text is in no batch
     copies: CopiesOfText | None = None  # made at the first search; anew if the text changes other than by growing
-    copies: CopiesOfText | None = None
-    """What was found in the text, once drafts were looked for there; it begins anew where the text is not only longer.
-    """
 
     def update(self, start: int, tokens: Sequence[int]) -> None:
         """Set the text to its first `start` tokens and these; drop cached tokens from the first difference on."""
@@ -74,7 +71,6 @@ class DraftTexts:
     ):  # fmt: skip
         self.copies = copies
         self._ended: list[list[int]] = []  # texts to learn
-
         self.model, self.max_draft_length, self.cache_tokens = model, max_draft_length, cache_tokens
         limit = rotary_limit(model)
         self.max_length = max_length if limit is None else min(max_length, limit[1])

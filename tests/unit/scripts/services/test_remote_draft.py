@@ -259,7 +259,7 @@ def test_a_mistake_of_ours_is_plain_decoding(service, caplog):
     drafter = up(remote(service.url))
     for _ in range(3):
         assert drafter.propose([[1], [2]], None, None) == [[], []]
-    assert caplog.text.count("decoding goes on plainly") == 1
+    assert caplog.text.count("decoding continues plainly") == 1
 
 
 def test_the_key_is_sent_and_never_shown(service, caplog):

@@ -12,10 +12,19 @@ from draftsmith.scripts.services.coordinate.config import RoutingRule as Rule
 from draftsmith.scripts.services.coordinate.config import ServedPair as Pair
 from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
 from draftsmith.scripts.services.coordinate.ingress import Line
-from draftsmith.scripts.services.coordinate.rates import Rates
 from draftsmith.scripts.services.coordinate.relay import LeaseOutcome, Names
 from draftsmith.scripts.services.coordinate.request import CHAT, TEXT, ApiError, Keywords, read_request
-from draftsmith.scripts.services.coordinate.routing import DOWN, FULL, SILENCE, UNKNOWN, Facts, Lease, Refusal, Router
+from draftsmith.scripts.services.coordinate.routing import (
+    DOWN,
+    FULL,
+    SILENCE,
+    UNKNOWN,
+    Facts,
+    Lease,
+    Rates,
+    Refusal,
+    Router,
+)
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 HOLDER = "ingress"
