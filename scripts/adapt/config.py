@@ -104,11 +104,7 @@ class AdaptConfig(Filters, TemplateOptions):
             raise InputError("endpoint_model: expected --endpoint beside it, found none")
 
     def restart_words(self) -> list[str]:
-        """Return the restart command split into words.
-
-        Raises:
-            InputError: the command is empty, or a quote is not closed.
-        """
+        """Return the words of the restart command; raise InputError if it is empty or a quote is not closed."""
         try:
             words = shlex.split(str(self.restart))
         except ValueError as error:

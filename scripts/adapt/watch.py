@@ -64,8 +64,7 @@ class Watched:
     texts: Count = 0  # finished
     requests: Count = 0  # in flight
     tokens: Count | None = None  # written; None if the server does not count them
-    at_first: Estimate | None = None
-    """τ of the first look after the last step, the baseline of later looks."""
+    at_first: Estimate | None = None  # τ of the first look after the last step, the baseline of later looks
     unchecked: Unchecked | None = None
 
 
@@ -237,11 +236,7 @@ def _keep(output: Path, state: Watched) -> None:
 
 
 def _restart(config: AdaptConfig) -> None:
-    """Run the command that restarts the server, and wait until the server answers.
-
-    Raises:
-        InputError: the command fails, or the server does not answer.
-    """
+    """Run the command that restarts the server, and wait until the server answers; InputError if it does not."""
     if config.restart is None:
         return
     words = config.restart_words()

@@ -41,8 +41,7 @@ FREE = (*choose.FREE, "verify", "min_speedup")
 """Fields that may change in an output that an earlier run began."""
 FREE_OF_NAMED = ("server", "budget", "budget_tokens", "choosing")
 """Further fields that may change with a named drafter; `choose` itself would refuse other values."""
-HELD_BACK = 0.05
-"""The share of the prompts that select the best epoch of a named candidate."""
+HELD_BACK = 0.05  # the share of the prompts that select the best epoch of a named candidate
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,6 @@ def align(config: AlignConfig) -> int:
 
 
 def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> Made | None:
-    """Choose a drafter and train it; return None if none pays."""
     choice = output / "choice"
     values = {field.name: getattr(config, field.name) for field in fields(ChooseConfig)}
     values |= {"prompts": prompts, "output": choice, "limit": None, "dry_run": None}

@@ -50,13 +50,11 @@ from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import as_json, write_json
 from draftsmith.train.runs import note_on_interrupt
 
-MORE = "text-winner"
-"""The name of the winner's additional text."""
+MORE = "text-winner"  # the name of the winner's additional text
 PROBE_PROMPTS, FIRST_PROMPTS = 8, 32
 """Prompts that are answered first, to price the target's text; and prompts of the first amount, if the time allows. The
 loss after a handful of training steps does not show how more text would help."""
-TEXT, HELDOUT = 0.08, 0.1
-"""Shares of the time for choosing: for the first amount of text, and for held-out answers."""
+TEXT, HELDOUT = 0.08, 0.1  # shares of the time for choosing: for the first amount of text, for held-out answers
 LEAST_HELDOUT = 8
 PROGRAM_SECONDS = 20.0
 """Seconds to compile a program on two cores. There are about two for each drafter and two for the target."""
@@ -64,8 +62,7 @@ FREE = ("output", "dry_run", "candidates", "draft", "learning", "epochs", "proce
 """Fields that may change in an output that an earlier run began: its text is kept, affected trainings run again."""
 BEST_OF_EPOCHS = {"training.save_strategy": "epoch", "training.save_total_limit": 1}
 """Fields of a training run that keep the epoch that is best on held-out text."""
-TIMES = (2.0, 4.0, 10.0)
-"""Multiples of the last trial's text for which the winner's speed-up is forecast."""
+TIMES = (2.0, 4.0, 10.0)  # multiples of the last trial's text for which the winner's speed-up is forecast
 
 
 def choose(config: ChooseConfig) -> Choice:
@@ -301,11 +298,7 @@ def _more_text(run: Choosing, missing: float) -> str:
 
 
 def dealt(config: ChooseConfig, prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Split prompts into the first `count`, to measure on, and the others without any that encode to the same tokens.
-
-    Raises:
-        InputError: a prompt that cannot be encoded.
-    """
+    """Split prompts into the first `count`, to measure on, and the rest, without any that encode to the same tokens."""
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     ids = [tuple(encode_prompt(prompt, tokenizer, **config.encoding)) for prompt in prompts]
     measured = set(ids[:count])
@@ -313,11 +306,7 @@ def dealt(config: ChooseConfig, prompts: list[Prompt], count: int) -> tuple[list
 
 
 def settle(config: ChooseConfig, output: Path, prompts: Sequence[dict[str, Any]], free: Sequence[str] = FREE) -> None:
-    """Write settings and prompts; if an earlier run wrote them, require the same, except for the fields in `free`.
-
-    Raises:
-        InputError: the earlier run had others.
-    """
+    """Write settings and prompts; raise InputError if an earlier run had others, apart from the fields in `free`."""
     path = output / "settings.json"
     settings = {name: value for name, value in as_json(config).items() if name not in free}
     settings["prompts"] = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()

@@ -16,8 +16,7 @@ from draftsmith.scripts.choose.forecast import Outlook, Trial, score
 from draftsmith.scripts.kinds import KINDS
 
 SCHEMA = "draftsmith.choose/1"
-COST_ERROR = 0.02
-"""The relative standard error of a candidate's costs, if the repeated measurements agree."""
+COST_ERROR = 0.02  # relative standard error of a candidate's costs, if the repeated measurements agree
 DRAWS = 2000  # resamples of the held-out prompts
 
 

@@ -22,10 +22,8 @@ from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.models import load_config
 from draftsmith.train.provenance import write_json
 
-COSTS = 0.25
-"""The share of the time for choosing that is reserved for costs of rounds."""
-MOST_SAMPLES = 8
-"""The most answers to a prompt at a temperature above 0 that the winner learns from."""
+COSTS = 0.25  # the share of the time for choosing that is reserved for costs of rounds
+MOST_SAMPLES = 8  # the most answers to a prompt, at a temperature above 0, that the winner learns from
 
 
 def candidates_of(config: ChooseConfig) -> dict[str, dict[str, Any]]:
@@ -44,11 +42,7 @@ def candidates_of(config: ChooseConfig) -> dict[str, dict[str, Any]]:
 
 
 def checked_candidates(config: ChooseConfig) -> dict[str, dict[str, Any]]:
-    """Return the candidates, each with fields that its command accepts.
-
-    Raises:
-        InputError: a candidate with other fields; the message names it.
-    """
+    """Return the candidates; raise InputError if one has fields that its command does not."""
     candidates = candidates_of(config)
     for name, fields in candidates.items():
         try:
@@ -132,11 +126,7 @@ class Choosing:
         self.ledger[stage] = self.ledger.get(stage, 0.0) + seconds
 
     def run(self, kind: str, name: str, argv: list[str], most: float) -> float:
-        """Run a stage, and enter its time in the ledger.
-
-        Raises:
-            OutOfTime: it takes longer than `most` seconds, including those of earlier runs.
-        """
+        """Run a stage and enter its time; raise OutOfTime if it takes over `most` seconds, including earlier runs."""
         try:
             seconds = self.stages.run(name, argv, most)
         except BaseException:

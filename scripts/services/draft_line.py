@@ -13,13 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 from urllib.parse import urlsplit
 
 from draftsmith.scripts.services.draft_protocol import MOST_BYTES, ProtocolError, Service, decode_service
 
-PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds to wait after the first, second, … failure in a row; the last for all later ones."""
+PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds after the first, second, … failure in a row
 SILENCE = 60.0  # the least seconds between two log lines of a level
 
 
@@ -38,11 +38,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> "Address":
-        """Parse a URL such as http://127.0.0.1:8100.
-
-        Raises:
-            ValueError: not a URL; the message never contains secrets.
-        """
+        """Parse a URL such as http://127.0.0.1:8100; a ValueError for another one contains no secrets."""
         expected = "DRAFT_ENDPOINT: expected a URL such as http://127.0.0.1:8100, found"
         if any(sign in url for sign in "@?#"):
             raise ValueError(f"{expected} one with a user name, password or query")
@@ -75,11 +71,7 @@ class DraftLine(threading.Thread):
         self.service: Service | None = None  # the answer of /health; None while the line is down
 
     def ask(self, body: bytes) -> bytes:
-        """Return the answer of `/propose`.
-
-        Raises:
-            LineDown: the line is down, or goes down now.
-        """
+        """Return the answer of `/propose`; raise LineDown if there is none in time."""
         call: Future[bytes] = Future()
         with self._changed:
             if self.service is None:
@@ -186,19 +178,13 @@ class Seldom:
         self._log, self._clock = log, clock
         self._last: dict[int, float] = {}
 
-    def info(self, line: str) -> None:
-        """Log a line of level info."""
-        self._at(logging.INFO, line)
-
-    def warning(self, line: str) -> None:
-        """Log a line of level warning."""
-        self._at(logging.WARNING, line)
-
     def _at(self, level: int, line: str) -> None:
         now = self._clock()
         if now - self._last.get(level, -SILENCE) >= SILENCE:
             self._last[level] = now
             self._log.log(level, "%s", line)
+
+    info, warning = partialmethod(_at, logging.INFO), partialmethod(_at, logging.WARNING)
 
 
 def _words(error: Any) -> str:

@@ -82,11 +82,7 @@ def encode_request(request: DraftRequest) -> bytes:
 
 
 def decode_request(body: bytes) -> DraftRequest:
-    """Parse a request's body.
-
-    Raises:
-        ProtocolError: not a request; the line names the field.
-    """
+    """Parse a request's body; a ProtocolError names the field."""
     message = _object(body, "request")
     _fields(message, "request", ("version", "client", "rows", "ended", "report"))
     _version(message)
@@ -117,11 +113,7 @@ def encode_drafts(drafts: Sequence[list[int] | None]) -> bytes:
 
 
 def decode_drafts(body: bytes, rows: Sequence[DraftRow]) -> list[list[int] | None]:
-    """Parse the answer to some rows.
-
-    Raises:
-        ProtocolError: not an answer, or not one to these rows.
-    """
+    """Parse the answer to some rows; raise ProtocolError if it does not fit them."""
     message = _object(body, "answer")
     _fields(message, "answer", ("version", "drafts"))
     _version(message)
@@ -140,11 +132,7 @@ def encode_service(service: Service) -> bytes:
 
 
 def decode_service(body: bytes) -> Service:
-    """Parse the answer of `/health`.
-
-    Raises:
-        ProtocolError: not a draft service, or one of another version.
-    """
+    """Parse the answer of `/health`; raise ProtocolError if it is no draft service, or one of another version."""
     message = _object(body, "health")
     _version(message)  # first, because another version may have other fields
     _fields(message, "health", [field.name for field in fields(Service)])

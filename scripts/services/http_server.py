@@ -26,12 +26,9 @@ HEADER_SECONDS = 10.0
 MOST_WAITING = 4096
 """The limit of connections without a whole request: more than an ingress serves at a time, and half of `FILES`; at most
 half of the files that may be open."""
-PATIENCE = 1.0
-"""Seconds that a connection has at least, because many may be accepted before the first of them is read."""
-FILES = 8192
-"""The number of open files to ask for: each connection takes one, and so does each to another server."""
-LEFT = 499
-"""The status to count a request under whose client has left; nobody reads it."""
+PATIENCE = 1.0  # seconds before a connection may be closed: many may be accepted before the first is read
+FILES = 8192  # open files to ask for: each connection takes one, and so does each to another server
+LEFT = 499  # the status that counts requests whose client has left; nobody reads it
 
 
 class BoundedProtocol(H11Protocol):
@@ -120,12 +117,7 @@ class BodyReader:
         self._most, self._room = most, together
 
     async def read(self, request: Request) -> bytes:
-        """Return a request's body.
-
-        Raises:
-            BodyError: it is too large, or there are too many at once.
-            ClientDisconnect: it is incomplete.
-        """
+        """Return a request's body; raise BodyError if it or all together are too large, ClientDisconnect if it ends early."""
         body = bytearray()
         try:
             async for part in request.stream():

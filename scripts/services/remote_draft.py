@@ -35,8 +35,7 @@ from draftsmith.scripts.services.draft_protocol import (
 )
 from draftsmith.scripts.services.row_texts import KnownText, KnownTexts
 
-LOGGER = logging.getLogger("vllm.draftsmith")
-"""A child of vLLM's logger, the only one that has a handler there."""
+LOGGER = logging.getLogger("vllm.draftsmith")  # a child of vLLM's logger, the only one with a handler there
 TIMEOUT_MS = 1000
 NAME = "draftsmith_remote_draft_{}".format
 ROUNDS = Counter(NAME("rounds"), "Rounds that a draft service answered.")

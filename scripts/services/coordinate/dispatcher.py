@@ -8,6 +8,7 @@ calls get cheaper with load. Requests of other clients to the same servers are n
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -18,7 +19,6 @@ from draftsmith.scripts.services.coordinate.routing import DOWN, Facts, Lease, R
 from draftsmith.train.endpoint.http import HttpClient, ServerFailure
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-"""Bucket bounds of the histograms, in seconds."""
 
 
 class Dispatcher:
@@ -115,28 +115,18 @@ class Dispatcher:
 
 
 class _Metrics:
-    """The coordinator's metrics."""
-
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        name, by_pair = "draftsmith_coordinator", ["pair"]
-        self.requests = Counter(
-            f"{name}_requests", "Requests that were answered, by status", [*by_pair, "status"], registry=registry
-        )
-        self.failures = Counter(
-            f"{name}_server_failures", "Servers that failed a request", [*by_pair, "endpoint"], registry=registry
-        )
-        self.refused = Counter(f"{name}_refused", "Requests that no server was there for", ["why"], registry=registry)
-        self.in_flight = Gauge(f"{name}_in_flight", "Requests under way", [*by_pair, "endpoint"], registry=registry)
-        self.up = Gauge(
-            f"{name}_endpoint_up", "1 where a server may get requests", [*by_pair, "endpoint"], registry=registry
-        )
-        self.first_byte = Histogram(
-            f"{name}_first_byte_seconds", "Until an answer's first byte", by_pair, registry=registry, buckets=SECONDS
-        )
-        self.seconds = Histogram(
-            f"{name}_request_seconds", "Until an answer's last byte", by_pair, registry=registry, buckets=SECONDS
-        )
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=SECONDS)
+        name, pair, endpoint = "draftsmith_coordinator_{}".format, ["pair"], ["pair", "endpoint"]
+        self.requests = counter(name("requests"), "Requests that were answered, by status", ["pair", "status"])
+        self.failures = counter(name("server_failures"), "Servers that failed a request", endpoint)
+        self.refused = counter(name("refused"), "Requests that no server was there for", ["why"])
+        self.in_flight = gauge(name("in_flight"), "Requests under way", endpoint)
+        self.up = gauge(name("endpoint_up"), "1 where a server may get requests", endpoint)
+        self.first_byte = histogram(name("first_byte_seconds"), "Until an answer's first byte", pair)
+        self.seconds = histogram(name("request_seconds"), "Until an answer's last byte", pair)
 
     def count(self, outcome: LeaseOutcome) -> None:
         """Count the outcome of a request at one server."""

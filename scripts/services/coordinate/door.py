@@ -13,9 +13,7 @@ from draftsmith.scripts.services.coordinate.ingress import Ingress
 from draftsmith.scripts.services.coordinate.relay import error_response
 from draftsmith.scripts.services.coordinate.request import CHAT, TEXT, ApiError
 
-HEALTH_SECONDS = 0.5
-"""Seconds that `/health` waits for the dispatcher; its callers have short timeouts too."""
-METRICS_SECONDS = 5.0
+HEALTH_SECONDS, METRICS_SECONDS = 0.5, 5.0  # wait for the dispatcher; callers of /health have short timeouts too
 
 
 def door(ingress: Ingress, well: Callable[[], Awaitable[bool]], metrics: Callable[[], Awaitable[bytes]]) -> Starlette:

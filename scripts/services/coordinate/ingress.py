@@ -28,11 +28,9 @@ MOST_HELD = 1024  # requests that an ingress relays at once; further ones are re
 BODIES = 2**28  # bytes of requests' bodies that an ingress reads at once; further ones are refused
 LOGGER = logging.getLogger(__name__)
 
-Wanted = tuple[Facts, list[str]]
-"""A request that needs a server, and the servers that have failed it."""
+Wanted = tuple[Facts, list[str]]  # a request that needs a server, and the servers that have failed it
 Exchange = Callable[[str, list[LeaseOutcome], list[Wanted], list[Lease] | None], Awaitable[list[Lease | Refusal]]]
-Entry = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""A log entry: request, answer, further facts."""
+Entry = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # of the log: request, answer, further facts
 
 
 class Line:
@@ -138,11 +136,7 @@ class Ingress:
         return Relay(completion, self.line, self.clients, self.server_models, logged)
 
     async def _body(self, request: Request) -> bytes:
-        """Return a request's body.
-
-        Raises:
-            ApiError: it is too large, incomplete or late, or too many arrive at once.
-        """
+        """Return a request's body; raise ApiError if it is too large, incomplete or late, or too many arrive."""
         try:
             async with asyncio.timeout(self.config.timeout):
                 return await self._bodies.read(request)
@@ -159,21 +153,13 @@ class Ingress:
         return {"object": "list", "data": [self.model(name) for name in self.config.models]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """Return one model in OpenAI's shape.
-
-        Raises:
-            ApiError: the model is not served.
-        """
+        """Return one model in OpenAI's shape; raise ApiError if it is not served."""
         if name not in self.config.models:
             raise refusal(Refusal(UNKNOWN), name)
         return {"id": name, "object": "model", "created": self.begun, "owned_by": "draftsmith"}
 
     def require_key(self, headers: Mapping[str, str]) -> None:
-        """Check a client's key, if one is required.
-
-        Raises:
-            ApiError: a wrong key, or none.
-        """
+        """Raise ApiError if a key is required and the client has not sent it."""
         if self.key is not None:
             authorization = headers.get("authorization", "")
             if not hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode()):

@@ -10,16 +10,11 @@ from typing import Any
 
 from draftsmith.decode.errors import InputError
 
-REFERENCE = re.compile(r"\\(\d|g<\w+>)")
-"""A reference to a group in a replacement, by number or name."""
+REFERENCE = re.compile(r"\\(\d|g<\w+>)")  # to a group in a replacement, by number or name
 
 
 class Pattern:
-    """A compiled regular expression; `name` is its option, for error messages, and `case` makes it case-sensitive.
-
-    Raises:
-        InputError: not a regular expression, or not one of RE2.
-    """
+    """A regular expression of RE2, compiled, with `case` significant; InputError, under the option's `name`, for others."""
 
     def __init__(self, pattern: str, name: str, case: bool):
         re2 = _re2(name)
@@ -40,19 +35,11 @@ class Pattern:
         return self._compiled.search(_encodable(text)) is not None
 
     def replaced(self, text: str, replacement: str) -> str:
-        r"""Return a text with every match replaced; \1 and \g<name> stand for a group's text.
-
-        Raises:
-            IndexError: there is no such group.
-        """
+        r"""Return a text with every match replaced; \1 and \g<name> stand for a group's text, and must exist."""
         return self._compiled.sub(lambda match: _filled(replacement, match), _encodable(text))
 
     def check_replacement(self, replacement: str, name: str) -> None:
-        """Check that all groups in a replacement exist.
-
-        Raises:
-            InputError: one does not.
-        """
+        """Raise InputError if a replacement names a group that does not exist."""
         for (reference,) in (match.groups() for match in REFERENCE.finditer(replacement)):
             named = reference.removeprefix("g<").removesuffix(">")
             known = int(named) <= self._compiled.groups if named.isdecimal() else named in self._compiled.groupindex

@@ -21,57 +21,44 @@ MOST_ROWS = 1024
 """The most concurrent requests with a tabled speed; beyond the measured batch sizes costs are extrapolated linearly."""
 
 
-class ReportedEstimate(Said):
-    """A figure; None if it is not known."""
-
+# The parts of a report that predictions read.
+class _Estimate(Said):
     value: Annotated[float, Field(ge=1, le=MOST, allow_inf_nan=False)] | None
 
 
-Lengths = Mapping[int, ReportedEstimate]  # γ → τ
+Lengths = Mapping[int, _Estimate]  # γ → τ
 
 
-class CategoryFigures(Said):
-    """Figures of one category's prompts."""
-
+class _Figures(Said):
     mean_acceptance_length: Lengths
 
 
-class ReportedDrafter(Said):
-    """A drafter of the report."""
-
+class _Drafter(Said):
     name: str
     tree_nodes: Annotated[Count, Field(ge=1)] | None
 
 
-class ReportedCurve(CategoryFigures):
-    """A drafter's τ at one temperature."""
-
-    proposer: ReportedDrafter
+class _Curve(_Figures):
+    proposer: _Drafter
     temperature: Amount
     verifier: str
-    by_category: Mapping[str, CategoryFigures]
+    by_category: Mapping[str, _Figures]
 
 
-class Recommended(Said):
-    """The report's recommendation."""
-
+class _Recommendation(Said):
     proposer: str | None
     draft_length: Count | None
 
 
-class Tables(Said):
-    """Costs of rounds."""
-
+class _Costs(Said):
     tables: Annotated[Sequence[ValidTable], Field(min_length=1)]
 
 
-class MeasuredReport(Said):
-    """The part of a report that predictions need."""
-
+class _Report(Said):
     is_of: Literal["draftsmith.report/1"] = Field(alias="schema")
-    costs: Tables | None
-    curves: Sequence[ReportedCurve]
-    recommendation: Recommended
+    costs: _Costs | None
+    curves: Sequence[_Curve]
+    recommendation: _Recommendation
 
 
 def predicted_rates(pair: ServedPair) -> Rates:
@@ -83,7 +70,7 @@ def predicted_rates(pair: ServedPair) -> Rates:
     where = f"pairs.{pair.name}.report"
     path = Path(pair.report or "")
     try:
-        report = read(MeasuredReport, path, where)
+        report = read(_Report, path, where)
     except FileNotFoundError as error:
         raise InputError(f"{where}: expected a report of `draftsmith measure` at {path}, found none") from error
     if report.costs is None:
@@ -102,7 +89,7 @@ def _plain(table: CostTable) -> Iterator[float]:
         yield 1.0 / (costs.verification(1) + max(costs.plain_overhead, 0.0))  # noise may make the overhead negative
 
 
-def _speculative(pair: ServedPair, report: MeasuredReport, tables: Sequence[CostTable], where: str) -> Rates:
+def _speculative(pair: ServedPair, report: _Report, tables: Sequence[CostTable], where: str) -> Rates:
     name = pair.drafter or report.recommendation.proposer
     length = pair.draft_length or report.recommendation.draft_length
     if name is None or (length is None and pair.draft_lengths is None):

@@ -31,57 +31,42 @@ TEXTS = (
 Redactor = Callable[[str], str]
 
 
-class LoggedToolCall(Said):
-    """A piece of a tool call."""
-
+# The parts of OpenAI's answers that the log reads: of whole answers, and of streamed ones.
+class _ToolCall(Said):
     index: int | None = None
     function: dict[str, str | None] | None = None
 
 
-class LoggedDelta(Said):
-    """A piece of a message."""
-
+class _Delta(Said):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[LoggedToolCall] | None = None
+    tool_calls: list[_ToolCall] | None = None
 
 
-class LoggedPartChoice(Said):
-    """A piece of a choice."""
-
+class _PartChoice(Said):
     index: Annotated[int, Field(ge=0, le=1024)] = 0
-    delta: LoggedDelta | None = None
+    delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class LoggedPart(Said):
-    """A part of a streamed answer."""
-
-    choices: list[LoggedPartChoice] | None = None
+class _Part(Said):
+    choices: list[_PartChoice] | None = None
 
 
-class LoggedChoice(Said):
-    """A choice."""
-
+class _Choice(Said):
     message: dict[str, Any] | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class LoggedAnswer(Said):
-    """An unstreamed answer, or an error, which has no choices."""
-
-    choices: list[LoggedChoice] | None = None
+class _Answer(Said):  # or an error, which has no choices
+    choices: list[_Choice] | None = None
 
 
 def redactor(log: Log) -> Redactor:
-    """Return the function that redacts a text as the config says.
-
-    Raises:
-        InputError: a user's function that cannot be imported.
-    """
+    """Return a function that redacts a text as configured; raise InputError if a user's function cannot be imported."""
     patterns = [(Pattern(rule.pattern, "log.redact.pattern", case=True), rule.replacement) for rule in log.redact]
     own: Redactor | None = None
     if log.redact_with is not None:
@@ -112,7 +97,7 @@ def assembled(content: bytes, streamed: bool) -> dict[str, Any] | None:
     """
     text = content.decode("utf-8", "replace")
     if not streamed:
-        answer: dict[str, Any] = _checked(LoggedAnswer, text)
+        answer: dict[str, Any] = _checked(_Answer, text)
         return answer if answer.get("choices") is not None else None
     # Not splitlines, which would also split at U+2028, which JSON allows inside strings.
     lines = [line[5:].strip() for line in text.split("\n") if line.startswith("data:")]
@@ -121,7 +106,7 @@ def assembled(content: bytes, streamed: bool) -> dict[str, Any] | None:
     choices: dict[int, dict[str, Any]] = {}
     usage: Any = None
     for line in lines[:-1]:
-        part = _checked(LoggedPart, line)
+        part = _checked(_Part, line)
         if "error" in part:
             return None
         usage = part.get("usage") or usage
@@ -150,11 +135,7 @@ def record(
 
 
 class LogWriter:
-    """A file of lines that is rotated when it is full.
-
-    Raises:
-        InputError: it is not writable.
-    """
+    """A file of lines that is rotated when it is full; InputError if it is not writable."""
 
     def __init__(self, log: Log):
         self.path, self.max_bytes, self.files = Path(log.path), log.max_bytes, log.files

@@ -37,8 +37,7 @@ from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.kinds.untrained import Suffix, digest_of
 from draftsmith.train.models import load_draft, load_tokenizer
 
-KEEP_ALIVE = 120
-"""Seconds that an idle connection stays open: a decoder without requests sends nothing."""
+KEEP_ALIVE = 120  # seconds that an idle connection stays open: a decoder without requests sends nothing
 GRACE = 5  # seconds for requests in flight when the service ends
 
 
@@ -57,11 +56,7 @@ class _Served:
 
 
 def _served(config: ServeDraftConfig) -> _Served:
-    """Return the drafter to serve.
-
-    Raises:
-        InputError: a drafter that needs the target's states, a hybrid that drafts trees, or one that cannot `learn`.
-    """
+    """Return the drafter to serve; InputError if it needs the target's states, drafts trees, or cannot `learn`."""
     (spec,) = drafter_specs(config.drafter)
     kind = kind_named(spec.kind)
     members = [(kind, spec)]

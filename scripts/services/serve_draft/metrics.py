@@ -1,4 +1,6 @@
-"""Counters of a draft service, in Prometheus's format."""
+"""Metrics of a draft service, in Prometheus's format."""
+
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -8,29 +10,27 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class ServiceMetrics:
-    """The counters of one service."""
+    """The metrics of one service."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         name = f"{PREFIX}_{{}}".format
-        self.requests = Counter(name("requests"), "Requests for drafts.", ["status"], registry=registry)
-        self.seconds = Histogram(
-            name("request_seconds"), "From a request's headers to its answer.", buckets=SECONDS, registry=registry
-        )
-        self.work_seconds = Counter(name("work_seconds"), "Time in which drafts were made.", registry=registry)
-        self.rows = Counter(name("rows"), "Rows of requests.", registry=registry)
-        self.unknown = Counter(name("unknown_rows"), "Rows whose text was not known.", registry=registry)
-        self.tokens = Counter(name("tokens"), "Drafted tokens.", registry=registry)
-        self.copied = Counter(name("copied_drafts"), "Drafts that were copied.", registry=registry)
-        self.batch_rows = Histogram(name("batch_rows"), "Rows drafted for together.", buckets=ROWS, registry=registry)
-        self.evictions = Counter(name("evictions"), "Texts forgotten to make room.", registry=registry)
-        self.replaced = Counter(name("replaced"), "Drafts that took another's place.", registry=registry)
-        self.waiting = Gauge(name("waiting_requests"), "Requests that wait.", registry=registry)
-        self.texts = Gauge(name("texts"), "Texts that are known.", registry=registry)
-        self.cached_tokens = Gauge(name("cached_tokens"), "Tokens whose keys and values are kept.", registry=registry)
-        self.client_failures = Counter(
-            name("client_failures"), "Calls without an answer, as clients report them.", registry=registry
-        )
-        self.client_plain_rounds = Counter(
-            name("client_plain_rounds"), "Rounds that clients decoded plainly, as they report them.", registry=registry
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.requests = counter(name("requests"), "Requests for drafts.", ["status"])
+        self.seconds = histogram(name("request_seconds"), "From a request's headers to its answer.", buckets=SECONDS)
+        self.work_seconds = counter(name("work_seconds"), "Time in which drafts were made.")
+        self.rows = counter(name("rows"), "Rows of requests.")
+        self.unknown = counter(name("unknown_rows"), "Rows whose text was not known.")
+        self.tokens = counter(name("tokens"), "Drafted tokens.")
+        self.copied = counter(name("copied_drafts"), "Drafts that were copied.")
+        self.batch_rows = histogram(name("batch_rows"), "Rows drafted for together.", buckets=ROWS)
+        self.evictions = counter(name("evictions"), "Texts forgotten to make room.")
+        self.replaced = counter(name("replaced"), "Drafts that took another's place.")
+        self.waiting = gauge(name("waiting_requests"), "Requests that wait.")
+        self.texts = gauge(name("texts"), "Texts that are known.")
+        self.cached_tokens = gauge(name("cached_tokens"), "Tokens whose keys and values are kept.")
+        self.client_failures = counter(name("client_failures"), "Calls without an answer, as clients report them.")
+        self.client_plain_rounds = counter(
+            name("client_plain_rounds"), "Rounds that clients decoded plainly, as they report them."
         )
