@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from draftsmith.train.runs import note_on_interrupt
 
 SCHEMA: Literal["draftsmith.adapt/1"] = "draftsmith.adapt/1"
 STEP, STATE, RESULT = "step-", "state.json", "adapt.json"
+_interval = partial(format_estimate, spread="interval")
 
 
 @dataclass(frozen=True)
@@ -85,21 +87,21 @@ def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
         write_json(output / STATE, state)
     step = output / f"{STEP}{state.steps:04d}"
     with note_on_interrupt(lambda: f"finished stages are kept in {step}; the same command continues from there"):
-        found = _step(config, step)
-    write_json(step / RESULT, found)
-    if found.verdict == "better" and config.swap:
-        move_link(link, str(found.drafter))
-        replaced(config, output, step, found.deployed, _measuring(config, found))
+        result = _step(config, step)
+    write_json(step / RESULT, result)
+    if result.verdict == "better" and config.swap:
+        move_link(link, str(result.drafter))
+        replaced(config, output, step, result.deployed, _measuring(config, result))
     # The state is closed last: a step stopped before this line repeats the swap, which changes nothing more.
     write_json(output / STATE, State(steps=state.steps, requests=state.requests))
-    return found
+    return result
 
 
-def enough(config: AdaptConfig, seen: int, fell: bool) -> int:
-    """Return how many requests of the log must be new, of which `seen` were read by earlier steps."""
+def enough(config: AdaptConfig, old_requests: int, fell: bool) -> int:
+    """Return how many requests must be new, after the `old_requests` that earlier steps read."""
     if not fell:
         return config.least
-    return max(min(config.least, config.newest), 2 * config.newest - seen)
+    return max(min(config.least, config.newest), 2 * config.newest - old_requests)
 
 
 def _state(output: Path) -> State:
@@ -146,14 +148,14 @@ def _step(config: AdaptConfig, step: Path) -> Step:
     training |= {"training.seed": config.seed} | JUDGED_LATER | config.learning | {"training.output_dir": str(drafter)}
     processes = [] if config.processes is None else [f"--processes={config.processes}"]
     stages.run("train", [recipe.command, *processes, *flags_of(training)])
-    found = compare(config, deployed, str(drafter), texts)
-    low = found.gain.ci95[0] if found.gain.ci95 else None
+    compared = compare(config, deployed, str(drafter), texts)
+    low = compared.gain.ci95[0] if compared.gain.ci95 else None
     better = low is not None and low > config.min_gain
     reason = (
-        f"τ on the newest {config.newest} requests gains {format_estimate(found.gain, '+.2f', spread='interval')}; its "
-        f"lower end must exceed {config.min_gain:g}"
+        f"τ on the newest {config.newest} requests gains {_interval(compared.gain, '+.2f')}; its lower end must exceed "
+        f"{config.min_gain:g}"
     )
-    return Step(SCHEMA, "better" if better else "refused", reason, deployed, str(drafter), learned, found)
+    return Step(SCHEMA, "better" if better else "refused", reason, deployed, str(drafter), learned, compared)
 
 
 def _cached_number(path: Path, compute: Any) -> float:
@@ -191,11 +193,11 @@ def _once(config: AdaptConfig, output: Path) -> int:
     if config.server is not None:
         look_anew(output)
     if step.compared is not None:
-        _say(f"\nτ on the newest requests: deployed {_tau(step.compared.old)}, new {_tau(step.compared.new)}")
+        _say(f"\nτ on the newest requests: deployed {_interval(step.compared.old)}, new {_interval(step.compared.new)}")
         for temperature, gain in step.compared.by_temperature.items():
-            _say(f"  T={temperature}: {format_estimate(gain, '+.2f', spread='interval')}")
+            _say(f"  T={temperature}: {_interval(gain, '+.2f')}")
         for category, gain in step.compared.by_category.items():
-            _say(f"  {category}: {format_estimate(gain, '+.2f', spread='interval')}")
+            _say(f"  {category}: {_interval(gain, '+.2f')}")
     _say(f"{'better' if step.verdict == 'better' else 'refused'}: {step.reason}")
     if step.verdict != "better":
         return NO_GO
@@ -235,12 +237,9 @@ def _measuring(config: AdaptConfig, step: Step) -> list[str]:
     folder = Path(str(step.drafter)).parent
     fields: dict[str, Any] = {"server": config.server or "URL", "target": config.target}
     fields |= {"prompts": folder / "newest.jsonl", "temperature": temperature, "output": folder / "server"}
-    # On the same requests the server's interval is as wide as the promised one; with this lower limit it lies below it.
+    # On the same requests the server's interval is as wide as the promised one. If its lower end is below this limit,
+    # the whole interval is below the promised one.
     fields |= {"min_alpha": round(max(value - 3 * half, 0.001), 3), "model": config.server_model}
     fields |= {name: value for name, value in config.texts().items() if name != "no_repeat_ngram_size"}
     fields |= given_fields(config, ("server_key_env",))
     return flags_of({name: value for name, value in fields.items() if value is not None})
-
-
-def _tau(estimate: Any) -> str:
-    return format_estimate(estimate, spread="interval")

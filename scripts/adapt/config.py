@@ -93,15 +93,15 @@ class AdaptConfig(Filters, TemplateOptions):
         require(self, finite(more_than(0)), "epochs", "old_share")
         if self.server is not None:
             self.server = checked_url(self.server, "server")
-        for name, beside in (("restart", "swap"), ("server_model", "server"), ("server_key_env", "server")):
-            if getattr(self, name) is not None and not getattr(self, beside):
-                raise InputError(f"{name}: expected --{beside} beside it, found none")
+        for name, required in (("restart", "swap"), ("server_model", "server"), ("server_key_env", "server")):
+            if getattr(self, name) is not None and not getattr(self, required):
+                raise InputError(f"{name}: expected --{required} with it, found none")
         if self.restart is not None:
             self.restart_words()
         if self.watch is not None:
             seconds_of(self.watch, "watch")
         if self.endpoint_model is not None and self.endpoint is None:
-            raise InputError("endpoint_model: expected --endpoint beside it, found none")
+            raise InputError("endpoint_model: expected --endpoint with it, found none")
 
     def restart_words(self) -> list[str]:
         """Return the words of the restart command; raise InputError if it is empty or a quote is not closed."""

@@ -37,17 +37,17 @@ class Traffic:
     requests: int  # in the whole log
 
 
-def read_traffic(config: AdaptConfig, seen: int, least: int) -> Traffic | None:
-    """Read the log; return None if fewer than `least` requests follow the first `seen`, which earlier steps read.
+def read_traffic(config: AdaptConfig, old_requests: int, least: int) -> Traffic | None:
+    """Read the log; return None if fewer than `least` requests follow the `old_requests` that earlier steps read.
 
     Raises:
         InputError: a log that cannot be read, or too short to compare anything on.
     """
     mode: AnswersMode = "required" if config.answers == "given" else "dropped"
     requests = [prompt for path in config.log for prompt in read_prompts(path, answers=mode)]
-    if len(requests) < seen:
-        seen = 0  # files were rotated away: treat all that is left as new
-    if len(requests) - seen < least:
+    if len(requests) < old_requests:
+        old_requests = 0  # files were rotated away: treat all that is left as new
+    if len(requests) - old_requests < least:
         return None
     if len(requests) < 2 * config.newest:
         raise InputError(f"log: expected at least {2 * config.newest} requests with answers, found {len(requests)}")
@@ -124,18 +124,12 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
         categories = [sample["category"] for sample in samples]
         prompts = [sample["prompt_length"] for sample in samples]
         pair.say_undrafted(prompts, [len(sample["input_ids"]) for sample in samples])
-        replays = replay_drafters(
-            pair.target,
-            proposers,
-            [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in samples],
-            prompts,
-            [draft_length],
-            config.at(temperature).sampler(),
-            config.max_new_tokens,
-        )
+        ids = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in samples]
+        sampler = config.at(temperature).sampler()
+        replays = replay_drafters(pair.target, proposers, ids, prompts, [draft_length], sampler, config.max_new_tokens)
         counts = [text.counts[draft_length] for text in replays[served].texts]
-        tried = [float(sum(text.num_reached_per_pos)) for text in counts]
-        promised[f"{temperature:g}"] = ratio([float(text.num_accepted_tokens) for text in counts], tried)
+        reached = [float(sum(text.num_reached_per_pos)) for text in counts]
+        promised[f"{temperature:g}"] = ratio([float(text.num_accepted_tokens) for text in counts], reached)
         columns[f"{temperature:g}"] = {
             name: [list(map(float, column)) for column in replay.tokens_and_rounds(draft_length)]
             for name, replay in replays.items()

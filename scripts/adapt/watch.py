@@ -170,8 +170,7 @@ def replaced(config: AdaptConfig, output: Path, step: Path, before: str, command
 def check(config: AdaptConfig, output: Path) -> tuple[str, bool] | None:
     """Measure the last swapped-in drafter on the server, and take it back if acceptance is below the promise.
 
-    Returns:
-        A message, and whether the drafter stays; None if there is nothing to check.
+    Returns a message and whether the drafter stays, or None if there is nothing to check.
 
     Raises:
         InputError: a server that does not answer, or whose counters cannot be read.

@@ -45,7 +45,7 @@ HELD_BACK = 0.05  # the share of the prompts that select the best epoch of a nam
 
 
 @dataclass(frozen=True)
-class Made:
+class TrainedDrafter:
     """A trained drafter, or copies."""
 
     name: str  # of the candidate
@@ -81,21 +81,21 @@ def align(config: AlignConfig) -> int:
         write_prompts(path, [prompt.record() for prompt in part])
     stages = Stages(output / "stages")
     with note_on_interrupt(lambda: f"finished stages are kept in {output}; the same command continues from there"):
-        made = (_chosen if config.drafter is None else _named)(config, output, others, stages)
-        if made is None:
+        trained = (_chosen if config.drafter is None else _named)(config, output, others, stages)
+        if trained is None:
             return NO_GO
-        step = None if made.directory is None else KeptStep.left_in(Path(made.directory))
+        step = None if trained.directory is None else KeptStep.left_in(Path(trained.directory))
         if step is not None:
-            print(f"\n{made.directory} holds {step}", flush=True)
-        stages.run("measure", ["measure", *_measuring(config, made, measured, output / "report")])
+            print(f"\n{trained.directory} holds {step}", flush=True)
+        stages.run("measure", ["measure", *_measuring(config, trained, measured, output / "report")])
         passed = _gate(output / "report/report.json")
         if not passed:
             return NO_GO
-        _launch(config, made, output, next(iter(passed.values())), python)
+        _launch(config, trained, output, next(iter(passed.values())), python)
     return 0
 
 
-def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> Made | None:
+def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> TrainedDrafter | None:
     choice = output / "choice"
     values = {field.name: getattr(config, field.name) for field in fields(ChooseConfig)}
     values |= {"prompts": prompts, "output": choice, "limit": None, "dry_run": None}
@@ -117,10 +117,10 @@ def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) ->
         if words[0] != "measure":
             left -= stages.run(f"winner-{number}-{words[0]}", words)
     lengths = {outlook["way"]["draft_length"] for outlook in standing["outlooks"]}
-    return Made(name, None if name in COPIES else str(choice / "winner"), sorted(lengths))
+    return TrainedDrafter(name, None if name in COPIES else str(choice / "winner"), sorted(lengths))
 
 
-def _named(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> Made | None:
+def _named(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> TrainedDrafter | None:
     """Let the target answer all prompts, and train the named candidate."""
     name, candidates = str(config.drafter), checked_candidates(config)
     if name not in candidates:
@@ -133,20 +133,21 @@ def _named(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> 
     kind = kind_of(str(directory))
     most = kind.most_drafted(parse_json((directory / "config.json").read_text(encoding="utf-8")))
     if most is not None and kind.whole_blocks:
-        return Made(name, str(directory), [most])
-    return Made(name, str(directory), [k for k in config.draft_length if most is None or k <= most] or [most or 1])
+        return TrainedDrafter(name, str(directory), [most])
+    lengths = [k for k in config.draft_length if most is None or k <= most] or [most or 1]
+    return TrainedDrafter(name, str(directory), lengths)
 
 
-def _measuring(config: AlignConfig, made: Made, prompts: Path, output: Path) -> list[str]:
+def _measuring(config: AlignConfig, trained: TrainedDrafter, prompts: Path, output: Path) -> list[str]:
     """Return the flags of `measure` on the held-out prompts."""
     values: dict[str, Any] = {
         "target": config.target, "prompts": prompts, "output": output,
         "temperature": ",".join(f"{temperature:g}" for temperature in config.temperature),
-        "batch_size": ",".join(map(str, config.batch_size)), "draft_length": ",".join(map(str, made.draft_lengths)),
+        "batch_size": ",".join(map(str, config.batch_size)), "draft_length": ",".join(map(str, trained.draft_lengths)),
     }  # fmt: skip
     if config.min_speedup != 1.0:  # without a gate the report gives a verdict for each setting
         values["min_speedup"] = config.min_speedup
-    return [*flags_of(values | config.texts() | config.loading()), f"--drafter={made.name}={made.drafter}"]
+    return [*flags_of(values | config.texts() | config.loading()), f"--drafter={trained.name}={trained.drafter}"]
 
 
 def _gate(path: Path) -> dict[tuple[float, int], int]:
@@ -164,24 +165,24 @@ def _gate(path: Path) -> dict[tuple[float, int], int]:
     return passed
 
 
-def _launch(config: AlignConfig, made: Made, output: Path, draft_length: int, python: Path | None) -> None:
+def _launch(config: AlignConfig, trained: TrainedDrafter, output: Path, draft_length: int, python: Path | None) -> None:
     """Export the drafter, unless this very export was done before, and print how to launch a server with it."""
-    if made.directory is None:
-        print(f"\n{made.name} needs no files: docs/deploy.md says which servers draft by copies")
+    if trained.directory is None:
+        print(f"\n{trained.name} needs no files: docs/deploy.md says which servers draft by copies")
         return
-    kind = kind_of(made.directory)
+    kind = kind_of(trained.directory)
     if config.server not in kind.formats:
-        print(f"\n{made.directory}: no format of {config.server} holds {kind.title}; draftsmith decodes with it")
+        print(f"\n{trained.directory}: no format of {config.server} holds {kind.title}; draftsmith decodes with it")
         return
-    values: dict[str, Any] = {"drafter": made.directory, "target": config.target, "format": config.server}
+    values: dict[str, Any] = {"drafter": trained.directory, "target": config.target, "format": config.server}
     values["trust_remote_code"] = config.trust_remote_code
-    model = load_config(made.directory, field="drafter", trust_remote_code=config.trust_remote_code)
+    model = load_config(trained.directory, field="drafter", trust_remote_code=config.trust_remote_code)
     if kind.recipe is not None and (kind.recipe.begun == "heads" or kept_tokens(model) is not None):
         values["output"] = output / "export"  # servers load other draft models as they are
     lengths = output / "report/draft_lengths.json"
     # If the prediction says that nothing pays although something does, take the γ that passed the gate.
     table = config.server == "vllm" and not kind.tree_alone and lengths.is_file()
-    if table and of_drafter(str(lengths), made.directory)["num_speculative_tokens"] > 0:
+    if table and of_drafter(str(lengths), trained.directory)["num_speculative_tokens"] > 0:
         values["draft_lengths"] = lengths
     elif config.server in kind.launched and not kind.tree_alone and not kind.whole_blocks:
         values["draft_length"] = draft_length
@@ -189,8 +190,8 @@ def _launch(config: AlignConfig, made: Made, output: Path, draft_length: int, py
         values |= {"verify": config.verify, "engine": python}
     argv, stage = ["export", *flags_of(values)], output / "stages/export.json"
     inputs = [argv, lengths.read_text(encoding="utf-8") if lengths.is_file() else None]
-    before = read(dict[str, Any], stage) if stage.is_file() else None
-    if before is None or before.get("of") != inputs:
+    previous = read(dict[str, Any], stage) if stage.is_file() else None
+    if previous is None or previous.get("of") != inputs:
         shutil.rmtree(output / "export", ignore_errors=True)  # left by an interrupted export, or another one
         printed = io.StringIO()
         print(f"export: draftsmith {' '.join(argv)}", flush=True)
@@ -198,10 +199,10 @@ def _launch(config: AlignConfig, made: Made, output: Path, draft_length: int, py
             code = cli.main(argv)
         if code != 0:
             raise InputError(f"export: expected it to end, found exit code {code}: see its line above")
-        before = {"of": inputs, "said": printed.getvalue()}
-        write_json(stage, before)
-    write_aside(output / "launch.txt", before["said"])
-    print(f"\n{before['said'].rstrip()}")
+        previous = {"of": inputs, "said": printed.getvalue()}
+        write_json(stage, previous)
+    write_aside(output / "launch.txt", previous["said"])
+    print(f"\n{previous['said'].rstrip()}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

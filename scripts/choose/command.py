@@ -96,7 +96,7 @@ def choose(config: ChooseConfig) -> Choice:
         except OutOfTime as error:
             raise InputError(
                 f"budget: expected time for text, replay and costs, found {config.budget}, which was over after "
-                + ", ".join(f"{time_text(seconds)} of {what}" for what, seconds in run.ledger.items())
+                + ", ".join(f"{time_text(seconds)} of {stage}" for stage, seconds in run.ledger.items())
             ) from error
 
 
@@ -122,7 +122,7 @@ def _prepare(run: Choosing, checks: Stages, heldout: Sequence[Prompt]) -> None:
 
 def _halve(run: Choosing) -> Choice:
     """Train on growing amounts of text, dropping the worse candidates after each, and return the choice."""
-    names, tables, tried = _kinds_in_turns(run.candidates), dict[str, CostTable](), 0
+    names, tables, num_candidates = _kinds_in_turns(run.candidates), dict[str, CostTable](), 0
     for rung in range(1, RUNGS + 1):
         try:
             names = run.rung(rung, names)
@@ -132,17 +132,17 @@ def _halve(run: Choosing) -> Choice:
             print(f"amount {rung} took longer than the time that was left, and is not looked at", flush=True)
             break
         if rung == 1:
-            tables, tried = _costs(run), len(names)
+            tables, num_candidates = _costs(run), len(names)
         if rung == RUNGS or not names:
             break
         left, per_prompt = run.seconds - run.spent, run.written / run.used
         # With less growth, candidates that are dropped now would have no forecast.
         least = 1.1 * LEAST_SPREAD if rung == 1 else LEAST_GROWTH
         paces = [run.paces[name] for name in names]
-        if not begins(left, rung, run.written, paces, tried, run.write, least):
+        if not begins(left, rung, run.written, paces, num_candidates, run.write, least):
             print("the time is spent: nothing more is trained", flush=True)
             break
-        remaining = survivors(rung + 1, tried)
+        remaining = survivors(rung + 1, num_candidates)
         if remaining < len(names):
             scores = {name: _standing(run, name, tables).worth for name in names}
             best = kept(scores, remaining)
@@ -150,7 +150,7 @@ def _halve(run: Choosing) -> Choice:
             print(f"dropped: {', '.join(name for name in names if name not in best)}", flush=True)
             names = best
         factor = growth(
-            left, rung, run.written, [run.paces[name] for name in names], tried, run.write,
+            left, rung, run.written, [run.paces[name] for name in names], num_candidates, run.write,
             per_prompt * len(run.train),
         )  # fmt: skip
         # Each later amount needs at least one more prompt.
@@ -178,8 +178,8 @@ def _costs(run: Choosing) -> dict[str, CostTable]:
     drafters = {name: trials[-1].drafter for name, trials in run.trials.items()}
     commands = {name: read(KeptTrial, run.output / f"trials/1-{name}.json").command for name in drafters}
     inputs = as_json([commands, run.config.loading()])
-    before = read(dict[str, Any], stage) if stage.is_file() else None
-    if before is None or before.get("of") != inputs:
+    previous = read(dict[str, Any], stage) if stage.is_file() else None
+    if previous is None or previous.get("of") != inputs:
         path.unlink(missing_ok=True)  # costs of other drafters
     print("\ncosts of rounds, all candidates side by side", flush=True)
     programs = len(clock.PROGRAMS)
@@ -188,13 +188,13 @@ def _costs(run: Choosing) -> dict[str, CostTable]:
     tables = measured_costs(
         run.config, drafters, run.heldout, path, None if fits else compiling, COSTS * run.seconds, run.rest
     )
-    if before is None or before.get("of") != inputs:
-        before = {"of": inputs, "seconds": run.stages.lap(), "programs": sum(clock.PROGRAMS[programs:])}
-        write_json(stage, before)
+    if previous is None or previous.get("of") != inputs:
+        previous = {"of": inputs, "seconds": run.stages.lap(), "programs": sum(clock.PROGRAMS[programs:])}
+        write_json(stage, previous)
     if run.config.costs is None and (why := read(CostFile, path, "costs").eager):
         run.notes.append(f"Costs are of eager forwards: {why}")
-    run.spend("programs", float(before["programs"]))
-    run.spend("costs of rounds", float(before["seconds"]) - float(before["programs"]))
+    run.spend("programs", float(previous["programs"]))
+    run.spend("costs of rounds", float(previous["seconds"]) - float(previous["programs"]))
     return tables
 
 
@@ -203,15 +203,11 @@ def _standing(run: Choosing, name: str, tables: Mapping[str, CostTable]) -> Stan
     trained = name in run.candidates
     tokens = run.reach(name) if trained else float(trials[-1].tokens)
     fields = dict(run.candidates.get(name, {}))
-    return Standing(
-        name,
-        fields.pop("command", None),
-        fields,
-        trials,
-        run.dropped.get(name),
+    ahead, pace = (
         outlooks(name, trials, tables, run.config.batch_size, tokens),
         run.paces[name].per_token if trained else 0.0,
     )
+    return Standing(name, fields.pop("command", None), fields, trials, run.dropped.get(name), ahead, pace)
 
 
 def _chosen(run: Choosing, tables: Mapping[str, CostTable]) -> Choice:
@@ -228,13 +224,13 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable]) -> Choice:
     doubts = [line for table in tables.values() for line in table.doubts]
     if doubts:
         reason += "; costs that were measured twice do not agree: measure again before you trust it"
-    commands, more, where = list[str](), dict[str, Estimate](), ""
+    commands, more, settings = list[str](), dict[str, Estimate](), ""
     if winner != NONE:
         won = by_name(standings)[winner]
         commands = _next(run, won)
         if won.command is not None:
             best = max(won.outlooks, key=lambda outlook: outlook.forecast.value or 0.0)
-            where = settings_text([best])
+            settings = settings_text([best])
             for times in TIMES:
                 table, tokens = tables[best.temperature], times * won.trials[-1].tokens
                 ahead = outlook(won.name, won.trials, table, best.temperature, best.rows, tokens)
@@ -242,7 +238,7 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable]) -> Choice:
     costs = read(CostFile, Path(config.costs) if config.costs else output / "costs.json", "costs")
     choice = Choice(
         SCHEMA, config.target, costs.environment | {"compiled": costs.compiled}, config.seconds, run.spent, run.amounts,
-        standings, winner, reason, close, more, where, commands, run.failed, run.ledger, run.notes,
+        standings, winner, reason, close, more, settings, commands, run.failed, run.ledger, run.notes,
         doubts,
     )  # fmt: skip
     write_json(output / "choose.json", choice)
@@ -285,12 +281,12 @@ def _next(run: Choosing, won: Standing) -> list[str]:
 def _more_text(run: Choosing, missing: float) -> str:
     """Write the prompts of the winner's further text, and return its command: new prompts, or more answers to all."""
     per_prompt, new = run.written / run.used, run.train[run.used :]
-    wanted = math.ceil(missing / per_prompt)
+    num_prompts = math.ceil(missing / per_prompt)
     hot = run.answers_of(2) - run.answers_of(1)
-    prompts, samples = new[:wanted], 1
-    if wanted > len(new) and hot:
+    prompts, samples = new[:num_prompts], 1
+    if num_prompts > len(new) and hot:
         prompts = run.train
-        samples = min(MOST_SAMPLES, math.ceil(wanted * run.answers_of(1) / hot / len(prompts)))
+        samples = min(MOST_SAMPLES, math.ceil(num_prompts * run.answers_of(1) / hot / len(prompts)))
     path = run.output / "prompts" / f"{MORE}.jsonl"
     write_prompts(path, [prompt.record() for prompt in prompts])
     answers = run.answers(MORE, path) | {"seed": run.config.seed + 1, "samples": samples}

@@ -88,7 +88,7 @@ class ChooseConfig(Filters, PromptedTarget):
             checked_url(self.endpoint, "endpoint", "http://localhost:8000/v1")
         for name in ("endpoint_model", "endpoint_key_env"):
             if getattr(self, name) is not None and self.endpoint is None:
-                raise InputError(f"{name}: expected --endpoint beside it, found none")
+                raise InputError(f"{name}: expected --endpoint with it, found none")
         seconds_of(self.budget, "budget")
         for name, fields in self.candidates.items():
             if name in (*COPIES, NONE) or not re.fullmatch(r"\w[\w.-]*", name):
@@ -109,8 +109,8 @@ class ChooseConfig(Filters, PromptedTarget):
     def answers(self) -> dict[str, Any]:
         """Return the fields of `prepare`, except prompts and output."""
         temperatures = ",".join(f"{temperature:g}" for temperature in self.temperature)
-        given = {"target": self.target, "temperatures": temperatures, "seed": self.seed} | self.texts()
-        return given | given_fields(self, ("endpoint", "endpoint_model", "endpoint_key_env"))
+        fields = {"target": self.target, "temperatures": temperatures, "seed": self.seed} | self.texts()
+        return fields | given_fields(self, ("endpoint", "endpoint_model", "endpoint_key_env"))
 
     def training(self, candidate: Mapping[str, Any], completions: Sequence[str], output: str) -> dict[str, Any]:
         """Return the fields of a candidate's training."""

@@ -46,10 +46,10 @@ def _panels(choice: Choice) -> list[Panel]:
             points = {trained_on / 1000: now}
             if ahead:
                 points[here.tokens / 1000] = here.forecast
-            known = {x: estimate for x, estimate in points.items() if estimate.value is not None}
-            estimates += known.values()
+            points = {x: estimate for x, estimate in points.items() if estimate.value is not None}
+            estimates += points.values()
             line = "curve" if standing.dropped_after is None else "other_curve"
-            series.append(Series(style[standing.name], known, line))
+            series.append(Series(style[standing.name], points, line))
         title = f"T = {outlook.temperature}, {outlook.rows} at a time"
         span = limits(estimates, 1.0)
         panels.append((title, line_chart(title, series, "thousand tokens of text", "speed-up", span, 1.0, False)))

@@ -27,7 +27,7 @@ from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.stages import ending_after
 from draftsmith.train.cli import OutOfTime
 from draftsmith.train.data.generate import load_completions
-from draftsmith.train.kinds.drafter import Drafter, Pair
+from draftsmith.train.kinds.drafter import Drafter
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
@@ -102,7 +102,10 @@ def replayed(
     `drafters` has directories, or kinds that need none, by name; `heldout` has directories of completions by
     temperature. Returns the rounds by name and temperature, the latter formatted as in JSON.
     """
-    pair = _pair(config, {COPIES[0]: COPIES[0]} | dict(drafters))
+    code = config.trust_remote_code
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
+    specs = _specs({COPIES[0]: COPIES[0]} | dict(drafters))
+    pair = load_pair(config.target, tokenizer, specs, trust_remote_code=code, decodes=False)
     copies = next(drafter.proposer for drafter in pair.drafters if drafter.name == COPIES[0])
     candidates = [drafter for drafter in pair.drafters if drafter.name in drafters]
     ways: dict[tuple[str, str], Proposer] = {}
@@ -119,16 +122,16 @@ def replayed(
         ways[drafter.name, ALONE] = hybrid.with_switch(Switch(NEVER))
         for last in (last for last in LAST_LENGTHS if last <= most):
             ways[drafter.name, Way(1, last).drafters] = hybrid.with_switch(Switch(), last)
-    tried = sorted({*config.draft_length, *(k for lengths in lengths_of.values() for k in lengths)})
+    draft_lengths = sorted({*config.draft_length, *(k for lengths in lengths_of.values() for k in lengths)})
     results: dict[str, dict[str, Replayed]] = {drafter.name: {} for drafter in candidates}
     for temperature in config.temperature:
-        own = list(load_completions(heldout[temperature]).sort("id"))
-        texts = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in own]
-        lengths = [sample["prompt_length"] for sample in own]
+        samples = list(load_completions(heldout[temperature]).sort("id"))
+        texts = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in samples]
+        lengths = [sample["prompt_length"] for sample in samples]
         sampler = config.at(temperature).sampler()
         pair.say_undrafted(lengths, list(map(len, texts)))
         replays = replay_drafters(
-            pair.target, ways, texts, lengths, tried, sampler, config.max_new_tokens, with_sizes=ways
+            pair.target, ways, texts, lengths, draft_lengths, sampler, config.max_new_tokens, with_sizes=ways
         )
         tokens = [len(text) - length for text, length in zip(texts, lengths, strict=True)]
         for (name, drafters_of), replay in replays.items():
@@ -214,12 +217,12 @@ def measured_costs(
         if table is None:
             raise InputError(f"costs: expected those at T={temperature:g} in {costs_path or path}, found none")
         longest = max(k for seconds in table.target_seconds.values() for k in seconds)
-        for kind, wanted, there in (
+        for kind, required, available in (
             ("γ", config.draft_length, range(longest)),
             ("drafter", drafters, table.drafters),
             ("batch size", config.batch_size, range(1, 1 + max(table.target_seconds))),
         ):
-            if missing := [value for value in wanted if value not in there]:
+            if missing := [value for value in required if value not in available]:
                 raise InputError(f"costs: expected those of {kind} {missing[0]} in {costs_path or path}, found none")
     return tables
 
@@ -272,9 +275,3 @@ def _specs(drafters: Mapping[str, str]) -> list[Any]:
     arguments = [name if name == drafter else f"{name}={drafter}" for name, drafter in drafters.items()]
     specs = drafter_specs(arguments, [1])
     return [dataclasses.replace(spec, name=name) for name, spec in zip(drafters, specs, strict=True)]
-
-
-def _pair(config: ChooseConfig, drafters: Mapping[str, str]) -> Pair:
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    code = config.trust_remote_code
-    return load_pair(config.target, tokenizer, _specs(drafters), trust_remote_code=code, decodes=False)

@@ -175,16 +175,16 @@ class Choosing:
             OutOfTime: more than `until` seconds of the budget would be spent.
         """
         output, path = self.output / "trials" / str(rung) / name, self.output / "trials" / f"{rung}-{name}.json"
-        stage, argv, took = f"train-{rung}-{name}", list[str](), 0.0
+        stage, argv, stage_seconds = f"train-{rung}-{name}", list[str](), 0.0
         if name in self.candidates:
             flags = flags_of(self.training(name, output) | JUDGED_LATER)
             argv = [self.candidates[name]["command"], *self.config.launcher(), *flags]
             if self.stages.changed(stage, argv) and output.is_dir():
                 shutil.rmtree(output)  # left by a training with other settings
-            took = self.run("training", stage, argv, until - self.spent)
+            stage_seconds = self.run("training", stage, argv, until - self.spent)
         drafter = str(output) if argv else name
-        kept = read(KeptTrial, path) if path.is_file() else None
-        if kept is None or kept.command != argv:
+        record = read(KeptTrial, path) if path.is_file() else None
+        if record is None or record.command != argv:
             try:
                 with ending_after(until - self.spent):
                     replays = replayed(self.config, {name: drafter}, self.heldout)[name]
@@ -193,10 +193,10 @@ class Choosing:
                 raise
             trained = _train_seconds(drafter) if argv else 0.0
             write_json(path, KeptTrial(argv, trained, replays, self.stages.lap()))
-            kept = read(KeptTrial, path)
-        self.spend("replay", kept.seconds)
-        pace = Pace(kept.training / self.written, max(0.0, took - kept.training) + kept.seconds)
-        return Trial(drafter, int(self.written), kept.training, kept.replayed), pace
+            record = read(KeptTrial, path)
+        self.spend("replay", record.seconds)
+        pace = Pace(record.training / self.written, max(0.0, stage_seconds - record.training) + record.seconds)
+        return Trial(drafter, int(self.written), record.training, record.replayed), pace
 
     def rung(self, rung: int, names: Sequence[str]) -> list[str]:
         """Try candidates on all text so far, and return those that were tried.
@@ -208,11 +208,15 @@ class Choosing:
             InputError: all trainings failed.
             OutOfTime: a later amount took longer than the time that is left.
         """
-        self.say(rung, names)
-        until, made = self.seconds * (1.0 if rung > 1 else 1 - COSTS), dict[str, tuple[Trial, Pace]]()
+        print(
+            f"\n{rung} of {RUNGS}: {', '.join(names)} on {self.written:,.0f} tokens of text; "
+            f"{time_text(self.spent)} of {time_text(self.seconds)} spent",
+            flush=True,
+        )
+        until, results = self.seconds * (1.0 if rung > 1 else 1 - COSTS), dict[str, tuple[Trial, Pace]]()
         untried, errors = {self.candidates[name]["command"] for name in names}, 0
         for name in names:
-            seconds = [pace.trial(self.written) for _, pace in made.values()]
+            seconds = [pace.trial(self.written) for _, pace in results.values()]
             most, command = until - self.spent, self.candidates[name]["command"]
             if rung == 1 and command in untried:  # a slow candidate must leave time for one of each other command
                 most /= len(untried)
@@ -220,7 +224,7 @@ class Choosing:
             try:
                 if rung == 1 and self.spent + sum(seconds) / max(1, len(seconds)) >= until:
                     raise OutOfTime
-                made[name] = self.trial(name, rung, self.spent + most)
+                results[name] = self.trial(name, rung, self.spent + most)
             except OutOfTime:
                 if rung > 1:
                     raise
@@ -235,19 +239,11 @@ class Choosing:
                     self.dropped[name] = rung - 1
             if name in self.failed:
                 print(self.failed[name], flush=True)
-        for name, (trial, pace) in made.items():
+        for name, (trial, pace) in results.items():
             self.trials.setdefault(name, []).append(trial)
             self.paces[name] = pace
         self.amounts.append(int(self.written))
-        return list(made)
-
-    def say(self, rung: int, names: Sequence[str]) -> None:
-        """Print the progress."""
-        print(
-            f"\n{rung} of {RUNGS}: {', '.join(names)} on {self.written:,.0f} tokens of text; "
-            f"{time_text(self.spent)} of {time_text(self.seconds)} spent",
-            flush=True,
-        )
+        return list(results)
 
     def reach(self, name: str) -> float:
         """Return the tokens of text that a candidate will learn from if it wins."""

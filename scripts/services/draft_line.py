@@ -155,9 +155,9 @@ class DraftLine(threading.Thread):
         if len(content) > MOST_BYTES:
             raise ProtocolError(f"answer: expected at most {MOST_BYTES} bytes, found more")
         if response.status != 200:
-            words = content[:1000].decode("utf-8", "replace")
-            words = words.replace(self._key, "***") if self._key else words  # some servers echo the key
-            raise http.client.HTTPException(f"{response.status} {words}")
+            message = content[:1000].decode("utf-8", "replace")
+            message = message.replace(self._key, "***") if self._key else message  # some servers echo the key
+            raise http.client.HTTPException(f"{response.status} {message}")
         return content
 
     def _hang_up(self) -> None:

@@ -117,7 +117,7 @@ class BodyReader:
         self._most, self._room = most, together
 
     async def read(self, request: Request) -> bytes:
-        """Return a request's body; raise BodyError if it or all together are too large, ClientDisconnect if it ends early."""
+        """Return a request's body; raise BodyError if bodies are too large, ClientDisconnect if it ends early."""
         body = bytearray()
         try:
             async for part in request.stream():

@@ -58,7 +58,7 @@ class RemoteDraft:
     def __init__(self, vllm_config: Any, environment: Mapping[str, str] | None = None):
         env = os.environ if environment is None else environment
         self._say = Seldom(LOGGER)
-        self._wanted = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._draft_length = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._client = uuid.uuid4().hex
@@ -66,7 +66,7 @@ class RemoteDraft:
         self._plain = self._failures = 0  # since the last answered call
         self._line: DraftLine | None = None
         try:
-            self._wanted = min(self._wanted, _number(env, "MAX_DRAFT_TOKENS", self._wanted))
+            self._draft_length = min(self._draft_length, _number(env, "MAX_DRAFT_TOKENS", self._draft_length))
             timeout = _number(env, "DRAFT_TIMEOUT_MS", TIMEOUT_MS) / 1000
             address = Address.of(env.get("DRAFT_ENDPOINT", ""))
             key = env.get("DRAFT_API_KEY", "").strip()
@@ -121,7 +121,7 @@ class RemoteDraft:
         for (number, tokens), text in zip(rows, self._texts.find(rows), strict=True):
             length = len(tokens)
             sent = min(text.sent, length - 1)
-            want = min(self._wanted, service.max_draft_length, self._max_length - 1 - length)
+            want = min(self._draft_length, service.max_draft_length, self._max_length - 1 - length)
             if want > 0 and length < service.max_length and length - sent <= room and len(requested) < service.max_rows:
                 room -= length - sent
                 requested.append((number, text, DraftRow(text.id, sent, tokens[sent:].tolist(), want)))

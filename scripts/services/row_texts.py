@@ -49,9 +49,9 @@ class KnownTexts:
         """
         text_of: dict[int, KnownText] = {}
         for row, tokens in rows:
-            before = self._of_row.get(row)
-            if before is not None and before.id in self._known and before.begins(tokens):
-                text_of[row] = before
+            previous = self._of_row.get(row)
+            if previous is not None and previous.id in self._known and previous.begins(tokens):
+                text_of[row] = previous
         taken = {text.id for text in text_of.values()}
         for row, tokens in rows:
             if row in text_of:

@@ -189,7 +189,7 @@ def test_a_log_of_other_answers_than_the_targets_is_refused(config, tmp_path, ra
         ({"newest": 4}, r"newest: expected at least 8"),
         ({"foreign": 1.5}, r"foreign: expected"),
         ({"answers": "none"}, r"answers: expected one of given, target"),
-        ({"endpoint_model": "m"}, r"endpoint_model: expected --endpoint beside it"),
+        ({"endpoint_model": "m"}, r"endpoint_model: expected --endpoint with it"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(config, fields, message):

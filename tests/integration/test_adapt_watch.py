@@ -328,7 +328,7 @@ def test_a_loop_goes_on_until_it_is_told_and_lets_its_step_keep_what_it_has(tmp_
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--restart", "true", "--swap", "false"], "restart: expected --swap beside it"),
+        (["--restart", "true", "--swap", "false"], "restart: expected --swap with it"),
         (["--watch", "soon"], "watch: expected a time such as 40m, 2h or 1h30m, found 'soon'"),
         (["--server", "x"], "server: expected a URL"),
         (["--restart", "sh -c 'x"], 'restart: expected a command, found "sh -c \'x": No closing quotation'),

@@ -42,10 +42,10 @@ class DispatcherDeployment:
         await self.dispatcher.start()
 
     async def exchange(
-        self, holder: str, ended: list[LeaseOutcome], wanted: list[Wanted], held: list[Lease] | None
+        self, holder: str, ended: list[LeaseOutcome], requests: list[Wanted], held: list[Lease] | None
     ) -> list[Lease | Refusal]:
         """Exchange news with an ingress: see `Dispatcher.exchange`."""
-        return self.dispatcher.exchange(holder, ended, wanted, held)
+        return self.dispatcher.exchange(holder, ended, requests, held)
 
     async def well(self) -> bool:
         """Return whether a request would be answered."""
@@ -88,9 +88,9 @@ class IngressDeployment:
         begun: int,
     ):
         async def exchange(
-            holder: str, ended: list[LeaseOutcome], wanted: list[Wanted], held: list[Lease] | None
+            holder: str, ended: list[LeaseOutcome], requests: list[Wanted], held: list[Lease] | None
         ) -> list[Lease | Refusal]:
-            return await dispatcher.exchange.remote(holder, ended, wanted, held)
+            return await dispatcher.exchange.remote(holder, ended, requests, held)
 
         async def write(entry: Entry) -> None:
             if log is not None:

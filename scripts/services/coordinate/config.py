@@ -51,7 +51,7 @@ class ServedPair:
         require(self, one_of((GREEDY, PROBABILISTIC)), "drafts", prefix=where)
         if self.draft_lengths is not None and (self.report is None or self.draft_length is not None):
             found = "no report" if self.report is None else "a draft_length"
-            raise InputError(f"{where}draft_lengths: expected a report beside it and no draft_length, found {found}")
+            raise InputError(f"{where}draft_lengths: expected a report with it and no draft_length, found {found}")
         _require_once(self.endpoints, f"{where}endpoints")
 
 
@@ -66,7 +66,7 @@ class RoutingRule:
     model: str | None = None
     """The requested model; * and ? stand for any characters."""
     category: list[str] = field(default_factory=list)
-    """Categories, of which the request names one: as `metadata.category` of its body, or in x-draftsmith-category."""
+    """Categories, one of which the request names: as `metadata.category` of its body, or in x-draftsmith-category."""
     keywords: list[str] = field(default_factory=list)
     """Regular expressions (RE2), one of which is found in the last user turn, ignoring case."""
     load_of: str | None = None

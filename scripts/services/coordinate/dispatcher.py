@@ -41,7 +41,7 @@ class Dispatcher:
         self._looking = asyncio.create_task(self._look_on())
 
     def exchange(
-        self, holder: str, ended: Sequence[LeaseOutcome], wanted: Sequence[tuple[Facts, list[str]]],
+        self, holder: str, ended: Sequence[LeaseOutcome], requests: Sequence[tuple[Facts, list[str]]],
         held: Sequence[Lease] | None,
     ) -> list[Lease | Refusal]:  # fmt: skip
         """Take an ingress's reports and answer its questions.
@@ -49,11 +49,11 @@ class Dispatcher:
         Args:
             holder: the ingress.
             ended: outcomes of requests.
-            wanted: requests that need a server, each with the servers that have failed it.
+            requests: requests that need a server, each with the servers that have failed it.
             held: all leases that the ingress holds, without those just ended; None: not reported.
 
         Returns:
-            The choice for each wanted request: see `Router.acquire`.
+            The choice for each request: see `Router.acquire`.
         """
         now = time.monotonic()
         for outcome in ended:
@@ -65,13 +65,13 @@ class Dispatcher:
         self.router.ended(holder, [outcome.lease.id for outcome in ended], now)
         if held is not None:
             self.router.heard(holder, held, now)
-        return [self._acquire(facts, holder, tried, now) for facts, tried in wanted]
+        return [self._acquire(facts, holder, failed_urls, now) for facts, failed_urls in requests]
 
-    def _acquire(self, facts: Facts, holder: str, tried: Sequence[str], now: float) -> Lease | Refusal:
-        chosen = Refusal(DOWN) if self._stopping else self.router.acquire(facts, holder, tried, now)
-        if isinstance(chosen, Refusal):
-            self._metrics.refused.labels(chosen.why).inc()
-        return chosen
+    def _acquire(self, facts: Facts, holder: str, failed_urls: Sequence[str], now: float) -> Lease | Refusal:
+        choice = Refusal(DOWN) if self._stopping else self.router.acquire(facts, holder, failed_urls, now)
+        if isinstance(choice, Refusal):
+            self._metrics.refused.labels(choice.why).inc()
+        return choice
 
     async def well(self) -> bool:
         """Return whether a request would be answered: some server is up, and the dispatcher is not stopping."""

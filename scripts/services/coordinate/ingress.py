@@ -46,12 +46,12 @@ class Line:
         self._wanted: list[tuple[Wanted, asyncio.Future[Lease | Refusal]]] = []
         self._talking = asyncio.create_task(self._talk_on())
 
-    async def acquire(self, facts: Facts, tried: list[str]) -> Lease | Refusal:
+    async def acquire(self, facts: Facts, failed_urls: list[str]) -> Lease | Refusal:
         """Return a server's lease, held from now on, or a refusal."""
-        chosen: asyncio.Future[Lease | Refusal] = asyncio.get_running_loop().create_future()
-        self._wanted.append(((facts, list(tried)), chosen))
+        future: asyncio.Future[Lease | Refusal] = asyncio.get_running_loop().create_future()
+        self._wanted.append(((facts, list(failed_urls)), future))
         self._news.set()
-        return await chosen
+        return await future
 
     def ended(self, outcome: LeaseOutcome) -> None:
         """Queue the outcome of a request for the next report."""
@@ -73,20 +73,20 @@ class Line:
             held = list(self.held.values()) if loop.time() >= report_at else None
             try:
                 async with asyncio.timeout(PATIENCE):
-                    chosen = await self._exchange(self.holder, outcomes, [request for request, _ in wanted], held)
+                    choices = await self._exchange(self.holder, outcomes, [request for request, _ in wanted], held)
             except Exception:  # a new dispatcher is starting: repeat everything, beginning with the held leases
                 await asyncio.sleep(0.5)
                 silent_since, report_at = min(silent_since, loop.time()), loop.time()
                 if loop.time() - silent_since < PATIENCE:
                     continue
-                outcomes, chosen = [], [Refusal(DOWN)] * len(wanted)
+                outcomes, choices = [], [Refusal(DOWN)] * len(wanted)
             else:
                 silent_since = math.inf
                 if held is not None:
                     report_at = loop.time() + REPORT_SECONDS
             # What was added during the call stays for the next one.
             del self._outcomes[: len(outcomes)], self._wanted[: len(wanted)]
-            for (_, future), choice in zip(wanted, chosen, strict=True):
+            for (_, future), choice in zip(wanted, choices, strict=True):
                 self._give(future, choice)
 
     def _give(self, future: asyncio.Future[Lease | Refusal], choice: Lease | Refusal) -> None:

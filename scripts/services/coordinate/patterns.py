@@ -14,7 +14,7 @@ REFERENCE = re.compile(r"\\(\d|g<\w+>)")  # to a group in a replacement, by numb
 
 
 class Pattern:
-    """A regular expression of RE2, compiled, with `case` significant; InputError, under the option's `name`, for others."""
+    """A compiled regular expression of RE2, where `case` may matter; `name` is its option, for InputError."""
 
     def __init__(self, pattern: str, name: str, case: bool):
         re2 = _re2(name)
@@ -41,16 +41,16 @@ class Pattern:
     def check_replacement(self, replacement: str, name: str) -> None:
         """Raise InputError if a replacement names a group that does not exist."""
         for (reference,) in (match.groups() for match in REFERENCE.finditer(replacement)):
-            named = reference.removeprefix("g<").removesuffix(">")
-            known = int(named) <= self._compiled.groups if named.isdecimal() else named in self._compiled.groupindex
-            if not known:
-                raise InputError(f"{name}: expected a template, found: no group {named}")
+            group = reference.removeprefix("g<").removesuffix(">")
+            exists = int(group) <= self._compiled.groups if group.isdecimal() else group in self._compiled.groupindex
+            if not exists:
+                raise InputError(f"{name}: expected a template, found: no group {group}")
 
 
 def _filled(replacement: str, match: Any) -> str:
     def group(reference: re.Match[str]) -> str:
-        named = reference[1].removeprefix("g<").removesuffix(">")
-        return match.group(int(named) if named.isdecimal() else named) or ""
+        group = reference[1].removeprefix("g<").removesuffix(">")
+        return match.group(int(group) if group.isdecimal() else group) or ""
 
     return REFERENCE.sub(group, replacement)
 

@@ -93,7 +93,7 @@ def _speculative(pair: ServedPair, report: _Report, tables: Sequence[CostTable],
     name = pair.drafter or report.recommendation.proposer
     length = pair.draft_length or report.recommendation.draft_length
     if name is None or (length is None and pair.draft_lengths is None):
-        raise InputError(f"{where}: expected drafter and draft_length beside a report that recommends none, found none")
+        raise InputError(f"{where}: expected drafter and draft_length with a report that recommends none, found none")
     curves = [curve for curve in report.curves if curve.proposer.name == name]
     if not curves or any(name not in table.drafters for table in tables):
         found = ", ".join(dict.fromkeys(curve.proposer.name for curve in report.curves)) or "none"
@@ -132,5 +132,5 @@ def _speculative(pair: ServedPair, report: _Report, tables: Sequence[CostTable],
 
 def _values(estimates: Lengths, draft_lengths: Sequence[int]) -> dict[int, float]:
     """Return the known values of τ by γ; plain decoding writes one token a step."""
-    known = {k: estimates[k].value for k in draft_lengths if k in estimates}
-    return {0: 1.0} | {k: value for k, value in known.items() if value is not None}
+    values = {k: estimates[k].value for k in draft_lengths if k in estimates}
+    return {0: 1.0} | {k: value for k, value in values.items() if value is not None}

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import httpx2
 from starlette.responses import JSONResponse, Response
@@ -76,7 +76,7 @@ class Names:
 class Dispatch(Protocol):
     """Chooses servers, and takes outcomes."""
 
-    async def acquire(self, facts: Facts, tried: list[str]) -> Lease | Refusal:
+    async def acquire(self, facts: Facts, failed_urls: list[str]) -> Lease | Refusal:
         """Choose a server."""
 
     def ended(self, outcome: LeaseOutcome) -> None:
@@ -128,95 +128,90 @@ class Relay(Response):
             await self.logged(self.answer)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tried: list[str] = []
+        failed_urls: list[str] = []
         fallback: Response | None = None  # the answer if no other server gives one
         suspect: Lease | None = None  # of a server that answered 500
         while True:
-            chosen = await self.dispatch.acquire(self.request.facts, tried)
-            if isinstance(chosen, Refusal):
+            choice = await self.dispatch.acquire(self.request.facts, failed_urls)
+            if isinstance(choice, Refusal):
                 if suspect is not None:
                     self.dispatch.ended(LeaseOutcome(suspect, BROKEN, seconds=time.perf_counter() - self._begin))
-                fallback = fallback or error_response(refusal(chosen, self.request.facts.model))
+                fallback = fallback or error_response(refusal(choice, self.request.facts.model))
                 await fallback(scope, receive, send)
                 return
-            outcome = LeaseOutcome(chosen, LEFT)
+            outcome = LeaseOutcome(choice, LEFT)
             try:
-                failure = await self._ask(chosen, outcome, send, suspect)
+                failure = await self._ask(choice, outcome, send, suspect)
             finally:
                 outcome.seconds = time.perf_counter() - self._begin
                 self.dispatch.ended(outcome)
             if failure is None:
                 return
             if suspect is None:
-                fallback, suspect = failure, chosen if failure.status_code == BROKEN else None
-            tried.append(chosen.url)
+                fallback, suspect = failure, choice if failure.status_code == BROKEN else None
+            failed_urls.append(choice.url)
 
     async def _ask(self, lease: Lease, outcome: LeaseOutcome, send: Send, suspect: Lease | None) -> Response | None:
         """Ask one server; return None if it has answered, otherwise the answer to give if no other server does.
 
         The outcome is written to `outcome`. `suspect` is the lease of a server that answered this request with 500.
         """
-        client, begun = self.clients[lease.url], False
+        client, path, begun = self.clients[lease.url], self.request.path, False
         server_model = self.server_models[lease.pair]
         content, names = self.request.content(server_model), Names(server_model, self.request.facts.model)
         headers = {**self.request.headers, "Content-Type": "application/json"}
         try:
-            async with client.stream(
-                "POST", self.request.path, connect=CONNECT, content=content, headers=headers
-            ) as response:
+            async with client.stream("POST", path, connect=CONNECT, content=content, headers=headers) as response:
                 status = response.status_code
                 if status in LOCKED:
                     outcome.status, outcome.failed = 0, True
                     return _server_error(502, f"the server of {lease.pair} refused the coordinator")
-                if status == BROKEN and suspect is None:
+                if status == BROKEN and suspect is None:  # keep the answer, in case no other server does better
                     outcome.status = 0
                     body = names.whole(await client.whole_body(response))
-                    held = Response(body, status)
-                    held.raw_headers = _headers(response, lease.pair, len(body))
-                    return held
+                    answer_500 = Response(body, status)
+                    answer_500.raw_headers = _headers(response, lease.pair, len(body))
+                    return answer_500
                 if status in BUSY_OR_GONE:
                     outcome.status, outcome.failed = 0, status != 429
                     return _server_error(status, f"the server of {lease.pair} is busy or gone")
-                if status != BROKEN and suspect is not None:
+                if status != BROKEN and suspect is not None:  # this server can answer: the other one was broken
                     self.dispatch.ended(LeaseOutcome(suspect, failed=True))
                 if self.request.streams and status == 200:
                     parts = response.aiter_bytes()
-                    first = await anext(parts, b"")
+                    first = await anext(parts, b"")  # the status goes out with the first byte, not before
                     begun, outcome.first_byte = True, time.perf_counter() - self._begin
                     await _start(send, status, _headers(response, lease.pair))
                     await self._pass(send, names.part(first))
                     async for part in parts:
                         await self._pass(send, names.part(part))
                     await self._pass(send, names.end())
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await self._pass(send, b"", more=False)
                 else:
                     body = names.whole(await client.whole_body(response))
                     begun, outcome.first_byte = True, time.perf_counter() - self._begin
                     await _start(send, status, _headers(response, lease.pair, len(body)))
-                    self._keep(body)
-                    await send({"type": "http.response.body", "body": body, "more_body": False})
+                    await self._pass(send, body, more=False)
                 outcome.status = status
         except ServerFailure:  # its message names the server, which is not the client's business
             outcome.status, outcome.failed = 502 if begun else 0, True
             if not begun:
                 return _server_error(502, f"the server of {lease.pair} failed")
+            # The status is out already: the error becomes a last event, after a blank line that ends a broken one.
             failure = ApiError(502, f"the server of {lease.pair} failed", "server_error")
-            await send({"type": "http.response.body", "body": b"\n\n" + _event(failure.body()), "more_body": False})
+            event = f"\n\ndata: {json.dumps(failure.body())}\n\n".encode()
+            await send({"type": "http.response.body", "body": event, "more_body": False})
             return None
         answer = self.answer
         answer.pair, answer.status, answer.first_byte = lease.pair, outcome.status, outcome.first_byte
         answer.whole, answer.seconds = len(answer.content) <= MOST_BYTES, time.perf_counter() - self._begin
         return None
 
-    async def _pass(self, send: Send, part: bytes) -> None:
-        if not part:
-            return
-        self._keep(part)
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-
-    def _keep(self, part: bytes) -> None:
+    async def _pass(self, send: Send, part: bytes, more: bool = True) -> None:
         if self.logged is not None and len(self.answer.content) <= MOST_BYTES:
             self.answer.content += part
+        if part or not more:
+            await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
 def refusal(refused: Refusal, model: str) -> ApiError:
@@ -242,15 +237,11 @@ def _headers(response: httpx2.Response, pair: str, length: int | None = None) ->
     """Return an answer's headers; from the server only the content type and the request's id, which its log names."""
     kind = response.headers.get("Content-Type", "application/json")
     headers = [(b"content-type", kind.encode("latin-1", "replace")), (PAIR_HEADER, pair.encode("utf-8"))]
-    if named := response.headers.get(REQUEST_ID):
-        headers.append((REQUEST_ID.encode(), named.encode("latin-1", "replace")))
+    if request_id := response.headers.get(REQUEST_ID):
+        headers.append((REQUEST_ID.encode(), request_id.encode("latin-1", "replace")))
     length_known = [(b"content-length", str(length).encode())]
     return headers + ([(b"cache-control", b"no-store")] if length is None else length_known)
 
 
 async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-def _event(body: Mapping[str, Any]) -> bytes:
-    return f"data: {json.dumps(body)}\n\n".encode()

@@ -68,13 +68,13 @@ class _Answer(Said):  # or an error, which has no choices
 def redactor(log: Log) -> Redactor:
     """Return a function that redacts a text as configured; raise InputError if a user's function cannot be imported."""
     patterns = [(Pattern(rule.pattern, "log.redact.pattern", case=True), rule.replacement) for rule in log.redact]
-    own: Redactor | None = None
+    user_function: Redactor | None = None
     if log.redact_with is not None:
         module, _, name = log.redact_with.partition(":")
         try:
-            own = getattr(import_module(module), name)
-            if not callable(own):
-                raise TypeError(f"{type(own).__name__} {name}")
+            user_function = getattr(import_module(module), name)
+            if not callable(user_function):
+                raise TypeError(f"{type(user_function).__name__} {name}")
         except Exception as error:  # the user's module may raise anything
             found = first_line(error)
             raise InputError(f"log.redact_with: expected a function that can be imported, found: {found}") from error
@@ -82,7 +82,7 @@ def redactor(log: Log) -> Redactor:
     def redact(text: str) -> str:
         for pattern, replacement in patterns:
             text = pattern.replaced(text, replacement)
-        return text if own is None else own(text)
+        return text if user_function is None else user_function(text)
 
     return redact
 
@@ -205,13 +205,13 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
 
 def _add_call(calls: list[dict[str, Any]], part: Mapping[str, Any]) -> None:
     """Add a part of a tool call. Its texts are joined, because redaction would not find a pattern split over pieces."""
-    known = next((call for call in calls if call.get("index") == part.get("index")), None)
-    if known is None:
-        known = {"index": part.get("index"), "function": {}}
-        calls.append(known)
-    known |= {name: value for name, value in part.items() if name not in ("index", "function")}
+    whole = next((call for call in calls if call.get("index") == part.get("index")), None)
+    if whole is None:
+        whole = {"index": part.get("index"), "function": {}}
+        calls.append(whole)
+    whole |= {name: value for name, value in part.items() if name not in ("index", "function")}
     for name, text in (part.get("function") or {}).items():
-        known["function"][name] = known["function"].get(name, "") + (text or "")
+        whole["function"][name] = whole["function"].get(name, "") + (text or "")
 
 
 def _message(message: Any, redact: Redactor) -> Any:

@@ -114,19 +114,19 @@ class Router:
         self._holders: dict[str, _Holder] = {}
         self._random = random.Random(seed)
 
-    def acquire(self, facts: Facts, holder: str, tried: Collection[str], now: float) -> Lease | Refusal:
+    def acquire(self, facts: Facts, holder: str, failed_urls: Collection[str], now: float) -> Lease | Refusal:
         """Choose the server for a request, and count it as in flight.
 
-        The request is held by the process `holder`, and has failed at the servers `tried`. `now` is in seconds.
+        The request is held by the process `holder`, and has failed at the servers `failed_urls`. `now` is in seconds.
         """
         self.forget_the_dead(now)
         candidates = [pair for pair in self.pairs.values() if facts.model in pair.models]
         if not candidates:
             return Refusal(UNKNOWN)
-        room = {pair.name: urls for pair in candidates if (urls := self._room(pair, tried))}
+        room = {pair.name: urls for pair in candidates if (urls := self._room(pair, failed_urls))}
         name = next(self._wanted(facts, room), None) or next(iter(room), None)
         if name is None:
-            full = any(self._full(pair) and self._well(pair, tried) for pair in candidates)
+            full = any(self._full(pair) and self._well(pair, failed_urls) for pair in candidates)
             return Refusal(FULL if full else DOWN)
         loads = self.loads()
         # A server that fails at once has nothing in flight, so its failures count as load.
@@ -151,9 +151,9 @@ class Router:
         dropped, unless they are so young that the holder may not have received them yet.
         """
         process = self._holders.setdefault(holder, _Holder(now))
-        named = {lease.id: lease for lease in held if lease.url in self.breakers}
-        young = {i: (lease, at) for i, (lease, at) in process.leases.items() if i in named or now - at < SILENCE}
-        process.heard, process.leases = now, {i: (lease, now) for i, lease in named.items()} | young
+        reported = {lease.id: lease for lease in held if lease.url in self.breakers}
+        young = {i: (lease, at) for i, (lease, at) in process.leases.items() if i in reported or now - at < SILENCE}
+        process.heard, process.leases = now, {i: (lease, now) for i, lease in reported.items()} | young
 
     def forget_the_dead(self, now: float) -> None:
         """Drop the leases of silent holders."""
@@ -202,9 +202,9 @@ class Router:
     def _full(self, pair: ServedPair) -> bool:
         return pair.max_concurrency is not None and self.load(pair.name) >= pair.max_concurrency
 
-    def _well(self, pair: ServedPair, tried: Collection[str]) -> list[str]:
-        return [url for url in pair.endpoints if not self.breakers[url].open and url not in tried]
+    def _well(self, pair: ServedPair, failed_urls: Collection[str]) -> list[str]:
+        return [url for url in pair.endpoints if not self.breakers[url].open and url not in failed_urls]
 
-    def _room(self, pair: ServedPair, tried: Collection[str]) -> list[str]:
+    def _room(self, pair: ServedPair, failed_urls: Collection[str]) -> list[str]:
         """Return a pair's servers that may get a request."""
-        return [] if self._full(pair) else self._well(pair, tried)
+        return [] if self._full(pair) else self._well(pair, failed_urls)

@@ -28,9 +28,8 @@ class ReplicaWatch:
         lines: list[str] = []
         if self._silent != (running is None):
             self._silent = running is None
-            lines.append(
-                f"coordinator: Ray Serve's controller {'does not answer' if self._silent else 'answers again'}"
-            )
+            change = "does not answer" if self._silent else "answers again"
+            lines.append(f"coordinator: Ray Serve's controller {change}")
         for name, wanted in self.wanted.items():
             count = self._known[name] if running is None else running.get(name, 0)
             if count != self._known[name]:
@@ -90,7 +89,7 @@ def answers(host: str, port: int) -> bool:
 
 def watch(
     wanted: Mapping[str, int], application: str, stopped: threading.Event, say: Callable[[str], None],
-    there: Callable[[], bool], every: float = 0.5,
+    port_answers: Callable[[], bool], every: float = 0.5,
 ) -> list[str]:  # fmt: skip
     """Watch until `stopped`, or until deployments stay away; return those.
 
@@ -99,13 +98,13 @@ def watch(
         application: its name in Serve.
         stopped: ends the watch.
         say: receives lines on changes.
-        there: tells whether the coordinator's own port answers.
+        port_answers: tells whether the coordinator's own port answers.
         every: seconds between two checks; Serve replaces a dead replica in one or two.
     """
     status, replicas = Status(application, every), ReplicaWatch(wanted)
     while not stopped.wait(every):
         running = status.running()
-        for line in replicas.look(running, time.monotonic(), running is not None or there()):
+        for line in replicas.look(running, time.monotonic(), running is not None or port_answers()):
             say(line)
         if lost := replicas.lost(time.monotonic()):
             return lost

@@ -74,13 +74,13 @@ class DraftApp:
         work = PendingDrafts(request)
         if not self._worker.submit(work):
             return _refusal(503, "service: expected room for a request, found a full queue")
-        answered, gone = asyncio.wrap_future(work.answer), asyncio.ensure_future(client_gone(http.receive))
+        answered, leaving = asyncio.wrap_future(work.answer), asyncio.ensure_future(client_gone(http.receive))
         try:
-            await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answered, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            left = answered.cancel()  # nobody waits for these drafts any more
-            gone.cancel()
-        if left:
+            cancelled = answered.cancel()  # nobody waits for these drafts any more
+            leaving.cancel()
+        if cancelled:
             raise ClientDisconnect
         try:
             drafts = answered.result()

@@ -122,7 +122,7 @@ class DraftTexts:
         Each key appears once. `max_length` may make a draft shorter than wanted, or empty.
         """
         drafts: list[list[int] | None] = []
-        wanted: dict[Hashable, int] = {}
+        draft_lengths: dict[Hashable, int] = {}
         longest = None if self.copies is None else self.copies.last_length
         for key, row in zip(keys, rows, strict=True):
             text = self._texts.get(key, CachedText())
@@ -138,12 +138,12 @@ class DraftTexts:
                     drafts[-1] = copied
                     self.copied += 1
                 else:
-                    wanted[key] = room if longest is None else min(room, longest)
-        wanted = self._make_room(wanted)
-        if not wanted:
+                    draft_lengths[key] = room if longest is None else min(room, longest)
+        draft_lengths = self._make_room(draft_lengths)
+        if not draft_lengths:
             return [draft if key in self._texts else None for key, draft in zip(keys, drafts, strict=True)]
-        self._gather(list(wanted))
-        chains = dict(zip(self._batch, self._chains([wanted[key] for key in self._batch]), strict=True))
+        self._gather(list(draft_lengths))
+        chains = dict(zip(self._batch, self._chains([draft_lengths[key] for key in self._batch]), strict=True))
         return [chains.get(key, draft) if key in self._texts else None for key, draft in zip(keys, drafts, strict=True)]
 
     def _copied(self, text: CachedText, length: int) -> list[int]:
@@ -158,12 +158,12 @@ class DraftTexts:
         end = next((place for place, token in enumerate(draft) if token >= self.vocab_size), len(draft))
         return draft[:end]
 
-    def _make_room(self, wanted: dict[Hashable, int]) -> dict[Hashable, int]:
-        """Forget texts until the rest fits; return the rest of `wanted`."""
+    def _make_room(self, draft_lengths: dict[Hashable, int]) -> dict[Hashable, int]:
+        """Forget texts until the rest fits; return the rest of `draft_lengths`."""
         # Texts that were never drafted for count too, or they would never be forgotten.
         sizes = {key: max(len(text.tokens), len(text.slots)) for key, text in self._texts.items()}
-        sizes |= {key: len(self._texts[key].tokens) + want for key, want in wanted.items()}
-        saved, batch = sum(size for key, size in sizes.items() if key not in wanted), dict(wanted)
+        sizes |= {key: len(self._texts[key].tokens) + want for key, want in draft_lengths.items()}
+        saved, batch = sum(size for key, size in sizes.items() if key not in draft_lengths), dict(draft_lengths)
         for key in list(self._texts):
             if saved + len(batch) * max((sizes[key] for key in batch), default=0) <= self.cache_tokens:
                 break
@@ -212,7 +212,7 @@ class DraftTexts:
                 text = self._texts[key]
                 text.saved = cache.saved(row, len(text.slots))
 
-    def _chains(self, wanted: Sequence[int]) -> list[list[int]]:
+    def _chains(self, draft_lengths: Sequence[int]) -> list[list[int]]:
         """Draft all rows of the batch one token at a time, and cut each draft to its wanted length."""
         assert self._cache is not None
         texts = [self._texts[key] for key in self._batch]
@@ -221,11 +221,11 @@ class DraftTexts:
         fed = torch.stack([self._tensor(text.tokens[-lacking:]) for text in texts])
         logits = self._cache.feed(fed, [length - lacking for length in lengths], keep=1)
         chosen: list[Tensor] = []
-        for step in range(max(wanted)):
+        for step in range(max(draft_lengths)):
             if step:
                 logits = self._cache.feed(chosen[-1], [length + step - 1 for length in lengths])
             chosen.append(argmax(logits.float()))  # (B, 1)
-        drafts = [draft[:want] for draft, want in zip(torch.cat(chosen, 1).tolist(), wanted, strict=True)]
+        drafts = [draft[:want] for draft, want in zip(torch.cat(chosen, 1).tolist(), draft_lengths, strict=True)]
         for text, draft in zip(texts, drafts, strict=True):
             text.slots += [*text.tokens[len(text.slots) :], *draft[:-1]]
         return drafts

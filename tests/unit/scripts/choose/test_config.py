@@ -36,7 +36,7 @@ def test_what_is_no_time_is_refused_in_one_line(text):
         ({"heldout_prompts": 2}, r"heldout_prompts: expected at least 8"),
         ({"epochs": 0.0}, r"epochs: expected"),
         ({"server": "tgi"}, r"server: expected one of vllm, sglang"),
-        ({"endpoint_model": "m"}, r"endpoint_model: expected --endpoint beside it, found none"),
+        ({"endpoint_model": "m"}, r"endpoint_model: expected --endpoint with it, found none"),
         ({"endpoint": "ftp://x"}, r"endpoint: expected a URL"),
         ({"candidates": {"suffix": {"command": "block"}}}, r"candidates: expected names of letters.* found 'suffix'"),
         ({"candidates": {"none": {"command": "block"}}}, r"candidates: expected names of letters.* found 'none'"),

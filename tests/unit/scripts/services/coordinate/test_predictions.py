@@ -93,7 +93,7 @@ def test_servers_that_draft_by_their_load_are_priced_so(pair, tmp_path):
     path.write_text(json.dumps(two))
     with pytest.raises(InputError, match=r"draft_lengths: expected one that the report has, 4, found 2"):
         predicted_rates(pair(draft_lengths=str(path)))
-    with pytest.raises(InputError, match=r"draft_lengths: expected a report beside it and no draft_length"):
+    with pytest.raises(InputError, match=r"draft_lengths: expected a report with it and no draft_length"):
         pair(draft_lengths=str(path), draft_length=4)
 
 
@@ -128,7 +128,7 @@ def without(path: str):
         (
             {**REPORT, "recommendation": {"proposer": None, "draft_length": None}},
             {},
-            "pairs.drafted.report: expected drafter and draft_length beside a report that recommends none",
+            "pairs.drafted.report: expected drafter and draft_length with a report that recommends none",
         ),
     ],
 )
