@@ -65,9 +65,6 @@ def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
     """Run one step and return its result; None if the log has too few new requests.
 
     If the server's acceptance `fell`, `newest` new requests are enough.
-
-    Raises:
-        InputError: a log, a drafter or a target that cannot be used, or a stage that failed.
     """
     output = require_writable(config.output)
     link = Path(config.drafter)

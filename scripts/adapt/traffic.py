@@ -38,11 +38,7 @@ class Traffic:
 
 
 def read_traffic(config: AdaptConfig, old_requests: int, least: int) -> Traffic | None:
-    """Read the log; return None if fewer than `least` requests follow the `old_requests` that earlier steps read.
-
-    Raises:
-        InputError: a log that cannot be read, or too short to compare anything on.
-    """
+    """Read the log; return None if fewer than `least` requests are new, and raise InputError if it is too short."""
     mode: AnswersMode = "required" if config.answers == "given" else "dropped"
     requests = [prompt for path in config.log for prompt in read_prompts(path, answers=mode)]
     if len(requests) < old_requests:
@@ -102,10 +98,7 @@ class Compared:
 
 
 def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str]) -> Compared:
-    """Replay both drafters, given by directory, on the target's answers to the newest requests.
-
-    `texts` has the directories of these answers by temperature.
-    """
+    """Replay both drafters on the target's answers to the newest requests, given as directories by temperature."""
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     specs = drafter_specs([f"old={old}", f"new={new}"], [1])
     code = config.trust_remote_code

@@ -197,10 +197,7 @@ def check(config: AdaptConfig, output: Path) -> tuple[str, bool] | None:
 
 
 def loop(argv: Sequence[str], seconds: float) -> int:
-    """Run one step after the other, each in its own process so that memory is freed; return an exit code.
-
-    A failure of the first step ends the loop; later failures are printed and tried again.
-    """
+    """Run steps, each in a process of its own to free memory; return an exit code. Only the first may not fail."""
     command, first = [sys.executable, "-m", "draftsmith.scripts.cli", "adapt", *argv, "--watch=null"], True
     with terminable(), note_on_interrupt(lambda: "no further step begins; the same command continues"):
         while True:

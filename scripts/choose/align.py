@@ -59,11 +59,7 @@ class TrainedDrafter:
 
 
 def align(config: AlignConfig) -> int:
-    """Run all stages; return 0, or 3 if no drafter pays.
-
-    Raises:
-        InputError: settings or inputs that cannot be used, or a stage that failed.
-    """
+    """Run all stages; return 0, or 3 if no drafter pays."""
     python = None if config.verify is None else engine_python(None)
     output = require_writable(config.output)
     prompts = read_prompts(config.prompts, limit=config.limit)
@@ -151,10 +147,7 @@ def _measuring(config: AlignConfig, trained: TrainedDrafter, prompts: Path, outp
 
 
 def _gate(path: Path) -> dict[tuple[float, int], int]:
-    """Print the verdicts; return γ by temperature and batch size of the settings that pass the gate.
-
-    One such setting is enough, because a server can leave drafting out where it does not pay.
-    """
+    """Print the verdicts; return γ by temperature and batch size of the passing settings, one of which is enough."""
     verdicts = parse_json(path.read_text(encoding="utf-8"))["recommendation"]["settings"]
     passed = {(row["temperature"], row["batch_size"]): row["draft_length"] for row in verdicts if row["go"]}
     print()

@@ -66,11 +66,7 @@ TIMES = (2.0, 4.0, 10.0)  # multiples of the last trial's text for which the win
 
 
 def choose(config: ChooseConfig) -> Choice:
-    """Choose a drafter, write choose.json, choose.html and winner.yaml, and return the choice.
-
-    Raises:
-        InputError: prompts or models that cannot be used, an output of other settings, or a stage that failed.
-    """
+    """Choose a drafter, write choose.json, choose.html and winner.yaml, and return the choice."""
     output = require_writable(config.output)
     checks = Stages(output / "doctor")  # apart: another --draft must not invalidate the stages that follow
     prompts = read_prompts(config.prompts, limit=config.limit)

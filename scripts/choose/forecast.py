@@ -52,10 +52,7 @@ class Outlook:
 def outlook(
     name: str, trials: Sequence[Trial], table: CostTable, temperature: str, rows: int, tokens: float
 ) -> Outlook:
-    """Return a candidate's outlook: its fastest way to draft after the last trial, and a forecast for `tokens` of text.
-
-    `trials` have growing amounts of text. `table` has the costs at this temperature.
-    """
+    """Return a candidate's fastest way to draft after the last trial, and its forecast for `tokens` of text."""
     last = trials[-1].replayed[temperature]
     plain = last.plain_seconds(name, table, rows)
     ways = last.ways()

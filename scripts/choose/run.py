@@ -168,12 +168,7 @@ class Choosing:
         return {t: str(self.completions(f"heldout-{t:g}")) for t in self.config.temperature}
 
     def trial(self, name: str, rung: int, until: float) -> tuple[Trial, Pace]:
-        """Train a candidate on all text so far and replay it; or read the results of an earlier run.
-
-        Raises:
-            InputError, RuntimeError: the training failed.
-            OutOfTime: more than `until` seconds of the budget would be spent.
-        """
+        """Train a candidate on all text and replay it, or read an earlier run's results; OutOfTime past `until`."""
         output, path = self.output / "trials" / str(rung) / name, self.output / "trials" / f"{rung}-{name}.json"
         stage, argv, stage_seconds = f"train-{rung}-{name}", list[str](), 0.0
         if name in self.candidates:
@@ -199,14 +194,10 @@ class Choosing:
         return Trial(drafter, int(self.written), record.training, record.replayed), pace
 
     def rung(self, rung: int, names: Sequence[str]) -> list[str]:
-        """Try candidates on all text so far, and return those that were tried.
+        """Try candidates on all text, and return those that were tried; raise InputError if all trainings failed.
 
         On the first amount, a candidate is left out if there is no time for it, and the first of each command may take
-        an equal part of the time. On a later amount all must finish.
-
-        Raises:
-            InputError: all trainings failed.
-            OutOfTime: a later amount took longer than the time that is left.
+        an equal part of the time. On a later amount all must finish, or OutOfTime is raised.
         """
         print(
             f"\n{rung} of {RUNGS}: {', '.join(names)} on {self.written:,.0f} tokens of text; "

@@ -77,10 +77,7 @@ def growth(
 
 
 def affordable(seconds: float, pace: Pace, written: float, write: float) -> float:
-    """Return the tokens that a candidate can learn from in a time, including the time to write missing text.
-
-    `written` tokens are there; each further one takes `write` seconds.
-    """
+    """Return the tokens that a candidate can learn from in a time; text beyond `written` takes `write` s a token."""
     left = max(0.0, seconds - pace.beside)
     tokens = left / pace.per_token
     return tokens if tokens <= written else (left + write * written) / (pace.per_token + write)

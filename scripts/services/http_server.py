@@ -139,11 +139,7 @@ async def client_gone(receive: Receive) -> None:
 
 
 def bounded_server(app: Any, keep_alive: float, grace: float) -> uvicorn.Server:
-    """Return a server of an ASGI application, to be run on sockets of `listening`.
-
-    Idle connections stay open for `keep_alive` seconds after an answer. When the server ends, requests in flight have
-    `grace` seconds.
-    """
+    """Return an ASGI server; connections may idle for `keep_alive` s, and requests have `grace` s when it ends."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = FILES if most == resource.RLIM_INFINITY else min(FILES, most)
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < files:
@@ -164,9 +160,7 @@ def bounded_server(app: Any, keep_alive: float, grace: float) -> uvicorn.Server:
 
 
 def listening(host: str, port: int, shared: bool = False) -> socket.socket:
-    """Return a listening socket; port 0 takes a free one.
-
-    A `shared` port may have further sockets of the same user, among which the kernel distributes connections.
+    """Return a listening socket; port 0 takes a free one, and a `shared` port may have more sockets of the same user.
 
     Raises:
         InputError: the port is taken, or the host is not an address of this machine.

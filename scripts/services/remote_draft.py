@@ -49,11 +49,7 @@ RECEIVED = Counter(NAME("received_bytes"), "Bodies of their answers.")
 
 
 class RemoteDraft:
-    """Drafts of a draft service, for vLLM.
-
-    With tensor parallelism each rank asks for itself, and vLLM uses one rank's drafts. `environment` replaces the
-    process's environment.
-    """
+    """Drafts of a draft service, for vLLM. With tensor parallelism each rank asks, and vLLM uses one rank's drafts."""
 
     def __init__(self, vllm_config: Any, environment: Mapping[str, str] | None = None):
         env = os.environ if environment is None else environment

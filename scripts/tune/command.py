@@ -76,9 +76,6 @@ def tune(config: TuneConfig) -> dict[str, Any]:
     Each batch is decoded in all settings before the next one, in a rotating order, so that drift of the machine's speed
     affects all settings alike. Levels that the search adds run in a turn of their own, together with plain decoding: a
     speed-up is always over plain decoding in the same turn. Prompt i draws with the config's seed + i.
-
-    Raises:
-        InputError: models or prompts that cannot be used, or an output directory that is not writable.
     """
     if config.threads:
         torch.set_num_threads(config.threads)

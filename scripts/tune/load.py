@@ -28,11 +28,7 @@ Speeds = dict[int, dict[int, dict[float, float]]]
 
 
 def tune_load(config: LoadConfig) -> dict[int, dict[int, float]]:
-    """Write draft_lengths.json; return concurrent requests → γ → speed-up, the harmonic mean over temperatures.
-
-    Raises:
-        InputError: reports of other commands, or of different loads.
-    """
+    """Write draft_lengths.json; return concurrent requests → γ → speed-up, the harmonic mean over temperatures."""
     output = require_writable(config.output, FILE)
     speeds, temperatures = Speeds(), set[float]()
     for path in map(Path, config.reports):
@@ -65,10 +61,7 @@ def tune_load(config: LoadConfig) -> dict[int, dict[int, float]]:
 
 
 def _between(chosen: Mapping[int, int]) -> dict[int, int]:
-    """Return the draft length at every load up to the greatest: that of the measured load nearest by ratio.
-
-    A server with 8 concurrent requests runs 7 while one ends and the next arrives.
-    """
+    """Return the draft length at every load: that of the measured load nearest by ratio."""
     sizes = sorted(chosen)
     nearest = {
         load: min(sizes, key=lambda size: (abs(math.log(size / load)), -size)) for load in range(1, sizes[-1] + 1)

@@ -103,11 +103,7 @@ class Replayed:
 
 
 def tune_switch(config: SwitchConfig) -> dict[str, Any]:
-    """Find the switch, write `switch.json`, and return its content.
-
-    Raises:
-        InputError: models, prompts or an output directory that cannot be used, or drafters that cannot be replayed.
-    """
+    """Find the switch, write `switch.json`, and return its content."""
     output = require_writable(config.output, FILE)
     prompts = read_prompts(config.prompts, limit=config.limit)
     if len(prompts) < 4:  # an interval needs two in each half

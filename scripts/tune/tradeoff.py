@@ -137,10 +137,9 @@ def departure_estimate(
 
 
 def level_between(levels: Sequence[dict[str, Any]], most: float) -> float | None:
-    """Return the level half-way between the last admitted level of a rule and the next, the first that departs too far.
+    """Return the level half-way between the last admitted one of a rule and the next, which departs too far.
 
-    None if there are no such two, or if even the level that departs too far does not gain on the exact rule: then no
-    level between them would.
+    None if there are no such two, or if the latter does not gain on the exact rule: then no level between them would.
     """
     rows, count = _strictest_first(levels), len(admitted(levels, most))
     if not 0 < count < len(rows) or not rows[count]["gain_over_exact"].value > 0:

@@ -118,11 +118,7 @@ class IngressDeployment:
 
 
 def application(config: CoordinatorConfig) -> Application:
-    """Return the Serve application for a config.
-
-    Raises:
-        InputError: a missing key, a report that cannot be read, or a redaction that cannot be loaded.
-    """
+    """Return the Serve application for a config; raise InputError if a key, report or redaction cannot be loaded."""
     api_key(config.key_env, "key_env")
     for pair in config.pairs:
         api_key(pair.key_env, f"pairs.{pair.name}.key_env")
@@ -148,12 +144,6 @@ def _bound(deployment: Any, *arguments: Any) -> Application:
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the application for `serve deploy`, whose `import_path` names this function.
-
-    `args` has the fields of `CoordinatorConfig`, or `config`, a file of them.
-
-    Raises:
-        InputError: fields that make no config.
-    """
+    """Return the application for `serve deploy` from the fields of `CoordinatorConfig`, or `config`, a file of them."""
     flags = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in args.items()]
     return application(parse_config(CoordinatorConfig, flags))

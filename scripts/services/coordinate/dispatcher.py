@@ -44,16 +44,10 @@ class Dispatcher:
         self, holder: str, ended: Sequence[LeaseOutcome], requests: Sequence[tuple[Facts, list[str]]],
         held: Sequence[Lease] | None,
     ) -> list[Lease | Refusal]:  # fmt: skip
-        """Take an ingress's reports and answer its questions.
+        """Take an ingress's report of `ended` leases; return a server for each request: see `Router.acquire`.
 
-        Args:
-            holder: the ingress.
-            ended: outcomes of requests.
-            requests: requests that need a server, each with the servers that have failed it.
-            held: all leases that the ingress holds, without those just ended; None: not reported.
-
-        Returns:
-            The choice for each request: see `Router.acquire`.
+        Each request comes with the servers that have failed it. `held` has all other leases of the ingress `holder`;
+        None if they are not reported.
         """
         now = time.monotonic()
         for outcome in ended:

@@ -17,10 +17,7 @@ HEALTH_SECONDS, METRICS_SECONDS = 0.5, 5.0  # wait for the dispatcher; callers o
 
 
 def door(ingress: Ingress, well: Callable[[], Awaitable[bool]], metrics: Callable[[], Awaitable[bytes]]) -> Starlette:
-    """Return the HTTP application of an ingress.
-
-    `well` tells whether a request would be answered, and `metrics` returns the counters of all ingresses.
-    """
+    """Return an ingress's application; `well` and `metrics` ask the dispatcher, which knows all ingresses."""
 
     async def chat(request: Request) -> Response:
         return await ingress.complete(request, CHAT)

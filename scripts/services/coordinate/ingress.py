@@ -99,10 +99,9 @@ class Line:
 
 
 class Ingress:
-    """Answers requests.
+    """Answers requests, and gives log entries to `write`, if there is a log.
 
-    Log entries go through `write`, if there is a log. `begun` is the coordinator's start in seconds since 1970, which
-    the list of models repeats as their creation time.
+    `begun` is the coordinator's start in seconds since 1970, which the list of models repeats as their creation time.
     """
 
     def __init__(

@@ -62,11 +62,7 @@ class _Report(Said):
 
 
 def predicted_rates(pair: ServedPair) -> Rates:
-    """Return a pair's speed at every load, for the drafter and draft length on its servers, from its report.
-
-    Raises:
-        InputError: no such report, or one without costs, this drafter or this draft length.
-    """
+    """Return a pair's speeds at every load from its report; InputError if that lacks costs, the drafter or its γ."""
     where = f"pairs.{pair.name}.report"
     path = Path(pair.report or "")
     try:

@@ -96,11 +96,7 @@ class RelayedAnswer:
 
 
 class Relay(Response):
-    """The relayed answer to a request.
-
-    `server_models` has the model names on the pairs' servers, by the pair's name. `logged` takes the answer once it is
-    out, unless it is None.
-    """
+    """The relayed answer to a request; `logged` takes it once it is out."""
 
     def __init__(
         self, request: CompletionRequest, dispatch: Dispatch, clients: Mapping[str, HttpClient],

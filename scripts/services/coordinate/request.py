@@ -51,11 +51,7 @@ class CompletionRequest:
 
 
 def read_request(path: str, content: bytes, headers: Mapping[str, str], keywords: "Keywords") -> CompletionRequest:
-    """Parse a request for a completion, sent to the path `CHAT` or `TEXT`; header names are in lower case.
-
-    Raises:
-        ApiError: not a JSON object with a model and with messages or a prompt; the message names the field.
-    """
+    """Parse a request for a completion at the path `CHAT` or `TEXT`; an ApiError names the wrong field."""
     try:
         body = parse_json(content.decode("utf-8"))
     except ValueError as error:  # its message has the place in the body, not its text

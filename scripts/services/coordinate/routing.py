@@ -26,10 +26,7 @@ class Rates:
     """Temperature → category, None for all prompts together → tokens/s of each of 1, 2, 3, … concurrent requests."""
 
     def tokens_per_second(self, rows: int, temperature: float, category: str | None = None) -> float:
-        """Return the speed of each of `rows` concurrent requests, at the nearest measured temperature.
-
-        An unmeasured category counts as all prompts together, and more rows than the table has as its last.
-        """
+        """Return the tokens/s of each of `rows` requests; the nearest temperature counts, or all categories."""
         nearest = min(self.by_temperature, key=lambda measured: abs(measured - temperature))
         by_category = self.by_temperature[nearest]
         speeds = by_category.get(category) or by_category[None]
@@ -84,10 +81,7 @@ class Breaker:
         self.requests = self.requests + 1 if failed else 0
 
     def looked_at(self, well: bool) -> None:
-        """Count a failed health check; a successful one takes back a failed request.
-
-        So a server that passes its checks but fails requests gets one attempt for each check.
-        """
+        """Count a failed health check; a successful one takes back a failed request, and so allows one more attempt."""
         self.looks = 0 if well else self.looks + 1
         if well:
             self.requests = max(min(self.requests, self.limit) - 1, 0)
@@ -102,10 +96,7 @@ class _Holder:
 
 
 class Router:
-    """Chooses servers and counts requests in flight.
-
-    `rates` are the predicted speeds of pairs with a report. `seed` is for draws among equally loaded replicas.
-    """
+    """Chooses servers and counts requests in flight. `seed` is for draws among equally loaded replicas."""
 
     def __init__(self, config: CoordinatorConfig, rates: Mapping[str, Rates], seed: int | None = None):
         self.pairs = {pair.name: pair for pair in config.pairs}
@@ -115,10 +106,7 @@ class Router:
         self._random = random.Random(seed)
 
     def acquire(self, facts: Facts, holder: str, failed_urls: Collection[str], now: float) -> Lease | Refusal:
-        """Choose the server for a request, and count it as in flight.
-
-        The request is held by the process `holder`, and has failed at the servers `failed_urls`. `now` is in seconds.
-        """
+        """Choose a server for a request of the process `holder`, and count it as in flight."""
         self.forget_the_dead(now)
         candidates = [pair for pair in self.pairs.values() if facts.model in pair.models]
         if not candidates:

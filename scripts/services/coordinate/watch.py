@@ -91,15 +91,10 @@ def watch(
     wanted: Mapping[str, int], application: str, stopped: threading.Event, say: Callable[[str], None],
     port_answers: Callable[[], bool], every: float = 0.5,
 ) -> list[str]:  # fmt: skip
-    """Watch until `stopped`, or until deployments stay away; return those.
+    """Watch until `stopped`, or until deployments stay away; return those, and `say` what changes.
 
-    Args:
-        wanted: replicas of each deployment.
-        application: its name in Serve.
-        stopped: ends the watch.
-        say: receives lines on changes.
-        port_answers: tells whether the coordinator's own port answers.
-        every: seconds between two checks; Serve replaces a dead replica in one or two.
+    `wanted` has the replicas of each deployment. `port_answers` tells whether the coordinator's own port answers. Serve
+    replaces a dead replica in one or two seconds, more than `every`, the seconds between two checks.
     """
     status, replicas = Status(application, every), ReplicaWatch(wanted)
     while not stopped.wait(every):

@@ -27,11 +27,7 @@ MOST_READ = 32 * MOST_BYTES  # bytes of requests that are read at once
 
 
 class DraftApp:
-    """Answers requests with a worker's drafts.
-
-    `service` is the answer of `/health`. A request times out after `timeout` seconds. Clients must send the `key`, if
-    that is not empty.
-    """
+    """Answers requests with a worker's drafts; clients must send the `key` unless it is empty."""
 
     def __init__(self, worker: Worker, service: Service, metrics: ServiceMetrics, timeout: float, key: str = ""):
         self._worker, self._service, self._metrics = worker, service, metrics

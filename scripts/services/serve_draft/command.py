@@ -126,11 +126,7 @@ def load_texts(config: ServeDraftConfig, directory: str | None = None, copying: 
 
 
 def serve(config: ServeDraftConfig) -> int:
-    """Load the drafter, listen, and draft until SIGTERM or SIGINT.
-
-    Raises:
-        InputError: a model that does not fit, a port that is taken, or missing libraries.
-    """
+    """Load the drafter, listen, and draft until SIGTERM or SIGINT."""
     try:
         from draftsmith.scripts.services.http_server import bounded_server, listening
         from draftsmith.scripts.services.serve_draft.app import DraftApp

@@ -117,10 +117,7 @@ class DraftTexts:
 
     @torch.inference_mode()
     def draft(self, keys: Sequence[Hashable], rows: Sequence[DraftRow]) -> list[list[int] | None]:
-        """Return a copied or a greedy draft for each text; None if the text is not known up to its row's `start`.
-
-        Each key appears once. `max_length` may make a draft shorter than wanted, or empty.
-        """
+        """Return a draft for each text, copied or greedy; None if the text is not known up to its row's `start`."""
         drafts: list[list[int] | None] = []
         draft_lengths: dict[Hashable, int] = {}
         longest = None if self.copies is None else self.copies.last_length
