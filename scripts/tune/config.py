@@ -77,7 +77,7 @@ class TuneConfig(Sampling, PromptedTarget):
 
 @dataclass
 class SwitchConfig(Sampling, PromptedTarget):
-    """Find a hybrid's switch by replay and measured costs. Half of the prompts, dealt by `seed`, report on the choice."""
+    """Find a hybrid's switch by replay and measured costs; half of the prompts, dealt by `seed`, report on it."""
 
     output: str
     """The directory that receives `switch.json`."""

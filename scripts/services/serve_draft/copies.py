@@ -49,7 +49,7 @@ class CopiesOfText:
         self._length = 0
 
     def find(self, tokens: Sequence[int], draft_length: int) -> list[int]:
-        """Return the first chain that the switch takes, or an empty one, for a text that has grown since the last call."""
+        """Return the first chain that the switch takes, or an empty one; the text has grown since the last call."""
         self._tokens[self._length : len(tokens)] = tokens[self._length :]
         self._length = len(tokens)
         for finder in self._finders:
