@@ -117,7 +117,9 @@ def _step(config: AdaptConfig, step: Path) -> Step:
         sampled = ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_new_tokens")
         values = {name: value for name, value in values.items() if name not in sampled}
         stages.run("learned", ["prepare", *flags_of(values | {"answers": "given"})])
-        share = _cached_number(step / "foreign.json", lambda: foreign_share(config, str(text)))
+        if not (step / "foreign.json").is_file():  # computed once, because it loads the target
+            write_json(step / "foreign.json", foreign_share(config, str(text)))
+        share = read(float, step / "foreign.json")
         if share > config.foreign:
             reason = (
                 f"{share:.0%} of the log's answers are not the target's, at most {config.foreign:.0%} may be: nothing "
@@ -153,13 +155,6 @@ def _step(config: AdaptConfig, step: Path) -> Step:
         f"{config.min_gain:g}"
     )
     return Step(SCHEMA, "better" if better else "refused", reason, deployed, str(drafter), learned, compared)
-
-
-def _cached_number(path: Path, compute: Any) -> float:
-    """Return the number in a file; compute and write it first if there is none."""
-    if not path.is_file():
-        write_json(path, compute())
-    return read(float, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -59,17 +59,9 @@ def _panels(choice: Choice) -> list[Panel]:
 def write_page(choice: Choice, path: Path) -> None:
     """Write choose.html to a temporary file, then rename it."""
     page = template("draftsmith.scripts.choose", "choose.html.j2").render(
-        css=css(),
-        choice=choice,
-        none=NONE,
-        won=by_name(choice.standings).get(choice.winner),
-        style=_style(choice),
-        panels=_panels(choice),
-        doubtful=DOUBTFUL,
-        way=way_text,
-        time=time_text,
-        count=count,
-    )
+        css=css(), choice=choice, none=NONE, won=by_name(choice.standings).get(choice.winner), style=_style(choice),
+        panels=_panels(choice), doubtful=DOUBTFUL, way=way_text, time=time_text, count=count,
+    )  # fmt: skip
     write_aside(path, page)
 
 

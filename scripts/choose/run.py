@@ -253,6 +253,5 @@ class Choosing:
 
 
 def _train_seconds(directory: str) -> float:
-    """Return the duration of a training run in seconds, from its trainer's log."""
     state = parse_json((Path(directory) / "trainer_state.json").read_text(encoding="utf-8"))
     return float(next(entry["train_runtime"] for entry in state["log_history"] if "train_runtime" in entry))

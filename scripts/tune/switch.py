@@ -285,13 +285,9 @@ def print_switch(report: dict[str, Any], console: Console | None = None) -> None
     )
 
     def add(name: str, entry: dict[str, Any], style: str = "") -> None:
-        table.add_row(
-            name,
-            str(entry["draft_length"]),
-            format_estimate(entry["mean_acceptance_length"]),
-            format_estimate(entry["predicted_speedup"], unit="×"),
-            style=style,
-        )
+        tau, speedup = entry["mean_acceptance_length"], entry["predicted_speedup"]
+        gamma = str(entry["draft_length"])
+        table.add_row(name, gamma, format_estimate(tau), format_estimate(speedup, unit="×"), style=style)
 
     for entry in report["switches"][:SHOWN]:
         add(_named(entry), entry)
@@ -302,12 +298,8 @@ def print_switch(report: dict[str, Any], console: Console | None = None) -> None
     add(_named(chosen), chosen, "bold")
     console.print(table)
     gain = format_estimate(chosen["gain_over_best_alone"], unit="×", spread="interval")
-    console.print(
-        f"--drafter {chosen['argument']} --draft_length {chosen['draft_length']}: by prediction {gain} the best "
-        "drafter alone",
-        highlight=False,
-        soft_wrap=True,
-    )
+    flags = f"--drafter {chosen['argument']} --draft_length {chosen['draft_length']}"
+    console.print(f"{flags}: by prediction {gain} the best drafter alone", highlight=False, soft_wrap=True)
     print_doubts(console, report["costs"]["doubts"])
 
 

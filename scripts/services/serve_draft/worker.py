@@ -94,7 +94,10 @@ class Worker(threading.Thread):
                 count = len(work.request.rows)
                 work.answer.set_result(drafts[:count])
                 drafts = drafts[count:]
-            self._learn()
+            try:
+                self._texts.learn()  # from ended texts, after the answers are out
+            except Exception:  # such as a lack of memory to sort a store
+                LOGGER.exception("expected to learn from ended texts, found an error; they are left out")
 
     def _rows(self, request: DraftRequest) -> list[DraftRow]:
         """Return a request's rows, with drafts limited to the length that pays at its load."""
@@ -102,13 +105,6 @@ class Worker(threading.Thread):
             return request.rows
         most = self._most(len(request.rows))
         return [replace(row, want=min(row.want, most)) for row in request.rows]
-
-    def _learn(self) -> None:
-        """Learn from ended texts, after the batch's answers are out."""
-        try:
-            self._texts.learn()
-        except Exception:  # such as a lack of memory to sort a store
-            LOGGER.exception("expected to learn from ended texts, found an error; they are left out")
 
     def _take(self) -> list[PendingDrafts]:
         """Wait for requests, and return those that fit together, with each text once; empty at the end."""
