@@ -80,7 +80,7 @@ class DraftLine(threading.Thread):
             self._changed.notify()
         try:
             return call.result(self.timeout)
-        except FutureTimeout:
+        except FutureTimeout:  # the thread may get an answer yet, which nobody reads
             error = LineDown(f"expected drafts within {self.timeout:g} s, found none")
             self._down(error)
             raise error from None
@@ -102,6 +102,7 @@ class DraftLine(threading.Thread):
                 self._look()
                 continue
             with self._changed:
+                # A caller that times out takes the line down without a call: wake up for that too.
                 self._changed.wait_for(lambda: self._calls or self.service is None)
                 if not self._calls:
                     continue

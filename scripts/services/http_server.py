@@ -55,6 +55,7 @@ class BoundedProtocol(H11Protocol):
         most = min(MOST_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         if len(self.connections) <= most:
             return
+        # Abort at most one for each new connection, so that the number stays at the limit.
         waiting = [c for c in self.connections if isinstance(c, BoundedProtocol) and c.waits]
         late = [c for c in waiting if c._since < self._since - PATIENCE]
         if len(waiting) > most and late:

@@ -117,7 +117,7 @@ class Router:
             full = any(self._full(pair) and self._well(pair, failed_urls) for pair in candidates)
             return Refusal(FULL if full else DOWN)
         loads = self.loads()
-        # A server that fails at once has nothing in flight, so its failures count as load.
+        # The least loaded server, at random among equals. One that fails at once has nothing in flight: failures count.
         busy = {url: loads[url] + self.breakers[url].requests for url in room[name]}
         url = self._random.choice([url for url in busy if busy[url] == min(busy.values())])
         lease = Lease(uuid4().hex, name, url)

@@ -117,6 +117,7 @@ class Worker(threading.Thread):
                 room, keys = self._max_batch, set[Key]()
                 while self._waiting:
                     work = self._waiting[0]
+                    # A text occurs once in a batch: a client's second request for it waits for the next one.
                     if batch and (len(work.request.rows) > room or keys & set(work.keys)):
                         break
                     self._waiting.popleft()
@@ -125,7 +126,7 @@ class Worker(threading.Thread):
                         room -= len(work.request.rows)
                         keys |= set(work.keys)
             self._metrics.waiting.set(len(self._waiting))
-            if self._next is not None:
+            if self._next is not None:  # between two batches, so that no batch mixes two drafters
                 self._texts, self._next = self._next, None
             return batch
 
