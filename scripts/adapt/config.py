@@ -65,7 +65,7 @@ class AdaptConfig(Filters, TemplateOptions):
     """Point the link `drafter` to the new drafter if it is better."""
     server: str | None = None
     """The URL of the server that uses the drafter. Each call measures the drafter of the last `swap` there, moves the
-    link back if the server's α is below the promised one, and reads what a vLLM has counted since the last call."""
+    link back if the server's α is below the promised one, and reads vLLM's counters since the last call."""
     server_model: str | None = None
     """The target's name on that server; the only one that it lists if None."""
     server_key_env: str | None = None

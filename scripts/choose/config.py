@@ -27,8 +27,7 @@ class ChooseConfig(Filters, PromptedTarget):
     """
 
     output: str
-    """The directory that receives everything, including choose.json, choose.html and winner.yaml; a second run
-    continues there."""
+    """The directory that receives choose.json, choose.html, winner.yaml and all else; a second run resumes there."""
     budget: str
     """The time for everything, such as 40m, 2h or 1h30m: first to choose, then to train the winner."""
     choosing: float = 0.5

@@ -27,8 +27,7 @@ class TuneConfig(Sampling, PromptedTarget):
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """The drafter: `DIR`, or a kind that needs no files, such as prompt_lookup."""
     draft_length: int = 4
-    """γ, drafted tokens a round, for drafters without a tree of their own; the same at all levels. Where a rule accepts
-    more tokens, a longer draft may begin to pay."""
+    """γ, drafted tokens a round at all levels, for drafters without a tree; lenient rules may pay with a longer one."""
     batch_size: int = 8
     """Prompts decoded together. Acceptance and departure do not depend on it, except for ties in half precision. Speeds
     are those of such batches, with intervals over batches."""
@@ -84,8 +83,7 @@ class SwitchConfig(Sampling, PromptedTarget):
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """The hybrid, `hybrid:FIRST+LAST`; a switch given with it is ignored."""
     draft_length: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
-    """γ, several separated by commas: the length of copies, and the longest draft of a last drafter that has no tree of
-    its own."""
+    """γ, separated by commas: the length of copies, and the longest draft of a last drafter without a tree."""
     match_levels: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8, 12, 16, 24])
     """Shortest matches, in tokens, to try."""
     score_levels: Floats = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0])

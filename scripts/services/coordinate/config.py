@@ -28,8 +28,7 @@ class ServedPair:
     max_concurrency: int | None = None
     """The most requests in flight, over all replicas; further ones go to the next rule. Null: no limit."""
     report: str | None = None
-    """The report.json of `draftsmith measure` for this pair: its costs and acceptance predict the speed at each load,
-    which a rule's `best` compares."""
+    """The report.json of `draftsmith measure` for this pair, from which a rule's `best` predicts its speed."""
     drafter: str | None = None
     """The report's drafter that runs on these servers; null: the recommended one."""
     draft_length: int | None = None

@@ -34,8 +34,7 @@ class ServeDraftConfig(ModelOptions):
     """The most bytes of that store, 8 a token, if the drafter was given none. It is sorted after every 65,536 tokens;
     that pauses drafting for about a second for each million tokens in it."""
     host: str = "127.0.0.1"
-    """The address to listen at; 127.0.0.1 for this machine only. Texts are sent unencrypted, so beyond this machine use
-    a proxy that encrypts."""
+    """The address to listen at. Texts are sent unencrypted, so beyond this machine use a proxy that encrypts."""
     port: int = 8100
     """The port; 0 takes a free one, which the first line of output names."""
     key_env: str | None = None
@@ -50,8 +49,7 @@ class ServeDraftConfig(ModelOptions):
     max_draft_length: int = 16
     """The most drafted tokens a round; a request for more gets this many."""
     draft_lengths: str | None = None
-    """draft_lengths.json of `measure` or `tune`: γ's limit by the number of texts that a client decodes together, so
-    that a busy server drafts less, or nothing."""
+    """draft_lengths.json of `measure` or `tune`, which limits γ by the texts that a client decodes together."""
     max_batch: int = 256
     """The most rows to draft for together, and so the most rows of a request."""
     cache_tokens: int = 65536
