@@ -15,8 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, Log
 from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
-from draftsmith.scripts.services.coordinate.door import door
-from draftsmith.scripts.services.coordinate.ingress import Entry, Ingress, Wanted
+from draftsmith.scripts.services.coordinate.ingress import Entry, Ingress, Wanted, ingress_app
 from draftsmith.scripts.services.coordinate.relay import LeaseOutcome
 from draftsmith.scripts.services.coordinate.request_log import LogWriter, record, redactor
 from draftsmith.scripts.services.coordinate.routing import Lease, Rates, Refusal
@@ -103,7 +102,7 @@ class IngressDeployment:
             return await dispatcher.metrics.remote()
 
         ingress = Ingress(config, exchange, None if log is None else write, begun)
-        self.server = bounded_server(door(ingress, well, metrics), KEEP_ALIVE, config.timeout)
+        self.server = bounded_server(ingress_app(ingress, well, metrics), KEEP_ALIVE, config.timeout)
         socket = listening(config.host, config.port, shared=True)
         self.serving = asyncio.create_task(self.server.serve([socket]))
 

@@ -1,4 +1,4 @@
-"""An ingress: reads requests of OpenAI's API, gets a server for each, and relays the answers."""
+"""An ingress: serves OpenAI's API, `/health` and `/metrics`, gets a server for each request, and relays the answers."""
 
 import asyncio
 import hmac
@@ -10,13 +10,24 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
-from draftsmith.scripts.services.coordinate.relay import LeaseOutcome, Relay, RelayedAnswer, refusal
-from draftsmith.scripts.services.coordinate.request import INVALID, ApiError, CompletionRequest, Keywords, read_request
+from draftsmith.scripts.services.coordinate.relay import LeaseOutcome, Relay, RelayedAnswer, error_response, refusal
+from draftsmith.scripts.services.coordinate.request import (
+    CHAT,
+    INVALID,
+    TEXT,
+    ApiError,
+    CompletionRequest,
+    Keywords,
+    read_request,
+)
 from draftsmith.scripts.services.coordinate.request_log import assembled
 from draftsmith.scripts.services.coordinate.routing import DOWN, UNKNOWN, Facts, Lease, Refusal
 from draftsmith.scripts.services.http_server import BodyError, BodyReader
@@ -26,6 +37,7 @@ REPORT_SECONDS = 2.0  # between two reports of all leases that an ingress holds
 PATIENCE = 30.0  # seconds that requests wait for a dispatcher that is away
 MOST_HELD = 1024  # requests that an ingress relays at once; further ones are refused
 BODIES = 2**28  # bytes of requests' bodies that an ingress reads at once; further ones are refused
+HEALTH_SECONDS, METRICS_SECONDS = 0.5, 5.0  # wait for the dispatcher; callers of /health have short timeouts too
 LOGGER = logging.getLogger(__name__)
 
 Wanted = tuple[Facts, list[str]]  # a request that needs a server, and the servers that have failed it
@@ -199,3 +211,60 @@ class Ingress:
 def _is_text(completion: CompletionRequest) -> bool:
     body = completion.body
     return isinstance(body.get("messages", body.get("prompt")), list if "messages" in body else str)
+
+
+def ingress_app(
+    ingress: Ingress, well: Callable[[], Awaitable[bool]], metrics: Callable[[], Awaitable[bytes]]
+) -> Starlette:
+    """Return an ingress's application; `well` and `metrics` ask the dispatcher, which knows all ingresses."""
+
+    async def chat(request: Request) -> Response:
+        return await ingress.complete(request, CHAT)
+
+    async def text(request: Request) -> Response:
+        return await ingress.complete(request, TEXT)
+
+    async def models(request: Request) -> Response:
+        ingress.require_key(request.headers)
+        return JSONResponse(ingress.models())
+
+    async def model(request: Request) -> Response:
+        ingress.require_key(request.headers)
+        return JSONResponse(ingress.model(request.path_params["name"]))
+
+    async def health(request: Request) -> Response:
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                return Response(status_code=200 if await well() else 503)
+        except Exception:  # the dispatcher is away
+            return Response(status_code=503)
+
+    async def counted(request: Request) -> Response:
+        try:
+            async with asyncio.timeout(METRICS_SECONDS):
+                return Response(await metrics(), media_type="text/plain; version=0.0.4")
+        except Exception:
+            return error_response(ApiError(503, "metrics: expected the dispatcher, found none", "server_error"))
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(ApiError(error.status_code, f"{request.url.path}: {error.detail}"))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return error_response(ApiError(500, "the coordinator failed", "server_error"))  # details are in its log
+
+    return Starlette(
+        routes=[
+            Route(CHAT, chat, methods=["POST"]),
+            Route(TEXT, text, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/health", health),
+            Route("/metrics", counted),
+        ],
+        exception_handlers={ApiError: refused, HTTPException: unknown, Exception: failed},
+    )
