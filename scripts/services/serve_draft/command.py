@@ -135,7 +135,7 @@ def serve(config: ServeDraftConfig) -> int:
     key = api_key(config.key_env, "key_env") or ""
     if config.threads:
         torch.set_num_threads(config.threads)
-    door = listening(config.host, config.port)
+    listener = listening(config.host, config.port)
     served, metrics = _served(config), ServiceMetrics()
     directory = os.path.realpath(served.path) if os.path.isdir(served.path) else None  # None for a hub id
     most = None
@@ -163,15 +163,15 @@ def serve(config: ServeDraftConfig) -> int:
     if follower is not None:
         follower.start()
     bytes_ = (cached_numbers(texts.model) or 0) * texts.model.dtype.itemsize * config.cache_tokens
-    where = "[{}]:{}" if door.family == socket.AF_INET6 else "{}:{}"
-    where = where.format(*door.getsockname()[:2])
+    address = "[{}]:{}" if listener.family == socket.AF_INET6 else "{}:{}"
+    address = address.format(*listener.getsockname()[:2])
     print(
-        f"serving {name} on http://{where}: texts of up to {texts.max_length} tokens, a cache of "
+        f"serving {name} on http://{address}: texts of up to {texts.max_length} tokens, a cache of "
         f"{config.cache_tokens} tokens ({bytes_ / 2**20:.0f} MiB)",
         flush=True,
     )
     del texts  # the worker owns it, and must be able to free it for another
-    server.run(sockets=[door])
+    server.run(sockets=[listener])
     if follower is not None:
         follower.stop()
     worker.stop()
