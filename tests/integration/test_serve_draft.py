@@ -218,9 +218,7 @@ def test_another_draft_takes_the_place_of_the_one_that_is_served(draft, tmp_path
     for name in ("other", "broken"):
         move_link(link, str(tmp_path / name))
         follower.look()
-        assert (
-            f"{name}: not served, the draft before stays" in caplog.text and inside.counted()["replaced_total"] == 0
-        )
+        assert f"{name}: not served, the draft before stays" in caplog.text and inside.counted()["replaced_total"] == 0
         assert drafted(3, []) == chain(draft, text, 3)
     assert "found 50 and 200" in caplog.text and capsys.readouterr().out == ""
     move_link(link, str(tmp_path / "new"))
