@@ -1,4 +1,4 @@
-"""Tests whether the target wrote the texts that are replayed: replay of other texts is biased.
+"""A test that the target wrote the replayed texts: replay of other texts is biased.
 
 Shape suffixes: N tokens of a text, V vocabulary.
 """
@@ -16,48 +16,40 @@ from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
 
 FOREIGN = 6.0
-"""Standard errors by which a text's surprise may miss the target's entropy. A text of the target's own does so with a
-probability of 2e-9, were the sum normal; its tails are a little heavier."""
+"""The standard errors by which a text's surprise may differ from the target's entropy. The target's own text differs by
+more with probability 2e-9 if the sum is normal; its tails are a little heavier."""
 
 
 @dataclass
 class Authorship:
-    """A test that the target wrote some texts; shares of the texts add up.
+    """A test that the target wrote some texts; the results of several processes add up.
 
-    At T=0 each token must be the argmax, or tie with it within rounding. Under sampling each token's probability must
-    be above 0. And the surprise −log p(x) − H(p) has expectation zero and the variance of −log p under p, so that its
-    sum over the texts lies near zero: text that was written greedily has too little, text of another model too much.
+    At T=0 each token must be the argmax, or tie with it within rounding. Under sampling each token must have
+    probability above 0. In addition, the surprise −log p(x) − H(p) has mean zero and the variance of −log p under p, so
+    that its sum over the texts is near zero. Greedy text has too little surprise, text of another model too much.
     """
 
-    excess: float = 0.0
-    """The sum of surprises, in nats."""
-    variance: float = 0.0
-    """Of that sum."""
+    excess: float = 0.0  # the sum of surprises, in nats
+    variance: float = 0.0  # the variance of that sum
 
     def __add__(self, other: "Authorship") -> "Authorship":
         return Authorship(self.excess + other.excess, self.variance + other.variance)
 
     def check(self, text: WrittenText, logits_NV: Tensor, scores_NV: Tensor, p_NV: Tensor | None) -> None:
-        """Add a text.
-
-        Args:
-            text: what the target may have written.
-            logits_NV: the target's, (N, V).
-            scores_NV: the same, processed.
-            p_NV: their distributions; None at T=0.
+        """Add a text, with the target's logits, their processed scores, and p, which is None at T=0.
 
         Raises:
             InputError: a token that the target did not choose, or texts with too little or too much surprise.
         """
         x, start = text.tokens.to(logits_NV.device), text.prompt_length
         if p_NV is None:
-            behind = scores_NV.amax(-1) - scores_NV.gather(-1, x[:, None])[:, 0]
+            deficit = scores_NV.amax(-1) - scores_NV.gather(-1, x[:, None])[:, 0]
             tolerance = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_NV.abs().amax(-1).float()
-            self._refuse(behind > tolerance, start, "the target's argmax")
+            self._refuse(deficit > tolerance, start, "the target's argmax")
             return
         wrong_N = p_NV.gather(-1, x[:, None])[:, 0] <= 0
-        # Scores are log p but for a constant, which neither figure has: no logarithm of a whole vocabulary. What is cut
-        # off has p = 0 in float32.
+        # Scores are log p plus a constant, which cancels in both figures, so that no log-softmax is needed. The clamp
+        # replaces −inf, where p = 0, so that p · s is 0 there and not NaN.
         s_NV = (scores_NV - scores_NV.amax(-1, keepdim=True)).clamp_(min=-1e3)
         mean_N1 = (p_NV * s_NV).sum(-1, keepdim=True)
         s_NV -= mean_N1
@@ -70,7 +62,7 @@ class Authorship:
         self.judge()
 
     def judge(self) -> None:
-        """Raise an InputError where the surprise is not that of the target's texts."""
+        """Raise InputError where the surprise is not that of the target's texts."""
         z = self.excess / max(self.variance, 1e-12) ** 0.5
         if abs(self.excess) > 1.0 and abs(z) > FOREIGN:
             kind = "likelier" if z < 0 else "less likely"
@@ -94,24 +86,17 @@ def readmit(
 ) -> int:
     """Readmit tokens of a text that top-k or top-p cut off here by rounding alone.
 
-    A forward of a block and one of the whole text round differently, in half precision by several units, so that a
-    token at the edge of top-k or top-p may fall out. It comes back if it passes the filters with all logits moved by
-    the size of a tie in its favour, and gets the score of the least likely token that passed.
-
-    Args:
-        sampler: the warping.
-        logits_NV: the target's logits, (N, V).
-        scores_NV: the same, processed; changed in place.
-        tokens_N: the text's tokens, (N,).
-        contexts: as in `Sampler.scores`.
+    In half precision a forward of a block and one of the whole text differ by several units, so that a token at the
+    edge of top-k or top-p may fall out. It is readmitted if it passes the filters once all logits move by the size of a
+    tie in its favour. It then gets the score of the least likely token that passed, in `scores_NV`, in place.
 
     Returns:
-        How many tokens came back.
+        The number of readmitted tokens.
     """
     x_N = tokens_N.to(scores_NV.device)
-    cut = scores_NV.gather(-1, x_N[:, None])[:, 0].isneginf()
+    cut_N = scores_NV.gather(-1, x_N[:, None])[:, 0].isneginf()
     count = 0
-    for i in cut.cpu().nonzero()[:, 0].tolist():
+    for i in cut_N.cpu().nonzero()[:, 0].tolist():
         logits_V, x = logits_NV[i].float(), x_N[i]
         tie = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_V.abs().max()
         moved_V = torch.where(logits_V <= logits_V[x], logits_V + tie, logits_V - tie)

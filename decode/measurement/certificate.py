@@ -1,7 +1,7 @@
 """The losslessness certificate: does a drafter's decoding write the target's text?
 
-At T=0 the texts must be plain decoding's, token for token; `draftsmith.decode.measurement.exactness` says what a tie
-is. Sampled texts must have the target's distribution, by the test of `draftsmith.decode.measurement.distribution_test`.
+At T=0 the texts must equal plain decoding's token for token, up to ties, which `measurement.exactness` defines. Sampled
+texts must have the target's distribution, by the test of `measurement.distribution_test`.
 """
 
 import math
@@ -37,32 +37,32 @@ PLACES_NAMED = 3
 TEXTS_FED_AGAIN = 4
 TIE_DEVIATIONS = 6
 OTHER_KERNELS = 2
-"""How many times as much another program's rounding may move a margin as rounding does here."""
+"""The allowed factor between the rounding of another program's margins and that measured here."""
 TIES_ALARM = 1e-3
-"""Near-ties that are as many with a smaller probability, by rounding alone, are departures."""
+"""The probability under rounding alone below which a number of near-ties fails the certificate."""
 TIES_DOUBT = 0.05
-"""A plain server that has its own near-ties with a smaller probability rounds by more than is seen here."""
+"""The probability below which a plain server's own near-ties show that it rounds more than measured here."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Whether a run's texts are the target's; None where a check does not say."""
+    """Whether a run's texts are the target's; None where a check does not apply."""
 
     checked: bool = True
     identical: bool | None = None
     """At T=0: whether every text is plain decoding's."""
     prompts_identical: Count | None = None
     near_ties: Count | None = None
-    """Texts that first differ where rounding decides."""
+    """Texts that first differ at a tie, which rounding decides."""
     departures: Count | None = None
     """Texts that first differ elsewhere."""
     p_value: Share | None = None
-    """Under sampling: of the distribution test."""
+    """Under sampling: the p-value of the distribution test."""
     tokens: Count | None = None
-    """Under sampling: tokens that were tested."""
+    """Under sampling: the number of tested tokens."""
     passed: bool | None = None
     reason: str | None = None
-    """Why it failed or was not checked, or which places differ."""
+    """Why the run failed or was not checked, or the places that differ."""
 
 
 def unchecked(reason: str) -> Certificate:
@@ -79,31 +79,33 @@ def certify_greedy(
     same_kernels: bool = True,
     plain_ties: int = 0,
 ) -> Certificate:
-    """Compare a drafter's texts at T=0 with plain decoding's, and judge where each first differs.
+    """Compare a drafter's completions at T=0 with plain decoding's, and judge where each first differs.
 
     Forwards of one token and of several round differently: where the target's logits of the two tokens tie, either is
-    right. Any other difference is a departure, and one is enough to fail. What follows a first difference has another
-    context and is not judged. The 8 units in the last place that `first_mismatch` allows are wide in half precision:
-    lossy rules depart by less. So how much margins move by rounding is measured on the texts that differ, and what is
-    above 6 standard deviations of it (yet more than one unit) is no tie.
+    right. Any other difference is a departure, and one departure fails. Tokens after the first difference have another
+    context and are not judged. The 8 units in the last place that `first_mismatch` allows are wide in half precision:
+    lossy rules depart by less. Rounding is therefore measured on the texts that differ, and a margin above 6 standard
+    deviations of it (and above one unit) is no tie.
+
+    Without `same_kernels` another program, such as a server, wrote the texts, and its rounding cannot be measured here.
+    All 8 units are then a tie, but the number of near-ties must be plausible under twice the rounding measured here
+    (p ≥ 0.001). `plain_ties` counts the texts that differ at a near-tie between two runs of that program's plain
+    decoding. If rounding here does not explain even these, the number of near-ties must be plausible given them.
 
     Args:
-        target: the model, as both were decoded with.
+        target: the model.
         plain: the completions of plain decoding, without prompts and padding.
-        other: the drafter's of the same prompts, decoded alone or in batches.
+        other: the drafter's completions of the same prompts.
         prompts: (T,) int64, T ≥ 1.
-        sampler: the processors of T=0, none by default.
-        same_kernels: whether the texts were written by the target's own forwards. Those of another program, a server,
-            round otherwise than can be measured here: then all 8 units are a tie, but there may be no more near-ties
-            than twice the rounding that is seen here turns, in all but one of a thousand cases.
-        plain_ties: texts that part at a near-tie where a plain program of those kernels writes them again. Where
-            they alone are more than rounding explains here, near-ties may be as many as these, but for chance.
+        sampler: the logits processors of T=0; empty by default.
+        same_kernels: whether the target's own forwards wrote the texts.
+        plain_ties: the near-ties between two plain runs.
 
     Returns:
-        The certificate; `reason` names the first places that differ, prompts and tokens of a completion counted from 0.
+        The certificate; `reason` names the first differences, with prompts and tokens counted from 0.
 
     Raises:
-        InputError: not as many completions as prompts, or none.
+        InputError: no completions, or not as many as prompts.
     """
     if not len(prompts) == len(plain) == len(other) or not len(prompts):
         raise InputError(
@@ -113,7 +115,7 @@ def certify_greedy(
     texts = [_text(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
     mismatches = {}
     compared = list(zip(texts, other, strict=True))
-    for i, ((ids, length), tokens) in enumerate(each(compared, "texts beside plain decoding's", "texts")):
+    for i, ((ids, length), tokens) in enumerate(each(compared, "texts against plain decoding's", "texts")):
         mismatch = first_mismatch(target, ids, _text(ids[:length], tokens)[0], length, sampler)
         if mismatch is not None:
             mismatches[i] = replace(mismatch, position=mismatch.position - length)
@@ -124,27 +126,25 @@ def certify_greedy(
             least, most = mismatches[i].tolerance / TIE_ULPS, mismatches[i].tolerance
             mismatches[i] = replace(mismatches[i], tolerance=min(max(noise, least), most))
     ties = {i: mismatch for i, mismatch in mismatches.items() if mismatch.is_tie}
-    many = None
-    if len(ties) > 1 and not same_kernels:  # a single one says little, whatever its probability
+    excess = None
+    if len(ties) > 1 and not same_kernels:  # a single tie is no evidence, however improbable
         shared = [
             (ids[: length + mismatches[i].position + 1] if i in mismatches else ids, length)
             for i, (ids, length) in enumerate(texts)
             if len(ids) > length
         ]
         unit = max(mismatch.tolerance for mismatch in ties.values()) / TIE_ULPS
-        many = _too_many(len(ties), plain_ties, _turned_by_rounding(target, shared, sampler, unit))
+        excess = _excess_of_ties(len(ties), plain_ties, _turned_by_rounding(target, shared, sampler, unit))
     departures = {i: mismatch for i, mismatch in mismatches.items() if i not in ties}
+    reasons = [excess] if excess else []
+    reasons += [_listed(kind, places) for kind, places in (("departures", departures), ("near ties", ties)) if places]
     return Certificate(
         identical=not mismatches,
         prompts_identical=len(prompts) - len(mismatches),
         near_ties=len(ties),
         departures=len(departures),
-        passed=not departures and many is None,
-        reason="; ".join(
-            ([many] if many else [])
-            + [_named(kind, of) for kind, of in (("departures", departures), ("near ties", ties)) if of]
-        )
-        or None,
+        passed=not departures and excess is None,
+        reason="; ".join(reasons) or None,
     )
 
 
@@ -163,22 +163,9 @@ def certify_sampled(
 ) -> Certificate:
     """Sample texts speculatively, and test whether their distribution is the target's under the same settings.
 
-    Args:
-        target: the model.
-        proposer: what drafts. Where its `distributions_after` says nothing, the test has less power, and `reason` says
-            so.
-        prompts: token ids, each (T,) int64, T ≥ 1; gone through as often as it takes, each time with other seeds.
-        tokens: to be sampled, at least 2000. The more, the smaller the departures that are seen.
-        sampling: how texts are sampled, at a temperature above 0.
-        draft_length: γ.
-        batch_size: texts decoded, and then tested, together.
-        max_new_tokens: of a text.
-        seed: of the test's random points.
-        false_alarm: what `p_value` must exceed: a lossless drafter fails with at most this probability.
-        decoding: further arguments of `speculative_generate`, such as `rule`.
-
-    Returns:
-        The certificate; `reason` says what failed.
+    The prompts, (T,) int64 each, are cycled with new seeds until `tokens` were sampled; more tokens show smaller
+    departures. A lossless drafter fails with probability at most `false_alarm`. The test has less power for proposers
+    without `distributions_after`. `decoding` holds further arguments of `speculative_generate`, such as `rule`.
 
     Raises:
         InputError: T=0, fewer than 2000 tokens, or no prompts.
@@ -214,20 +201,9 @@ def sample_and_test(
     seed: int = 0,
     **decoding: Any,
 ) -> tuple[DistributionTest, Counts]:
-    """Sample texts speculatively; return the test of their distribution, and the decoder's counts.
+    """Sample texts speculatively; return the test of their distribution, by `texts_tested`, and the decoder's counts.
 
-    A token of probability zero fails the test outright, as in `distribution_test`, unless rounding explains it: where
-    a tie may move a token in or out of what top-k or top-p keep, the other tests alone decide.
-
-    Args:
-        target: the model.
-        proposer: what drafts.
-        prompts: token ids, each (T,) int64, T ≥ 1.
-        tokens: to be sampled, at least 2000.
-        sampling: the sampling arguments of `generate`; the target's generation config fills the others.
-        batch_size: texts decoded, and then tested, together.
-        seed: of the test's random points.
-        decoding: further arguments of `speculative_generate`.
+    `sampling` holds the sampling arguments of `generate`; the target's generation config fills the others.
 
     Raises:
         InputError: fewer than 2000 tokens, no prompts, or T=0.
@@ -251,10 +227,9 @@ def texts_tested(
     batch_size: int = 8,
     pairs: Mapping[str, Pairs] | None = None,
 ) -> DistributionTest:
-    """Test whether texts were drawn from the target, and let rounding excuse tokens of probability zero.
+    """Run `distribution_test`, but let rounding excuse tokens of probability zero.
 
-    Where a tie may move such a token in or out of what top-k or top-p keep, the other tests alone decide. The arguments
-    are those of `distribution_test`.
+    Where a tie can move every such token into the set that top-k or top-p keep, the other tests alone decide.
     """
     result = distribution_test(target, texts, sampler, drafter, seed, batch_size, pairs)
     if result.num_impossible and all(_rounding_ruled_out(target, texts[i], k, sampler) for i, k in result.impossible):
@@ -264,10 +239,10 @@ def texts_tested(
 
 @torch.inference_mode()
 def _rounding(target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler) -> float:
-    """Return the root mean square of what rounding adds to the margin between the two likeliest tokens.
+    """Return the root mean square that rounding adds to the margin between the two likeliest tokens.
 
-    It is the difference between a forward of the whole text, as `first_mismatch` judges, and forwards of one token,
-    as plain decoding chose.
+    It compares a forward of the whole text, by which `first_mismatch` judges, with forwards of one token, by which
+    plain decoding chose.
     """
     squares: list[Tensor] = []
     for ids, length in each(texts, "rounding", "texts"):
@@ -286,16 +261,11 @@ def _rounding(target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler) 
 
 @torch.inference_mode()
 def _turned_by_rounding(target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler, unit: float) -> Tensor:
-    """Return how likely rounding turns 0, 1, … all of the texts, (texts + 1,) float64.
+    """Return the probabilities that rounding turns 0, 1, … of the texts, (texts + 1,) float64.
 
-    A token is turned where rounding moves the margin between the two likeliest beyond zero: it is taken as normal, with
-    `OTHER_KERNELS` times the deviation that is seen here, and half a unit in the last place at the least.
-
-    Args:
-        target: the model.
-        texts: each up to its first difference.
-        sampler: the processors of T=0.
-        unit: in the last place of the largest logit.
+    A token turns where rounding moves the margin between the two likeliest below zero. Rounding is taken as normal,
+    with `OTHER_KERNELS` times the deviation measured here, but at least half a `unit` in the last place. Each text ends
+    at its first difference.
     """
     deviation = max(OTHER_KERNELS * _rounding(target, texts[:TEXTS_FED_AGAIN], sampler), unit / 2)
     counts = torch.ones(1, dtype=torch.float64)
@@ -303,9 +273,10 @@ def _turned_by_rounding(target: PreTrainedModel, texts: Sequence[Text], sampler:
         contexts = [ids[:end] for end in range(length, len(ids))]
         scores = sampler.scores(target(input_ids=ids[None], use_cache=False).logits[0, length - 1 : -1], contexts)
         best = scores.topk(2).values.double()
-        held = torch.special.log_ndtr((best[:, 0] - best[:, 1]) / deviation).sum().exp().cpu()
-        stays, turns = torch.nn.functional.pad(counts, (0, 1)) * held, torch.nn.functional.pad(counts, (1, 0))
-        counts = stays + turns * (1 - held)
+        stable = torch.special.log_ndtr((best[:, 0] - best[:, 1]) / deviation).sum().exp().cpu()
+        # The Poisson binomial distribution, text by text: the text stays with probability `stable`, or turns.
+        stays, turns = torch.nn.functional.pad(counts, (0, 1)) * stable, torch.nn.functional.pad(counts, (1, 0))
+        counts = stays + turns * (1 - stable)
     return counts
 
 
@@ -313,17 +284,16 @@ def _text(prompt: Tensor, tokens: Sequence[int]) -> Text:
     return torch.cat([prompt, prompt.new_tensor(list(tokens))]), len(prompt)
 
 
-def _too_many(ties: int, plain_ties: int, turned: Tensor) -> str | None:
-    """Return why there are more near-ties than rounding explains; None where it explains them.
+def _excess_of_ties(ties: int, plain_ties: int, turned: Tensor) -> str | None:
+    """Return why there are too many near-ties, by the distribution of turned texts; None where rounding explains them.
 
-    Args:
-        ties: their number.
-        plain_ties: those of a plain server.
-        turned: how likely rounding turns 0, 1, … texts.
+    A plain server that turns more texts than rounding explains replaces the distribution: then both servers' near-ties
+    should be split evenly (a one-sided sign test). Prompts that are near-ties for both make this test milder.
     """
     probability, own = float(turned[ties:].sum()), ""
     if turned[plain_ties:].sum() < TIES_DOUBT:
-        probability = max(probability, _as_many(ties, plain_ties))
+        both = ties + plain_ties
+        probability = max(probability, sum(math.comb(both, k) for k in range(ties, both + 1)) / (1 << both))
         own = f", and than the plain server's {plain_ties}"
     if probability >= TIES_ALARM:
         return None
@@ -334,18 +304,9 @@ def _too_many(ties: int, plain_ties: int, turned: Tensor) -> str | None:
     )
 
 
-def _as_many(ties: int, plain_ties: int) -> float:
-    """Return how likely `ties` or more of both servers' near-ties are the first's, if both are as prone to them.
-
-    Prompts that are near-ties for both make it likelier than it is: fewer servers fail.
-    """
-    both = ties + plain_ties
-    return sum(math.comb(both, k) for k in range(ties, both + 1)) / (1 << both)
-
-
 @torch.inference_mode()
 def _rounding_ruled_out(target: PreTrainedModel, text: Text, place: int, sampler: Sampler) -> bool:
-    """Say whether a token of probability zero has some once all margins move in its favour by the size of a tie."""
+    """Return whether an impossible token becomes possible once all margins move in its favour by the size of a tie."""
     context, token = text[0][:place], int(text[0][place])
     logits = target(input_ids=context[None], use_cache=False).logits[0, -1:]
     tie = TIE_ULPS * torch.finfo(target.dtype).eps * float(logits.abs().max())
@@ -354,8 +315,8 @@ def _rounding_ruled_out(target: PreTrainedModel, text: Text, place: int, sampler
     return bool(sampler.probabilities(favoured, [context])[0, token] > 0)
 
 
-def _named(kind: str, mismatches: Mapping[int, Mismatch]) -> str:
-    """Name the first of some mismatches."""
+def _listed(kind: str, mismatches: Mapping[int, Mismatch]) -> str:
+    """List the first mismatches in a sentence."""
     places = [
         f"prompt {i}, token {d.position}: "
         + (

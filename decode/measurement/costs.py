@@ -1,9 +1,8 @@
-"""The costs of a round: seconds measured on this machine, behind a context and for a number of rows.
+"""The costs of a round: seconds measured on this machine, after a context and for a number of rows.
 
-t(k) is a forward of the target over k tokens a row, d(γ) the drafting of γ tokens, o the rest of the loop.
-Everything is warm, taken in turns, and a median; measured through the decoder's own cache, proposers and loop. Whole
-rounds are timed before and after their parts. What must agree is compared, measured again where it does not, and if it
-still does not, the table says so.
+t(k) is a forward of the target over k tokens a row, d(γ) the drafting of γ tokens, o the rest of the loop. All are
+medians of warm runs taken in turns, through the decoder's own cache, proposers and loop. Whole rounds are timed before
+and after their parts. Where the two disagree they are measured again; if they still disagree, the table says so.
 
 Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 """
@@ -38,18 +37,18 @@ from draftsmith.decode.validation import Amount
 
 BLOCKS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6
-"""Bounds of plausible seconds, for files that are read back."""
+"""The bounds of plausible seconds, for files that are read back."""
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Forward = Annotated[float, Field(ge=LEAST_SECONDS, lt=MOST_SECONDS)]
 Spent = Annotated[float, Field(ge=0, lt=MOST_SECONDS)]
 Rest = Annotated[float, Field(ge=-MOST_SECONDS, lt=MOST_SECONDS)]
-"""Seconds, of a file too: of a forward, of drafting, and beside them, which noise may leave below nothing."""
+"""Seconds: of a forward, of drafting, and of the rest of a round, which noise may leave below zero."""
 
 
 def forward_behind_text(
     model: PreTrainedModel, compiled: bool = False, tokens: int = 1, context: int = 64
 ) -> Callable[[], object]:
-    """Return a forward of a block of tokens behind a text of `context` tokens, compiled by its first call."""
+    """Return a forward of a block of tokens after a text of `context` tokens, compiled by its first call."""
     cached = CachedModel(model, rows=1, max_length=context + tokens, block=tokens, compiled=compiled)
     cached.prefill(torch.ones(1, context, dtype=torch.long, device=model.device))
     return partial(cached.feed, torch.ones(1, tokens, dtype=torch.long, device=model.device), [context])
@@ -57,21 +56,21 @@ def forward_behind_text(
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """What drafting costs, in seconds, for a number of rows."""
+    """The seconds that drafting costs for a number of rows."""
 
     start: Spent
-    """A draft, however long: d(γ) = start + γ · step."""
+    """The fixed part of a draft: d(γ) = start + γ · step."""
     step: Spent
-    """Each token of it; 0 where all are drafted at once."""
+    """The cost of each token; 0 where all are drafted at once."""
     overhead: Rest
-    """o, the rest of a round: what it takes in the loop, less d and t. Noise may leave it below zero."""
+    """o, the rest of a round: its time in the loop less d and t. Noise may leave it below zero."""
     prefill: Spent
-    """The first draft behind a prompt, beyond another."""
+    """The additional cost of the first draft after a prompt."""
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds by the number of rows, behind texts of `context` tokens under one temperature."""
+    """Seconds by the number of rows, after texts of `context` tokens under one temperature."""
 
     context: Size
     """Tokens of text in the cache."""
@@ -79,14 +78,14 @@ class CostTable:
     target_seconds: Annotated[dict[Size, dict[Size, Forward]], Field(min_length=1)]
     """B → k → t(k)."""
     plain_overhead_seconds: dict[Size, Rest]
-    """B → what plain decoding does for a token beside its forward."""
+    """B → the cost of a token of plain decoding in addition to its forward."""
     prompt: Size
     prefill_seconds: dict[Size, Forward]
     """B → the target's forward over `prompt` tokens."""
     drafters: dict[str, dict[Size, DraftCosts]]
-    """Name → B → what its drafting costs."""
+    """Name → B → the cost of its drafting."""
     doubts: list[str] = field(default_factory=list)
-    """What was measured twice and does not agree, a line each."""
+    """A line for each quantity whose two measurements disagree."""
 
     @cached_property
     def _interpolated(self) -> dict[tuple[str, int], RoundCosts]:
@@ -114,7 +113,7 @@ class CostTable:
         )
 
     def prompt_seconds(self, rows: int, tokens: int) -> float:
-        """Return how long the target's forward over prompts takes: on a line through one token and measured prompts."""
+        """Return the seconds of the target's forward over prompts, on the line through t(1) and the measured prompt."""
         measured = interpolated(self.prefill_seconds, rows)
         slope = (measured - self._plain_forward(rows)) / max(1, self.prompt - 1)
         return max(measured + max(0.0, slope) * (tokens - self.prompt), 0.0)
@@ -122,10 +121,9 @@ class CostTable:
     def speculative_seconds(
         self, name: str, rounds: Sequence[float], draft_length: int, nodes: float | None, prompt: int
     ) -> float:
-        """Return how long rows that are decoded together take for these rounds each.
+        """Return the seconds of a batch whose rows take these numbers of rounds.
 
-        Rows that end leave the batch: it is faster without them, but less than by their share. `prompt` has the tokens
-        of the longest prompt; 0 leaves prompts aside.
+        Rows that end leave the batch. `prompt` is the number of tokens of the longest prompt; 0 leaves prompts out.
         """
         first, rows, seconds = self.at(name, len(rounds)), len(rounds), 0.0
         if prompt:
@@ -138,45 +136,43 @@ class CostTable:
     def taking_turns_seconds(
         self, names: Sequence[str], sizes: Sequence[np.ndarray], draft_lengths: Sequence[int], prompt: int
     ) -> float:
-        """Return how long rows that are decoded together take where drafters take turns.
+        """Return the seconds of a batch where S drafters take turns.
 
-        Args:
-            names: of S drafters, in their order.
-            sizes: of each row its rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `BatchReplay.sizes`.
-            draft_lengths: γ of each drafter.
-            prompt: tokens of the longest prompt; 0 leaves prompts aside.
+        `sizes` holds for each row its rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1), as
+        `BatchReplay.sizes` counts them; `prompt` is as in `speculative_seconds`.
         """
         sizes_BSK = stacked_sizes(sizes, len(names))
         rows, pooled_SK = len(sizes_BSK), sizes_BSK.sum(0)
 
-        def step(left: int) -> float:
-            prices_SK = turn_seconds([self.at(name, left) for name in names], draft_lengths, pooled_SK.shape[1] - 1)
-            return float((prices_SK * beside_others(pooled_SK, pooled_SK, left)).sum() / pooled_SK.sum())
+        def step(live_rows: int) -> float:
+            costs = [self.at(name, live_rows) for name in names]
+            prices_SK = turn_seconds(costs, draft_lengths, pooled_SK.shape[1] - 1)
+            return float((prices_SK * beside_others(pooled_SK, pooled_SK, live_rows)).sum() / pooled_SK.sum())
 
         seconds = 0.0
         if prompt:
             seconds = self.prompt_seconds(rows, prompt)
             for place, name in enumerate(names):
-                # A drafter reads the prompt when it is first asked, if ever: the last one may not be.
-                asked = min(1.0, float(pooled_SK[place:].sum()) / rows)
-                seconds += asked * self._first_draft(name, rows, prompt)
+                # A drafter reads the prompt in its first turn, which may never come: hence the expected share.
+                share = min(1.0, float(pooled_SK[place:].sum()) / rows)
+                seconds += share * self._first_draft(name, rows, prompt)
             if rows == 1:  # the prompt and the first draft go through the target together
                 target = self.at(names[0], rows)
                 forwards = sum(n * target.verification(1 + nodes) for nodes, n in enumerate(pooled_SK.sum(0)))
-                # No more is saved than a round takes: noise may leave the rest of it below nothing.
+                # Save at most a whole round: noise may leave the rest of a round below zero.
                 seconds -= min(step(1), float(forwards / pooled_SK.sum()))
         return seconds + _drained(sizes_BSK.sum((1, 2)).tolist(), step)
 
     def plain_seconds(self, tokens: Sequence[float], prompt: int) -> float:
-        """Return how long plain decoding takes for rows of these many tokens; `prompt` as in `speculative_seconds`."""
-        # One prompt's forward gives its first token.
+        """Return the seconds of plain decoding for rows of these lengths; `prompt` is as in `speculative_seconds`."""
+        # The forward over a single prompt also gives its first token.
         steps = [tokens[0] - 1] if len(tokens) == 1 and prompt else tokens
         return (self.prompt_seconds(len(tokens), prompt) if prompt else 0.0) + _drained(
             steps, lambda rows: self._plain_forward(rows) + interpolated(self.plain_overhead_seconds, rows)
         )
 
     def _first_draft(self, name: str, rows: int, prompt: int) -> float:
-        """Return what the first draft after a prompt takes beyond another: the drafter reads the prompt."""
+        """Return the additional seconds of the first draft, in which the drafter reads the prompt."""
         return interpolated({b: c.prefill for b, c in self.drafters[name].items()}, rows) * prompt / self.prompt
 
     def _plain_forward(self, rows: int) -> float:
@@ -184,11 +180,7 @@ class CostTable:
 
 
 def whole(table: CostTable) -> CostTable:
-    """Return a table if all its parts have the same numbers of rows, and the target's seconds for one token.
-
-    Raises:
-        ValueError: they do not; says why.
-    """
+    """Return the table; raise ValueError unless all parts have the same batch sizes, and the target its t(1)."""
     sizes = table.target_seconds.keys()
     parts: dict[str, Mapping[int, Any]] = {**table.drafters, "plain_overhead_seconds": table.plain_overhead_seconds}
     for name, by_rows in (parts | {"prefill_seconds": table.prefill_seconds}).items():
@@ -201,15 +193,16 @@ def whole(table: CostTable) -> CostTable:
 
 
 ValidTable = Annotated[CostTable, AfterValidator(whole)]
-"""A table of a file."""
+"""A table read from a file."""
 
 
 def _drained(steps: Sequence[float], seconds: Callable[[int], float]) -> float:
-    """Sum the steps of a batch whose rows have these many, at what a step costs for the rows that are left."""
-    total, before = 0.0, 0.0
+    """Sum the seconds of a batch whose rows take these numbers of steps; `seconds` prices a step by its live rows."""
+    total, elapsed = 0.0, 0.0
     for ended, step in enumerate(sorted(steps)):
-        total += (step - before) * seconds(len(steps) - ended) if step > before else 0.0
-        before = max(before, step)
+        # Between two ends the batch keeps its size: (difference in steps) × (price at that size).
+        total += (step - elapsed) * seconds(len(steps) - ended) if step > elapsed else 0.0
+        elapsed = max(elapsed, step)
     return total
 
 
@@ -228,27 +221,17 @@ def measure_costs(
     compiled: bool = False,
     seconds: float | None = None,
 ) -> list[CostTable]:
-    """Measure what rounds cost behind texts of `context` tokens.
+    """Measure the costs of rounds after texts of `context` tokens; return a table for each sampler.
 
-    Args:
-        target: the model.
-        proposers: what drafts, by name.
-        draft_lengths: the longest draft of each.
-        text: tokens of real text, (T,): drafters that look at the text find in it what they would find.
-        samplers: by temperature; each has a table, and the target's forwards are measured once for all.
-        batch_sizes: B.
-        context: tokens of text in the cache.
-        prompt: tokens of a prompt.
-        blocks: k, tokens of a forward.
-        repeats: each is measured so often, once more to warm up.
-        compiled: of compiled forwards.
-        seconds: about what all of it may take once everything is compiled; fewer turns and attempts are made for it.
+    `text` is real text, (T,) int64, in which drafters that copy find copies at their usual rate; `draft_lengths` holds
+    the longest draft of each proposer, `blocks` the k of t(k). The target's forwards are measured once for all
+    samplers. `seconds` is an approximate limit once all is compiled, kept by fewer turns and attempts; None sets none.
     """
-    sizes, of_blocks = sorted(set(batch_sizes)), sorted(set(blocks) | {1})
+    sizes, block_sizes = sorted(set(batch_sizes)), sorted(set(blocks) | {1})
     share = None if seconds is None else seconds / len(sizes)
 
     def parts(rows: int) -> Parts:
-        forward = verification_costs(target, rows, context, of_blocks, repeats, compiled)
+        forward = verification_costs(target, rows, context, block_sizes, repeats, compiled)
         drafting = partial(_drafts, target, text=text, rows=rows, context=context, prompt=prompt)
         return Parts(
             forward,
@@ -279,21 +262,21 @@ def measure_costs(
             {rows: timing.plain_overhead(t) for rows, timing in timings.items()},
             prompt,
             prefill,
-            {name: {rows: _of_drafter(timing, t, name) for rows, timing in timings.items()} for name in proposers},
+            {name: {rows: _draft_costs(timing, t, name) for rows, timing in timings.items()} for name in proposers},
             [f"T={t:g}, {rows} at a time: {line}" for rows, timing in timings.items() for line in timing.doubts()[t]],
         )
         for t in samplers
     ]
 
 
-def _of_drafter(timing: Timing, temperature: float, name: str) -> DraftCosts:
+def _draft_costs(timing: Timing, temperature: float, name: str) -> DraftCosts:
     start, step, first = timing.parts.drafts[temperature][name]
     return DraftCosts(start, step, timing.rest(temperature, name), first)
 
 
 def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: int, compiled: bool) -> float:
     tokens = torch.ones(rows, prompt, dtype=torch.long, device=target.device)
-    # Short prompts go through the program, as in the loops.
+    # Short prompts go through the compiled program, as in the loops.
     calls = {"prefill": lambda: CachedModel(target, rows, prompt + 1, compiled=compiled).prefill(tokens)}
     return median_seconds(calls, repeats, target.device)["prefill"]
 
@@ -311,18 +294,18 @@ def _drafts(
     context: int,
     prompt: int,
 ) -> tuple[float, float, float]:
-    """Return start and step of d(γ), and what the first draft behind a prompt takes on top."""
+    """Return start and step of d(γ), and the additional seconds of the first draft after a prompt."""
     texts = contexts_of(text, rows, max(prompt, context) + repeats + 2)
 
     def drafting(length: int, draft_length: int) -> tuple[float, float, int]:
         return drafting_seconds(target, proposer, texts, length, draft_length, sampler, repeats, compiled)
 
     long, _, nodes = drafting(context, draft_length)
-    # A compiled chain of one step would be a program of its own; the steps of a longer one are alike.
-    alike = compiled and not proposer.at_once and nodes == draft_length
-    short = long / draft_length if alike else drafting(context, 1)[0]
+    # A chain of one step would be another compiled program, so its cost is a share of the longer chain's equal steps.
+    equal_steps = compiled and not proposer.at_once and nodes == draft_length
+    short = long / draft_length if equal_steps else drafting(context, 1)[0]
     _, first, _ = drafting(prompt, draft_length)
-    # What drafts all tokens at once, and n-grams that were not found, have no step.
+    # The step is 0 for drafters that draft all tokens at once, and for copies that were shorter than γ.
     step = max(0.0, (long - short) / (draft_length - 1)) if draft_length > 1 and nodes == draft_length else 0.0
     return max(0.0, long - draft_length * step), step, max(0.0, first - long)
 
@@ -338,20 +321,10 @@ def drafting_seconds(
     repeats: int = 5,
     compiled: bool = False,
 ) -> tuple[float, float, int]:
-    """Measure a draft for rows of text, all of whose drafts are rejected: after each round a row has one token more.
+    """Return the median seconds of a draft, those of the first draft, which reads the text, and the tokens of a draft.
 
-    Args:
-        target: the model that is drafted for.
-        proposer: what drafts.
-        texts_BT: the rows' texts, at least `context` + `repeats` + 1 tokens each.
-        context: tokens of text at the first draft.
-        draft_length: γ.
-        sampler: T=0 if None.
-        repeats: drafts that are measured.
-        compiled: run a draft model compiled.
-
-    Returns:
-        The median seconds of a draft, those of the first one, which reads the text, and the tokens of a draft.
+    Every draft is rejected, so that each round adds one token to a row. `texts_BT` needs at least `context` +
+    `repeats` + 1 tokens a row; the sampler is greedy if None.
     """
     rows, length = texts_BT.shape
     task = DraftTask(
@@ -367,7 +340,7 @@ def drafting_seconds(
     )
     proposer.start(task)
     seconds, tokens = [], 0
-    # The second is for warming up: heads have no hidden states to draft from before it.
+    # Two turns warm up: heads have hidden states to draft from only after the first.
     for turn in range(repeats + 2):
         contexts = [row[: context + turn] for row in texts_BT]
         drafting, proposals = timed(partial(proposer.propose, contexts, [draft_length] * rows), target.device)
@@ -375,12 +348,12 @@ def drafting_seconds(
         tokens = max(len(proposal.tokens) for proposal in proposals)
         depths, prompt = len(proposer.wants_features), 0 if turn else context - 1
         proposer.commit([_rejected(target, len(proposal.tokens), depths, prompt) for proposal in proposals])
-    # What wants features reads the text with its second draft, for the first has none.
+    # A drafter on features reads the text with its second draft, because the first has no features yet.
     return median(seconds[2:]), seconds[1 if proposer.wants_features else 0], tokens
 
 
 def _rejected(target: PreTrainedModel, tokens: int, depths: int, prompt: int) -> Outcome:
-    """Return the outcome of a draft that was rejected, with features of `depths` layers, also of the prompt."""
+    """Return the outcome of a rejected draft, with features of `depths` layers for it and for the prompt."""
     config = target.config.get_text_config()
     logits = torch.zeros(tokens + 1, config.vocab_size, device=target.device, dtype=target.dtype)
     if depths:

@@ -1,9 +1,9 @@
 """Tests of losslessness: identity with plain decoding at T=0, and a distribution test for sampled text.
 
-Whatever was written before, a token x that is drawn from p given it, cut at a random point of its cumulative step,
-u = F(x⁻) + U p(x), is uniform on (0, 1) and independent of all that went before (Rosenblatt 1952; for discrete laws
-Smith 1985; as a test of forecasts Diebold, Gunther and Tay 1998). So one sequence of numbers tests the distributions of
-all contexts at once, at any vocabulary, where counting would need every context many times.
+Let a token x be drawn from p, and u = F(x⁻) + U p(x) a random point of its step of the cumulative distribution. Then u
+is uniform on (0, 1) and independent of everything before x (Rosenblatt 1952; for discrete laws Smith 1985; as a test of
+forecasts Diebold, Gunther and Tay 1998). One sequence of numbers therefore tests the distributions of all contexts, at
+any vocabulary; counting would need every context many times.
 
 Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens under test, V vocabulary.
 """
@@ -40,29 +40,29 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import speculative_generate
 
 Text = tuple[Tensor, int]
-"""A text's tokens (T,) int64, and how many of them are its prompt, at least one."""
-ENTRIES = 2**25  # of logits held at a time; what is computed from them takes a few times their memory
+"""A text's tokens (T,) int64, and the length of its prompt, at least 1."""
+ENTRIES = 2**25  # logits held at a time; the tensors computed from them take a few times their memory
 PLACES_NAMED = 16
 PLACES_SEED = 2**31
-"""Beyond the seeds that texts are drawn with: a point that chose a token is no longer random given it."""
+"""An offset from the seeds of the texts: a number that chose a token is no longer random given that token."""
 
 
 @dataclass(frozen=True)
 class DistributionTest:
-    """The result of the test. A right decoder's `p_value` is below x with probability at most x."""
+    """The result of the test. For a correct decoder `p_value` is below x with probability at most x."""
 
     num_tokens: int
     p_value: float
-    """The least of the tests' p-values times their number (Bonferroni); 0 where a token had probability zero."""
+    """The smallest p-value times the number of tests (Bonferroni); 0 where a token had probability zero."""
     tests: dict[str, ChiSquare | Agreement]
     num_impossible: int
-    """Tokens that the target's distribution rules out."""
+    """Tokens to which the target gives probability zero."""
     impossible: tuple[tuple[int, int], ...]
-    """The first 16 of them: (text, index of the token in it)."""
+    """The first 16 impossible tokens: (text, index of the token in it)."""
 
     @property
     def combined(self) -> float:
-        """The p-value of the tests alone, whatever is impossible."""
+        """The p-value of the tests alone, regardless of impossible tokens."""
         return min(1.0, len(self.tests) * min(test.p_value for test in self.tests.values()))
 
     def worst(self) -> str:
@@ -103,31 +103,22 @@ def sample_texts(
     batch_size: int = 8,
     **generate_kwargs: Any,
 ) -> tuple[list[Text], Counts]:
-    """Sample texts until they hold `num_tokens` new tokens, going through the prompts as often as it takes.
+    """Sample texts until they hold at least `num_tokens` new tokens, cycling through the prompts, (T,) int64 each.
 
-    Every text has another seed, and they are taken in order, up to the first with which there are enough: the same
-    texts whatever the batches. What the generation config says holds where `generate_kwargs` do not.
-
-    Args:
-        target: the model.
-        proposer: what drafts.
-        prompts: token ids, each (T,) int64, T ≥ 1; at least one.
-        num_tokens: new tokens, at least; the last text is whole.
-        draft_length: γ.
-        batch_size: prompts decoded together.
-        generate_kwargs: of `speculative_generate`.
+    Every text has its own seed, and texts are taken in order up to the first that suffices, so that the texts do not
+    depend on the batch size. `generate_kwargs` override the generation config.
     """
     texts: list[Text] = []
     counts = Counts()
     decode = partial(speculative_generate, target, proposer)
     options: dict[str, Any] = {"do_sample": True, "draft_length": draft_length} | generate_kwargs
     with phase("sampled texts", num_tokens, "tokens") as sampled:
-        again = cycle(prompts)
-        while batch := list(islice(again, batch_size)):
-            for text, of_text in _decode(decode, batch, seed=len(texts), **options):
+        cycled = cycle(prompts)
+        while batch := list(islice(cycled, batch_size)):
+            for text, text_counts in _decode(decode, batch, seed=len(texts), **options):
                 texts.append(text)
-                counts += of_text
-                sampled.advance(of_text.num_emitted_tokens)
+                counts += text_counts
+                sampled.advance(text_counts.num_emitted_tokens)
                 if counts.num_emitted_tokens >= num_tokens:
                     return texts, counts
     raise InputError("prompts: expected at least one to sample from, found none")
@@ -162,25 +153,16 @@ def distribution_test(
     batch_size: int = 16,
     pairs: Mapping[str, Pairs] | None = None,
 ) -> DistributionTest:
-    """Test whether texts were drawn from the target under a sampler.
+    """Test whether texts, each without tokens after its end of sequence, were drawn from the target under a sampler.
 
-    The vocabulary is ordered in each context, by token id, by p, and by q − p where a drafter is given: what leans
-    towards the drafter, as most mistakes of speculative sampling do, then shows at one end. Each ordering's numbers are
-    tested for uniformity, and successive ones for independence; pairs overlap, which the contingency table's statistic
-    allows for (Billingsley 1961, section 5).
+    The vocabulary is ordered in each context by token id, by p and, given the drafter's q, by q − p: a distribution
+    that leans towards the drafter, the usual fault of speculative sampling, then shows at one end. The numbers of each
+    ordering are tested for uniformity, and successive ones for independence; pairs overlap, which the statistic of the
+    contingency table allows for (Billingsley 1961, section 5). `pairs` names texts that must be independent of one
+    another: with it come tests of their independence, of how often they agree, and of all texts' first tokens.
 
-    A token of probability zero fails the test outright. In half precision, where forwards of other shapes round
-    differently, top-k and top-p may rule out a token here that they let pass there: test in float32.
-
-    Args:
-        target: the model.
-        texts: each with nothing behind its end-of-sequence token.
-        sampler: the warping that they were sampled under.
-        drafter: gives q, for power alone; see `Proposer.distributions_after`.
-        seed: of the random points.
-        batch_size: texts in one forward; processors are handed as many, as `generate` does.
-        pairs: texts that must be independent of one another, by a name of what they have in common. With
-            them come more tests: of their independence, of how often they agree, and of all texts' first tokens.
+    A token of probability zero fails the test. Test in float32: in half precision, rounding lets top-k and top-p rule
+    out tokens here that the decoder kept.
 
     Raises:
         InputError: T=0, a text without a prompt, or fewer than 20 tokens for each cell of the pairs' table.
@@ -198,8 +180,9 @@ def distribution_test(
         columns = max(1, ENTRIES // (len(batch) * size))
         u_KTB = torch.zeros(len(orders), *wanted_TB.shape, dtype=torch.float64)
         places_BT = torch.zeros(wanted_BT.shape, dtype=torch.float64)
-        # Text by text: the same points whatever the batches.
+        # Drawn text by text, so that the points do not depend on the batch size.
         places_BT[wanted_TB.T] = torch.rand(int(wanted_BT.sum()), generator=generator, dtype=torch.float64)
+        # Distributions come in blocks of columns: (B, T, V) would not fit into memory.
         q_blocks = repeat(None) if drafter is None else drafter(ids_BT, wanted_BT, columns)
         p_blocks = model_distributions(target, sampler)(ids_BT, wanted_BT, columns)
         for start, p_NV, q_NV in zip(range(1, ids_BT.shape[1], columns), p_blocks, q_blocks, strict=False):
@@ -220,7 +203,7 @@ def distribution_test(
 
 
 class _LawTests:
-    """The tests of all texts' numbers, by each of K orders of the vocabulary, and the tokens of probability zero."""
+    """The tests of all numbers for each of K orders of the vocabulary, and the tokens of probability zero."""
 
     def __init__(self, orders: Sequence[str]):
         self._orders = orders
@@ -230,7 +213,7 @@ class _LawTests:
         self._impossible: list[tuple[int, int]] = []
 
     def add_impossible(self, ruled_out_N: Tensor, chosen_CB: Tensor, start: int) -> None:
-        """Add tokens that the target rules out, of a batch's columns from `start` on, before the batch is added."""
+        """Add impossible tokens in the columns from `start` on of the batch that is added next."""
         self._num_impossible += int(ruled_out_N.sum())
         for column, text in chosen_CB.nonzero()[ruled_out_N][: PLACES_NAMED - len(self._impossible)].tolist():
             self._impossible.append((self.num_texts + text, start + column))
@@ -245,19 +228,16 @@ class _LawTests:
         self._num_tokens += int(wanted_TB.sum())
         self.num_texts += wanted_TB.shape[1]
 
-    def result(self, further: dict[str, ChiSquare | Agreement]) -> DistributionTest:
-        """Return the tests of all batches, and further ones.
-
-        Raises:
-            InputError: too few tokens.
-        """
+    def result(self, pair_tests: dict[str, ChiSquare | Agreement]) -> DistributionTest:
+        """Return these tests and those of pairs; raise InputError if there are too few tokens."""
         if self._num_tokens < 20 * PAIR_BINS**2:
             raise InputError(f"texts: expected at least {20 * PAIR_BINS**2} tokens, found {self._num_tokens}")
         tests: dict[str, ChiSquare | Agreement] = {}
         for k, order in enumerate(self._orders):
             tests[f"uniform by {order}"] = uniformity(self._uniform[k])
             tests[f"independent by {order}"] = independence(self._successive[k].view(PAIR_BINS, PAIR_BINS))
-        result = DistributionTest(self._num_tokens, 0.0, tests | further, self._num_impossible, tuple(self._impossible))
+        tests |= pair_tests
+        result = DistributionTest(self._num_tokens, 0.0, tests, self._num_impossible, tuple(self._impossible))
         return result if self._num_impossible else replace(result, p_value=result.combined)
 
 
@@ -276,7 +256,7 @@ def _batched(items: Iterable[Item], size: int, title: str) -> Iterator[list[Item
 def _decode(
     decode: Callable[..., DecodeOutput], prompts: list[Tensor], **options: Any
 ) -> Iterator[tuple[Text, Counts]]:
-    """Decode prompts together; yield their texts, without padding, and what was counted of each."""
+    """Decode prompts together; yield each text, without padding, and its counts."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
@@ -287,7 +267,7 @@ def _decode(
 
 
 def _aligned(texts: list[Text]) -> tuple[Tensor, Tensor]:
-    """Pad texts on the right; return them and which of their tokens are under test, both (B, T)."""
+    """Pad texts on the right; return them and a mask of the tokens under test, both (B, T)."""
     for _, prompt_length in texts:
         if prompt_length < 1:
             raise InputError(f"prompt_length: expected at least 1, found {prompt_length}")

@@ -1,4 +1,4 @@
-"""The first mismatch of two texts at T=0, and whether it is a tie: logits that rounding orders either way."""
+"""The first mismatch of two texts at T=0, and whether it is a tie, where rounding decides the order of two logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 
 GREEDY = Sampler(LogitsProcessorList(), do_sample=False)
-# In units of the dtype's spacing at the largest logit. On the embedded target in bfloat16, forwards of one token, of
-# eight and of the whole text gave margins between the two likeliest tokens that differed by up to 1.9 units (8 places
-# of 12 texts); deeper models round more often.
+# In units of the dtype's spacing at the largest logit. On the embedded target in bfloat16, margins between the two
+# likeliest tokens differed by up to 1.9 units among forwards of one token, of eight and of the whole text (8 places in
+# 12 texts); deeper models round more often.
 TIE_ULPS = 8
 
 
@@ -22,33 +22,29 @@ class Mismatch:
     """The first place where a text differs from plain decoding's."""
 
     position: int
-    """The token's index in the text."""
+    """The index of the token in the text."""
     expected: int | None
-    """The plain text's token; None where it ends before."""
+    """The plain text's token; None where the text has ended."""
     found: int | None
-    """The other text's."""
+    """The other text's token; None where the text has ended."""
     margin: float
-    """The target's logit of `expected` less that of `found`, after the same processing, from one fresh forward of the
-    shared beginning; infinite where a text ends."""
+    """The target's processed logit of `expected` less that of `found`, by one forward of the common beginning; infinite
+    where a text ends."""
     tolerance: float
     """The size of a tie in the model's dtype: 8 units in the last place of the largest logit."""
     reference_margin: float | None = None
-    """The margin by the reference model; None without one. It decides nothing."""
+    """The margin by the reference model, for information; None without one."""
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding explains the difference. A decoder that is wrong differs by more."""
+        """Whether rounding explains the difference."""
         return abs(self.margin) <= self.tolerance
 
 
 def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the index of the first token that differs.
-
-    Returns:
-        The shorter length if one text begins with the other; None if they are equal.
-    """
-    for place, (token, beside) in enumerate(zip(text, other, strict=False)):
-        if token != beside:
+    """Return the index of the first different token, the shorter length if one text begins the other; None if equal."""
+    for place, (token, other_token) in enumerate(zip(text, other, strict=False)):
+        if token != other_token:
             return place
     return None if len(text) == len(other) else min(len(text), len(other))
 
@@ -62,21 +58,10 @@ def first_mismatch(
     sampler: Sampler = GREEDY,
     reference: PreTrainedModel | None = None,
 ) -> Mismatch | None:
-    """Compare a text with plain decoding's at T=0.
+    """Return the first mismatch of a text with plain decoding's at T=0, both (T,) int64 with the prompt; None if equal.
 
-    In float32 there should be none. In half precision a forward of one token and one of several round differently, so
-    that near-ties fall either way; after the first the texts have nothing in common, so the first alone is judged.
-
-    Args:
-        target: the model that wrote both.
-        plain: the text of plain decoding, prompt included, (T,) int64.
-        other: the text to be judged, (T',).
-        prompt_length: tokens of the prompt, which both share, at least 1.
-        sampler: how the logits were processed.
-        reference: the same weights in a wider dtype, to see how near the two tokens are where little is rounded.
-
-    Returns:
-        None where the texts are equal.
+    In float32 texts should be equal. In half precision, forwards of one token and of several round differently, so that
+    near-ties fall either way. `reference` is the target in a wider dtype, which measures the margin more exactly.
 
     Raises:
         InputError: texts that are no vectors or differ within the prompt, or a prompt without tokens.

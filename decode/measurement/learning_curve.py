@@ -2,12 +2,11 @@
 
 τ(n) = τ∞ − c·n^(−b), the power law with a limit that the error of models follows (Hestness et al. 2017, section 2).
 
-A few amounts say little of three numbers, and less of what lies beyond them: many curves pass near them. So all are
-weighed (Bayes) that fit within what may be chance: other prompts, with the jackknife's covariance, and the luck of a
-training run, by which τ of equal runs of other seeds differs. Flat priors are on τ of the least and of the greatest
-amount, with τ not falling between them, and on the logarithm of b; the variance of luck has a scaled inverse chi-square
-with few degrees of freedom about its prior value, so that points that miss the curve by more say so. How often the
-intervals hold what comes: docs/benchmarks.md has the simulation.
+Many curves pass near a few points, so all curves are weighed by their posterior probability. The noise has two parts:
+other prompts, with the jackknife's covariance, and luck, by which τ differs between training runs with other seeds. The
+priors are flat on τ at the least and the greatest amount, with τ not falling between them, and on the logarithm of b.
+The variance of luck has a scaled inverse chi-square prior with few degrees of freedom, so that points far from the
+curve raise it. docs/benchmarks.md has a simulation of the intervals' coverage.
 
 Shape suffixes: K amounts of text, n prompts, G exponents, L sizes of luck, R draws.
 """
@@ -24,40 +23,40 @@ from draftsmith.decode.measurement.intervals import LEAST as LEAST_PROMPTS
 from draftsmith.decode.measurement.intervals import Estimate, Values, ratio
 
 EXPONENTS = np.geomspace(0.01, 2.0, 150)
-"""b: at the least τ grows as the logarithm of n; at the most all but the first amount are near the limit."""
+"""The grid of b: at the smallest τ grows as log n; at the largest all but the first amount are near the limit."""
 LIMITED = 0.05
-"""Below this b no limit is in sight: up to ten times the text the curve is a logarithm's to a few percent."""
+"""The b below which no limit is in sight: up to ten times the text the curve equals a logarithm to a few percent."""
 LEAST = 3
-"""Amounts of text that a curve of three numbers needs; of two the prior on its exponent says how it bends."""
+"""The amounts of text that a curve of three numbers needs; with two the prior on b decides how it bends."""
 LUCK = 0.05
-"""The standard deviation of τ over seeds: what runs of three seeds on the embedded target showed at T=0 at the most."""
+"""The standard deviation of τ over seeds: the largest at T=0 with three seeds on the embedded target."""
 LUCKS = np.geomspace(0.25, 8.0, 12)
-"""Sizes of luck that are weighed, times its prior value."""
+"""The grid of luck, as multiples of its prior value."""
 FREEDOM = 4
-"""Degrees of freedom of that prior: a half or twice as much luck is no surprise."""
+"""The degrees of freedom of that prior, under which a half or twice the luck is no surprise."""
 DRAWS = 20_000
 
 
 @dataclass(frozen=True)
 class LearningCurve:
-    """τ against the amount of training text. Forecasts are of one further run, with its luck and other prompts."""
+    """τ against the amount of training text, with forecasts of one more run, its luck and other prompts included."""
 
     sizes: list[float]
     """Tokens of training text, ascending."""
     lengths: list[Estimate]
-    """τ of each; the interval is over prompts."""
+    """τ at each amount; the interval is over prompts."""
     limit: Estimate
-    """τ∞; without a value where the points fit growth without a limit as well."""
+    """τ∞; without a value where growth without a limit fits as well."""
     exponent: Estimate
     """b."""
     residual: float | None
-    """How far τ misses the best curve: √(Σ ÷ (K − 3)), for three numbers were fitted; None of three amounts."""
+    """The residual standard deviation √(Σ ÷ (K − 3)) of the best curve, which has three numbers; None if K ≤ 3."""
     luck: float
-    """The standard deviation of τ over runs that differ in the seed alone, by the points and its prior."""
+    """The posterior standard deviation of τ over runs that differ only in the seed."""
     grows: bool
-    """Whether τ rises with the text at all. If not, the curve is flat, and no more text is called for."""
+    """Whether τ rises with the text; otherwise the curve is flat, and more text does not help."""
     forecasts: dict[float, Estimate]
-    """τ by times the largest amount; of three amounts or fewer without an interval."""
+    """τ by multiples of the largest amount; without an interval if K ≤ 3."""
 
 
 def learning_curve(
@@ -73,21 +72,21 @@ def learning_curve(
 
     Args:
         sizes: tokens of training text, K different numbers.
-        tokens: of each replayed prompt, for the run of each amount, (K, n).
-        rounds: likewise, expected rounds; τ is Σ tokens ÷ Σ rounds.
+        tokens: the tokens of each replayed prompt under the run of each amount, (K, n).
+        rounds: the expected rounds of the same, (K, n); τ is Σ tokens ÷ Σ rounds.
         times: multiples of the largest amount to forecast.
-        luck: the standard deviation of τ over equal runs of other seeds: a guess.
-        most: what τ cannot exceed, γ + 1.
-        least: amounts that there must be, at least two.
+        luck: the prior standard deviation of τ over runs with other seeds.
+        most: the limit of τ, γ + 1.
+        least: the required number of amounts, at least two.
 
     Raises:
-        InputError: fewer amounts, one twice or none above 0, or tables that do not fit.
+        InputError: too few amounts, equal amounts, amounts of 0, or tables that do not fit.
     """
     order = np.argsort(sizes)
     n_K = np.asarray(sizes, dtype=np.float64)[order]
     if len(n_K) < least or not (n_K > 0).all() or not (np.diff(n_K) > 0).all():
-        found = ", ".join(f"{size:g}" for size in n_K) or "none"
-        raise InputError(f"sizes: expected at least {least} different amounts of text above 0, found {found}")
+        amounts = ", ".join(f"{size:g}" for size in n_K) or "none"
+        raise InputError(f"sizes: expected at least {least} different amounts of text above 0, found {amounts}")
     tables = [np.asarray(table, dtype=np.float64) for table in (tokens, rounds)]
     for name, table in zip(("tokens", "rounds"), tables, strict=True):
         if table.ndim != 2 or len(table) != len(n_K) or table.shape != tables[0].shape or not table.shape[1]:
@@ -100,8 +99,8 @@ def learning_curve(
     prompts, tau_K = tokens_Kn.shape[1], tokens_Kn.sum(1) / rounds_Kn.sum(1)
     x_K = n_K / n_K[-1]
     level, slope, b = _least_squares(x_K, tau_K)
-    left_K = tau_K - (level - slope * x_K**-b)
-    drawn = _drawn(x_K, tau_K, _covariance(tokens_Kn, rounds_Kn), luck)
+    residual_K = tau_K - (level - slope * x_K**-b)
+    curves = _draw_curves(x_K, tau_K, _covariance(tokens_Kn, rounds_Kn), luck)
     has_interval = prompts >= LEAST_PROMPTS and len(n_K) > LEAST
 
     def estimate(values_R: Values, value: float | None = None) -> Estimate:
@@ -110,48 +109,45 @@ def learning_curve(
         return Estimate(value, (min(low, value), max(high, value)) if has_interval else None, prompts)
 
     flat = None if slope > 0 else float(tau_K.mean())
-    chance_R = np.random.default_rng(1).standard_normal(DRAWS) * drawn.luck_R
-    limited = np.mean(drawn.exponent_R < LIMITED) <= 0.025
+    chance_R = np.random.default_rng(1).standard_normal(DRAWS) * curves.luck_R
+    has_limit = flat is not None or np.mean(curves.exponent_R < LIMITED) <= 0.025
     return LearningCurve(
         n_K.tolist(),
         [ratio(t, r) for t, r in zip(tokens_Kn.tolist(), rounds_Kn.tolist(), strict=True)],
-        estimate(np.minimum(drawn.at(np.inf), most), flat)
-        if limited or flat is not None
-        else Estimate(None, None, prompts),
-        estimate(drawn.exponent_R),
-        float(np.sqrt((left_K**2).sum() / (len(n_K) - LEAST))) if len(n_K) > LEAST else None,
-        float(np.median(drawn.luck_R)),
+        estimate(np.minimum(curves.at(np.inf), most), flat) if has_limit else Estimate(None, None, prompts),
+        estimate(curves.exponent_R),
+        float(np.sqrt((residual_K**2).sum() / (len(n_K) - LEAST))) if len(n_K) > LEAST else None,
+        float(np.median(curves.luck_R)),
         slope > 0,
-        {float(ahead): estimate(np.minimum(drawn.at(ahead) + chance_R, most), flat) for ahead in times},
+        {float(ahead): estimate(np.minimum(curves.at(ahead) + chance_R, most), flat) for ahead in times},
     )
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """Curves that are drawn as likely as they are."""
+class _Curves:
+    """R curves drawn from the posterior."""
 
-    least: float
-    """The least amount ÷ the greatest."""
-    first_R: Values
-    """τ of the least amount."""
-    rise_R: Values
-    """By how much τ of the greatest is above it."""
+    least: float  # the least amount ÷ the greatest
+    first_R: Values  # τ at the least amount
+    rise_R: Values  # τ at the greatest amount less τ at the least
     exponent_R: Values
     luck_R: Values
 
     def at(self, times: float) -> Values:
-        """Return τ of `times` the greatest amount, (R,)."""
+        """Return τ at `times` the greatest amount, (R,)."""
         return self.first_R + self.rise_R * _risen(self.least, self.exponent_R, times)
 
 
 def _risen(least: float, b: Values, times: float | Values) -> Values:
-    """Return the part of the rise from the least to the greatest amount that a curve has made at an amount."""
+    """Return the share of the rise from the least to the greatest amount (0 to 1 between them) at an amount."""
     risen: Values = (least**-b - np.power(times, -b)) / (least**-b - 1)
     return risen
 
 
-def _drawn(x_K: Values, tau_K: Values, prompts_KK: Values, luck: float) -> _Drawn:
-    """Draw curves: by exponent and luck what is left is a line's, whose two numbers are normal, cut where τ falls."""
+def _draw_curves(x_K: Values, tau_K: Values, prompts_KK: Values, luck: float) -> _Curves:
+    """Draw curves from the posterior, exactly on a grid of exponents and sizes of luck."""
+    # Given b and the luck, τ is linear in its value at the least amount and its rise: a regression with known noise,
+    # whose posterior is normal, truncated to rises above 0.
     design_GK2 = np.ones((len(EXPONENTS), len(x_K), 2))
     design_GK2[:, :, 1] = _risen(x_K[0], EXPONENTS[:, None], x_K)
     lucks_L = luck * LUCKS
@@ -160,9 +156,10 @@ def _drawn(x_K: Values, tau_K: Values, prompts_KK: Values, luck: float) -> _Draw
     precision_GL22 = weighted_GL2K @ design_GK2[:, None]
     covariance_GL22 = np.linalg.inv(precision_GL22)
     mean_GL2 = (covariance_GL22 @ (weighted_GL2K @ tau_K)[..., None])[..., 0]
-    left_GLK = tau_K - (design_GK2[:, None] @ mean_GL2[..., None])[..., 0]
-    misfit_GL = np.einsum("glk,lkj,glj->gl", left_GLK, inverse_LKK, left_GLK)
+    residual_GLK = tau_K - (design_GK2[:, None] @ mean_GL2[..., None])[..., 0]
+    misfit_GL = np.einsum("glk,lkj,glj->gl", residual_GLK, inverse_LKK, residual_GLK)
     deviation_GL = np.sqrt(covariance_GL22[..., 1, 1])
+    # The marginal likelihood of each grid point, times the probability of a positive rise and the prior of the luck.
     log_GL = 0.5 * (np.linalg.slogdet(inverse_LKK)[1] - np.linalg.slogdet(precision_GL22)[1] - misfit_GL)
     log_GL += log_ndtr(mean_GL2[..., 1] / deviation_GL)
     log_GL -= FREEDOM * (np.log(lucks_L) + 0.5 * (luck / lucks_L) ** 2)
@@ -173,17 +170,18 @@ def _drawn(x_K: Values, tau_K: Values, prompts_KK: Values, luck: float) -> _Draw
         generator.choice(weights_GL.size, DRAWS, p=weights_GL.ravel() / weights_GL.sum()), len(lucks_L)
     )
     mean_R2, covariance_R22, deviation_R = mean_GL2[g_R, l_R], covariance_GL22[g_R, l_R], deviation_GL[g_R, l_R]
+    # The rise by inversion of the truncated normal, then the first τ by its conditional normal.
     below_R = ndtr(-mean_R2[:, 1] / deviation_R)
     uniform_R = np.clip(below_R + (1 - below_R) * generator.random(DRAWS), 1e-300, 1 - 1e-16)
     rise_R = np.maximum(mean_R2[:, 1] + deviation_R * ndtri(uniform_R), 0.0)
     lean_R = covariance_R22[:, 0, 1] / deviation_R**2
     rest_R = np.sqrt(np.maximum(covariance_R22[:, 0, 0] - lean_R * covariance_R22[:, 0, 1], 0.0))
     first_R = mean_R2[:, 0] + lean_R * (rise_R - mean_R2[:, 1]) + rest_R * generator.standard_normal(DRAWS)
-    return _Drawn(float(x_K[0]), first_R, rise_R, EXPONENTS[g_R], lucks_L[l_R])
+    return _Curves(float(x_K[0]), first_R, rise_R, EXPONENTS[g_R], lucks_L[l_R])
 
 
 def _covariance(tokens_Kn: Values, rounds_Kn: Values) -> Values:
-    """Return how τ of the amounts vary together with the prompts, by the jackknife, (K, K)."""
+    """Return the covariance of τ at the amounts over prompts, by the jackknife, (K, K)."""
     prompts = tokens_Kn.shape[1]
     rest_Kn = rounds_Kn.sum(1, keepdims=True) - rounds_Kn
     if not (rest_Kn > 0).all():

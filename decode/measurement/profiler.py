@@ -1,20 +1,18 @@
-"""The parts of a round's time, draft, target, accept, sync and rest, measured from outside of the round loop.
+"""The parts of a round's time, draft, target, accept, sync and rest, measured from outside the round loop.
 
-The loop is not touched. A proxy of the proposer times the drafting, hooks on the target its forwards, a proxy of the
-rule the acceptance, and the loop's observer says what a round came to; what lies between is the rest.
+A proxy of the proposer times the drafting, hooks on the target its forwards, and a proxy of the rule the acceptance.
+The loop's observer reports the result of a round; the time between these parts is the rest.
 
-A round lasts from one call of `propose` to the next, the last one to its last row's end. On CUDA every part begins and
-ends with a wait for the device. These waits are "sync", named after the part that was waited for; the other parts are
-the host's time, with the waits that are their own, as acceptance waits for its tokens. A profiled round is slower
-there than one that lets the device run behind. On the CPU nothing waits.
+A round lasts from one call of `propose` to the next, the last round until its last row ends. On CUDA every part begins
+and ends with a wait for the device. These waits are "sync", named after the part that was waited for; the other parts
+are the host's time, including their own waits. Profiled rounds are therefore slower than rounds on an asynchronous
+device. On the CPU nothing waits.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,7 +29,7 @@ from draftsmith.decode.rules.verification import Verdict
 from draftsmith.decode.speculative import Observer, Round, speculative_generate
 
 PARTS = ("draft", "target", "accept", "sync", "rest")
-# The rows of a trace: what a span is of. The first forward of the target holds the prompts.
+# The kinds of spans, a row each in a trace. The first forward of the target is "prefill".
 TRACKS = ("call", "round", "prefill", *PARTS)
 
 
@@ -42,27 +40,27 @@ class Span:
     kind: str
     """One of `TRACKS`."""
     name: str
-    """The call; of a wait, the part that was waited for."""
+    """The name of the call; for a wait, the part that was waited for."""
     begin: int
     end: int
 
 
 @dataclass
 class ProfiledRound:
-    """One round of a batch, and the spans that it is made of, without gaps: they add up to it."""
+    """One round of a batch, and its spans, which add up to it without gaps."""
 
     number: int
-    """Counted from 1, through all calls of a profile."""
+    """The number of the round, from 1, through all calls of a profile."""
     first: bool
-    """Whether it is its rows' first round, in which target and drafter read the prompts."""
+    """Whether it is the first round of its rows, in which target and drafter read the prompts."""
     rows: int
     draft_length: int
-    """γ, the greatest of the rows'."""
+    """The greatest γ of the rows."""
     begin: int
     end: int = 0
     spans: list[Span] = field(default_factory=list)
     drafted: int = 0
-    """Drafted tokens, of a tree all its nodes; summed over the rows, as the next two are."""
+    """Drafted tokens, or nodes of a tree, summed over the rows, as are the next two."""
     accepted: int = 0
     emitted: int = 0
 
@@ -71,7 +69,7 @@ class ProfiledRound:
         return sum(span.end - span.begin for span in self.spans if span.kind == kind)
 
     def close(self, end: int) -> None:
-        """End the round, and fill what lies between its spans with "rest"."""
+        """End the round, and fill the gaps between its spans with "rest"."""
         self.end = end
         edges = [self.begin, *(edge for span in self.spans for edge in (span.begin, span.end)), end]
         gaps = [Span("rest", "rest", a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
@@ -79,26 +77,21 @@ class ProfiledRound:
 
 
 class Profile:
-    """Decodes, and keeps where the time went: `profile = Profile(); profile.generate(target, proposer, input_ids)`.
+    """Decodes, and records where the time went: `profile = Profile(); profile.generate(target, proposer, input_ids)`.
 
-    What it decodes, and the counts, are those of `speculative_generate`; one call may follow another. What a draft that
-    runs ahead does beside the target is no part of a round. Compiled forwards go past the target's hooks: there the
-    target's part is all between drafting and acceptance, the making of its inputs included.
-
-    Attributes:
-        rounds: the rounds, in order.
-        calls: a span for each call of `generate`.
-        batch_size: B, the rows of the largest call.
+    Texts and counts are those of `speculative_generate`, which may be called repeatedly. Drafting that runs ahead,
+    concurrently with the target, belongs to no round. Compiled forwards bypass the target's hooks; the target's part is
+    then all time between drafting and acceptance, including the preparation of inputs.
     """
 
     def __init__(self) -> None:
         self.rounds: list[ProfiledRound] = []
-        self.calls: list[Span] = []
-        self.batch_size = 0
-        self._outside: list[Span] = []  # what the proposer does before the rounds
+        self.calls: list[Span] = []  # one for each call of `generate`
+        self.batch_size = 0  # of the largest call
+        self._outside: list[Span] = []  # the proposer's work before the rounds
         self._round: ProfiledRound | None = None
-        self._seen = 0  # the last moment that was looked at
-        self._busy = False  # inside a span: what is called from there is part of it
+        self._last_moment = 0
+        self._busy = False  # inside a span, which includes all nested calls
         self._first = self._compiled = False
         self._forward_began = 0
         self._device = torch.device("cpu")
@@ -113,10 +106,7 @@ class Profile:
         observer: Observer | None = None,
         **kwargs: Any,
     ) -> DecodeOutput:
-        """Decode as `speculative_generate` does, with its arguments, errors and result.
-
-        An observer's own time counts as the rest of the round.
-        """
+        """Decode as `speculative_generate` does; the time of `observer` counts as the rest of the round."""
         self._device = target.device
         self.batch_size = max(self.batch_size, len(input_ids))
 
@@ -139,7 +129,7 @@ class Profile:
                 **kwargs,
             )
         finally:
-            self._close_round(self._seen)
+            self._close_round(self._last_moment)
             end = self._wait("rest")
             self.calls.append(Span("call", f"call {len(self.calls) + 1}", begin, end))
             self._busy = False
@@ -147,13 +137,12 @@ class Profile:
                 hook.remove()
 
     def breakdown(self) -> dict[str, Any]:
-        """Return the times as plain JSON types, in seconds.
+        """Return the times in seconds as plain JSON types; None for parts that did not occur.
 
-        `parts` holds, for each of `PARTS`, its share of the rounds' time, the median of its time in a round and its
-        total; `sync_after` the same of the waits, by the part that was waited for; `round` of the rounds themselves,
-        which the parts add up to. A call's first round is none of them: `prefill` holds those, and `outside` what calls
-        took before and after their rounds. The totals of `round`, `prefill` and `outside` add up to `total_seconds`.
-        None: there is nothing of that kind.
+        `parts` holds for each of `PARTS` its share of the rounds' time, its median in a round, and its total.
+        `sync_after` holds the same for waits, by the part that was waited for, and `round` for whole rounds, to which
+        the parts add up. A call's first round counts as `prefill`, its time before and after the rounds as `outside`.
+        The totals of `round`, `prefill` and `outside` add up to `total_seconds`.
         """
         rounds = [round for round in self.rounds if not round.first]
         firsts = [round.end - round.begin for round in self.rounds if round.first]
@@ -178,19 +167,11 @@ class Profile:
             "round": _times(whole, sum(whole)),
             "prefill": _times(firsts),
             "outside": _times(outside),
-            "total_seconds": sum(text.end - text.begin for text in self.calls) / 1e9,
+            "total_seconds": sum(call.end - call.begin for call in self.calls) / 1e9,
         }
 
-    def table(self) -> Table:
-        """Return the breakdown as a table for a terminal."""
-        return profile_table([self])
-
-    def to_chrome_trace(self, path: str | Path) -> None:
-        """Write the spans as a file for chrome://tracing or ui.perfetto.dev."""
-        Path(path).write_text(json.dumps(chrome_trace([self])) + "\n", encoding="utf-8")
-
     def spans(self) -> list[tuple[Span, ProfiledRound | None]]:
-        """Return every span, and the round that it lies in or is; None outside of the rounds."""
+        """Return every span with its round; None outside the rounds."""
         spans: list[tuple[Span, ProfiledRound | None]] = [(span, None) for span in [*self.calls, *self._outside]]
         for round in self.rounds:
             spans.append((Span("round", f"round {round.number}", round.begin, round.end), round))
@@ -199,7 +180,7 @@ class Profile:
 
     @contextmanager
     def _span(self, kind: str, name: str) -> Iterator[None]:
-        """Time one call; forwards of the target that happen in it are part of it."""
+        """Time one call, including forwards of the target inside it."""
         begin = self._wait("rest")
         self._busy = True
         try:
@@ -210,23 +191,23 @@ class Profile:
             self._busy = False
 
     def _begin_rows(self, task: DraftTask) -> None:
-        """Called where the loop begins with new rows, perhaps several times a call."""
-        self._close_round(self._seen)
+        """Begin with new rows, which may happen several times in a call."""
+        self._close_round(self._last_moment)
         self._first, self._compiled = True, task.compiled
 
     def _begin_round(self, rows: int, draft_length: int) -> None:
-        """Called where the loop begins a round; the one before it ends here."""
+        """Begin a round, and end the one before it."""
         now = time.perf_counter_ns()
         self._close_round(now)
         self._round = ProfiledRound(len(self.rounds) + 1, self._first, rows, draft_length, now)
         self._first = False
 
     def _verified(self) -> None:
-        """Called once the target's logits are there."""
+        """Record a compiled forward, once the target's logits exist."""
         round = self._round
         if self._compiled and round is not None and not any(span.kind == "accept" for span in round.spans):
-            # Short prompts go through the program, which no hook sees.
-            self._add(Span(self._kind(round), "forward", self._seen, time.perf_counter_ns()))
+            # Hooks do not see compiled programs: take all time since the last event as the forward.
+            self._add(Span(self._kind(round), "forward", self._last_moment, time.perf_counter_ns()))
             self._wait("target")
 
     @staticmethod
@@ -240,7 +221,7 @@ class Profile:
 
     def _forwarded(self, module: nn.Module, args: Any, output: Any) -> None:
         round = self._round
-        if self._busy or round is None:  # a drafter's own, or a plan's that measures before the rounds
+        if self._busy or round is None:  # inside a drafter's call, or a measurement before the rounds
             return
         self._add(Span(self._kind(round), "forward", self._forward_began, time.perf_counter_ns()))
         self._wait("target")
@@ -250,7 +231,7 @@ class Profile:
             self._round.drafted += round.nodes
             self._round.accepted += round.accepted
             self._round.emitted += len(round.tokens)
-        self._seen = time.perf_counter_ns()
+        self._last_moment = time.perf_counter_ns()
 
     def _close_round(self, end: int) -> None:
         if self._round is not None:
@@ -259,16 +240,16 @@ class Profile:
             self._round = None
 
     def _wait(self, after: str) -> int:
-        """Wait for the device, and return the time."""
-        self._seen = begin = time.perf_counter_ns()
+        """Wait for the device, so that its work counts for the part `after`, and return the time."""
+        self._last_moment = begin = time.perf_counter_ns()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             self._add(Span("sync", after, begin, time.perf_counter_ns()))
-        return self._seen
+        return self._last_moment
 
     def _add(self, span: Span) -> None:
         (self._outside if self._round is None else self._round.spans).append(span)
-        self._seen = span.end
+        self._last_moment = span.end
 
 
 class _TimedProposer(Proposer):
@@ -316,8 +297,8 @@ class _TimedRule(Rule):
 def chrome_trace(profiles: Sequence[Profile]) -> dict[str, Any]:
     """Return profiles on one clock in the Trace Event Format, a process each and a thread for each of `TRACKS`.
 
-    Spans are complete events ("ph": "X"), `ts` and `dur` in microseconds. The format is that of Google's document
-    "Trace Event Format", which chrome://tracing and Perfetto read.
+    Spans are complete events ("ph": "X"), with `ts` and `dur` in microseconds. chrome://tracing and Perfetto read the
+    format, which Google's document "Trace Event Format" specifies.
     """
     origin = min((call.begin for profile in profiles for call in profile.calls), default=0)
     events: list[dict[str, Any]] = []
@@ -348,7 +329,7 @@ def chrome_trace(profiles: Sequence[Profile]) -> dict[str, Any]:
 
 
 def profile_table(profiles: Sequence[Profile]) -> Table:
-    """Return the breakdowns of profiles, one for each batch size, as a table; it fits 80 columns."""
+    """Return the breakdowns of profiles, one for each batch size, as a table of 80 columns."""
     table = Table(
         caption="ms: the median of a round; of prefill, outside: of a call. sync: waits for the device. rest: the "
         "round loop itself. prefill: a call's first round, with the prompts. outside: before and after the rounds.",
@@ -364,7 +345,7 @@ def profile_table(profiles: Sequence[Profile]) -> Table:
         rows = [(kind, breakdown["parts"][kind], "") for kind in PARTS]
         place = PARTS.index("sync") + 1
         rows[place:place] = [(f"  after {kind}", times, "dim") for kind, times in breakdown["sync_after"].items()]
-        # Rows end at different rounds, so that a batch is not always full.
+        # Rows end in different rounds, so that a batch is not always full.
         mean = f" × {breakdown['rows_per_round']:.1f} rows" if profile.batch_size > 1 and breakdown["rounds"] else ""
         rows.append((f"{breakdown['rounds']} rounds{mean}", breakdown["round"], "bold"))
         rows += [(name, breakdown[name], "dim") for name in ("prefill", "outside")]
@@ -396,5 +377,5 @@ def _cell(value: float | None, form: str, scale: float = 1.0) -> str:
     return "–" if value is None else form.format(value * scale)
 
 
-def _metadata(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+def _metadata(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": f"{kind}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,8 +1,7 @@
 """Replay: acceptance on text that the target wrote, by one teacher-forced forward of each model, without decoding.
 
-The Rao-Blackwellised decoder: the same means from the same text for every draft length and any number of drafters, and
-less variance (`draftsmith.decode.replay.rounds` has the sums). At T=0 its counts are the decoder's, integer for
-integer.
+Replay is the Rao-Blackwellised decoder: it has the same means with less variance, for every draft length and any number
+of drafters (`draftsmith.decode.replay.rounds` has the sums). At T=0 its counts equal the decoder's exactly.
 
 Shape suffixes: B texts, N tokens of a text, T tokens with the prompt, V vocabulary.
 """
@@ -31,13 +30,13 @@ from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 
 Key = TypeVar("Key", bound=Hashable)
-"""What a caller calls a drafter by."""
+"""The caller's key of a drafter."""
 LOGITS_AT_A_TIME = 2**27
-"""Logits of the target that are held at a time, prompts counted in: 512 MiB in float32, at least one text's.
+"""The most logits of the target that are held at a time, prompts included, unless one text needs more: 512 MiB.
 
-Its distributions take as much, then the drafter's logits in place of the target's, and what is made of one text comes
-on top. In float32, with texts of 512 tokens and a chain, replay added to the peak of the process: V = 32k, eight texts
-at a time, 0.5 GiB at T=0, 1.1 at T=1, 1.6 with top-p, which sorts; V = 128k, two at a time, 1.4 at T=1.
+The distributions take the same again; the drafter's logits then replace the target's. Measured in float32 with texts of
+512 tokens and a chain, replay added to the peak of the process: V = 32k, eight texts at a time, 0.5 GiB at T=0, 1.1 at
+T=1, 1.6 with top-p, which sorts; V = 128k, two at a time, 1.4 at T=1.
 """
 
 
@@ -46,36 +45,35 @@ class TextReplay:
     """One text's acceptance by one drafter."""
 
     counts: dict[int, Ratios]
-    """By draft length, what a decoder is expected to count."""
+    """The expected counts of a decoder, by draft length."""
     overlap: float
     """Σ over contexts of Σ_v min(p, q)."""
     contexts: int
-    """The contexts."""
     acceptance: tuple[float, ...]
-    """Of each token, the probability that a round that starts there accepts it; 0 where none drafts."""
+    """For each token, the probability that a round that starts there accepts it; 0 where nothing is drafted."""
     rounds: np.ndarray | None = None
-    """Of each token, the probability that a round that starts there accepts its j-th draft, given that it accepted
-    those before, (N, γ); None unless it was asked for, and of trees."""
+    """For each start, the probability that the round accepts its j-th draft after accepting those before it, (N, γ);
+    None for trees, or if not requested."""
     drafted: np.ndarray | None = None
-    """How many tokens such a round drafts, (N,), where that is not γ: of copies, and where drafters take turns."""
+    """The drafted tokens of each such round, (N,), for copies and drafters that take turns; None where always γ."""
     sizes: dict[int, np.ndarray] = field(default_factory=dict)
-    """By draft length, see `BatchReplay.sizes`; nothing unless it was asked for."""
+    """`BatchReplay.sizes` by draft length; empty if not requested."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What replay says of one drafter; every figure has a 95 % interval over prompts."""
+    """The replay of one drafter; every figure has a 95 % interval over prompts."""
 
     texts: list[TextReplay] = field(repr=False)
-    """In the order of the sequences."""
+    """The replay of each sequence, in order."""
     biased: bool = False
-    """Whether the texts were not checked to be the target's: then the figures may be off by anything."""
+    """True if the texts were not checked to be the target's: the figures may then be wrong by any amount."""
     num_ties: int = 0
-    """Tokens that top-k or top-p cut off here by rounding, not where they were written: `authorship.readmit`."""
+    """Tokens that top-k or top-p cut off here through rounding, but not when written (`authorship.readmit`)."""
 
     @cached_property
     def draft_lengths(self) -> list[int]:
-        """The draft lengths that were replayed."""
+        """The replayed draft lengths."""
         return list(self.texts[0].counts)
 
     @cached_property
@@ -101,12 +99,12 @@ class Replay:
 
     @cached_property
     def acceptance_per_position(self) -> dict[int, list[Estimate]]:
-        """For each draft length: of each position, rounds that accepted it ÷ rounds that drafted it."""
+        """For each draft length and position, rounds that accepted it ÷ rounds that drafted it."""
         return self._by_position("num_draft_tokens_per_pos")
 
     @cached_property
     def conditional_acceptance(self) -> dict[int, list[Estimate]]:
-        """For each draft length: of each position, its acceptance given that all before it were accepted."""
+        """For each draft length and position, the acceptance given that all earlier positions were accepted."""
         return self._by_position("num_reached_per_pos")
 
     def tokens_and_rounds(self, draft_length: int) -> tuple[list[float], list[float]]:
@@ -120,7 +118,7 @@ class Replay:
 
     def _by_position(self, denominator: str) -> dict[int, list[Estimate]]:
         def values(name: str, k: int) -> Iterator[tuple[float, ...]]:
-            # Of each position, by text; short texts draft less far.
+            # One column a position; zeros fill it for short texts, which draft less far.
             return zip_longest(*(getattr(text.counts[k], name) for text in self.texts), fillvalue=0.0)
 
         names = "num_accepted_tokens_per_pos", denominator
@@ -151,25 +149,24 @@ def replay_acceptance(
 ) -> Replay:
     """Replay a drafter's acceptance on texts that the target wrote.
 
-    Under several processes (`accelerate launch`) each takes its share of the texts; what they counted is gathered
-    before any ratio is taken, and all return the same.
+    Under several processes (`accelerate launch`) each takes a share of the texts. Their counts are gathered before any
+    ratio is taken, and all return the same.
 
     Args:
         target: the model that wrote the texts.
-        proposer: a draft model's, chains at any temperature and a `Tree` at T=0; prompt lookup or another that looks
-            at the text alone; heads on the target's states, chains at any temperature and trees at T=0.
+        proposer: a drafter. Trees of draft models and heads can be replayed at T=0, chains at any temperature.
         sequences: prompts and texts, (T,) int64 each, without padding.
-        prompt_lengths: tokens of each prompt.
-        draft_lengths: γ, as many as wanted: they cost next to nothing.
-        temperature: what the texts were written under, as are `top_k` and `top_p`; 0 is greedy.
+        prompt_lengths: the number of tokens of each prompt.
+        draft_lengths: values of γ; each costs next to nothing.
+        temperature: the temperature at which the texts were written; 0 is greedy.
         top_k: 0 for all tokens.
         top_p: 1 for all tokens.
-        max_new_tokens: the limit that the texts were written under; each one's own length if None. A decoder drafts
+        max_new_tokens: the limit under which the texts were written; each text's own length if None. A decoder drafts
             beyond the end of a text that ended before the limit.
-        allow_biased: replay texts that the target does not seem to have written; the result says `biased`.
+        allow_biased: replay texts that the target does not seem to have written; the result is marked `biased`.
 
     Raises:
-        InputError: a drafter that replay does not apply to, or a text that the target did not write.
+        InputError: replay does not apply to the drafter, or the target did not write a text.
     """
     sampler = Sampler.of(temperature, top_k, top_p)
     replays = replay_drafters(
@@ -191,9 +188,9 @@ def replay_drafters(
     rounds_of: int | None = None,
     with_sizes: Container[Key] = (),
 ) -> dict[Key, Replay]:
-    """Replay several drafters on the same texts, with one forward of the target for all: see `replay_acceptance`.
+    """Replay several drafters on the same texts, with one forward of the target for all; see `replay_acceptance`.
 
-    With `rounds_of`, a draft length, each text's `rounds` are kept for it; of the drafters `with_sizes` its `sizes`.
+    Each `TextReplay` keeps its `rounds` for the draft length `rounds_of`, and its `sizes` for drafters in `with_sizes`.
     """
     texts = _checked_texts(target, sequences, prompt_lengths, max_new_tokens)
     if not texts or min(draft_lengths, default=0) < 1:
@@ -219,15 +216,15 @@ def replay_drafters(
 
 @dataclass
 class _Share(Generic[Key]):
-    """What one process replayed."""
+    """The replays of one process."""
 
     replays: dict[int, dict[Key, TextReplay]] = field(default_factory=dict)
-    """By a text's place, then by drafter."""
+    """Replays by index of the text, then by drafter."""
     authorship: Authorship = field(default_factory=Authorship)
     ties: int = 0
     """Tokens that were cut off by rounding."""
     refusal: str | None = None
-    """The error message for bad input, so that every process raises it and none waits for the others."""
+    """The message for bad input. It is gathered, so that all processes raise it instead of waiting for one another."""
 
 
 def _share(
@@ -241,7 +238,7 @@ def _share(
     rounds_of: int | None,
     with_sizes: Container[Key],
 ) -> _Share[Key]:
-    """Replay the texts at these places, as many at a time as memory allows."""
+    """Replay the texts at these indices, in batches that fit into memory."""
     share: _Share[Key] = _Share()
     vocab_size = target.config.get_text_config().vocab_size
     task = DraftTask(
@@ -259,15 +256,16 @@ def _share(
             for batch in _batches(texts, places, vocab_size):
                 members = [texts[place] for place in batch]
                 distributions = _distributions(target, members, sampler, share, allow_biased)
-                replays, known = {}, dict[tuple[int, bool], list[TextReplay]]()  # several may be one and the same
+                replays, computed = {}, dict[tuple[int, bool], list[TextReplay]]()
                 batches = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
                 for name, replayed in batches.items():
-                    if (which := (id(replayed), name in with_sizes)) not in known:
+                    # Drafters may share one replay, whose sums are then taken once.
+                    if (key := (id(replayed), name in with_sizes)) not in computed:
                         sized = members if name in with_sizes else ()
-                        known[which] = _text_replays(replayed, draft_lengths, rounds_of, sized)
-                    replays[name] = known[which]
+                        computed[key] = _text_replays(replayed, draft_lengths, rounds_of, sized)
+                    replays[name] = computed[key]
                 for i, place in enumerate(batch):
-                    share.replays[place] = {name: of_texts[i] for name, of_texts in replays.items()}
+                    share.replays[place] = {name: text_replays[i] for name, text_replays in replays.items()}
                 progress.advance(len(batch))
     except InputError as error:
         share.refusal = str(error)
@@ -277,11 +275,7 @@ def _share(
 def _distributions(
     target: PreTrainedModel, texts: Sequence[WrittenText], sampler: Sampler, share: _Share[Key], allow_biased: bool
 ) -> list[Tensor] | None:
-    """Return the target's distributions of each text's tokens, (N, V); None at T=0.
-
-    Raises:
-        InputError: a text that the target did not write, unless biased replays are allowed.
-    """
+    """Return p at each text's tokens, (N, V), None at T=0; raise InputError for texts that the target did not write."""
     distributions: list[Tensor] | None = [] if sampler.do_sample else None
     for text, logits_NV in zip(texts, teacher_forced(target, texts), strict=True):
         contexts = prefixes(text.sequence[:-1], len(text))
@@ -304,26 +298,26 @@ def _text_replays(
     sizes = {k: replayed.sizes(sized, k) for k in draft_lengths} if sized else {}
     return [
         TextReplay(
-            {k: of_texts[i] for k, of_texts in counts.items()},
+            {k: text_counts[i] for k, text_counts in counts.items()},
             float(overlap.double().sum()),
             len(overlap),
             tuple(acceptance.tolist()),
             None if rounds is None else rounds[i][0],
             None if rounds is None else rounds[i][1],
-            {k: of_texts[i] for k, of_texts in sizes.items() if of_texts is not None},
+            {k: text_sizes[i] for k, text_sizes in sizes.items() if text_sizes is not None},
         )
         for i, (acceptance, overlap) in enumerate(zip(replayed.acceptance, replayed.overlaps, strict=True))
     ]
 
 
 def _chain_rounds(replayed: BatchReplay, draft_length: int) -> list[tuple[np.ndarray, np.ndarray | None]] | None:
-    """Return for each text what rounds of chains accept at each start, and how many tokens they draft if not γ."""
+    """Return for each text the acceptance of chains at each start, and their numbers of tokens if not γ."""
     if replayed.chains is not None:
         return [(a_NK.cpu().numpy(), None) for a_NK in replayed.chains(draft_length)]
     rounds = [] if replayed.rounds is None else replayed.rounds(draft_length)
-    if not rounds or any(int(each.widths.max()) > 1 for each in rounds):
+    if not rounds or any(int(text_rounds.widths.max()) > 1 for text_rounds in rounds):  # trees
         return None
-    return [(each.acceptance.cpu().numpy(), each.widths.sum(1).numpy()) for each in rounds]
+    return [(text_rounds.acceptance.cpu().numpy(), text_rounds.widths.sum(1).numpy()) for text_rounds in rounds]
 
 
 def _checked_texts(
@@ -344,7 +338,7 @@ def _checked_texts(
 
 
 def _batches(texts: Sequence[WrittenText], chosen: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
-    """Yield places of texts of about one length, as many as their logits allow."""
+    """Yield indices of texts of about equal length, in batches whose logits stay below `LOGITS_AT_A_TIME`."""
     batch: list[int] = []
     for i in sorted(chosen, key=lambda i: -len(texts[i].sequence)):
         longest = len(texts[batch[0] if batch else i].sequence)

@@ -1,17 +1,15 @@
 """The counts that a server shows of its speculative decoding, computed from the replay of its texts.
 
-Servers count differently from `Counts`, each in its own way, so that equal drafting shows unequal figures. Their
-bookkeeping can be computed:
+Servers count differently from `Counts`, so that equal drafting shows unequal figures. Their rules can be reproduced:
 
 * **vLLM** (0.32, `v1/core/sched/scheduler.py` and `v1/spec_decode/metrics.py`): the first step is the prompt alone. It
-  emits a token, drafts nothing, and is no round. Each later step drafts γ tokens, whatever the length limit, and counts
-  all that were verified and accepted, those behind an end of text and beyond the limit too.
-* **SGLang** (0.5, `srt/managers/schedule_batch.py`): the same rounds, but per request: `spec_verify_ct` steps, out of
-  which it shows the mean acceptance length as emitted tokens ÷ steps of each request, and on `/metrics` of the last
-  batches.
+  emits a token, drafts nothing, and is no round. Each later step drafts γ tokens and counts all that were verified and
+  accepted, including those past the end of the text and past the length limit.
+* **SGLang** (0.5, `srt/managers/schedule_batch.py`): the same rounds, counted by request in `spec_verify_ct`. It shows
+  the mean acceptance length, emitted tokens ÷ steps, of each request and, on `/metrics`, of the last batches.
 
-So a text must be known γ tokens beyond its end. At T=0, where acceptance is 0 or 1, all counts are whole numbers and
-the server's own; under sampling they are their expectations.
+A text must therefore be known γ tokens past its end. At T=0 acceptance is 0 or 1, and the computed counts are exactly
+the server's; under sampling they are expectations.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -29,23 +27,18 @@ from draftsmith.decode.validation import MOST
 
 @dataclass(frozen=True)
 class ServerCounts:
-    """The counts of a server, or their expectations; the names are vLLM's. Integers where they were counted."""
+    """Counts of a server, which are integers, or their expectations; the names are vLLM's."""
 
     num_drafts: int | float = 0
     """Steps of a text that verified a draft."""
     num_draft_tokens: int | float = 0
     num_accepted_tokens: int | float = 0
     num_accepted_tokens_per_pos: tuple[int | float, ...] = ()
-    """Steps whose drafted token i was accepted, and so all before it."""
+    """Steps that accepted drafted token i, and hence all before it."""
 
     @classmethod
     def of_histogram(cls, steps: Sequence[int], num_draft_tokens: int) -> "ServerCounts":
-        """Return the counts of one text.
-
-        Args:
-            steps: how many of its steps accepted 0, 1, 2, … drafted tokens.
-            num_draft_tokens: what they drafted together.
-        """
+        """Return the counts of one text from the numbers of its steps that accepted 0, 1, 2, … drafted tokens."""
         per_pos = [sum(steps[i:]) for i in range(1, len(steps))]
         return cls(sum(steps), num_draft_tokens, sum(per_pos), tuple(per_pos))
 
@@ -70,11 +63,11 @@ class ServerCounts:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     def acceptance_per_position(self) -> list[float]:
-        """Return, for each position, the steps that accepted it ÷ all steps, as vLLM's log has it."""
+        """Return, for each position, the steps that accepted it ÷ all steps, as vLLM logs it."""
         return [accepted / self.num_drafts for accepted in self.num_accepted_tokens_per_pos if self.num_drafts]
 
     def _with(self, other: "ServerCounts", operation: Callable[[float, float], float]) -> "ServerCounts":
-        """Return a sum or a difference, the shorter list of positions filled up with zeros."""
+        """Return a sum or a difference; zeros fill the shorter list of positions."""
         per_pos = zip_longest(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0)
         return ServerCounts(
             operation(self.num_drafts, other.num_drafts),
@@ -86,24 +79,21 @@ class ServerCounts:
 
 @dataclass(frozen=True)
 class Convention:
-    """How a server counts; by default as vLLM 0.32 does."""
+    """A server's rules of counting; the defaults are those of vLLM 0.32."""
 
     prompt_drafts: bool = False
-    """Whether the step that reads the prompt verifies a draft, too; else it emits a token, and is none of the steps."""
+    """Whether the step that reads the prompt verifies a draft; otherwise it is not counted as a step."""
     beyond_end: bool = True
-    """Whether tokens that are accepted beyond the end of a text count."""
+    """Whether tokens accepted past the end of a text count."""
     bonus: bool = False
     """Whether the token that the target adds to each step counts as accepted."""
     by_batch: bool = False
     """Whether the steps of all texts of a batch count as one."""
 
     def counted(self, counts: ServerCounts, steps: float, draft_length: int | None) -> ServerCounts | None:
-        """Return counts of single texts' steps without the added tokens; None where they cannot be of this convention.
+        """Return a server's counts by text and without bonus tokens; None where they contradict this convention.
 
-        Args:
-            counts: the server's.
-            steps: of texts, where it counts those of batches.
-            draft_length: γ; None where it varies.
+        `steps` is the number of texts' steps, where the server counts those of batches; γ is None where it varies.
         """
         drafted = counts.num_draft_tokens
         if self.by_batch and draft_length and drafted == draft_length * counts.num_drafts:
@@ -112,7 +102,7 @@ class Convention:
         accepted, per_pos = counts.num_accepted_tokens - steps * self.bonus, counts.num_accepted_tokens_per_pos
         depth = len(per_pos) if draft_length is None else draft_length
         if self.bonus and len(per_pos) > depth and per_pos[0] == steps:
-            per_pos = per_pos[1:]  # the first of them is the step itself
+            per_pos = per_pos[1:]  # the first position counts the step itself
         if per_pos and (sum(per_pos) != accepted or any(per_pos[depth:]) or per_pos[0] > steps):
             return None
         if accepted < 0 or (self.by_batch and steps < counts.num_drafts):
@@ -126,34 +116,29 @@ WORDS = {
     "bonus": ("the target's own token counts as accepted", ""),
     "by_batch": ("the steps of a batch count as one", ""),
 }
-"""Of each field of a convention, what it says if it is true or false."""
-
-
+"""The phrases for each field of a convention, if it is true and if it is false."""
 VLLM = Convention()
 
 
 def in_words(conventions: Collection[Convention]) -> str:
-    """Return what conventions say in words, and of what they differ in both."""
-    said = []
+    """Describe conventions in words; where they differ, name both alternatives."""
+    phrases = []
     for name, (yes, no) in WORDS.items():
         values = {getattr(convention, name) for convention in conventions}
-        said.append(" or ".join(filter(None, (yes, no or "not"))) if len(values) > 1 else yes if True in values else no)
-    return "; ".join(filter(None, said))
+        both = " or ".join(filter(None, (yes, no or "not")))
+        phrases.append(both if len(values) > 1 else yes if True in values else no)
+    return "; ".join(filter(None, phrases))
 
 
 def possible(counts: ServerCounts) -> ServerCounts:
-    """Return a server's counts if they are possible: whole numbers, no more accepted than drafted.
-
-    Raises:
-        ValueError: they are not; says why.
-    """
+    """Return the counts; raise ValueError unless they are whole numbers with no more accepted than drafted tokens."""
     per_pos = counts.num_accepted_tokens_per_pos
     drafts, drafted, accepted = counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens
     for number in (drafts, drafted, accepted, *per_pos):
         if not 0 <= number <= MOST or number != int(number):
             raise ValueError(f"expected whole numbers of drafts and tokens, found {number}")
-    # Some count the target's own token of each step, too, and the steps of a batch as one: texts have as many steps as
-    # drafted tokens at most.
+    # Some servers also count each step's bonus token, and a batch's steps as one. Texts have at most as many steps as
+    # drafted tokens.
     own = drafts <= accepted <= drafted + max(drafts, drafted)
     if (accepted > drafted and not own) or (per_pos and sum(per_pos) > accepted):
         raise ValueError(
@@ -176,19 +161,17 @@ def vllm_counts(
     drafted_T: np.ndarray | None = None,
     convention: Convention = VLLM,
 ) -> ServerCounts:
-    """Return what a server counts, or is expected to count, while it writes one text.
+    """Return the expected counts of a server that writes one text; bonus tokens are not counted.
 
     Args:
-        acceptance_TK: of each token of the text and of γ tokens behind its end, the probability that a round that
-            starts there accepts its j-th draft, given that it accepted those before (`TextReplay.rounds`); at T=0 it is
-            0 or 1, such as whether the draft is the text's token. (≥ `tokens` + γ − 1, ≥ γ).
-        tokens: of the text, those behind its end not counted.
+        acceptance_TK: `TextReplay.rounds` of the text and γ tokens past its end, (≥ `tokens` + γ − 1, ≥ γ): for each
+            start, the probability that the round accepts its j-th draft after those before it; 0 or 1 at T=0.
+        tokens: the length of the text, up to its end.
         draft_length: γ, `num_speculative_tokens`.
-        room: tokens that the server's context leaves behind the prompt, beyond which it verifies no draft; as many as
-            are needed if None.
-        drafted_T: of each start the tokens that a round drafts there, where some draft fewer than γ
-            (`TextReplay.drafted`); one that drafts nothing is no round.
-        convention: how it counts; the target's own tokens are left out.
+        room: the tokens that the server's context leaves after the prompt, past which it verifies no draft; None for
+            no limit.
+        drafted_T: `TextReplay.drafted`, where some rounds draft fewer than γ; one that drafts nothing is no round.
+        convention: the server's rules of counting.
 
     Raises:
         InputError: fewer starts or positions than the counts need.
@@ -196,10 +179,10 @@ def vllm_counts(
     starts, depth = acceptance_TK.shape
     if starts < tokens + draft_length - 1 or depth < draft_length:
         raise InputError(
-            f"acceptance: expected that of {tokens} tokens and {draft_length - 1} behind them at {draft_length} "
+            f"acceptance: expected that of {tokens} tokens and {draft_length - 1} after them at {draft_length} "
             f"positions, found {starts} × {depth}"
         )
-    begins = np.zeros(tokens + draft_length + 1)  # the probability that a step starts there
+    begins = np.zeros(tokens + draft_length + 1)  # the probability that a step starts at each token
     first = 0 if convention.prompt_drafts else 1
     begins[first] = 1.0
     drafts, drafted, accepted_K = 0.0, 0.0, np.zeros(draft_length)
@@ -208,21 +191,18 @@ def vllm_counts(
         if drafted_T is not None:
             gamma = min(gamma, int(drafted_T[t]))
         a_K = acceptance_TK[t, :gamma].astype(np.float64)
-        reach_K = np.cumprod(a_K)  # the first j + 1 are accepted
+        reach_K = np.cumprod(a_K)  # P(the first j + 1 drafts are accepted)
         drafts += begins[t] * (gamma > 0)
         drafted += begins[t] * gamma
         counted = gamma if convention.beyond_end else min(gamma, tokens - t)
         accepted_K[:counted] += begins[t] * reach_K[:counted]
-        stops_K = np.append(1.0, reach_K) * np.append(1 - a_K, 1.0)  # exactly j are
-        begins[t + 1 : t + gamma + 2] += begins[t] * stops_K
+        stops_K = np.append(1.0, reach_K) * np.append(1 - a_K, 1.0)  # P(exactly j are accepted)
+        begins[t + 1 : t + gamma + 2] += begins[t] * stops_K  # the next step starts after the bonus token
     return ServerCounts(float(drafts), float(drafted), float(accepted_K.sum()), tuple(accepted_K.tolist()))
 
 
 def steps_of(acceptance_TK: np.ndarray, tokens: int, draft_length: int, convention: Convention = VLLM) -> list[int]:
-    """Return how many tokens each step of one text emits at T=0, the prompt's among them, as they stream in.
-
-    The last step's are cut where the text ends. Arguments are those of `vllm_counts`, with entries of 0 or 1.
-    """
+    """Return the tokens that each step of one text emits at T=0, the prompt's step included; cf. `vllm_counts`."""
     steps, t = ([], 0) if convention.prompt_drafts or not tokens else ([1], 1)
     while t < tokens:
         row = acceptance_TK[t, :draft_length] < 0.5
@@ -233,5 +213,5 @@ def steps_of(acceptance_TK: np.ndarray, tokens: int, draft_length: int, conventi
 
 
 def pooled(counts: Sequence[ServerCounts]) -> ServerCounts:
-    """Return the sum over texts, which is what a server shows."""
+    """Return the sum over texts."""
     return sum(counts, ServerCounts())

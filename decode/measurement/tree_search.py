@@ -1,10 +1,10 @@
-"""The search of the best tree to draft, on text that the target wrote.
+"""The search for the best tree to draft, on text that the target wrote.
 
 The expected accepted length of a tree is the sum over its nodes of the share of rounds that pass through them. Cai
-et al. (2024, arXiv 2401.10774, section 2.3.3) take heads to be right independently, and multiply their accuracies.
-Here the joint shares are counted: how often the text's tokens have the ranks (r_0, …, r_j) among the logits of heads
-0 … j, from one start. For equally likely starts the tree that covers most is computed exactly. But where
-rounds start depends on the tree, so starts are weighted by its rounds, and the search repeated.
+et al. (2024, arXiv 2401.10774, section 2.3.3) assume that heads are right independently, and multiply their accuracies.
+Here joint shares are counted: how often the tokens after a start have the ranks (r_0, …, r_j) among the logits of heads
+0 … j. For given weights of the starts the best tree is computed exactly. The starts of rounds depend on the tree, so
+the search is repeated with each start weighted by the rounds of the trees so far.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ from draftsmith.decode.tree import ROOT, Tree
 
 Path = tuple[int, ...]
 MOST_CANDIDATES = 6
-"""Trees that the joint search tries at most."""
+"""The most trees that the joint search tries."""
 
-# The tree of 63 nodes of Cai et al.'s repository, `mc_sim_7b_63`, in its order: the likelier first.
+# The tree of 63 nodes of Cai et al.'s repository, `mc_sim_7b_63`, in its order: likely nodes first.
 REFERENCE_TREE: tuple[Path, ...] = (
     (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5), (0, 0, 1),
     (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0),
@@ -33,12 +33,12 @@ REFERENCE_TREE: tuple[Path, ...] = (
 
 
 def reference_tree(num_heads: int, nodes: int | None = None) -> Tree:
-    """Return the first nodes of `REFERENCE_TREE` that are at most `num_heads` deep; all of them if None."""
+    """Return the first `nodes` of `REFERENCE_TREE` that are at most `num_heads` deep; all of them if None."""
     return Tree.from_choices([path for path in REFERENCE_TREE if len(path) <= num_heads][:nodes])
 
 
 def choices_of(tree: Tree) -> list[Path]:
-    """Return a tree as `Tree.from_choices` reads it: a path of ranks for each node."""
+    """Return a path of ranks for each node, as `Tree.from_choices` reads them."""
     paths: list[Path] = []
     for node, parent in enumerate(tree.parents):
         above = () if parent == ROOT else paths[parent]
@@ -47,9 +47,7 @@ def choices_of(tree: Tree) -> list[Path]:
 
 
 def rank_accuracies(texts: Sequence[TextRanks]) -> np.ndarray:
-    """Return, for each head and rank, the share of drafted tokens that have it, (K, most ranks) float64.
-
-    The shares of one head's first k ranks add up to its top-k accuracy.
+    """Return for each head the share of drafted tokens at each rank, (K, most ranks) float64; k shares add up to top-k.
 
     Raises:
         InputError: no text is long enough for a head to draft.
@@ -65,12 +63,12 @@ def rank_accuracies(texts: Sequence[TextRanks]) -> np.ndarray:
 
 
 def mean_acceptance_length(texts: Sequence[TextRanks], tree: Tree) -> float:
-    """Return τ of a tree at T=0, replayed: tokens ÷ rounds."""
+    """Return the replayed τ of a tree at T=0: tokens ÷ rounds."""
     return sum(map(len, texts)) / sum(text.rounds(tree) for text in texts)
 
 
 def acceptance_estimate(texts: Sequence[TextRanks], tree: Tree) -> Estimate:
-    """Return τ of a tree at T=0, replayed, with an interval over texts."""
+    """Return the replayed τ of a tree at T=0, with an interval over texts."""
     return ratio([len(text) for text in texts], [text.rounds(tree) for text in texts])
 
 
@@ -86,13 +84,9 @@ def node_shares(texts: Sequence[TextRanks], tree: Tree) -> np.ndarray:
 
 
 def path_masses(texts: Sequence[TextRanks], weights: Sequence[np.ndarray] | None = None) -> dict[Path, float]:
-    """Return how many starts have each path of ranks among the heads' logits, or the sum of their weights.
+    """Return the summed weight of the starts that have each path of ranks; `weights` holds (N,) for each text, or 1s.
 
-    The last token of a text counts for nothing: the round that reaches it emits it whether it was drafted or not.
-
-    Args:
-        texts: what is searched on.
-        weights: of the starts of each text, (N,) each; all 1 if None.
+    The last token of a text does not count: a round that reaches it emits it whether or not it was drafted.
     """
     masses: dict[Path, float] = {}
     depth = texts[0].ranks.shape[1]
@@ -102,14 +96,15 @@ def path_masses(texts: Sequence[TextRanks], weights: Sequence[np.ndarray] | None
         start, offset = np.arange(len(text))[:, None], np.arange(depth)[None, :]
         ranks.append(np.where(start + offset < len(text) - 1, text.ranks, base).astype(np.int64))
         mass.append(np.ones(len(text)) if weights is None else weights[i])
-    rows, mass_of = np.concatenate(ranks), np.concatenate(mass)
-    codes = np.zeros(len(rows), dtype=np.int64)  # of the path so far, a digit a rank
-    alive = mass_of > 0
+    rows, row_masses = np.concatenate(ranks), np.concatenate(mass)
+    # A path is coded as a number with one digit a rank, so that `unique` can count paths of one length.
+    codes = np.zeros(len(rows), dtype=np.int64)
+    alive = row_masses > 0
     for length in range(1, depth + 1):
         alive = alive & (rows[:, length - 1] < base)
         codes = codes * base + np.where(alive, rows[:, length - 1], 0)
         kinds, inverse = np.unique(codes[alive], return_inverse=True)
-        sums = np.bincount(inverse, weights=mass_of[alive], minlength=len(kinds))
+        sums = np.bincount(inverse, weights=row_masses[alive], minlength=len(kinds))
         for code, total in zip(kinds.tolist(), sums.tolist(), strict=True):
             path = tuple(code // base**place % base for place in reversed(range(length)))
             masses[path] = total
@@ -117,14 +112,10 @@ def path_masses(texts: Sequence[TextRanks], weights: Sequence[np.ndarray] | None
 
 
 def heaviest_tree(masses: Mapping[Path, float], nodes: int) -> Tree:
-    """Return the tree of the greatest mass among those of `nodes` nodes, exactly.
+    """Return the tree with the greatest mass among those of `nodes` nodes, or of fewer if more would add nothing.
 
-    A node needs its parent and its earlier siblings, which may be rarer than itself. So a path is worth what lies below
-    it and what follows it, and each budget is divided between the two in the best way, from the deepest paths up.
-
-    Args:
-        masses: of paths of ranks; of what is missing 0.
-        nodes: of the tree; fewer come back where more would add nothing, but one at least.
+    A node needs its parent and its earlier siblings, which may be rarer than the node. Dynamic programming from the
+    deepest paths up therefore divides each budget optimally between a path's children and its later siblings.
 
     Raises:
         InputError: `nodes` below 1, or no mass.
@@ -133,7 +124,7 @@ def heaviest_tree(masses: Mapping[Path, float], nodes: int) -> Tree:
         raise InputError(f"nodes: expected at least 1, found {nodes}")
     if not any(masses.values()):
         raise InputError("completions: expected tokens that a head names among its first, found none")
-    # What a path cannot do without: its ancestors, and the earlier siblings of each.
+    # The prerequisites of each path: its ancestors, and the earlier siblings of every one of them.
     needed = {
         (*path[:depth], rank)
         for path, mass in masses.items()
@@ -145,7 +136,7 @@ def heaviest_tree(masses: Mapping[Path, float], nodes: int) -> Tree:
         return Tree.chain(1)
     none = np.zeros(1)
     values: dict[Path, np.ndarray] = {}  # by path: the greatest mass of 0 … nodes nodes, from this sibling on
-    below: dict[Path, np.ndarray] = {}  # and how many of them lie below it
+    below: dict[Path, np.ndarray] = {}  # by path: the number of these nodes that are its descendants
     for path in sorted(needed, key=lambda p: (len(p), p), reverse=True):
         children = values.get((*path, 0), none)
         later = values.get((*path[:-1], path[-1] + 1), none)
@@ -170,7 +161,7 @@ def heaviest_tree(masses: Mapping[Path, float], nodes: int) -> Tree:
 
 
 def independence_tree(texts: Sequence[TextRanks], nodes: int) -> Tree:
-    """Return the tree by multiplied accuracies, as if heads were right independently (Cai et al. 2024, 2.3.3)."""
+    """Return the tree of multiplied accuracies, as if heads were right independently (Cai et al. 2024, 2.3.3)."""
     accuracies = rank_accuracies(texts)
     if not accuracies[0, : max(nodes, 0)].any():
         return Tree.chain(1)
@@ -178,15 +169,10 @@ def independence_tree(texts: Sequence[TextRanks], nodes: int) -> Tree:
 
 
 def search_tree(texts: Sequence[TextRanks], nodes: int, selection: Sequence[TextRanks] | None = None) -> Tree:
-    """Search the tree of the greatest τ at T=0: by joint shares, with starts weighted as the tree's rounds.
+    """Search the tree with the greatest τ at T=0, of at most `nodes` nodes, by joint shares.
 
-    Begins with all starts alike, then weights each by the share of the trees so far whose rounds start there, which
-    damps a cycle. The best on `selection` is returned, the independence tree being among the candidates.
-
-    Args:
-        texts: to search on.
-        nodes: of the tree; fewer come back where more would add nothing.
-        selection: other texts, to select a candidate on; those searched on if None.
+    All starts begin with equal weights. Each is then weighted by the share of the trees so far that start a round
+    there; the average damps cycles. The independence tree is a candidate too, and the best on `selection` wins.
 
     Raises:
         InputError: `nodes` below 1, or texts in which no head names a token.
@@ -208,22 +194,21 @@ def search_tree(texts: Sequence[TextRanks], nodes: int, selection: Sequence[Text
 
 @dataclass(frozen=True)
 class Budget:
-    """A searched tree, and its worth on one machine."""
+    """A searched tree, and its worth on one machine: `acceptance_length` is the replayed τ at T=0."""
 
     tree: Tree
     acceptance_length: float
-    """τ at T=0, replayed."""
     costs: RoundCosts
-    """Of a round with this tree: its drafting, and the loop's own, are in `overhead`."""
+    """The costs of a round with this tree; `overhead` includes its drafting."""
 
     @property
     def verification(self) -> float:
-        """Seconds of a forward over the tree and its root."""
+        """The seconds of a forward over the tree and its root."""
         return self.costs.verification(len(self.tree) + 1)
 
     @property
     def speedup(self) -> float:
-        """Return τ(n) · t(1) ÷ (t(n + 1) + o), the speed-up over plain decoding that the costs predict."""
+        """The predicted speed-up over plain decoding, τ(n) · t(1) ÷ (t(n + 1) + o)."""
         return self.costs.speedup(self.acceptance_length, len(self.tree))
 
 
@@ -233,19 +218,14 @@ def search_budgets(
     costs: Callable[[Sequence[Tree]], Sequence[RoundCosts]],
     selection: Sequence[TextRanks] | None = None,
 ) -> list[Budget]:
-    """Search a tree of each size, for measured costs to choose among them: the greatest `speedup` is the best.
+    """Search a tree of each size, except sizes that add nothing to a smaller one; the best has the greatest `speedup`.
 
-    Args:
-        texts: to search on.
-        nodes: sizes to try; one that adds nothing to a smaller one is left out.
-        costs: says what rounds with each tree cost, with no `draft_step`.
-        selection: other texts, which say what each tree is worth; those searched on if None.
+    `costs` returns the costs of rounds with each tree, without a `draft_step`; τ is measured on `selection`.
     """
     trees: list[Tree] = []
     for size in sorted(nodes):
         tree = search_tree(texts, size, selection)
         if tree not in trees:
             trees.append(tree)
-    judged = texts if selection is None else selection
-    lengths = [mean_acceptance_length(judged, tree) for tree in trees]
-    return [Budget(*of_tree) for of_tree in zip(trees, lengths, costs(trees), strict=True)]
+    lengths = [mean_acceptance_length(texts if selection is None else selection, tree) for tree in trees]
+    return [Budget(*budget) for budget in zip(trees, lengths, costs(trees), strict=True)]

@@ -1,4 +1,4 @@
-"""Seconds of whole loops: plain decoding and every drafter in turns, at every temperature, and what must agree of them.
+"""Seconds of whole loops, of plain decoding and every drafter in turns at every temperature, and their consistency.
 
 Shape suffixes: B rows, T tokens.
 """
@@ -27,7 +27,7 @@ WRITTEN = 24
 TOLERANCE = 0.1
 """The share of a round, or of a token of plain decoding, by which two measurements of it may differ."""
 ATTEMPTS = 3
-"""How often seconds are measured at most, until they agree."""
+"""The most measurements that are made until two agree."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Parts:
     target: dict[int, float]
     """k → t(k)."""
     drafts: dict[float, dict[str, tuple[float, float, float]]]
-    """Start and step of d(γ), and what the first draft takes beyond another, by temperature and drafter."""
+    """Start and step of d(γ), and the additional seconds of the first draft, by temperature and drafter."""
 
     def costs(self, temperature: float, name: str) -> RoundCosts:
-        """Return what the parts of a drafter's round cost."""
+        """Return the costs of the parts of a drafter's round."""
         start, step, _ = self.drafts[temperature][name]
         return RoundCosts(self.target, step, draft_start=start)
 
@@ -50,32 +50,29 @@ class Turns:
     """Seconds of whole loops at one temperature: in each turn plain decoding and every drafter write a text."""
 
     tokens: list[float] = field(default_factory=list)
-    """Seconds of a token of plain decoding, turn by turn."""
+    """The seconds of a token of plain decoding, turn by turn."""
     rounds: dict[str, list[tuple[float, list[int]]]] = field(default_factory=lambda: defaultdict(list))
-    """Seconds of a round, and the tokens that each round of the turn verifies after the last one: a pair for each turn,
-    by drafter."""
+    """For each drafter and turn, the seconds of a round, and the drafted tokens that each round verifies."""
 
-    def and_later(self, later: "Turns") -> "Turns":
-        """Return these turns and later ones."""
+    def __add__(self, later: "Turns") -> "Turns":
         return Turns(
             self.tokens + later.tokens, {name: turns + later.rounds[name] for name, turns in self.rounds.items()}
         )
 
     @property
     def token(self) -> float:
-        """Seconds of a token of plain decoding."""
+        """The median seconds of a token of plain decoding."""
         return median(self.tokens)
 
     def round_seconds(self, name: str) -> float:
-        """Return what a drafter's round takes."""
+        """Return the median seconds of a drafter's round."""
         return median(seconds for seconds, _ in self.rounds[name])
 
     def rest(self, name: str, parts: RoundCosts, draft_length: int) -> float:
-        """Return what a drafter's round takes in addition to its draft and its forward, which `parts` price."""
-        # Block by block: a forward of many tokens takes more than the mean block, so that the rest would be too large
-        # where drafts are of different lengths.
+        """Return the seconds of a drafter's round in addition to its draft and its forward, which `parts` price."""
+        # t(k) is not linear in k: price each block by itself, for the price of the mean block would be too low.
         return median(
-            seconds - fmean(parts.round_seconds(draft_length, each) for each in nodes)
+            seconds - fmean(parts.round_seconds(draft_length, count) for count in nodes)
             for seconds, nodes in self.rounds[name]
         )
 
@@ -84,49 +81,47 @@ class Turns:
 class Timing:
     """Loops before and after the parts of their rounds were timed."""
 
-    before: dict[float, Turns]
-    """Turns at each temperature."""
+    before: dict[float, Turns]  # by temperature
     parts: Parts
     after: dict[float, Turns]
     draft_lengths: Mapping[str, int]
 
     def plain_overhead(self, temperature: float) -> float:
-        """Return what plain decoding does for a token in addition to its forward."""
+        """Return the seconds of a token of plain decoding in addition to its forward."""
         return self._all(temperature).token - self.parts.target[1]
 
     def rest(self, temperature: float, name: str) -> float:
-        """Return o, what a drafter's round takes in addition to its draft and its forward."""
+        """Return o, the seconds of a drafter's round in addition to its draft and its forward."""
         return self._rest(self._all(temperature), temperature, name)
 
     def doubts(self) -> dict[float, list[str]]:
-        """Say by temperature what was timed twice and does not agree, within the tolerated share of a round.
-
-        Plain decoding before and after must, and the rest of a round, which must be alike at all temperatures too:
-        there sampling has work of its own, once for a token of plain decoding, and for a round at most as often as its
-        block has tokens.
-        """
-        first, found = next(iter(self.before)), dict[float, list[str]]()
+        """Return by temperature a line for each quantity whose measurements differ by more than `TOLERANCE`."""
+        first, doubts = next(iter(self.before)), dict[float, list[str]]()
         for t, before in self.before.items():
-            after, found[t] = self.after[t], []
+            after, doubts[t] = self.after[t], []
             early, late = before.token, after.token
             if abs(early - late) > TOLERANCE * min(early, late):
-                found[t].append(f"a token of plain decoding takes {_ms(early)} at first, {_ms(late)} later")
-            own = self._all(t).token - self._all(first).token
+                doubts[t].append(f"a token of plain decoding takes {_ms(early)} at first, {_ms(late)} later")
+            sampling = self._all(t).token - self._all(first).token
             for name in before.rounds:
                 whole = self._all(t).round_seconds(name)
                 block = 1 + max(max(nodes) for _, nodes in self._all(t).rounds[name])
                 early, late = self._rest(before, t, name), self._rest(after, t, name)
                 here, there = self.rest(t, name), self.rest(first, name)
-                said = f"apart from draft and forward a round of {name}, of {_ms(whole)}, takes"
+                subject = f"apart from draft and forward a round of {name}, of {_ms(whole)}, takes"
                 if abs(early - late) > TOLERANCE * whole:
-                    found[t].append(f"{said} {_ms(early)} at first, {_ms(late)} later")
-                outside = max(min(own, block * own) - here + there, here - there - max(own, block * own))
+                    doubts[t].append(f"{subject} {_ms(early)} at first, {_ms(late)} later")
+                # The rest must be alike at all temperatures, up to the work of sampling: that of a token of plain
+                # decoding, between once a round and once for each token of its block.
+                outside = max(
+                    min(sampling, block * sampling) - here + there, here - there - max(sampling, block * sampling)
+                )
                 if outside > TOLERANCE * whole:
-                    found[t].append(f"{said} {_ms(there)} at T={first:g}, {_ms(here)} at T={t:g}")
-        return found
+                    doubts[t].append(f"{subject} {_ms(there)} at T={first:g}, {_ms(here)} at T={t:g}")
+        return doubts
 
     def _all(self, temperature: float) -> Turns:
-        return self.before[temperature].and_later(self.after[temperature])
+        return self.before[temperature] + self.after[temperature]
 
     def _rest(self, turns: Turns, temperature: float, name: str) -> float:
         return turns.rest(name, self.parts.costs(temperature, name), self.draft_lengths[name])
@@ -142,14 +137,7 @@ def agreeing(
     draft_lengths: Mapping[str, int],
     seconds: float | None = None,
 ) -> Timing:
-    """Time loops, then the parts of their rounds, then loops again; all of it once more where they do not agree.
-
-    Args:
-        loops: times whole loops, by temperature.
-        parts: times the parts of rounds.
-        draft_lengths: γ of each drafter.
-        seconds: in which it should end; None for as long as it takes.
-    """
+    """Time loops, then the parts of their rounds, then loops again; repeat while they disagree and `seconds` allow."""
     begin, before = now(), loops()
     for attempt in range(1, ATTEMPTS + 1):
         timing = Timing(before, parts(), loops(), draft_lengths)
@@ -174,7 +162,7 @@ def loop_turns(
 ) -> dict[float, Turns]:
     """Time plain decoding and rounds of each drafter at each temperature, all in turns; see `measure_costs`.
 
-    Where a time is given, there are as many turns as fit it after a first one, two at least.
+    If `seconds` are given, the first timed turn decides how many turns fit, at least two.
     """
     prompts = contexts_of(text, rows, max(1, context - WRITTEN // 2))
     turns = {t: Turns() for t in samplers}
@@ -189,8 +177,8 @@ def loop_turns(
                 }
                 if turn:  # the first is for warming up
                     turns[t].tokens.append(token)
-                    for name, one in rounds.items():
-                        turns[t].rounds[name].append(one)
+                    for name, timed_round in rounds.items():
+                        turns[t].rounds[name].append(timed_round)
             if turn == 1 and seconds is not None:
                 repeats = min(repeats, max(2, round(seconds / (now(target.device) - begin))))
             if turn == repeats:
@@ -210,24 +198,22 @@ def endless(target: PreTrainedModel) -> Iterator[None]:
 
 
 def _options(sampler: Sampler, tokens: int, compiled: bool) -> dict[str, Any]:
-    # The sampler's processors as they are, and no other settings.
+    # Neutral settings leave the sampler's own processors as they are.
     processors = {"logits_processor": sampler.processors} if sampler.processors else {}
     sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampler.do_sample else {}
     return {"max_new_tokens": tokens, "do_sample": sampler.do_sample, "compiled": compiled, **sampling, **processors}
 
 
 def contexts_of(text: Tensor, rows: int, length: int) -> Tensor:
-    """Return rows of real text, (B, length), each from another place."""
+    """Return rows of real text, (B, length), each from another offset."""
     enough = text.repeat(-(-(length + rows) // len(text)) + 1)
     shift = max(1, (len(enough) - length) // rows)
     return torch.stack([enough[row * shift : row * shift + length] for row in range(rows)])
 
 
 def _token_seconds(target: PreTrainedModel, prompts: Tensor, sampler: Sampler, compiled: bool) -> float:
-    """Return what a token of plain decoding takes, after the first two, which hold the prompt.
-
-    Of one text, not of two whose seconds are subtracted: that may leave less than nothing on a busy machine.
-    """
+    """Return the seconds of a token of plain decoding, after the first two, which include the prompt."""
+    # Two moments of one text: the difference between two texts may be negative on a busy machine.
     ends = list[float]()
     options = _options(sampler, WRITTEN + 2, compiled)
     autoregressive_generate(target, prompts, observer=lambda row, token: ends.append(now(target.device)), **options)
@@ -237,9 +223,9 @@ def _token_seconds(target: PreTrainedModel, prompts: Tensor, sampler: Sampler, c
 def _round_seconds(
     target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, sampler: Sampler, compiled: bool
 ) -> tuple[float, list[int]]:
-    """Return what a round takes, and the tokens that each verifies beside the last one.
+    """Return the seconds of a round, and the drafted tokens of each, while every row has room to draft.
 
-    Of all rounds but the first, which holds the prompt, as long as every row has room to draft.
+    The first round is left out because it includes the prompt.
     """
     rows, most = len(prompts), max(WRITTEN, 4 * (draft_length + 1))
     ends, nodes, written = list[float](), list[int](), [0] * rows
@@ -252,6 +238,6 @@ def _round_seconds(
 
     options = _options(sampler, most + draft_length + 1, compiled)
     speculative_generate(target, proposer, prompts, draft_length=draft_length, observer=observe, **options)
-    # A round ends with its last row, and is as wide as its widest.
+    # A round ends with its last row, and its block is as wide as its widest row.
     widest = [max(nodes[at : at + rows]) for at in range(rows, len(nodes), rows)]
     return (ends[-1] - ends[rows - 1]) / len(widest), widest

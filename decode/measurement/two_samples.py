@@ -1,8 +1,8 @@
-"""Tests that two decoders write texts of one law, from texts of both alone.
+"""Tests that two decoders write texts of one distribution, from their texts alone.
 
-Texts of one prompt from two decoders of the same law are exchangeable: whose they are can be shuffled. So however few
-or many there are, and whatever is compared, the share of shuffles that look at least as different as what was seen is
-an exact p-value (Gretton et al. 2012, "A kernel two-sample test", with permutations within each prompt).
+Texts of one prompt from two decoders with the same distribution are exchangeable. The share of shuffles of their
+authors that look at least as different as the data is therefore an exact p-value, for any number of texts and any
+comparison (Gretton et al. 2012, "A kernel two-sample test", with permutations within each prompt).
 
 Shape suffixes: P shuffles, M texts of a prompt from both decoders.
 """
@@ -25,8 +25,8 @@ class TwoSamples:
     """One comparison."""
 
     statistic: float
-    """How much likelier texts of the same decoder are to resemble one another than texts of both, summed over prompts
-    and in standard deviations of the shuffles."""
+    """The resemblance within decoders less that between them, summed over prompts, in standard deviations of the
+    shuffles."""
     p_value: float
 
     def __str__(self) -> str:
@@ -36,16 +36,9 @@ class TwoSamples:
 def two_sample_tests(
     first: Sequence[Sequence[Tokens]], second: Sequence[Sequence[Tokens]], level: float, seed: int = 0
 ) -> dict[str, TwoSamples]:
-    """Compare two decoders' texts of the same prompts, by their beginnings and by their tokens wherever they stand.
+    """Compare two decoders' completions, given by prompt, by their beginnings and by their n-grams.
 
-    Args:
-        first: a decoder's texts of each prompt, without the prompt.
-        second: the other's, of the same prompts in the same order.
-        level: the smallest p-value that must be possible; there are ten times as many shuffles as that takes.
-        seed: of the shuffles.
-
-    Returns:
-        A test for each way of comparing.
+    `level` is the smallest p-value that must be possible; there are ten times as many shuffles as that takes.
     """
     shuffles = int(np.ceil(10 / level))
     comparisons: dict[str, Callable[[Sequence[Tokens]], Floats]] = {"beginnings": _beginnings, "n-grams": _grams}
@@ -60,35 +53,35 @@ def two_sample_tests(
 def _permuted(kernels: Iterable[Floats], sizes: Sequence[int], shuffles: int, seed: int) -> TwoSamples:
     """Return the test of resemblances (M, M); the first `sizes[i]` texts of prompt i are the first decoder's."""
     generator = np.random.default_rng(seed)
-    drawn = np.zeros(shuffles)
-    seen = 0.0
+    shuffled = np.zeros(shuffles)
+    observed = 0.0
     for kernel, size in zip(kernels, sizes, strict=True):
         rest = len(kernel) - size
         if not size or not rest:
             continue
         signs = np.concatenate([np.full(size, 1 / size), np.full(rest, -1 / rest)])
         np.fill_diagonal(kernel, 0.0)  # a text resembles itself whoever wrote it
-        seen += float(signs @ kernel @ signs)
+        observed += float(signs @ kernel @ signs)
         for start in range(0, shuffles, SHUFFLES_AT_A_TIME):
             count = min(SHUFFLES_AT_A_TIME, shuffles - start)
             signs_PM = generator.permuted(np.broadcast_to(signs, (count, len(signs))), axis=1)
-            drawn[start : start + count] += ((signs_PM @ kernel) * signs_PM).sum(-1)
-    spread = float(drawn.std())
-    # What differs by rounding alone is as different.
-    as_different = int((drawn >= seen - 1e-9 * max(abs(seen), spread)).sum())
-    statistic = (seen - float(drawn.mean())) / spread if spread > 0 else 0.0
+            shuffled[start : start + count] += ((signs_PM @ kernel) * signs_PM).sum(-1)
+    spread = float(shuffled.std())
+    # The tolerance counts shuffles that differ by rounding alone as equal.
+    as_different = int((shuffled >= observed - 1e-9 * max(abs(observed), spread)).sum())
+    statistic = (observed - float(shuffled.mean())) / spread if spread > 0 else 0.0
     return TwoSamples(statistic, (1 + as_different) / (1 + shuffles))
 
 
 def _beginnings(texts: Sequence[Tokens]) -> Floats:
-    """Return how many tokens each two texts begin with together, (M, M)."""
+    """Return the length of each two texts' common beginning, (M, M)."""
     longest = max(map(len, texts), default=0)
     ids_MT = np.array([[*text, *[-1 - i] * (longest - len(text))] for i, text in enumerate(texts)], dtype=np.int64)
     return np.array([np.logical_and.accumulate(ids_MT == ids_T, axis=-1).sum(-1) for ids_T in ids_MT], dtype=np.float64)
 
 
 def _grams(texts: Sequence[Tokens]) -> Floats:
-    """Return the cosine of each two texts' counts of tokens and of pairs of them, (M, M)."""
+    """Return the cosine similarity of each two texts' counts of unigrams and bigrams, (M, M)."""
     counts = [Counter(tuple(text[i : i + n]) for n in GRAMS for i in range(len(text) - n + 1)) for text in texts]
     columns = {gram: i for i, gram in enumerate({gram: None for count in counts for gram in count})}
     table = np.zeros((len(texts), len(columns)))

@@ -1,4 +1,4 @@
-"""Numbers that are uniform on (0, 1) and independent where a text is its model's; their tests, and the tests' power.
+"""The probability transform of sampled tokens, tests of its uniformity and independence, and their power.
 
 Shape suffixes: N tokens under test, V vocabulary.
 """
@@ -27,39 +27,32 @@ class ChiSquare:
 
 
 def transform(p_NV: Tensor, key_NV: Tensor, tokens_N: Tensor, places_N: Tensor) -> Tensor:
-    """Return F(x⁻) + U p(x) where the vocabulary is ordered by a key, equal ones by id.
+    """Return F(x⁻) + U p(x), (N,) float64, where F orders the vocabulary by a key, then by id.
 
-    Args:
-        p_NV: the distributions that the tokens should have been drawn from, (N, V).
-        key_NV: what orders the vocabulary, (N, V).
-        tokens_N: the tokens, (N,) int64.
-        places_N: U, uniform on [0, 1), (N,) float64.
-
-    Returns:
-        (N,) float64.
+    p and the key are (N, V), the tokens x are (N,) int64, and the places U, uniform on [0, 1), are (N,) float64.
     """
     x = tokens_N[:, None]
     at_x = key_NV.gather(1, x)
     before = (key_NV < at_x) | ((key_NV == at_x) & (torch.arange(p_NV.shape[1], device=p_NV.device) < x))
     below = torch.where(before, p_NV, 0.0).sum(-1, dtype=torch.float64)
-    # Laws are taken in float32: normalised, the last step ends at 1.
+    # p was computed in float32; the division makes the last step end at 1.
     return (below + places_N * p_NV.gather(1, x)[:, 0].double()) / p_NV.sum(-1, dtype=torch.float64)
 
 
 def bins(u: Tensor, count: int) -> Tensor:
-    """Return the bin that each number lies in, of `count` equal parts of (0, 1)."""
+    """Return the bin of each number, of `count` equal parts of (0, 1)."""
     return (u * count).long().clamp(max=count - 1)
 
 
 def uniformity(counts: Tensor) -> ChiSquare:
-    """Test whether all bins are equally likely, given how many numbers fell into each."""
+    """Test whether all bins are equally likely, given their counts."""
     test = chisquare(counts.numpy())
     return ChiSquare(float(test.statistic), len(counts) - 1, float(test.pvalue))
 
 
 def independence(table: Tensor) -> ChiSquare:
     """Test whether rows and columns of a contingency table are independent."""
-    # An empty margin says nothing of independence; that it is empty, the test of uniformity has seen.
+    # Empty rows and columns carry no information on independence; the test of uniformity sees them.
     table = table[table.sum(1) > 0][:, table.sum(0) > 0]
     if min(table.shape) < 2:
         return ChiSquare(0.0, 0, 1.0)
@@ -68,19 +61,13 @@ def independence(table: Tensor) -> ChiSquare:
 
 
 def detectable(tokens: int, level: float, power: float = 0.9, bins: int = BINS) -> tuple[float, float]:
-    """Return the smallest departures that the chi-square test of uniformity finds.
+    """Return the smallest departures that the chi-square test of uniformity finds at `level` with probability `power`.
 
-    A share ε of the numbers that all fall into one of B bins adds N ε² (B − 1) to the statistic's expectation, and a
-    share ε that moves from one half of them to the other adds 4 N ε²: the statistic is then noncentral chi-square.
-
-    Args:
-        tokens: N.
-        level: the p-value below which the test fails a text.
-        power: with what probability.
-        bins: B.
+    Under a departure the statistic is noncentral chi-square. A share ε of the N numbers that all fall into one of B
+    bins adds N ε² (B − 1) to its expectation; a share ε that moves from one half of the bins to the other adds 4 N ε².
 
     Returns:
-        The share of tokens that would all be unlikely ones; and the total variation of a law that leans one way.
+        The detectable share of tokens that are all unlikely, and the detectable total variation of a law that leans.
     """
     limit = chi2.isf(level, bins - 1)
 

@@ -84,7 +84,7 @@ def test_counts_add_up_and_have_the_ratios_of_the_servers_log():
 
 
 def test_too_short_an_acceptance_is_refused():
-    with pytest.raises(InputError, match="expected that of 8 tokens and 3 behind them at 4 positions, found 8 × 4"):
+    with pytest.raises(InputError, match="expected that of 8 tokens and 3 after them at 4 positions, found 8 × 4"):
         vllm_counts(np.ones((8, 4)), 8, 4)
 
 
