@@ -111,7 +111,7 @@ class PairTests:
         self._first.append(u_KCB[:, first, begun.nonzero()[:, 0]].float())
 
     def tests(self) -> dict[str, ChiSquare | Agreement]:
-        """Return the tests. Few numbers are tested in fewer bins; too few pass, so that the number of tests is fixed."""
+        """Return the tests; few numbers are tested in fewer bins, and too few pass, so that their number is fixed."""
         tests: dict[str, ChiSquare | Agreement] = {}
         first = torch.cat(self._first, -1)
         for k, order in enumerate(self._orders):

@@ -265,7 +265,7 @@ def test_costs_are_measured_on_request(pair_dirs, heads, capsys, monkeypatch):
     for rows in (1, 8):
         for name, block, paying in (("costs", 5, "γ = 4 pays "), ("heads", 4, "a tree of 3 pays ")):
             line = lines[f"{name}, B = {rows}"]
-            assert " ms behind 64 tokens, " in line and f" t({block}) = " in line and paying in line
+            assert " ms after 64 tokens, " in line and f" t({block}) = " in line and paying in line
     rewrite(pair_dirs[1], vocab_size=8)  # what cannot work is not measured
     assert "costs, B = 1" not in check(capsys, *pair_dirs, costs="true")[1]
 
@@ -274,11 +274,11 @@ def test_what_costs_mean_is_said(target, draft, monkeypatch):
     heads = MedusaHeads.of_target(target, 2)
     heads.config.medusa_choices = [[0], [1], [0, 0]]
     for verifying, drafting, state, text, remedy in (
-        (1.0, 0.0, "ok", "t(1) = 1000.00 ms behind 64 tokens, t(5) = 1.00 t(1), drafting c = 0.00 t(1) a token: "
+        (1.0, 0.0, "ok", "t(1) = 1000.00 ms after 64 tokens, t(5) = 1.00 t(1), drafting c = 0.00 t(1) a token: "
          "γ = 4 pays from α = 0.00 on", ""),
         (1.0, 3.8, "warning", "c = 0.95 t(1) a token: γ = 4 pays from α = 0.98 on", "few drafts agree that often"),
         (1.0, 8.0, "warning", "γ = 4 pays at no α, for at α = 1 it is 0.56× as fast", "take a smaller draft, or"),
-        (1.5, 0.25, "ok", "t(1) = 1000.00 ms behind 64 tokens, t(4) = 1.50 t(1), drafting 0.25 t(1): a tree of 3 pays "
+        (1.5, 0.25, "ok", "t(1) = 1000.00 ms after 64 tokens, t(4) = 1.50 t(1), drafting 0.25 t(1): a tree of 3 pays "
          "from τ = 1.75 on, of 3 at most", ""),
         (2.5, 0.25, "warning", "pays from τ = 2.75 on, of 3 at most", "search a smaller tree"),
         (2.5, 0.5, "warning", "pays at no τ: 3.00 is asked, and 3 the most", "search a smaller tree"),

@@ -105,7 +105,7 @@ def test_a_launch_line_has_the_draft_lengths_of_each_load(pair_dirs, tmp_path, c
     _, config = speculative(lines[-1])
     assert config["method"] == "draft_model" and config[NUM] == 3 and config[f"{NUM}_per_batch_size"] == ranges
     _, err = ran(capsys, *flags, "--format", "sglang", code=2)
-    assert "draft_lengths: expected format vllm and no draft_length beside it, found format sglang" in err
+    assert "draft_lengths: expected format vllm and no draft_length with it, found format sglang" in err
     _, err = ran(capsys, *flags, "--format", "vllm", "--draft-length", 2, code=2)
     assert "found draft_length 2" in err
 

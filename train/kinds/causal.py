@@ -1,4 +1,4 @@
-"""Drafters that are causal language models in directories of their own, with a tokenizer."""
+"""Drafters that are causal language models with a tokenizer and a directory of their own."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -31,11 +31,11 @@ class CausalKind(ModelKind):
             check_same_tokenizer(loading.tokenizer, tokenizer, loading.path, path, vocab_size=size)
 
     def field(self, spec: DrafterSpec) -> str:
-        """Return what errors call it."""
+        """Return the name of the drafter in error messages."""
         return spec.kind
 
     def recounts(self, spec: DrafterSpec) -> bool:
-        """Return whether the drafter may have another tokenizer than the target: its text is encoded again."""
+        """Return whether the drafter may have another tokenizer than the target, so that text is encoded again."""
         return False
 
     def model(self, spec: DrafterSpec, loading: Loading) -> "PreTrainedModel":
@@ -66,7 +66,7 @@ class CausalKind(ModelKind):
         return load_draft(path, dtype=dtype, trust_remote_code=trust_remote_code)
 
     def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
-        """Return a forward of one token behind a short text."""
+        """Return a forward of one token after a short text."""
         from draftsmith.decode.measurement.costs import forward_behind_text
 
         return forward_behind_text(model)
@@ -79,10 +79,10 @@ class CausalKind(ModelKind):
 
     @abstractmethod
     def proposer(self, model: "PreTrainedModel") -> "Proposer":
-        """Return what drafts chains with a model."""
+        """Return the proposer of chains of a model."""
 
     def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
-        """Load the model, and return what measures its rounds; its tokenizer may be another than the target's."""
+        """Load the model, whose tokenizer may differ from the target's, and return the measurement of its rounds."""
         from draftsmith.train.kinds.costs import TimedDrafter
 
         model = self.reload(str(spec.path), loading.dtype, loading.trust_remote_code)
@@ -93,5 +93,5 @@ class CausalKind(ModelKind):
         ).finding
 
     def at_once(self, model: "PreTrainedModel") -> int | None:
-        """Return how many tokens it drafts in one forward; None for one forward a token."""
+        """Return the tokens that it drafts in one forward; None for one forward a token."""
         return None

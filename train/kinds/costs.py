@@ -21,26 +21,23 @@ HARD = 0.9  # an acceptance rate that few drafts reach
 
 @dataclass(frozen=True)
 class TimedDrafter:
-    """A drafter whose rounds are timed beside forwards of its target."""
+    """A drafter whose rounds are timed against forwards of its target."""
 
     target: PreTrainedModel
     proposer: Proposer
     models: Sequence[PreTrainedModel]
-    """Whose positions limit the text that rounds are timed behind."""
+    """The models whose positions limit the length of the context."""
     name: str = "costs"
-    """Of the finding."""
+    """The name of the finding."""
     remedy: str = "take a smaller draft"
-    """The way out where chains do not pay."""
+    """The advice where chains do not pay."""
     tree: Tree | None = None
-    """What it drafts in every round; None for chains."""
+    """The tree that it drafts in every round; None for chains."""
     length: int | None = None
-    """γ of what drafts all tokens in one forward; None for one forward a token."""
+    """γ of drafters that draft all tokens in one forward; None for one forward a token."""
 
     def finding(self, rows: int) -> Finding:
-        """Measure rounds of a number of texts, and say from which acceptance on they pay.
-
-        Of a chain that is the α that solves for γ beating plain decoding, of a tree the τ that a round costs over t(1).
-        """
+        """Measure rounds of a number of texts; find the α, or for a tree the τ, from which they pay."""
         name = f"{self.name}, B = {rows}"
         if self.tree is not None:
             return self._of_tree(name, rows, self.tree)
@@ -54,7 +51,7 @@ class TimedDrafter:
         return self._worth(name, text, costs, gamma)
 
     def _worth(self, name: str, text: str, costs: RoundCosts, gamma: int) -> Finding:
-        """Say from which α on γ pays."""
+        """Find the α from which γ pays."""
         text += f"γ = {gamma} pays"
         alpha = costs.break_even_acceptance(gamma)
         if alpha is None:
@@ -79,21 +76,21 @@ class TimedDrafter:
         return Finding("ok", name, text)
 
     def _measured(self, rows: int, depth: int, drafted: int) -> tuple[str, dict[int, float], float]:
-        """Say what verifying costs; return t(1) and t(1 + drafted), and the seconds of a draft behind the same text."""
-        # A few rounds must follow the context.
+        """Return a text on the costs of verification, t(1) and t(1 + drafted), and the seconds of a draft."""
+        # The context must leave room for the timed rounds.
         limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in self.models]
         room = [limit - ROUNDS - drafted - 2 for limit in limits if limit is not None]
         context = max(1, min([CONTEXT, *room]))
         verifying, drafting = measure(self.target, self.proposer, rows, depth, drafted, context)
         one, block = verifying[1], verifying[1 + drafted]
-        text = f"t(1) = {one * 1000:.2f} ms behind {context} tokens, t({1 + drafted}) = {block / one:.2f} t(1), "
+        text = f"t(1) = {one * 1000:.2f} ms after {context} tokens, t({1 + drafted}) = {block / one:.2f} t(1), "
         return text, verifying, drafting
 
 
 def measure(
     target: PreTrainedModel, proposer: Proposer, rows: int, depth: int, drafted: int, context: int
 ) -> tuple[dict[int, float], float]:
-    """Return t(1) and t(1 + drafted), and the seconds of a draft, at T=0 behind the same context."""
+    """Return t(1) and t(1 + drafted), and the seconds of a draft, at T=0 after the same context."""
     verifying = verification_costs(target, rows, context, [1, 1 + drafted])
     texts = torch.ones(rows, context + ROUNDS + 2, dtype=torch.long, device=target.device)
     return verifying, drafting_seconds(target, proposer, texts, context, depth, repeats=ROUNDS)[0]

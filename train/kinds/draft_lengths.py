@@ -1,8 +1,8 @@
 """draft_lengths.json: γ by batch size, in the form that vLLM loads.
 
-`measure` writes it, `export --draft_lengths` puts it into a launch line. vLLM takes the draft length of a step from the
-number of requests in it (0.32: `vllm/v1/spec_decode/dynamic/utils.py`): inclusive ranges from 1 on, and beyond
-the last one its length goes on.
+`measure` writes it, and `export --draft_lengths` puts it into a launch line. vLLM takes the draft length of a step from
+the number of requests in it (0.32: `vllm/v1/spec_decode/dynamic/utils.py`), by inclusive ranges from 1; the last one's
+length also holds beyond it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ NUM, BY_BATCH_SIZE = "num_speculative_tokens", "num_speculative_tokens_per_batch
 """Keys of vLLM's speculative config."""
 
 ALIKE = 0.99
-"""Of the best goodput, from which a smaller batch's draft length is kept: a change that wins nothing is noise."""
+"""The share of the best goodput at which the draft length of the next smaller batch is kept."""
 
 Range = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Count]
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
-    """Return ranges that follow one another from 1 on."""
+    """Return the ranges; raise ValueError if they have gaps or do not begin at 1."""
     ends = [0, *(last for _, last, _ in ranges)]
     for (first, last, _), before in zip(ranges, ends, strict=False):
         if first != before + 1 or last < first:
@@ -35,7 +35,7 @@ def _joined(ranges: list[Range]) -> list[Range]:
 
 
 class OfDrafter(TypedDict):
-    """γ by batch size of one drafter."""
+    """One drafter's γ by batch size."""
 
     path: str | None
     temperatures: list[Amount]
@@ -44,7 +44,7 @@ class OfDrafter(TypedDict):
 
 
 class DraftLengths(TypedDict):
-    """The file."""
+    """The contents of the file."""
 
     schema: Literal["draftsmith.draft_lengths/1"]
     target: str
@@ -52,40 +52,34 @@ class DraftLengths(TypedDict):
 
 
 def chosen_lengths(goodput: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
-    """Return by batch size the draft length of the greatest goodput; that of the size before where it is as good.
+    """Return by batch size the draft length of the greatest goodput, or the previous size's if it is about as good.
 
-    Args:
-        goodput: by batch size, then draft length; 0 is plain decoding.
+    `goodput` is by batch size, then draft length, where 0 is plain decoding.
     """
-    chosen, before = dict[int, int](), None
-    for rows, of in sorted(goodput.items()):
-        best = max(of, key=lambda k: of[k])
-        if before is None or of[before] < ALIKE * of[best]:
-            before = best
-        chosen[rows] = before
+    chosen, kept = dict[int, int](), None
+    for rows, by_length in sorted(goodput.items()):
+        best = max(by_length, key=lambda k: by_length[k])
+        if kept is None or by_length[kept] < ALIKE * by_length[best]:
+            kept = best
+        chosen[rows] = kept
     return chosen
 
 
 def ranges(chosen: Mapping[int, int], most: int) -> list[Range]:
-    """Return draft lengths by ranges of batch sizes, (first, last, γ), without gaps, from 1 to `most`.
-
-    Args:
-        chosen: by batch size; the smallest stands for those below it, too.
-        most: the last batch size.
-    """
-    found: list[Range] = []
+    """Return ranges of batch sizes with one draft length, (first, last, γ), without gaps, from 1 to `most`."""
+    merged: list[Range] = []
     sizes = sorted(chosen)
     for rows, following in zip([1, *sizes[1:]], [*sizes[1:], most + 1], strict=True):
-        length = chosen[max(rows, sizes[0])]
-        if found and found[-1][2] == length:
-            found[-1] = found[-1][0], following - 1, length
+        length = chosen[max(rows, sizes[0])]  # the smallest measured size also counts for smaller ones
+        if merged and merged[-1][2] == length:
+            merged[-1] = merged[-1][0], following - 1, length
         else:
-            found.append((rows, following - 1, length))
-    return found
+            merged.append((rows, following - 1, length))
+    return merged
 
 
 def entry(path: str | None, temperatures: Sequence[float], of: Sequence[Range]) -> OfDrafter:
-    """Return what the file has of a drafter."""
+    """Return a drafter's entry of the file."""
     return OfDrafter(
         path=path,
         temperatures=list(temperatures),
@@ -95,27 +89,23 @@ def entry(path: str | None, temperatures: Sequence[float], of: Sequence[Range]) 
 
 
 def of_drafter(file: str, path: str) -> OfDrafter:
-    """Return the entry of the drafter in a directory; the only drafter of a file lies wherever it lies.
+    """Return the entry of the drafter in a directory, or the only entry of a file.
 
     Raises:
-        InputError: no such file, or none of this drafter.
+        InputError: no such file, or no such drafter in it.
     """
     drafters = _drafters(file, "draft_lengths")
-    here = [each for each in drafters.values() if each["path"] is not None and _same(each["path"], path)]
-    found = here[0] if here else next(iter(drafters.values())) if len(drafters) == 1 else None
-    if found is None:
-        names = ", ".join(drafters) or "none"
-        raise InputError(f"draft_lengths: expected a drafter at {path} in {file}, found {names}")
-    return found
+    if len(drafters) == 1:
+        return next(iter(drafters.values()))
+    for drafter in drafters.values():
+        if drafter["path"] is not None and Path(drafter["path"]).resolve() == Path(path).resolve():
+            return drafter
+    names = ", ".join(drafters) or "none"
+    raise InputError(f"draft_lengths: expected a drafter at {path} in {file}, found {names}")
 
 
 def named(file: str, name: str, field: str) -> OfDrafter:
-    """Return the entry of the drafter of a name; the only drafter of a file is called whatever it is called.
-
-    Args:
-        file: that `measure` or `tune` wrote.
-        name: the drafter's, in a report.
-        field: the option that named the file, for messages.
+    """Return the entry of a drafter by its name in reports, or the only entry of a file; `field` is for messages.
 
     Raises:
         InputError: no such file, or no drafter of that name.
@@ -136,7 +126,7 @@ def _drafters(file: str, field: str) -> dict[str, OfDrafter]:
 
 
 def length_at(of: OfDrafter, rows: int) -> int:
-    """Return γ for a batch of so many rows; beyond the last range its length goes on."""
+    """Return γ for a batch of `rows`; the last range has no end."""
     ranges = of["num_speculative_tokens_per_batch_size"]
     return next((length for _, last, length in ranges if rows <= last), ranges[-1][2])
 
@@ -145,16 +135,12 @@ def speculative_fields(file: str, path: str) -> dict[str, object]:
     """Return the fields of vLLM's speculative config for the drafter in a directory.
 
     Raises:
-        InputError: as of `of_drafter`, or a drafter that pays at no load.
+        InputError: as in `of_drafter`, or the drafter pays at no load.
     """
-    found = of_drafter(file, path)
-    if found["num_speculative_tokens"] == 0:
+    drafter = of_drafter(file, path)
+    if drafter["num_speculative_tokens"] == 0:
         raise InputError(f"draft_lengths: expected a batch size at which the drafter pays in {file}, found none")
-    ranges = found["num_speculative_tokens_per_batch_size"]
-    if len(ranges) == 1:  # no table: with one vLLM falls back to piecewise CUDA graphs
-        return {NUM: found["num_speculative_tokens"]}
-    return {NUM: found["num_speculative_tokens"], BY_BATCH_SIZE: [list(each) for each in ranges]}
-
-
-def _same(one: str, other: str) -> bool:
-    return Path(one).resolve() == Path(other).resolve()
+    ranges = drafter["num_speculative_tokens_per_batch_size"]
+    if len(ranges) == 1:  # with a table, vLLM falls back to piecewise CUDA graphs
+        return {NUM: drafter["num_speculative_tokens"]}
+    return {NUM: drafter["num_speculative_tokens"], BY_BATCH_SIZE: [list(bounds) for bounds in ranges]}

@@ -1,4 +1,4 @@
-"""A drafter to load, a loaded one, and the target that it drafts for."""
+"""Specifications of drafters, loaded drafters, and the target that they draft for."""
 
 import sys
 from collections.abc import Sequence
@@ -18,58 +18,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """A drafter to load."""
+    """The specification of a drafter to load."""
 
     kind: str
-    """The name of its kind, or of the role that it plays in a report."""
+    """The name of its kind, or of its role in a report."""
     path: str | None = None
-    """A directory or hub id; of a kind that is not read from one, its argument, such as the layers of an early exit."""
+    """A directory or hub id; for kinds without files their argument, such as the layers of an early exit."""
     name: str | None = None
-    """What reports call it; its kind if None."""
+    """The name in reports; its kind if None."""
     draft_lengths: Sequence[int] = (4,)
-    """γ, at which it drafts; what has a tree of its own drafts as deep as it."""
+    """The values of γ; drafters with their own tree draft to its depth."""
     tree: "Tree | DynamicTree | None" = None
-    """What it drafts; if None the tree of its config, or a chain."""
+    """The tree to draft; if None the tree of its config, or a chain."""
     dtype: str | None = None
-    """Of its weights; the target's if None."""
+    """The dtype of its weights; the target's if None."""
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """A loaded drafter."""
+    """A loaded drafter; `name` is short and unique, `kind` is as in `DrafterSpec`."""
 
     name: str
-    """Short and unique."""
     kind: str
-    """As in `DrafterSpec`."""
     family: "DrafterKind"
-    """What commands ask about it."""
     path: str | None
     proposer: "Proposer"
     greedy: "Proposer | None" = None
-    """Its proposer under sampling with the most likely tokens, which is what servers use by default."""
+    """The proposer that drafts the most likely tokens under sampling, the default of servers."""
     model: "PreTrainedModel | None" = None
-    """Its weights."""
     draft_lengths: Sequence[int] = (4,)
-    """γ, at which it is decoded; of what has a tree of its own its depth."""
+    """The values of γ for decoding; for drafters with their own tree its depth."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """What reports say of drafters of this kind alone."""
+    """The fields of reports that only this kind has."""
     sources: Sequence[str] = ()
-    """The names of several that take turns, in their order."""
+    """The names of drafters that take turns, in order."""
 
     @property
     def tree(self) -> "Tree | None":
-        """The one shape that it drafts in every round, a chain of several heads included; None for any other."""
+        """The tree, or chain of several heads, that it drafts in every round; None if the shape varies."""
         return _tree_of(self.proposer)
 
     @property
     def has_one_length(self) -> bool:
-        """Whether its one γ is the depth of a tree of one shape: its own, or that of one of those that take turns."""
+        """Whether its only γ is the depth of a fixed tree, its own or that of a member."""
         return any(_tree_of(proposer) is not None for proposer in (self.proposer, *self.members.values()))
 
     @property
     def members(self) -> "dict[str, Proposer]":
-        """Those that take turns, in their order, by their names; none of any other drafter, nor where all draft."""
+        """The drafters that take turns, in order, by name; empty for other drafters, and where all draft together."""
         from draftsmith.decode.proposers.hybrid import HybridProposer
 
         if not isinstance(self.proposer, HybridProposer) or self.proposer.graft:
@@ -77,14 +73,14 @@ class Drafter:
         return dict(zip(self.sources, self.proposer.drafters, strict=True))
 
     def lengths(self, draft_length: int) -> list[int]:
-        """Return γ of each of those that take turns, where γ is wanted of all; one alone has that."""
+        """Return γ of each member for a common γ; a single drafter has just that."""
         from draftsmith.decode.proposers.hybrid import HybridProposer
 
         return self.proposer.lengths(draft_length) if isinstance(self.proposer, HybridProposer) else [draft_length]
 
     @property
     def nodes(self) -> int | None:
-        """Tokens that the target verifies in a round beside the last one, where they are not γ: those of a tree."""
+        """The nodes of its tree, which the target verifies in a round; None for chains of γ."""
         return None if self.tree is None else len(self.tree)
 
     @property
@@ -93,7 +89,7 @@ class Drafter:
         return 0 if self.model is None else sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a report says of it."""
+        """Return its entry in a report."""
         entry = {
             "name": self.name,
             "kind": self.kind,
@@ -117,19 +113,19 @@ def _tree_of(proposer: "Proposer") -> "Tree | None":
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and what drafts for it."""
+    """A target and its drafters."""
 
     target: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
     dtype: str
-    """The name of the target's dtype, which drafters have too unless they were given their own."""
+    """The name of the target's dtype, the default of its drafters."""
     drafters: list[Drafter]
     left_out: Sequence[str] = ()
-    """What the target's generation config says, and texts are written without (`checkpoint.left_out`)."""
+    """Settings of the target's generation config that are not applied to texts (`checkpoint.left_out`)."""
 
     @property
     def proposers(self) -> "dict[str, Proposer]":
-        """What drafts, by name."""
+        """The proposers by name."""
         return {drafter.name: drafter.proposer for drafter in self.drafters}
 
     @property
@@ -139,17 +135,9 @@ class Pair:
         return drafter
 
     def check_positions(self, prompt: int, new_tokens: int) -> None:
-        """Require that the longest prompt and its text lie within the positions of the target.
+        """Raise InputError unless the longest prompt and its text fit into the target's positions.
 
-        Not every architecture has such a limit; past it, a model that has one writes noise or fails. A drafter drafts
-        nothing past its own positions, which `say_undrafted` counts.
-
-        Args:
-            prompt: tokens of the longest.
-            new_tokens: of its text at most.
-
-        Raises:
-            InputError: names the target's positions.
+        Past its positions a target writes noise or fails. Past its own, a drafter drafts nothing: see `say_undrafted`.
         """
         from draftsmith.decode.cache import positions_of
 
@@ -161,11 +149,9 @@ class Pair:
             )
 
     def say_undrafted(self, prompts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Say on standard error how many tokens of texts each drafter did not draft, for they lie past its positions.
+        """Print to standard error how many tokens each drafter did not draft because they are past its positions.
 
-        Args:
-            prompts: tokens of each prompt.
-            lengths: of each prompt and its text.
+        `prompts` holds the tokens of each prompt, `lengths` those of each prompt with its text.
         """
         from draftsmith.decode.generation import undrafted
 
@@ -177,7 +163,7 @@ class Pair:
                 print(f"{drafter.name}: drafted none of {count} of {written} tokens, {where}", file=sys.stderr)
 
     def holds(self, tokens: int) -> bool:
-        """Return whether a text of this length lies within the positions of all models."""
+        """Return whether a text of this length fits into the positions of all models."""
         from draftsmith.decode.cache import positions_of
 
         limits = [positions_of(self.target.config), *(proposer.positions for proposer in self.proposers.values())]
@@ -186,21 +172,20 @@ class Pair:
 
 @dataclass
 class Loading:
-    """A target and its drafters while they are loaded: tokenizers are compared before any weights are read."""
+    """A target and its drafters during loading; tokenizers are compared before any weights are read.
+
+    Path, tokenizer, dtype (once known) and model (once loaded) are the target's.
+    """
 
     path: str
-    """The target's."""
     tokenizer: "PreTrainedTokenizerBase"
-    """The target's."""
     trust_remote_code: bool = False
     dtype: str = "auto"
-    """Of the target, once it is known."""
     model: "PreTrainedModel | None" = None
-    """The target, once it is loaded."""
     tokenizers: "dict[str, PreTrainedTokenizerBase]" = field(default_factory=dict)
-    """Those of drafters, by path."""
+    """The drafters' tokenizers by path."""
     models: "dict[str, PreTrainedModel]" = field(default_factory=dict)
-    """Drafters' weights by path: one directory may draft in two ways."""
+    """The drafters' models by path, loaded once if a directory drafts in two ways."""
 
     @property
     def target(self) -> "PreTrainedModel":
@@ -210,6 +195,6 @@ class Loading:
 
 
 def no_argument(spec: DrafterSpec) -> None:
-    """Require that a kind that takes no argument got none."""
+    """Raise InputError if a kind that takes no argument has one."""
     if spec.path is not None:
         raise InputError(f"drafter: expected {spec.kind} alone, found {spec.kind}:{spec.path}")

@@ -1,7 +1,4 @@
-"""Shared by exports of all kinds of drafters: options, the directory, and the config of an engine.
-
-Light: `--help` must not wait for torch.
-"""
+"""The options of `draftsmith export`, its output directory, and an engine's config. Imports no torch, for `--help`."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,39 +23,39 @@ ENGINES = ("vllm",)
 
 @dataclass
 class ExportOptions:
-    """Options of an export, of whatever kind."""
+    """The options of an export."""
 
     format: str | None = None
-    """Of draft models: vllm or sglang, which load them as they are. Of heads: own, vllm, and sglang, fasterdecoding or
-    modelopt where the kind has it. Of `import_from` it is recognised if not given."""
+    """For draft models: vllm or sglang, which load them unchanged. For heads: own, vllm, and sglang, fasterdecoding or
+    modelopt where the kind supports it. With `import_from` it is recognised if not given."""
     output: str | None = None
-    """Where heads are written, or a draft with a cut vocabulary, which servers need whole: a new or empty directory."""
+    """A new or empty directory for heads, or for a draft with a cut vocabulary, which servers need in full."""
     target: str | None = None
-    """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Needed to import heads
-    that use its language-model head, hold its embeddings, or name no layers."""
+    """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Required to import
+    heads that use its language-model head, hold its embeddings, or name no layers."""
     dtype: str | None = None
     """The weights' type in `output`; that of the heads if not given."""
     draft_length: int | None = None
-    """Tokens drafted a round, in the launch line. If not given: as many as it drafts at once, or 4."""
+    """Tokens drafted a round, in the launch line. If not given: the number that it drafts at once, or 4."""
     draft_lengths: str | None = None
-    """draft_lengths.json that `measure` wrote: the launch line of vLLM then says how many at which load."""
+    """draft_lengths.json that `measure` wrote: vLLM's launch line then gives the draft length for each load."""
     by_rank: bool = False
-    """Leave out what a format cannot say and what changes logits but not their order: softcapping, and a scale. The
-    readers of these formats draft the most likely tokens, which stay the same."""
+    """Leave out parts that a format cannot express if they change logits but not their order: softcapping and a scale.
+    Readers of these formats draft the most likely tokens, which stay the same."""
     verify: str | None = None
-    """`vllm`: let it decode prompts with what was exported, at temperature 0 in float32, and compare its texts and what
-    it counts with this decoder's. For a draft model or heads in a format that it loads, with their target."""
+    """`vllm`: let vLLM decode prompts with the export, at temperature 0 in float32, and compare its texts and counts
+    with this decoder's. For draft models, and heads in a format that vLLM loads, with their target."""
     engine: str | None = None
-    """The Python that has vLLM. If not given: the environment variable DRAFTSMITH_ENGINE's, .venv-engine/bin/python in
-    this folder, which `make engine` installs, or this one."""
+    """The Python that has vLLM. If not given: the environment variable DRAFTSMITH_ENGINE, .venv-engine/bin/python in
+    this folder, which `make engine` installs, or the current Python."""
     prompts: str | None = None
     """A file of prompts to verify with; modules of the standard library if not given."""
     limit: int = 8
     """Verify with the first N prompts."""
     max_new_tokens: int = 64
-    """Tokens of each text that verifies."""
+    """Tokens of each text that is compared."""
     timeout: int = 1800
-    """Seconds that vLLM may take in all."""
+    """The most seconds that vLLM may take in all."""
     trust_remote_code: bool = False
     """Run model code that a repository ships."""
 
@@ -67,7 +64,7 @@ class ExportOptions:
         require(self, DRAFT_LENGTH, "draft_length")
         if self.draft_lengths is not None and (self.draft_length is not None or self.format != "vllm"):
             found = f"format {self.format}" if self.draft_length is None else f"draft_length {self.draft_length}"
-            raise InputError(f"draft_lengths: expected format vllm and no draft_length beside it, found {found}")
+            raise InputError(f"draft_lengths: expected format vllm and no draft_length with it, found {found}")
         require(self, one_of(ENGINES), "verify")
         require(self, at_least(1), "limit", "max_new_tokens", "timeout")
 
@@ -77,45 +74,37 @@ class Served:
     """A drafter in vLLM."""
 
     name: str
-    """In messages."""
+    """Its name in messages."""
     speculative: Mapping[str, Any]
     """Its `speculative_config`."""
     on_cpu: str = ""
-    """A fault of the engine's build for CPUs that this drafter may meet; none if empty."""
+    """A fault of vLLM's build for CPUs that this drafter may trigger; empty if there is no such fault."""
 
     @property
     def draft_length(self) -> int:
-        """γ."""
+        """γ in vLLM."""
         return int(self.speculative["num_speculative_tokens"])
 
 
 def vocabulary_override(config: "PretrainedConfig") -> dict[str, int]:
-    """Return what must be added to a target's config so that vLLM finds its vocabulary size; nothing for most.
+    """Return the field that lets vLLM find a target's vocabulary size; empty for most targets.
 
-    Its speculative config reads `hf_config.vocab_size` (vLLM 0.32, `config/speculative.py`), which configs of several
-    modalities have in their `text_config` alone.
+    vLLM reads `hf_config.vocab_size` (0.32, `config/speculative.py`), which multimodal configs have only in their
+    `text_config`.
     """
     fields = config.to_dict()
     return {} if "vocab_size" in fields else {"vocab_size": int(config.get_text_config().vocab_size)}
 
 
 def check_format(format: str, expected: Sequence[str]) -> str:
-    """Return the name of a format.
-
-    Raises:
-        InputError: an unknown format.
-    """
+    """Return the name of a format; raise InputError for unknown ones."""
     if format not in expected:
         raise InputError(f"format: expected one of {', '.join(expected)}, found {format!r}")
     return format
 
 
 def check_output(directory: Path) -> None:
-    """Require that a directory is new or empty, and that one can be written beside it.
-
-    Raises:
-        InputError: it holds something, is no directory but a file or a link, or the disk does not take it.
-    """
+    """Raise InputError unless a directory is new or empty, no file or link, and can be replaced on its disk."""
     if os.path.lexists(directory) and (directory.is_symlink() or not directory.is_dir() or any(directory.iterdir())):
         found = "is a link" if directory.is_symlink() else "holds something"
         raise InputError(f"output: expected a new or empty directory, found {directory}, which {found}")
@@ -124,12 +113,12 @@ def check_output(directory: Path) -> None:
 
 @contextmanager
 def put_in_place(directory: Path) -> Iterator[Path]:
-    """Give a directory to write in; it takes the place of `directory` if the block ends well, and is removed if not."""
+    """Yield a temporary directory, which replaces `directory` if the block succeeds and is removed otherwise."""
     check_output(directory)
     try:
         with written_aside(directory.absolute()) as aside:
             aside.mkdir()
             yield aside
     except (OSError, SafetensorError) as error:
-        found = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
-        raise InputError(f"output: expected to write in {directory}, found: {found}") from error
+        cause = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+        raise InputError(f"output: expected to write in {directory}, found: {cause}") from error

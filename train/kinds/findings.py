@@ -20,11 +20,11 @@ class Finding:
     name: str
     text: str
     remedy: str = ""
-    """A way out, where something is not well."""
+    """Advice, for warnings and errors."""
 
 
 def report(finding: Finding, console: Console) -> None:
-    """Print a finding: with a hanging indent on a terminal, in one line elsewhere."""
+    """Print a finding, with a hanging indent on a terminal, in one line elsewhere."""
     text = Text(finding.text)
     if finding.remedy:
         text.append(f" → {finding.remedy}", "dim")

@@ -13,17 +13,14 @@ if TYPE_CHECKING:
 
 AND, AT, GRAFT = "+", "@", "graft"
 Parse = Callable[[str], tuple[str | None, DrafterKind, str | None]]
-"""What `--drafter` says of one → its name, its kind and its argument."""
+"""The parser of a value of `--drafter` into name, kind and argument."""
 
 
 class Hybrid(DrafterKind):
-    """Copies where the switch takes what was found, a model elsewhere; its argument has them all.
+    """Copies where the switch accepts the match, and a model elsewhere.
 
-    "hybrid:suffix+runs/draft@match=4,score=0.5,last=2": drafters in the order in which they are looked at, each as
-    `--drafter` has it; behind @ the switch, the longest draft of the last one, and perhaps "graft" where both draft.
-
-    Args:
-        parse: reads one of them; given once all kinds are known.
+    Its argument, such as "hybrid:suffix+runs/draft@match=4,score=0.5,last=2", names the drafters in order, each as in
+    `--drafter`. After @ come the switch, the longest draft of the last drafter, and "graft" if both draft.
     """
 
     name, title, stored = "hybrid", "drafters that take turns", False
@@ -34,25 +31,20 @@ class Hybrid(DrafterKind):
         self._parse = parse
 
     def members(self, spec: DrafterSpec) -> list[tuple[DrafterKind, DrafterSpec]]:
-        """Return kind and spec of each of them.
-
-        Raises:
-            InputError: an argument that does not say so.
-        """
-        texts = self._parts(spec)[0].split(AND)
-        found = []
-        for text in texts:
+        """Return kind and spec of each member; raise InputError for a malformed argument."""
+        members = []
+        for text in self._parts(spec)[0].split(AND):
             _, kind, path = self._parse(text)
             if isinstance(kind, Hybrid):
                 raise InputError(f"drafter: expected no hybrid inside of one, found {spec.path}")
-            found.append((kind, replace(spec, kind=kind.name, path=path, name=None, tree=None)))
-        return found
+            members.append((kind, replace(spec, kind=kind.name, path=path, name=None, tree=None)))
+        return members
 
     def turns(self, spec: DrafterSpec) -> "tuple[Switch, bool, int | None]":
         """Return the switch, whether both draft where it takes a copy, and the longest draft of the last drafter.
 
         Raises:
-            InputError: an argument that does not say so, or a level out of range.
+            InputError: a malformed argument, or a level out of range.
         """
         from draftsmith.decode import Switch
 
@@ -73,24 +65,24 @@ class Hybrid(DrafterKind):
                     raise ValueError
             except ValueError:
                 raise InputError(
-                    f"drafter: expected match=TOKENS, score=TOKENS, last=TOKENS or {GRAFT} behind {AT}, found {part}"
+                    f"drafter: expected match=TOKENS, score=TOKENS, last=TOKENS or {GRAFT} after {AT}, found {part}"
                 ) from None
         if last is not None and last < 1:
-            raise InputError(f"drafter: expected last=TOKENS of at least 1 behind {AT}, found {last}")
+            raise InputError(f"drafter: expected last=TOKENS of at least 1 after {AT}, found {last}")
         return Switch(**fields), graft, last
 
     def check(self, spec: DrafterSpec, loading: Loading) -> None:
-        """Check each of them."""
+        """Check each member."""
         self.turns(spec)
-        for kind, its in self.members(spec):
-            kind.check(its, loading)
+        for kind, member in self.members(spec):
+            kind.check(member, loading)
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
-        """Load each of them."""
+        """Load all members."""
         from draftsmith.decode import HybridProposer
 
         switch, graft, last_length = self.turns(spec)
-        *copies, last = [kind.load(its, loading) for kind, its in self.members(spec)]
+        *copies, last = [kind.load(member, loading) for kind, member in self.members(spec)]
 
         def hybrid(proposer: Any) -> "HybridProposer":
             return HybridProposer([*(drafter.proposer for drafter in copies), proposer], switch, graft, last_length)
@@ -106,7 +98,7 @@ class Hybrid(DrafterKind):
         )
 
     def cached_numbers(self, drafter: Drafter) -> int | None:
-        """Return None: it depends on which kind comes last."""
+        """Return None, because it depends on the last kind."""
         return None
 
     def _parts(self, spec: DrafterSpec) -> tuple[str, str]:
@@ -122,7 +114,7 @@ class Hybrid(DrafterKind):
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Return names that are told apart: later ones of the same kind have a number."""
+    """Number repeated names, so that they are unique."""
     return [
         name if names.index(name) == place else f"{name} {names[: place + 1].count(name)}"
         for place, name in enumerate(names)

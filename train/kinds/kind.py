@@ -1,7 +1,7 @@
-"""A kind of drafter: one class that answers everything that commands ask.
+"""A kind of drafter: one class that answers all questions of the commands.
 
-A kind is a folder with a `kind.py`, and a line in `scripts/kinds.py`. Methods import what takes long by need: commands
-ask all kinds for their names, and `--help` must not wait for torch.
+A kind is a folder with a `kind.py`, and a line in `scripts/kinds.py`. Methods defer slow imports, because `--help` asks
+all kinds for their names and must not wait for torch.
 """
 
 from abc import ABC, abstractmethod
@@ -28,19 +28,18 @@ class Recipe:
     """A command that trains drafters."""
 
     command: str
-    """Its name."""
     summary: str
-    """What it does, in a few words that begin with a verb, for `draftsmith --help`."""
+    """A few words for `draftsmith --help` that begin with a verb."""
     package: str
-    """What `accelerate launch -m` starts."""
+    """The module that `accelerate launch -m` starts."""
     config: str
     """The dataclass of its fields, as "module:Class"."""
     plan: str | None = None
-    """The dataclass of the fields of its plan, as "module:Class": a `train.memory.setting.TrainingMachines`."""
+    """The dataclass of the fields of its plan, a `train.memory.setting.TrainingMachines`, as "module:Class"."""
     begun: str = "heads"
-    """The field that names what a run goes on from."""
+    """The field that names the drafter from which a run continues."""
     made: tuple[str, ...] = ()
-    """Fields that say what a new drafter is like, or beginnings of their names: left out where a run goes on."""
+    """The fields that describe a new drafter, or prefixes of their names; omitted where a run continues."""
 
     def config_class(self) -> type[Any]:
         """Return the dataclass of its fields."""
@@ -53,11 +52,11 @@ class Recipe:
 
 
 SMALL_VOCABULARY, MOST_DRAFTED = 16_384, 32_768
-"""Tokens of a vocabulary up to which drafters read all of it; those that they draft among at most."""
+"""The largest vocabulary that drafters draft from in full, and the most tokens of a cut one."""
 
 
 def drafted_tokens(target: "PretrainedConfig", field: str) -> dict[str, int]:
-    """Return the field for a cut vocabulary where the target's is large: a quarter of it; else none."""
+    """Return the field of a cut vocabulary, a quarter of a large target's; empty for small targets."""
     size = target.get_text_config().vocab_size
     return {} if size <= SMALL_VOCABULARY else {field: min(MOST_DRAFTED, size // 4)}
 
@@ -71,90 +70,76 @@ class DrafterKind(ABC):
     """One kind of drafter."""
 
     name: ClassVar[str]
-    """What `--drafter`, configs and reports call it."""
+    """The name in `--drafter`, configs and reports."""
     title: ClassVar[str]
-    """What sentences call it."""
+    """The name in sentences."""
     stored: ClassVar[bool] = True
     """Whether it is read from a directory."""
     flags: ClassVar[tuple[str, ...]] = ()
-    """Flags that are aliases of `--drafter KIND:` and their value."""
+    """Flags that are aliases of `--drafter KIND:` and a value."""
     switch: ClassVar[bool] = False
     """Whether these flags take no value."""
     recipe: ClassVar[Recipe | None] = None
-    """What trains it."""
+    """The command that trains it."""
     grows_trees: ClassVar[bool] = False
     """Whether it has a confidence, by which trees grow and cascades accept."""
     by_token: ClassVar[bool] = False
-    """Whether a token is accepted or not wherever in the text its round began."""
+    """Whether the acceptance of a token does not depend on the start of its round."""
     drafts_less: ClassVar[bool] = False
-    """Whether it may draft fewer tokens than it is asked for, or none."""
+    """Whether it may draft fewer tokens than γ, or none."""
     copies: ClassVar[bool] = False
-    """Whether its drafts are copies of what a text has already: whoever has the text can draft, without a model."""
+    """Whether its drafts are copies of the text, which need no model."""
     tree_key: ClassVar[str | None] = None
-    """The key of its config.json that holds a searched tree; None where none can be searched for."""
+    """The key of its config.json that holds a searched tree; None where trees cannot be searched."""
     tree_alone: ClassVar[bool] = False
-    """Whether it drafts such a tree or a default one, whatever γ is asked for."""
+    """Whether it drafts that tree, or a default one, for every γ."""
     whole_blocks: ClassVar[bool] = False
-    """Whether servers draft as many tokens as it was trained for, and no fewer."""
+    """Whether servers always draft the number of tokens that it was trained for."""
     cost_remedy: ClassVar[str] = "take a cheaper drafter"
-    """The way out where drafting does not pay."""
+    """The advice where drafting does not pay."""
     formats: ClassVar[tuple[str, ...]] = ()
-    """Formats that `draftsmith export` writes; none where it cannot be exported."""
+    """The formats that `draftsmith export` writes; empty where it cannot be exported."""
     launched: ClassVar[tuple[str, ...]] = ()
-    """Formats whose launch line says γ."""
+    """The formats whose launch line contains γ."""
     verifiable: ClassVar[tuple[str, ...]] = ()
-    """Formats that `--verify vllm` decodes with."""
+    """The formats that `--verify vllm` decodes with."""
     drops_by_rank: ClassVar[bool] = False
-    """Whether a format can leave out what changes logits but not their order."""
+    """Whether `--by_rank` can leave out operations that change logits but not their order."""
     figures: ClassVar[tuple[str, ...]] = ()
-    """Numbers that its entries in reports have, and those of other kinds have not."""
+    """The fields that only its entries in reports have."""
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether a directory with this config.json holds a drafter of this kind."""
         return False
 
     def check(self, spec: DrafterSpec, loading: Loading) -> None:  # noqa: B027
-        """Check what can be checked before any weights are read.
-
-        Raises:
-            InputError: a drafter that does not fit the target.
-        """
+        """Raise InputError for a drafter that does not fit the target, as far as known before weights are read."""
 
     @abstractmethod
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
-        """Load a drafter for a target.
-
-        Raises:
-            InputError: one that cannot be loaded or does not fit the target.
-        """
+        """Load a drafter for a target; raise InputError if it cannot be loaded or does not fit the target."""
 
     def drafter(self, spec: DrafterSpec, proposer: "Proposer", **fields: Any) -> Drafter:
-        """Return a loaded drafter; `fields` are those of `Drafter` that are not the spec's."""
+        """Return a loaded drafter; `fields` are fields of `Drafter` in addition to the spec's."""
         fields = {"draft_lengths": spec.draft_lengths} | fields
         return Drafter(spec.name or spec.kind, spec.kind, self, spec.path if self.stored else None, proposer, **fields)
 
     def chain(self, drafter: Drafter, draft_length: int) -> "tuple[Proposer, int]":
-        """Return what drafts chains with the same weights, and how long they are: at most γ."""
+        """Return a proposer of chains with the same weights, and the length of its chains, at most γ."""
         return drafter.proposer, draft_length
 
     def cached_numbers(self, drafter: Drafter) -> int | None:
-        """Return how many numbers its cache keeps for a token of the text; None where that is not known."""
+        """Return the numbers that its cache keeps for a token of the text; None if unknown."""
         return 0
 
     def timed_forwards(
         self, drafter: Drafter, others: Iterable[str], trust_remote_code: bool
     ) -> dict[str, Callable[[], object]]:
-        """Return forwards that draft a token behind a short text, by dtype; none where it keeps the dtype it has.
-
-        Args:
-            drafter: loaded, with weights.
-            others: names of further dtypes to load it in.
-            trust_remote_code: as for loading.
-        """
+        """Return forwards of a token after a short text by dtype, its own and `others`; empty if its dtype is fixed."""
         return {}
 
     def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
-        """Load a drafter without its weights, and say what it is; None where it does not load, or has no files."""
+        """Load a drafter without its weights, None where it does not load or has no files, and describe it."""
         from draftsmith.train.kinds.findings import Finding
 
         return None, Finding("ok", spec.name or spec.kind, f"{self.title}: no files to check")
@@ -164,11 +149,7 @@ class DrafterKind(ABC):
         return iter(())
 
     def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
-        """Load a drafter, and return what measures its rounds for a number of texts decoded together.
-
-        Raises:
-            InputError: one that cannot be loaded.
-        """
+        """Load a drafter, and return the measurement of its rounds, a function of the batch size."""
         from draftsmith.train.kinds.costs import TimedDrafter
 
         drafter = self.load(spec, loading)
@@ -177,19 +158,14 @@ class DrafterKind(ABC):
         return TimedDrafter(loading.target, drafter.proposer, models, name, self.cost_remedy, drafter.tree).finding
 
     def check_run(self, target: "Side", file: str) -> "Iterator[Finding]":
-        """Check the config of a run that trains such drafters against a target without weights.
-
-        Args:
-            target: without weights.
-            file: what the recipe's command reads.
-        """
+        """Check the config file of a training run of such drafters against a target without weights."""
         from draftsmith.train.cli import parse_config
         from draftsmith.train.kinds.findings import Finding
 
         name, recipe = f"{self.name} run", self.recipe
         assert recipe is not None
         try:
-            # The machine that checks need not be the one that trains: bf16 without this asks for a GPU here.
+            # The training may run on another machine; without this, bf16 would require a GPU here.
             config = parse_config(recipe.config_class(), ["--config", file, "--training.use_cpu", "true"])
             text, findings = self.begins(target, config)
         except InputError as error:
@@ -202,19 +178,11 @@ class DrafterKind(ABC):
         yield from findings
 
     def begins(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
-        """Return what a run trains, in words, and what is found of it beside.
-
-        Raises:
-            InputError: a run that cannot begin on this target.
-        """
+        """Describe the drafter that a run trains, with findings; raise InputError if it cannot start on this target."""
         return self.title, []
 
     def check_export(self, config: "ExportOptions") -> None:
-        """Check the options of `draftsmith export` before any work.
-
-        Raises:
-            InputError: an option that does not go with such drafters.
-        """
+        """Raise InputError for options of `draftsmith export` that do not suit such drafters."""
         from draftsmith.train.kinds.export import check_output
 
         self.check_format(config)
@@ -223,11 +191,7 @@ class DrafterKind(ABC):
         check_output(Path(config.output))
 
     def check_format(self, config: "ExportOptions") -> None:
-        """Check a format, and the options that depend on it.
-
-        Raises:
-            InputError: an unknown format, or an option that does not go with it.
-        """
+        """Raise InputError for an unknown format, or an option that does not suit the format."""
         from draftsmith.train.kinds.export import check_format
 
         if not self.formats:
@@ -235,28 +199,24 @@ class DrafterKind(ABC):
         check_format(str(config.format), self.formats)
         if config.by_rank and not self.drops_by_rank:
             raise InputError(f"by_rank: expected none with {self.title}, which need it nowhere, found it")
-        for name, formats, given in (
+        for name, formats, is_set in (
             ("draft_length", self.launched, config.draft_length is not None),
             ("verify", self.verifiable, config.verify is not None),
         ):
-            if given and config.format not in formats:
+            if is_set and config.format not in formats:
                 wanted = f"it with {' or '.join(formats)}" if formats else f"none with {self.title}"
                 raise InputError(f"{name}: expected {wanted}, found it with {config.format}")
 
     def no_formats(self) -> InputError:
-        """Return why such drafters cannot be exported, or imported."""
+        """Return the error that such drafters cannot be exported or imported."""
         why = "no other tool reads its files" if self.stored else "it has no files"
         return InputError(f"drafter: expected one that can be exported, found {self.title}: {why}")
 
     def export(self, config: "ExportOptions", path: str) -> list[str]:
-        """Write a drafter in a format, and return the lines to print: the launch line is the last that is no comment.
-
-        Args:
-            config: checked by `check_export`.
-            path: the drafter's directory.
+        """Write a drafter in a format and return the lines to print, the last of which without # is the launch line.
 
         Raises:
-            InputError: a drafter that cannot be read, or that the format cannot hold.
+            InputError: the drafter cannot be read, or the format cannot hold it.
         """
         raise self.no_formats()
 
@@ -267,20 +227,18 @@ class DrafterKind(ABC):
         raise self.no_formats()
 
     def overrides(self, target: "PretrainedConfig") -> dict[str, int]:
-        """Return the fields that vLLM needs in a target's config beside its own."""
+        """Return the fields that vLLM needs in addition to a target's config."""
         return {}
 
     def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
-        """Return what `draftsmith choose` tries of this kind: by name, fields of its recipe.
+        """Return the candidates of `draftsmith choose`, by name the fields of the recipe.
 
-        Args:
-            target: its config.
-            server: what is going to load the drafter, vllm or sglang; None: draftsmith alone.
+        `server` is the program that will load the drafter, vllm or sglang; None for draftsmith itself.
         """
         return {}
 
     def most_drafted(self, config: Mapping[str, Any]) -> int | None:
-        """Return the most tokens a round of a drafter with this config.json; None where nothing limits them."""
+        """Return the most tokens that a drafter with this config.json drafts in a round; None without a limit."""
         return None
 
     def recognises_foreign(self, directory: Path) -> bool:
@@ -292,11 +250,7 @@ class DrafterKind(ABC):
         return False
 
     def import_from(self, config: "ExportOptions", source: str) -> list[str]:
-        """Write a drafter of another tool in our format, and return the lines to print.
-
-        Raises:
-            InputError: one that cannot be read.
-        """
+        """Write another tool's drafter in our format and return the lines to print; raise InputError if unreadable."""
         raise self.no_formats()
 
 
@@ -309,7 +263,7 @@ class ModelKind(DrafterKind):
 
     @abstractmethod
     def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
-        """Return the forward that drafts a token behind a short text."""
+        """Return the forward that drafts a token after a short text."""
 
     def timed_forwards(
         self, drafter: Drafter, others: Iterable[str], trust_remote_code: bool

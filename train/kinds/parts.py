@@ -1,4 +1,4 @@
-"""A target and its drafters as `draftsmith doctor` sees them: shapes, and the headers of stored weights."""
+"""A target and its drafters for `draftsmith doctor`: shapes, and the headers of stored weights."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,12 +28,12 @@ from draftsmith.train.models import empty_model, load_tokenizer
 if TYPE_CHECKING:
     from draftsmith.train.kinds.kind import DrafterKind
 
-# What safetensors calls the dtypes that are arithmetic too; others are quantised.
+# The names that safetensors has for dtypes of arithmetic; all others are quantised.
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 REMEDY = "copy config.json and weights of one model there"
 SEARCH = "search one that they can draft: draftsmith tree --drafter DIR"
-"""The way out where a tree cannot be drafted."""
+"""The advice where a tree cannot be drafted."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,15 @@ class Part:
     role: str
     """`target`, or the drafter's name."""
     path: str
-    model: Any
-    """On the meta device."""
+    model: Any  # on the meta device
     stored: Counter[str]
-    """Numbers in the checkpoint by dtype, as safetensors names it; empty where its files are not here to be read."""
+    """The numbers in the checkpoint by safetensors' dtype; empty where its files are not local."""
     cached_numbers: int | None
-    """Numbers that its cache keeps for a token; None where that is not known."""
+    """The numbers that its cache keeps for a token; None if unknown."""
 
     @property
     def positions(self) -> int | None:
-        """The longest text, in tokens; None where it has no such limit."""
+        """The longest text in tokens; None without a limit."""
         return positions_of(self.model.config)
 
 
@@ -71,18 +70,16 @@ class Side(Part):
 
     @property
     def head(self) -> int:
-        """Logits a position."""
+        """The number of logits."""
         return int(self.config.vocab_size)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A target and its drafters; those that do not load are left out."""
+    """A target, None where it does not load, and the drafters that load, with their kinds."""
 
     target: Side | None
-    """None where it does not load."""
     drafters: Sequence[tuple["DrafterKind", Part]]
-    """Each with its kind."""
 
     @property
     def drafts(self) -> list[Side]:
@@ -101,15 +98,15 @@ class Setup:
 
     @property
     def positions(self) -> dict[str, int]:
-        """The longest text that each part reads, in tokens, by its role; of those that have such a limit."""
+        """The longest text in tokens of each part that has a limit, by role."""
         return {part.role: part.positions for part in self.parts if part.positions is not None}
 
 
 def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | None, Finding]:
-    """Load a causal language model without its weights, and say what it is; None where it does not load."""
+    """Load a causal language model without its weights, None where it does not load, and describe it."""
     try:
         tokenizer = load_tokenizer(path, field=role, trust_remote_code=trust_remote_code)
-        # In bfloat16: grouped products of experts have no shapes in another dtype.
+        # In bfloat16, because the grouped products of experts have no meta kernels in other dtypes.
         model = empty_model(path, field=role, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
         ends = end_of_sequence_ids(model.generation_config, tokenizer)
     except InputError as error:
@@ -132,16 +129,16 @@ def load_part(
     ours: Callable[[str], str | None] = lambda name: name,
     optional: Collection[str] = (),
 ) -> tuple[Part | None, Finding]:
-    """Load a drafter without its weights, and say what it is; None where it does not load.
+    """Load a drafter without its weights, None where it does not load, and describe it.
 
     Args:
         spec: its directory and name.
-        empty: returns its model on the meta device; an `InputError` of it is the finding.
-        described: returns what the model is, in a few words.
-        remedy: the way out where it does not load, or its files are of another model.
-        cached: returns how many numbers its cache keeps for a token.
-        ours: returns our name of a tensor of its files; None of one that does not matter.
-        optional: our names of those that need not be there.
+        empty: returns its model on the meta device; its `InputError` becomes the finding.
+        described: describes the model in a few words.
+        remedy: the advice where it does not load, or its files belong to another model.
+        cached: returns the numbers that its cache keeps for a token.
+        ours: maps a tensor's name in the files to our name, or to None to ignore it.
+        optional: our names of tensors that may be missing.
     """
     role, path = spec.name or spec.kind, str(spec.path)
     try:
@@ -156,15 +153,15 @@ def load_part(
         stored = {name: shape for theirs, (_, shape) in tensors.items() if (name := ours(theirs)) is not None}
         names = (expected.keys() | stored.keys()) - (set(optional) - stored.keys())
         differing = sorted(name for name in names if expected.get(name) != stored.get(name))
-        if differing:  # loaders skip names they do not know, and fill what is missing with random numbers
+        if differing:  # loaders skip unknown names, and fill missing tensors with random numbers
             finding = other_tensors(role, text, expected, stored, differing, remedy)
     return Part(role, path, model, by_dtype(tensors), cached(model)), finding
 
 
 def _as_described(model: Any, tensors: Stored, role: str, text: str) -> Finding | None:
-    """Return an error where tensors are not what the config says: others, of other layers or shapes, or in integers.
+    """Return an error where tensors differ from the config: other names, layers or shapes, or integers.
 
-    What the library renames as it loads is no tensor of the model's, and is left out; so is what is quantised.
+    Quantised models are not checked, nor tensors that the library renames while it loads them.
     """
     if is_quantized(model) or not tensors:
         return None
@@ -173,7 +170,7 @@ def _as_described(model: Any, tensors: Stored, role: str, text: str) -> Finding 
     shared = set(map(of_any_layer, expected)) & set(map(of_any_layer, stored))
     differing = [name for name in expected.keys() | stored.keys() if of_any_layer(name) in shared]
     differing = [name for name in differing if expected.get(name) != stored.get(name)]
-    if stored.keys() <= expected.keys():  # nothing is renamed
+    if stored.keys() <= expected.keys():  # the library renames nothing
         differing += [name for name in expected.keys() - stored.keys() if name not in model.all_tied_weights_keys]
     if differing:
         return other_tensors(role, text, expected, stored, sorted(set(differing)), REMEDY)
@@ -186,7 +183,7 @@ def _as_described(model: Any, tensors: Stored, role: str, text: str) -> Finding 
 def other_tensors(
     role: str, text: str, expected: Mapping[str, Any], stored: Mapping[str, Any], differing: list[str], remedy: str
 ) -> Finding:
-    """Return an error: the tensors that differ are not what a config says, whose shapes are expected."""
+    """Return the error of tensors whose shapes differ from those expected by a config."""
     name = differing[0]
     return Finding(
         "error",
@@ -198,7 +195,7 @@ def other_tensors(
 
 
 def checkpoint(role: str, path: str, text: str) -> tuple[Stored, Finding]:
-    """Read the headers of a directory's safetensors, and say what is wrong with the files."""
+    """Read the headers of a directory's safetensors, and report faults of the files."""
     directory = Path(path)
     if not directory.is_dir():
         return {}, Finding("ok", role, f"{text}; the weights, on the hub, were not looked at")
@@ -218,7 +215,7 @@ def checkpoint(role: str, path: str, text: str) -> tuple[Stored, Finding]:
 
 
 def by_dtype(tensors: Stored) -> Counter[str]:
-    """Count numbers by the dtype that they are stored in."""
+    """Count stored numbers by dtype."""
     counts: Counter[str] = Counter()
     for dtype, shape in tensors.values():
         counts[dtype] += prod(shape)

@@ -1,4 +1,4 @@
-"""Numbers, things and bytes in sentences."""
+"""The format of numbers, counted things and bytes in sentences."""
 
 
 def count(number: int) -> str:
@@ -8,11 +8,11 @@ def count(number: int) -> str:
 
 
 def counted(number: object, noun: str) -> str:
-    """Return a number of things."""
+    """Format a number with its noun, in the plural unless it is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def size(bytes: float) -> str:
-    """Format bytes in the largest unit of which there is at least one."""
+    """Format bytes in the largest unit that is not larger."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
     return next((f"{bytes / unit:.1f} {name}" for unit, name in units if bytes >= unit), f"{bytes:.0f} B")

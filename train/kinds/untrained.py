@@ -1,4 +1,4 @@
-"""Kinds of drafters that nobody trains: n-grams of the text, and the target's own first layers."""
+"""Kinds of drafters without training: copies of the text, look-ahead, blind guesses, the target's first layers."""
 
 import hashlib
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PromptLookup(DrafterKind):
-    """Copies what followed the text's last n-gram; its argument, such as "1-3", are the shortest and longest n."""
+    """Copies the continuation of the text's last n-gram; its argument, such as "1-3", is the shortest and longest n."""
 
     name, title, stored = "prompt_lookup", "n-grams", False
     flags, switch = ("prompt_lookup",), True
@@ -33,7 +33,7 @@ class PromptLookup(DrafterKind):
 
 
 class Suffix(DrafterKind):
-    """Copies by frequency; its argument is the shortest match, and perhaps ",FILE" with a store of earlier texts."""
+    """Copies by frequency; its argument is the shortest match, and optionally ",FILE" with a store of earlier texts."""
 
     name, title, stored = "suffix", "suffix matches", False
     figures = ("suffix_match",)
@@ -63,7 +63,7 @@ class LookAhead(DrafterKind):
     name, title, stored = "lookahead", "look-ahead", False
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
-        """Make one."""
+        """Return the drafter."""
         from draftsmith.decode import LookaheadProposer
 
         no_argument(spec)
@@ -71,12 +71,12 @@ class LookAhead(DrafterKind):
 
 
 class Unigram(DrafterKind):
-    """Guesses without looking at the text: the tokens that are accepted most often."""
+    """Guesses the tokens that are accepted most often, regardless of the text."""
 
     name, title, stored = "unigram", "blind guesses", False
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
-        """Make one."""
+        """Return the drafter."""
         from draftsmith.decode import BlindProposer
 
         no_argument(spec)
@@ -84,13 +84,13 @@ class Unigram(DrafterKind):
 
 
 class EarlyExit(DrafterKind):
-    """Drafts with the target's first layers; its argument is how many."""
+    """Drafts with the target's first layers; its argument is their number."""
 
     name, title, stored, grows_trees = "early_exit", "an early exit", False, True
     flags = ("exit_layers",)
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
-        """Cut the target off behind its first layers."""
+        """Cut the target off after its first layers."""
         from draftsmith.decode import DraftModelProposer, early_exit
 
         depth, layers = loading.target.config.get_text_config().num_hidden_layers, spec.path or ""
@@ -101,10 +101,10 @@ class EarlyExit(DrafterKind):
         return self.drafter(spec, DraftModelProposer(early_exit(loading.target, int(layers)), spec.tree))
 
     def cached_numbers(self, drafter: Drafter) -> int | None:
-        """Return None: its layers are the target's, its cache is not."""
+        """Return None, because it shares the target's layers but has its own cache."""
         return None
 
 
 def digest_of(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return what tells a tokenizer's tokens from those of others: a store of texts must be of the target's."""
+    """Return a digest of a tokenizer's vocabulary, which a store of texts must share with the target."""
     return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
