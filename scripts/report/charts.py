@@ -1,4 +1,4 @@
-"""Charts of the report's page: matplotlib, as SVG that takes its colours and its font from the page around it."""
+"""Charts of the report's page: matplotlib's SVG, with the colours and the font of the page."""
 
 import io
 import re
@@ -15,14 +15,14 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from draftsmith.decode.measurement.intervals import Estimate
 
-# What matplotlib draws in these colours becomes a CSS variable of the page, which knows whether it is light or dark.
+# These placeholder colours are replaced by CSS variables of the page, which has a light and a dark theme.
 VARIABLES = {"#ab00f0": "ink", "#ab00f1": "soft", "#ab00f2": "line", "#ab00f3": "paper", "#ab00f4": "good"}
 INK, SOFT, LINE, PAPER, GOOD = VARIABLES
 SERIES = 6
 MARKERS, GLYPHS = ("o", "s", "^", "D", "v", "P"), "●■▲◆▼✚"
 Form = Literal["curve", "other_curve", "points"]
 WIDTH = 6.0
-"""Of a chart, in inches; the page scales it."""
+"""The width of a chart in inches; the page scales it."""
 OPTIONS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "draftsmith",
@@ -45,24 +45,23 @@ OPTIONS: Any = {
 
 @dataclass(frozen=True)
 class Style:
-    """What tells one drafter from another in every chart: a colour and, for those who see colours alike, a shape."""
+    """A drafter's style in every chart: a colour and, for colour-blind readers, a shape. -1 is the target."""
 
     number: int
-    """Counted from 0; those below stand for the target."""
 
     @property
     def colour(self) -> str:
-        """Matplotlib's name of the colour."""
+        """The colour for matplotlib."""
         return INK if self.number < 0 else f"#ab00{self.number % SERIES:02x}"
 
     @property
     def variable(self) -> str:
-        """The page's name of the colour."""
+        """The CSS variable of the colour."""
         return "--ink" if self.number < 0 else f"--s{self.number % SERIES}"
 
     @property
     def marker(self) -> str:
-        """Matplotlib's name of the shape."""
+        """The shape for matplotlib."""
         return MARKERS[self.number % SERIES]
 
     @property
@@ -73,18 +72,17 @@ class Style:
 
 @dataclass(frozen=True)
 class Series:
-    """Estimates of one drafter over x, joined by a line or as points with error bars."""
+    """Estimates of one drafter by x, joined by a line or as points with error bars."""
 
     style: Style
     estimates: Mapping[Any, Estimate]
-    """By x, a number."""
     form: Form = "curve"
-    """"other_curve" is dashed: another verifier's."""
+    """The form; "other_curve", for another verifier, is dashed."""
     ringed: float | None = None
-    """The x that is recommended."""
+    """The recommended x."""
 
     def known(self) -> dict[float, Estimate]:
-        """Return the estimates that have a value, in the order of x."""
+        """Return the estimates that have a value, sorted by x."""
         return {x: e for x, e in sorted(self.estimates.items()) if e.value is not None}
 
 
@@ -95,7 +93,7 @@ def value_of(estimate: Estimate) -> float:
 
 
 def limits(estimates: Iterable[Estimate], *more: float) -> tuple[float, float]:
-    """Return the range of all values and intervals and of `more`, for panels to share."""
+    """Return limits that contain all values, all intervals and `more`."""
     values = [v for e in estimates for v in (value_of(e), *(e.ci95 or ()))]
     low, high = min([*values, *more]), max([*values, *more])
     room = (high - low or abs(high) or 1.0) * 0.06
@@ -111,16 +109,10 @@ def line_chart(
     level: float | None = None,
     counted: bool = True,
 ) -> Markup:
-    """Draw values over γ, positions or numbers of tokens.
+    """Draw values over γ, positions or numbers of tokens, with y within `span` and a reference line at `level`.
 
-    Args:
-        name: unique in the page; the words for those who cannot see it.
-        series: what to draw; points are moved a little aside from one another.
-        x: label.
-        y: label.
-        span: limits of y.
-        level: a horizontal line, such as plain decoding at 1.
-        counted: whether x are small whole numbers, each of which has its tick.
+    The name is unique in the page, and its text for screen readers. If x is `counted`, in small integers, each has a
+    tick.
     """
     with matplotlib.rc_context(OPTIONS):
         figure, axes = _axes((WIDTH, 3.4), x, y)
@@ -129,19 +121,20 @@ def line_chart(
         points = [s for s in series if s.form == "points"]
         places = sorted({p for s in series for p in s.known()})
         step = 0.05 * min((places[-1] - places[0]) / 4, 1) if len(places) > 1 else 0.05
-        for one in series:
-            known, style = one.known(), one.style
+        for line in series:
+            known, style = line.known(), line.style
             xs, values = list(known), [value_of(e) for e in known.values()]
-            if one.form == "points":
-                aside = (points.index(one) - (len(points) - 1) / 2) * step
+            if line.form == "points":
+                # Shift points of different drafters sideways, so that their bars do not overlap.
+                aside = (points.index(line) - (len(points) - 1) / 2) * step
                 moved = [p + aside for p in xs]
                 _bars(axes, moved, values, list(known.values()), style)
                 for place, value in zip(moved, values, strict=True):
-                    if place - aside == one.ringed:
+                    if place - aside == line.ringed:
                         axes.plot(place, value, "o", mfc="none", mec=GOOD, mew=2, ms=14, zorder=5)
                 continue
             look: dict[str, Any] = {"linewidth": 1.2, "dashes": (3, 2), "markersize": 3.2}
-            if one.form == "curve":
+            if line.form == "curve":
                 lows, highs = zip(*(e.ci95 or (value_of(e), value_of(e)) for e in known.values()), strict=True)
                 axes.fill_between(xs, lows, highs, color=style.colour, alpha=0.16, linewidth=0)
                 look |= {"linewidth": 1.6, "dashes": (1, 0)}
@@ -169,7 +162,7 @@ class Mark:
 def dot_chart(
     name: str, marks: Sequence[Mark], x: str, span: tuple[float, float], level: float | None = None
 ) -> Markup:
-    """Draw a row for each category, and in it a dot with its interval for each drafter, over x within `span`."""
+    """Draw a row for each category, with a dot and its interval for each drafter, over x within `span`."""
     with matplotlib.rc_context(OPTIONS):
         rows = list(dict.fromkeys(mark.row for mark in marks))
         labels = [_short(row) for row in rows]
@@ -180,9 +173,9 @@ def dot_chart(
         if level is not None:
             axes.axvline(level, color=SOFT, linewidth=1, dashes=(4, 3))
         for height, row in enumerate(rows):
-            of_row = [m for m in marks if m.row == row]
-            for i, mark in enumerate(of_row):
-                y, value = height + (i - (len(of_row) - 1) / 2) * 0.7 / crowd, value_of(mark.estimate)
+            row_marks = [m for m in marks if m.row == row]
+            for i, mark in enumerate(row_marks):
+                y, value = height + (i - (len(row_marks) - 1) / 2) * 0.7 / crowd, value_of(mark.estimate)
                 _bars(axes, [y], [value], [mark.estimate], mark.style, upright=False)
         axes.set_yticks(range(len(rows)), labels)
         axes.tick_params(axis="y", length=0, labelcolor=INK)
@@ -211,7 +204,7 @@ def check_chart(name: str, points: Sequence[tuple[Style, float, float]], band: f
 
 
 def _axes(size: tuple[float, float], x: str, y: str, left: float = 0.66) -> tuple[Figure, Axes]:
-    # Margins in inches: matplotlib would find them by drawing everything once more.
+    # Fixed margins in inches: a tight layout would make matplotlib draw everything twice.
     (width, height), (bottom, rest) = size, (0.5, 0.1)
     figure = Figure(figsize=size)
     axes = figure.add_axes((left / width, bottom / height, 1 - (left + rest) / width, 1 - (bottom + rest) / height))
@@ -237,17 +230,17 @@ def _short(words: str, most: int = 22) -> str:
 
 
 def _svg(figure: Figure, name: str) -> Markup:
-    written = io.StringIO()
+    file = io.StringIO()
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # the page's fonts draw the text, not matplotlib's
-        figure.savefig(
-            written, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        )
-    svg = written.getvalue()
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    svg = file.getvalue()
     svg = svg[svg.index("<svg") :]
     view = re.search(r'viewBox="[^"]+"', svg)
     assert view
     body = svg[svg.index(">", view.end()) + 1 :]
+    # Drop matplotlib's styles, fonts and group ids, and make all other ids unique in the page.
     body = re.sub(r"<style.*?</style>", "", body, count=1, flags=re.DOTALL)
     body = re.sub(r' font-family: [^;"]+;?', "", body)
     body = re.sub(r'<g id="[^"]+"', "<g", body)

@@ -1,4 +1,4 @@
-"""The costs in a report: seconds and bytes on the machine that measured."""
+"""The costs in a report, seconds and bytes on the measuring machine, and what they predict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from draftsmith.scripts.report.entry import (
 )
 
 Seconds = ByNumber[NotNegative]
-"""By batch size, or by tokens."""
+"""Seconds by batch size, or by tokens."""
 Overheads = ByNumber[float]
-"""Seconds by batch size; below 0 where a loop is faster than its parts alone."""
+"""Seconds by batch size; negative where a loop is faster than its parts alone."""
 
 
 @dataclass(frozen=True)
 class Costs(Entry):
-    """Seconds on this machine, behind `context` tokens at the first temperature."""
+    """Seconds on this machine, after `context` tokens at the first temperature."""
 
     context: Positive
     target_seconds: ByNumber[Seconds]
@@ -37,11 +37,11 @@ class Costs(Entry):
     plain_overhead_seconds: Overheads
     prefill_seconds: Seconds
     tables: Some[CostTable]
-    """As they were measured: one for each context and temperature."""
+    """The measured tables, one for each context and temperature."""
 
     @property
     def doubts(self) -> list[str]:
-        """Lines on what was measured twice and does not agree."""
+        """A line for each quantity whose two measurements disagree."""
         return [line for table in self.tables for line in table.doubts]
 
 
@@ -59,7 +59,7 @@ class Prediction(Entry):
 
 @dataclass(frozen=True)
 class PlannerCheck(Entry):
-    """How far predicted speed-ups are from measured ones."""
+    """The error of predicted speed-ups against measured ones."""
 
     median_relative_error: NotNegative
     points: Sequence[Prediction]
@@ -67,7 +67,7 @@ class PlannerCheck(Entry):
 
 @dataclass(frozen=True)
 class DrafterMemory(Entry):
-    """What a drafter adds to memory."""
+    """The memory of a drafter."""
 
     weights_bytes: Count
     cache_bytes_per_token: Count | None
@@ -75,8 +75,39 @@ class DrafterMemory(Entry):
 
 @dataclass(frozen=True)
 class Memory(Entry):
-    """What target and drafters take."""
+    """The memory of target and drafters."""
 
     target_bytes: Count
     target_cache_bytes_per_token: Count | None
     drafters: Mapping[str, DrafterMemory]
+
+
+@dataclass(frozen=True)
+class LoadRange(Entry):
+    """Batch sizes at which one draft length pays."""
+
+    first: Positive
+    last: Positive
+    draft_length: Count
+    """γ; 0 where plain decoding is faster."""
+
+
+@dataclass(frozen=True)
+class Goodput(Entry):
+    """Predicted tokens a second of all texts that are decoded together, without prompts."""
+
+    plain: AboveZero
+    drafting: AboveZero
+    """With the draft length of this batch size, or, where that is 0, with the best draft length."""
+
+
+@dataclass(frozen=True)
+class ByLoad(Entry):
+    """The best draft length of a server by load, from costs and replay, with equal weights of the temperatures."""
+
+    proposer: Name
+    temperatures: Some[Temperature]
+    ranges: Some[LoadRange]
+    """Ranges without gaps, from one text at a time to the most that were measured."""
+    goodput: ByNumber[Goodput]
+    """Goodput by batch size."""

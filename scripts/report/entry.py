@@ -1,11 +1,11 @@
-"""Parts of a report: entries, and the ranges of their values."""
+"""The base of a report's entries, and the ranges of their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 
 class Says:
-    """What the JSON Schema says of a value beyond its type."""
+    """Keywords that the JSON Schema has for a value in addition to its type."""
 
     def __init__(self, **keywords: Any):
         self.keywords = keywords
@@ -15,16 +15,16 @@ class Says:
 
 
 class Entry:
-    """A part of a report: the schema forbids other keys, and takes its descriptions from the docstrings."""
+    """A part of a report. The schema forbids other keys, and takes its descriptions from the docstrings."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
 
 
 Value = TypeVar("Value")
 ByNumber = Annotated[Mapping[int, Value], Says(propertyNames={"pattern": "^[1-9][0-9]*$"})]
-"""By batch size, draft length or tokens of a forward."""
+"""A mapping by batch size, draft length or tokens of a forward."""
 Name = Annotated[str, Says(minLength=1)]
-"""A drafter's, short and unique."""
+"""A drafter's name, short and unique."""
 Some = Annotated[Sequence[Value], Says(minItems=1)]
 Count = Annotated[int, Says(minimum=0)]
 Positive = Annotated[int, Says(minimum=1)]

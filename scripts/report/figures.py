@@ -1,4 +1,4 @@
-"""Which of the report's figures go into which chart of its page."""
+"""The selection of the report's figures for the charts of its page."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard, TypeVar
@@ -16,24 +16,24 @@ Value = TypeVar("Value")
 
 
 def styles(report: Report) -> dict[str, Style]:
-    """Give each drafter, by its name, a style that it keeps through the page."""
+    """Return a style for each drafter, by name, for all charts of the page."""
     return {name: Style(i) for i, name in enumerate(report.proposers())}
 
 
 def has_value(estimate: Estimate | None) -> TypeGuard[Estimate]:
-    """Say whether something was measured."""
+    """Return whether an estimate has a value."""
     return estimate is not None and estimate.value is not None
 
 
 def at_length(by_length: Mapping[int, Value], draft_length: int | None) -> Value | None:
-    """Return the entry of this γ; the only one of a drafter that has only one, as trees do."""
+    """Return the entry of this γ, or the only entry, as trees have."""
     if len(by_length) == 1:
         return next(iter(by_length.values()))
     return None if draft_length is None else by_length.get(draft_length)
 
 
 def setting_words(report: Report, batch: int) -> str:
-    """Say how many texts were decoded together, or asked of a server."""
+    """Describe a batch size, or the number of concurrent requests to a server."""
     if report.server is None:
         return f"batch size {batch}"
     return "one request at a time" if batch == 1 else f"{batch} requests at once"
@@ -86,7 +86,7 @@ def position_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
 
 
 def small_categories(report: Report) -> list[str]:
-    """Return the categories of too few prompts for an interval, of which a chart would show chance."""
+    """Return the categories with too few prompts for an interval, whose charts would show only chance."""
     return [name for name, count in report.prompts.categories.items() if count < LEAST]
 
 
@@ -116,19 +116,20 @@ def category_panels(report: Report, style: Mapping[str, Style], draft_length: in
     panels = []
     for x, title, marks in drawn:
         if marks:
-            span = limits([mark.estimate for other, _, of in drawn if other == x for mark in of], 1.0)
+            # Panels of the same quantity share their limits.
+            span = limits([mark.estimate for quantity, _, row in drawn if quantity == x for mark in row], 1.0)
             panels.append((f"{x}, {title}", dot_chart(f"{x} by category, {title}", marks, x, span, level=1.0)))
     return panels
 
 
 def load_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
-    """Draw goodput over batch size, plain and with the draft lengths that pay; nothing where one size was measured."""
+    """Draw goodput over batch size, plain and with the draft lengths that pay, if several sizes were measured."""
     if not report.by_load or len(report.by_load[0].goodput) < 2:
         return []
-    plain = {rows: Estimate(each.plain, None, 0) for rows, each in report.by_load[0].goodput.items()}
+    plain = {rows: Estimate(goodput.plain, None, 0) for rows, goodput in report.by_load[0].goodput.items()}
     series = [Series(TARGET, plain)]
     for load in report.by_load:
-        drafting = {rows: Estimate(each.drafting, None, 0) for rows, each in load.goodput.items()}
+        drafting = {rows: Estimate(goodput.drafting, None, 0) for rows, goodput in load.goodput.items()}
         series.append(Series(style[load.proposer], drafting))
     highest = limits(_estimates(series))[1]
     return _lines([("", series)], "goodput", "texts at a time", "tokens per second", span=(0.0, highest))
@@ -149,7 +150,7 @@ def cost_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
 
 
 def check_panel(report: Report, style: Mapping[str, Style]) -> Markup | None:
-    """Draw the planner's predictions against what was measured."""
+    """Draw the planner's predictions against the measurements."""
     if report.planner_check is None:
         return None
     points = [(style[p.proposer], p.predicted, p.measured) for p in report.planner_check.points]
@@ -164,14 +165,14 @@ def _lines(
     span: tuple[float, float] | None = None,
     level: float | None = None,
 ) -> list[Panel]:
-    """Draw panels of lines that share the limits of y, without series and panels that hold nothing."""
-    known = [(title, [one for one in series if one.known()]) for title, series in panels]
+    """Draw panels of lines with common limits of y; leave out empty series and panels."""
+    known = [(title, [line for line in series if line.known()]) for title, series in panels]
     span = span or limits([e for _, series in known for e in _estimates(series)], 1.0)
     return [(title, line_chart(f"{name}, {title}", series, x, y, span, level)) for title, series in known if series]
 
 
 def _runs(report: Report, temperature: float, batch: int) -> dict[str, list[Run]]:
-    """Return what was decoded in a setting, by drafter."""
+    """Return the runs of a setting by drafter."""
     runs: dict[str, list[Run]] = {}
     for run in report.runs:
         if (run.temperature, run.batch_size) == (temperature, batch):
@@ -180,7 +181,7 @@ def _runs(report: Report, temperature: float, batch: int) -> dict[str, list[Run]
 
 
 def _curves(report: Report, temperature: float) -> list[Curve]:
-    """Return the replays of what is decoded here: the draft's tokens are drawn, not its argmax."""
+    """Return the replays that match decoding, where draft tokens are drawn from q."""
     return [c for c in report.curves if c.temperature == temperature and c.verifier != "greedy"]
 
 
@@ -194,7 +195,7 @@ def _settings(report: Report) -> list[tuple[float, int]]:
 
 
 def _estimates(series: Iterable[Series]) -> list[Estimate]:
-    return [e for one in series for e in one.known().values()]
+    return [estimate for line in series for estimate in line.known().values()]
 
 
 def _milliseconds(seconds: Mapping[int, float]) -> dict[int, Estimate]:

@@ -1,7 +1,7 @@
-"""The report as one page for people, `report.html`: the verdict first, then what it rests on.
+"""The report as one page for people, `report.html`: the verdict first, then its evidence.
 
-The page loads nothing: styles and charts lie in it, and it has no script. A value that is missing reads "–", and a
-section of which nothing was measured is left out.
+The page contains its styles and charts, loads nothing, and has no script. Missing values are shown as "–", and sections
+without measurements are left out.
 """
 
 import base64
@@ -28,9 +28,9 @@ from draftsmith.train.kinds.quantities import size
 
 NONE = "–"
 BUCKETS = (0.05, 0.35, 0.65, 0.95)
-"""Where one colour of a token's acceptance ends and the next begins."""
+"""The limits between the colours of a token's acceptance."""
 MUCH_REPEATED = 0.25
-"""The share of repeated n-grams from which the page warns: a quarter is more than code or tables have by themselves."""
+"""The share of repeated n-grams from which the page warns, more than code or tables usually have."""
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "other": "a server"}
 SOURCES = {
     "answers": "each answer, counted by the server",
@@ -38,11 +38,11 @@ SOURCES = {
     "counters": "the server's counters of all requests together",
     "means": "not known: the server shows means of its last steps alone",
 }
-"""What acceptance rests on."""
+"""The evidence for acceptance."""
 
 
 def write_page(report: Report, path: Path) -> None:
-    """Write the page of a report (schema "draftsmith.report/1") aside, then rename: no reader sees half a file."""
+    """Write the page of a report to a temporary file, and rename it, so that no reader sees half a file."""
     write_aside(path, render_page(report))
 
 
@@ -72,7 +72,7 @@ def render_page(report: Report) -> str:
         setting_words=partial(figures.setting_words, report),
         latency=partial(_latency, report),
         milliseconds=lambda seconds: number(seconds and 1000 * seconds, ",.1f"),
-        # A server has one γ, of which tables say more than charts over γ.
+        # A server has a single γ: no charts over γ.
         speedups=[] if report.server else figures.speedup_panels(report, style),
         lengths=[] if report.server else figures.length_panels(report, style),
         positions=figures.position_panels(report, style),
@@ -89,7 +89,7 @@ def render_page(report: Report) -> str:
 
 @cache
 def template(package: str, name: str) -> Template:
-    """Return a page's template, compiled once: that takes longer than to fill it in."""
+    """Return a page's template, compiled once because compiling takes longer than rendering."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "estimate": estimate, "bytes": size, "visible": visible}
     environment.filters |= {"bucket": _bucket, "picture": _picture}
@@ -104,10 +104,8 @@ def css() -> Markup:
 
 
 def number(value: float | None, form: str = ".2f") -> str:
-    """Format a number, with a true minus and a narrow space before %; a missing one as "–"."""
-    if value is None:
-        return NONE
-    return typographic(format(value, form))
+    """Format a number as `typographic` does, None as "–"."""
+    return NONE if value is None else typographic(format(value, form))
 
 
 def typographic(words: str) -> str:
@@ -116,17 +114,15 @@ def typographic(words: str) -> str:
 
 
 def estimate(value: Estimate | None, form: str = ".2f", unit: str = "") -> Markup:
-    """Format an estimate with its interval; without a value as "–", without an interval alone."""
+    """Format an estimate with its interval, if it has one; "–" without a value."""
     words, bracket, ends = typographic(format_estimate(value, form, unit, "interval")).partition(" [")
     return Markup("{}").format(words) + (Markup('<span class="ci">{}{}</span>').format(bracket, ends) if ends else "")
 
 
 def visible(text: str, whole: bool = False) -> str:
-    """Return a token's text with its whitespace to be seen; what cannot be printed is written as its code.
+    """Return a token's text with visible whitespace and the codes of unprintable characters.
 
-    Args:
-        text: of one token.
-        whole: show every space, where the token stands alone; in a text, line breaks and tabs only.
+    Spaces become visible only if the token is the `whole` text, not within a longer one.
     """
     marks = {"\n": "↵" if whole else "↵\n", "\t": "⇥" if whole else "⇥\t", "\r": "␍"}
     if whole:
@@ -136,7 +132,7 @@ def visible(text: str, whole: bool = False) -> str:
 
 
 def lossless(entry: Certificate, report: Report) -> tuple[str, str]:
-    """Return "yes", "rounding", "no" or "unknown", and what the certificate says in words."""
+    """Return "yes", "rounding", "no" or "unknown", and the certificate's result in words."""
     if not entry.checked:
         return "unknown", "not checked" + (f": {entry.reason}" if entry.reason else "")
     if entry.p_value is not None:
@@ -154,17 +150,16 @@ def lossless(entry: Certificate, report: Report) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Opening:
-    """The setting that the page opens with."""
+    """The setting at the top of the page, with its speed-ups."""
 
     title: str
     run: Run | None
     predicted: Estimate | None = None
     measured: Estimate | None = None
-    """Its speed-up."""
 
 
 def _opening(report: Report) -> Opening:
-    """Return the recommended setting; where none is, the fastest that was measured, and so named."""
+    """Return the recommended setting, or without one the fastest measured setting, under another title."""
     chosen = report.recommendation
     if report.verdict == "GO IN PART":
         verdict = next(verdict for verdict in chosen.settings if verdict.go)
@@ -173,7 +168,7 @@ def _opening(report: Report) -> Opening:
     if chosen.proposer is not None:
         run = next((run for run in report.runs if run.setting == chosen.setting), None)
         title = "Recommended setting" if chosen.go else "Best setting"
-        if report.server is not None:  # all of them must pass
+        if report.server is not None:  # all settings must pass
             title = "The setting that decides" if len(report.runs) > 1 else "Setting"
         return Opening(title, run, chosen.predicted_speedup, chosen.measured_speedup)
     if report.server is not None:
@@ -186,7 +181,7 @@ def _opening(report: Report) -> Opening:
 
 
 def _repeated(report: Report) -> float | None:
-    """Return the greatest share of repeated n-grams, if it is one to be warned of."""
+    """Return the greatest share of repeated n-grams, if it is large enough for a warning."""
     shares = [run.repeated_ngram_share for run in report.plain_runs()] + [
         run.repeated_ngram_share for run in report.runs
     ]
@@ -195,14 +190,14 @@ def _repeated(report: Report) -> float | None:
 
 
 def _latency(report: Report, temperature: float, concurrency: int) -> Latency | None:
-    """Return what requests to the server waited for in a setting."""
+    """Return the latency of requests to the server in a setting."""
     latencies = report.server.latencies if report.server else ()
-    settings = {(one.temperature, one.concurrency): one for one in latencies if one.role == "server"}
-    return settings.get((temperature, concurrency))
+    key = "server", temperature, concurrency
+    return {(wait.role, wait.temperature, wait.concurrency): wait for wait in latencies}.get(key)
 
 
 def _certificate(report: Report) -> list[dict[str, Any]]:
-    """Return what the certificates say, equal answers of a drafter in a row; nothing where none was checked."""
+    """Return a row for each different result of a drafter's certificates; empty where nothing was checked."""
     if not any(run.lossless.checked for run in report.runs):
         return []
     rows: dict[Any, dict[str, Any]] = {}
@@ -216,26 +211,26 @@ def _certificate(report: Report) -> list[dict[str, Any]]:
 
 
 def _comparisons(report: Report) -> list[dict[str, Any]]:
-    """Return the comparisons by temperature and verifier: those of a γ that was decoded, then the others."""
+    """Return the comparisons by temperature and verifier, first those whose γ was decoded."""
     decoded = {run.draft_length for run in report.runs}
-    groups = []
-    for key in dict.fromkeys((one.temperature, one.verifier) for one in report.comparisons):
-        known = [
-            one
-            for one in report.comparisons
-            if (one.temperature, one.verifier) == key and has_value(one.mean_acceptance_length)
-        ]
-        first = [one for one in known if one.draft_length in decoded] or known
-        others = [one for one in known if one not in first]
-        if known:
-            sentences = [[_sentence(one) for one in part] for part in (first, others)]
-            groups.append({"temperature": key[0], "verifier": key[1], "first": sentences[0], "others": sentences[1]})
-    return groups
+    groups: dict[tuple[float, str], list[Comparison]] = {}
+    for pair in report.comparisons:
+        group = groups.setdefault((pair.temperature, pair.verifier), [])
+        group += [pair] if has_value(pair.mean_acceptance_length) else []
+    entries = []
+    for (temperature, verifier), group in groups.items():
+        if group:
+            first = [pair for pair in group if pair.draft_length in decoded] or group
+            entry: dict[str, Any] = {"temperature": temperature, "verifier": verifier}
+            entry["first"] = [_sentence(pair) for pair in first]
+            entry["others"] = [_sentence(pair) for pair in group if pair not in first]
+            entries.append(entry)
+    return entries
 
 
-def _sentence(one: Comparison) -> dict[str, Any]:
-    """Say who is ahead and by how much."""
-    names, length, alpha, more = (one.proposer, one.other), one.mean_acceptance_length, one.alpha, one.more_prompts
+def _sentence(pair: Comparison) -> dict[str, Any]:
+    """Describe which drafter is ahead, and by how much."""
+    names, length, alpha, more = (pair.proposer, pair.other), pair.mean_acceptance_length, pair.alpha, pair.more_prompts
     if length.value is not None and length.value < 0:
         names, length, alpha = names[::-1], length.scaled(-1), alpha.scaled(-1)
     if more == 0:
@@ -249,17 +244,17 @@ def _sentence(one: Comparison) -> dict[str, Any]:
         "behind": names[1],
         "length": length,
         "alpha": alpha,
-        "draft_length": one.draft_length,
+        "draft_length": pair.draft_length,
         "told": more == 0,
         "ending": ending,
     }
 
 
 def _bucket(acceptance: float) -> int:
-    """Return the colour of a token: 0, rejected, to 4, accepted."""
+    """Return the colour of a token, from 0, rejected, to 4, accepted."""
     return sum(acceptance >= bound for bound in BUCKETS)
 
 
 def _picture(svg: str) -> str:
-    """Return a picture's address: as an image, an SVG of a report from elsewhere can neither run nor load a thing."""
+    """Return a picture as a data URL, because an SVG in an <img> can neither run scripts nor load files."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

@@ -1,4 +1,4 @@
-"""Entries of a report on a server that was compared with a local measurement."""
+"""Entries of a report on the comparison of a server with a local measurement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from draftsmith.scripts.report.entry import Count, Entry, Name, NotNegative, Pos
 
 @dataclass(frozen=True)
 class SeenCounts(Entry):
-    """What a server counts, or is expected to; whole numbers at T=0."""
+    """The counts of a server, or their expectations; whole numbers at T=0."""
 
     num_drafts: NotNegative
     num_draft_tokens: NotNegative
@@ -20,47 +20,44 @@ class SeenCounts(Entry):
 
     @classmethod
     def of(cls, counts: ServerCounts) -> "SeenCounts":
-        """Return counts for the report."""
+        """Return rounded counts for the report."""
         per_pos = list(counts.num_accepted_tokens_per_pos)
-        while per_pos and not per_pos[-1]:  # positions of which nothing was accepted may be listed or not
+        while per_pos and not per_pos[-1]:  # servers may or may not list positions without accepted tokens
             per_pos.pop()
-        rounded = [
-            round(value, 3) for value in (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens)
-        ]
-        return cls(rounded[0], rounded[1], rounded[2], [round(value, 3) for value in per_pos])
+        drafts, drafted, accepted = counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens
+        return cls(round(drafts, 3), round(drafted, 3), round(accepted, 3), [round(value, 3) for value in per_pos])
 
 
 @dataclass(frozen=True)
 class PositionShares(Entry):
-    """One position of the drafts."""
+    """One position of the drafts: the steps that accept it ÷ all steps."""
 
     position: Positive
     expected: Share | None
-    """Steps that accept it ÷ all steps."""
     counted: Share | None
     difference: Interval | None
-    """The interval of counted − expected, at a level at which all positions together raise a false alarm in 1 % of
-    cases at most; null where there are too few prompts."""
+    """The interval of counted − expected; all positions together raise a false alarm in at most 1 % of cases. Null
+    where there are too few prompts."""
     departs: bool
-    """Whether that excludes zero or, at T=0 on the same texts, whether the integers differ."""
+    """Whether the interval excludes zero or, at T=0 on the same texts, whether the integers differ."""
 
 
 @dataclass(frozen=True)
 class Departure(Entry):
-    """The first place where the server does otherwise."""
+    """The first place where the server differs."""
 
     what: Literal["prompt", "text", "round"]
     prompt: str
     """The prompt's id."""
     token: Count
-    """The place in the prompt, or in the text; of a round, of its first token."""
+    """The index in the prompt or text; for a round, that of its first token."""
     expected: str
     found: str
 
 
 @dataclass(frozen=True)
 class Cause(Entry):
-    """What may be the reason."""
+    """A possible cause, with something to try."""
 
     name: Literal[
         "template",
@@ -74,12 +71,11 @@ class Cause(Entry):
     ]
     evidence: str
     remedy: str
-    """What to try."""
 
 
 @dataclass(frozen=True)
 class Reconciliation(Entry):
-    """A server's counts beside those that a report's rounds make it count, in one setting."""
+    """A server's counts in one setting against those expected from a report's rounds."""
 
     report: str
     proposer: Name
@@ -89,12 +85,12 @@ class Reconciliation(Entry):
     draft_length: Positive
     answers: Positive
     same_prompts: Count | None
-    """Answers whose prompt had the expected tokens; null where the server does not say."""
+    """Answers whose prompt had the expected tokens; null where the server does not show them."""
     same_texts: Count | None
-    """At T=0, answers that are the expected texts; null where the server gives no tokens."""
+    """At T=0, answers that equal the expected texts; null where the server gives no tokens."""
     exact: bool
-    """Whether integers were compared: at T=0 where all texts are those expected, and one request at a time was under
-    way and the report is no half precision's, or they are equal all the same."""
+    """Whether integers were compared: at T=0, if all texts are as expected and either the counts are equal, or requests
+    were sent one at a time and the report is not in half precision."""
     expected: SeenCounts
     counted: SeenCounts
     positions: Sequence[PositionShares]
@@ -103,9 +99,9 @@ class Reconciliation(Entry):
     agrees: bool
     departure: Departure | None
     causes: Sequence[Cause]
-    """The likeliest first."""
+    """Possible causes, the likeliest first."""
     near_ties: Count | None = None
-    """At T=0 beside a report in half precision, answers that part from the expected text where rounding decides: they
-    are no departure; null elsewhere."""
+    """At T=0 against a report in half precision, answers that first differ where rounding decides, which are no
+    departures; else null."""
     convention: str | None = None
-    """How the server counts: what the expected counts were computed for."""
+    """The server's rules of counting, for which the expected counts were computed."""

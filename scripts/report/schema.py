@@ -1,7 +1,6 @@
 """The JSON Schema of a report (draft 2020-12), generated from its dataclasses.
 
-`python -m draftsmith.scripts.report.schema` writes the file that ships with the package; it needs pydantic, of the
-development extra.
+`python -m draftsmith.scripts.report.schema` writes the file that ships with the package.
 """
 
 import json
@@ -33,9 +32,9 @@ def _values(keywords: Keywords) -> Keywords:
 
 
 def _figures_of_kinds() -> list[Keywords]:
-    """Return, for each figure that some kinds of drafters have, who has it and who has not.
+    """Return rules by which each figure is a number for kinds that have it, and null for the others.
 
-    Nothing is said of a tree's nodes where a kind may draft one or not.
+    There is no rule for the nodes of a tree if a kind drafts with or without one.
     """
     rules: list[Keywords] = []
     for figure in (field.name for field in fields(ProposerEntry) if field.default is None):
@@ -84,7 +83,7 @@ RULES: dict[type, Keywords] = {
         prefill_seconds=_values(AT_LEAST_0),
     ),
 }
-"""What the type of a field cannot say: rules that tie two fields, and ranges in classes that are not the report's."""
+"""Rules that types cannot express: relations between fields, and ranges in classes of other packages."""
 
 
 def report_schema() -> dict[str, Any]:
@@ -95,7 +94,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def generated_schema() -> dict[str, Any]:
-    """Return the JSON Schema of `Report`: objects have all of their keys and no others, and `RULES` hold."""
+    """Return the JSON Schema of `Report`, in which objects have all their keys and no others, and `RULES` hold."""
     from pydantic import TypeAdapter
 
     schema = TypeAdapter(Report).json_schema(mode="serialization")

@@ -1,4 +1,4 @@
-"""Entries of a report on a server that was measured from outside."""
+"""Entries of a report on a server, which was measured from outside."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from draftsmith.scripts.report.reconciliation import Reconciliation
 
 Role = Literal["server", "baseline_server"]
 Source = Literal["answers", "parts", "counters", "means"]
-"""answers: each answer was counted by the server; parts: counters of all, and intervals by the parts that answers came
-in, a part a step; counters: of all, without an interval; means: the server shows means of its steps alone."""
+"""answers: the server counted each answer. parts: the server's counters, with intervals by the parts in which answers
+arrived, one a step. counters: the counters alone, without intervals. means: means of the server's last steps."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Percentiles(Entry):
 
 @dataclass(frozen=True)
 class Latency(Entry):
-    """How long requests to one server took in one setting, since they were sent or, with a rate, since they arrived."""
+    """The latency of requests to one server in one setting, from sending or, with a rate, from arrival."""
 
     role: Role
     temperature: Temperature
@@ -51,35 +51,35 @@ class Latency(Entry):
 
 @dataclass(frozen=True)
 class Counted(Entry):
-    """What one setting's acceptance rests on."""
+    """The evidence for one setting's acceptance."""
 
     temperature: Temperature
     concurrency: Positive
     source: Source
     completion_tokens: Positive
-    """Of the answers."""
+    """The tokens of the answers."""
     generated_tokens: Count | None
-    """That the server counted meanwhile, for whomever; null where it does not say."""
+    """The tokens that the server counted meanwhile, other clients' included; null where it shows no count."""
     convention: str | None = None
-    """How the server counts, as far as its counts tell; null where they fit no way that is known."""
+    """The server's rules of counting, as far as its counts determine them; null where they fit no known rules."""
     mean_acceptance_length_within: Interval | None = None
-    """The least and the greatest τ that the counts allow: the same figure twice where they determine it."""
+    """The least and the greatest τ that the counts allow, equal where the counts determine τ."""
     alpha_within: Interval | None = None
 
 
 @dataclass(frozen=True)
 class Serving(Entry):
-    """A server that was measured, and how."""
+    """The measured servers, and the method of measurement."""
 
     servers: Some[ServedBy]
     prompts_as: Literal["tokens", "text"]
-    """text: the server encodes them, and templates conversations."""
+    """text: the server encodes prompts, and applies the template to conversations."""
     rate: AboveZero | None
-    """Requests per second that arrive at random; null: the next is sent when one ends."""
+    """Requests per second, with random arrivals; null: each request is sent when another ends."""
     warm_up: Count
-    """Requests before each setting that were not measured."""
+    """Unmeasured requests before each setting."""
     counted: Some[Counted]
     latencies: Some[Latency]
     warnings: Sequence[str]
     reconciliations: Sequence[Reconciliation] = ()
-    """Each setting beside the report that was expected."""
+    """The comparison of each setting with the expected report."""

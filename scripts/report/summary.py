@@ -1,4 +1,4 @@
-"""The report in a few lines of markdown, which a pull request can show."""
+"""The report in a few lines of markdown for pull requests."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def markdown(report: Report) -> str:
-    """Return the verdict, the runs and the settings."""
+    """Return the verdict, the runs and the settings in markdown."""
     chosen, gate = report.recommendation, report.gate
     lines = [f"## draftsmith: {headline(report)}", "", chosen.reason, ""]
     if report.failures:
@@ -55,24 +55,24 @@ def markdown(report: Report) -> str:
 
 
 def _measured(report: Report) -> str:
-    """Say what the figures are of."""
+    """Describe the prompts and the machine or servers of the figures."""
     environment, prompts = report.environment, report.prompts
     if report.server is None:
         return (
             f"{prompts.count} prompts decoded, {prompts.replayed} replayed; {environment.device}, {environment.dtype}, "
             f"{counted(environment.threads, 'thread')}."
         )
-    of = [f"{s.kind} {s.version or ''} at {s.url}".replace("  ", " ") for s in report.server.servers]
-    warned = "".join(f" {warning}" for warning in report.server.warnings)
-    return f"{prompts.count} prompts sent to {' and '.join(of)}; B: requests at once.{warned}"
+    servers = [f"{s.kind} {s.version or ''} at {s.url}".replace("  ", " ") for s in report.server.servers]
+    warnings = "".join(f" {warning}" for warning in report.server.warnings)
+    return f"{prompts.count} prompts sent to {' and '.join(servers)}; B: requests at once.{warnings}"
 
 
 def append_summary(report: Report) -> None:
-    """Append the summary to a GitHub job's, where there is one."""
+    """Append the summary to that of a GitHub job, if there is one."""
     steps = os.environ.get("GITHUB_STEP_SUMMARY")
     if steps:
         try:
             with open(steps, "a", encoding="utf-8") as file:
                 file.write(markdown(report))
-        except OSError as error:  # the report is written all the same
+        except OSError as error:  # the report itself is written already
             logger.warning("GITHUB_STEP_SUMMARY: expected a file to append to at %s, found: %s", steps, error.strerror)

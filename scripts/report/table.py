@@ -1,4 +1,4 @@
-"""The report's main figures as a table in the terminal, and the verdict below."""
+"""The report's main figures as a table in the terminal, with the verdict below."""
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,7 +14,7 @@ from draftsmith.train.kinds.quantities import counted
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Print the report's main figures, a row for plain decoding and one for each run; it fits 80 columns."""
+    """Print the report's main figures in 80 columns, with a row for plain decoding and one for each run."""
     has_tree = any(run.proposer.verified_nodes(run.draft_length) != run.draft_length for run in report.runs)
     batched = any(run.batch_size > 1 for run in report.runs)
     last = "τ over stock" if report.server is None else "TTFT, ms"
@@ -60,22 +60,22 @@ def print_report(report: Report, console: Console | None = None) -> None:
             where = f"γ={run.draft_length}, T={run.temperature:g}{f', B={run.batch_size}' if batched else ''}"
             console.print(Text.assemble((f"{_drafter(run)}, {where}: ", "dim"), words))
     for load in report.by_load:
-        if len(load.goodput) > 1:  # of one text at a time the table says all
+        if len(load.goodput) > 1:  # the table covers one text at a time
             console.print(Text.assemble((f"{load.proposer}, texts at a time: ", "dim"), load_words(load)))
     _print_verdict(report, console)
     print_doubts(console, report.costs.doubts if report.costs else [])
     for warning in report.server.warnings if report.server else ():
         console.print(Text.assemble(("warning  ", "yellow"), warning))
-    for one in report.server.reconciliations if report.server else ():
-        _print_reconciliation(one, console)
+    for reconciliation in report.server.reconciliations if report.server else ():
+        _print_reconciliation(reconciliation, console)
 
 
 def _print_verdict(report: Report, console: Console) -> None:
-    """Print the verdict, and where several settings were measured, that of each."""
+    """Print the verdict and, if several settings were measured, the verdict of each."""
     styles, chosen = {"GO": "bold green", "NO-GO": "bold red"}, report.recommendation
     words, style = headline(report), styles.get(report.verdict, "bold")
     if len(chosen.settings) < 2:
-        console.print(Text.assemble((f"{words}  ", style), chosen.reason))  # as one text, for it wraps as a whole
+        console.print(Text.assemble((f"{words}  ", style), chosen.reason))  # one text, so that it wraps as a whole
         return
     console.print(Text(words, style))
     console.print(Text(chosen.reason))
@@ -84,19 +84,20 @@ def _print_verdict(report: Report, console: Console) -> None:
         console.print(Text.assemble((f"  {word:5}  ", styles[word]), verdict.reason))
 
 
-def _print_reconciliation(one: Reconciliation, console: Console) -> None:
-    """Say whether a server does what a report expects, and if not, why and what to try."""
-    counted = f"{one.counted.num_accepted_tokens:,.0f} of {one.counted.num_draft_tokens:,.0f} drafted tokens accepted"
-    expected = f"{one.expected.num_accepted_tokens:,.0f} of {one.expected.num_draft_tokens:,.0f}"
-    where = f"T={one.temperature:g}, {one.concurrency} at once: "
-    style = ("as expected  ", "green") if one.agrees else ("departs  ", "bold red")
-    console.print(Text.assemble(style, f"{where}{counted}; {expected} in {one.report}"))
-    for cause in one.causes:
+def _print_reconciliation(result: Reconciliation, console: Console) -> None:
+    """Print whether a server agrees with a report, and if not, possible causes and what to try."""
+    counts, expectation = result.counted, result.expected
+    counted = f"{counts.num_accepted_tokens:,.0f} of {counts.num_draft_tokens:,.0f} drafted tokens accepted"
+    expected = f"{expectation.num_accepted_tokens:,.0f} of {expectation.num_draft_tokens:,.0f}"
+    where = f"T={result.temperature:g}, {result.concurrency} at once: "
+    style = ("as expected  ", "green") if result.agrees else ("departs  ", "bold red")
+    console.print(Text.assemble(style, f"{where}{counted}; {expected} in {result.report}"))
+    for cause in result.causes:
         console.print(Text.assemble((f"  {cause.name}  ", "yellow"), f"{cause.evidence}. Try: {cause.remedy}"))
 
 
 def _first_token(report: Report, role: str, temperature: float, rows: int) -> str:
-    """Return a server's median time to the first token, in milliseconds; nothing of other measurements."""
+    """Return a server's median time to the first token in milliseconds; empty for other measurements."""
     for latency in report.server.latencies if report.server else ():
         if (latency.role, latency.temperature, latency.concurrency) == (role, temperature, rows):
             return "–" if latency.first_token.p50 is None else f"{1000 * latency.first_token.p50:.0f}"

@@ -1,4 +1,4 @@
-"""A picture of a draft's tree: depth from left to right, each dot as large as the share of rounds that accept it."""
+"""A picture of a draft's tree: depth from left to right; the area of a dot is the share of rounds that accept it."""
 
 import io
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from matplotlib.patheffects import withStroke
 
 from draftsmith.decode.tree import ROOT, Tree
 
-# In points, as are sizes of fonts.
+# In points, as are font sizes.
 COLUMN, ROW, LEFT, RIGHT, TOP, BOTTOM = 165.0, 24.0, 50.0, 84.0, 126.0, 46.0
-LARGEST, SMALLEST = 15.0, 2.5  # radius of a dot that every round accepts, and of one that none does
+LARGEST, SMALLEST = 15.0, 2.5  # the radius of a dot that all rounds accept, and of one that no round accepts
 INK, SOFT, LINE = "#1f2933", "#7b8794", "#cbd2d9"
 BY_DEPTH = ("#334e68", "#0b69a3", "#1992a8", "#2d9d6f", "#b7791f", "#b83280", "#805ad5")
 LEGEND = "number: the candidate's rank; area of a dot: the share of rounds that accept it"
@@ -23,15 +23,7 @@ HALO = [withStroke(linewidth=3, foreground="white")]
 
 
 def draw_tree(tree: Tree, shares: Sequence[float], title: str, subtitle: str, png: Path | None = None) -> str:
-    """Return a tree's picture as SVG, and write it as PNG too where a path is given.
-
-    Args:
-        tree: at least one node.
-        shares: for each node, the share of rounds that accept it.
-        title: the first line.
-        subtitle: the second.
-        png: the file of the PNG, 144 dots an inch.
-    """
+    """Return a tree's picture as SVG, and write it to `png` too; `shares` of the rounds accept each node."""
     options: Any = {"svg.fonttype": "none", "svg.hashsalt": "draftsmith", "text.parse_math": False}
     with matplotlib.rc_context(options):
         figure = _figure(tree, shares, title, subtitle)
@@ -45,7 +37,7 @@ def draw_tree(tree: Tree, shares: Sequence[float], title: str, subtitle: str, pn
 
 def _figure(tree: Tree, shares: Sequence[float], title: str, subtitle: str) -> Figure:
     heights = _layout(tree)
-    depths, share = (*tree.depths, 0), (*shares, 1.0)  # the root's are found at index −1
+    depths, share = (*tree.depths, 0), (*shares, 1.0)  # the root has the index −1
     places = {node: (LEFT + depths[node] * COLUMN, y) for node, y in heights.items()}
     radius = [max(LARGEST * s**0.5, SMALLEST) for s in share]
     height = max(heights.values()) + 0.5 * ROW + BOTTOM
@@ -57,7 +49,7 @@ def _figure(tree: Tree, shares: Sequence[float], title: str, subtitle: str) -> F
     _write(axes, LEFT - 24, 54, subtitle, 12, SOFT)
     _write(axes, LEFT - 24, height - 20, LEGEND, 10, SOFT)
     for depth in range(1, tree.depth + 1):
-        accepted = sum(s for s, of in zip(shares, tree.depths, strict=True) if of == depth)
+        accepted = sum(s for s, node_depth in zip(shares, tree.depths, strict=True) if node_depth == depth)
         x = LEFT + depth * COLUMN
         _write(axes, x, 86, f"depth {depth}", 13, _colour(depth), ha="center")
         _write(axes, x, 102, f"accepted in {accepted:.0%} of rounds", 10, SOFT, ha="center")
@@ -83,7 +75,7 @@ def _figure(tree: Tree, shares: Sequence[float], title: str, subtitle: str) -> F
 
 
 def _layout(tree: Tree) -> dict[int, float]:
-    """Return the height of each node: leaves a row each, parents in the middle of their children."""
+    """Return the height of each node: one row for each leaf, and parents in the middle of their children."""
     heights: dict[int, float] = {}
     rows = 0
 

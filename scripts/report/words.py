@@ -1,18 +1,19 @@
-"""What page, table and summary say of a run in the same words."""
+"""Phrases on a run that page, table and summary share."""
 
 from collections.abc import Iterable
 
 from draftsmith.decode.measurement.intervals import format_estimate
-from draftsmith.scripts.report.types import ByLoad, Report, Run
+from draftsmith.scripts.report.cost_types import ByLoad
+from draftsmith.scripts.report.types import Report, Run
 
 MOST_NAMED = 4
-"""Settings that a headline names; more are counted."""
+"""The most settings that a headline names; more are counted."""
 
 
 def setting_names(
     settings: Iterable[tuple[float, int]], at_once: str = "batch size {}"
 ) -> dict[tuple[float, int], str]:
-    """Name temperatures and batch sizes as briefly as tells them apart, such as "T = 0"."""
+    """Name temperatures and batch sizes, such as "T = 0", as briefly as possible."""
     settings = list(settings)
     temperatures, sizes = ({setting[place] for setting in settings} for place in (0, 1))
     names = {}
@@ -24,7 +25,7 @@ def setting_names(
 
 
 def headline(report: Report) -> str:
-    """Return the verdict of each setting, those that decide it first: "GO at T = 0: 1.39×; at T = 1: …, not shown"."""
+    """Return the verdict of each setting, the deciding ones first: "GO at T = 0: 1.39×; at T = 1: …, not shown"."""
     verdicts = report.recommendation.settings
     if len(verdicts) < 2:
         return report.verdict
@@ -38,7 +39,7 @@ def headline(report: Report) -> str:
     for verdict in sorted(verdicts, key=lambda verdict: verdict.go == refused):
         faster, part = verdict.speedup, f"at {names[verdict.temperature, verdict.batch_size]}"
         if faster is not None and faster.value is not None:
-            shown = faster.ci95 is not None and faster.ci95[0] > least  # with 95 %: the gate may ask for more
+            shown = faster.ci95 is not None and faster.ci95[0] > least  # at 95 %; the gate may require more
             part += f": {format_estimate(faster, unit='×', spread='none' if verdict.go or shown else 'interval')}"
             if not (verdict.go or refused or shown):
                 parts.append(f"{part}, not shown")
@@ -50,7 +51,7 @@ def headline(report: Report) -> str:
 
 
 def gated(report: Report) -> str:
-    """Say which settings the gate is about, where these are not all."""
+    """Name the settings that the gate depends on, unless it depends on all."""
     verdicts = report.recommendation.settings
     names = _verdict_names(report)
     deciding = [names[verdict.temperature, verdict.batch_size] for verdict in verdicts if verdict.decides]
@@ -63,28 +64,24 @@ def _verdict_names(report: Report) -> dict[tuple[float, int], str]:
 
 
 def turns(run: Run) -> str | None:
-    """Say which share of the rounds, and of the tokens that they wrote, each of a run's drafters has.
-
-    Returns:
-        None of a drafter that takes turns with no other, and where there were no rounds.
-    """
-    each = run.sources or {}
-    rounds = sum(counts.num_drafts for counts in each.values())
-    tokens = sum(counts.num_emitted_tokens for counts in each.values())
+    """Describe the shares of rounds and of tokens of drafters that take turns; None without turns or rounds."""
+    sources = run.sources or {}
+    rounds = sum(counts.num_drafts for counts in sources.values())
+    tokens = sum(counts.num_emitted_tokens for counts in sources.values())
     if not rounds or not tokens:
         return None
-    words, of = [], (" of rounds", " of tokens")
-    for name, counts in each.items():
+    words, units = [], (" of rounds", " of tokens")
+    for name, counts in sources.items():
         rate, share = 100 * counts.num_drafts / rounds, 100 * counts.num_emitted_tokens / tokens
-        words.append(f"{name} {rate:.0f} %{of[0]}, {share:.0f} %{of[1]}")
-        of = ("", "")  # the first has said what they are of
+        words.append(f"{name} {rate:.0f} %{units[0]}, {share:.0f} %{units[1]}")
+        units = ("", "")  # only the first drafter names the units
     return "; ".join(words)
 
 
 def load_words(load: ByLoad) -> str:
-    """Say which draft length pays at which batch size, such as "1 to 4: γ = 3; 5 to 8: do not draft"."""
+    """Describe the best draft length by batch size, such as "1 to 4: γ = 3; 5 to 8: do not draft"."""
     parts = []
-    for each in load.ranges:
-        where = f"{each.first}" if each.first == each.last else f"{each.first} to {each.last}"
-        parts.append(f"{where}: " + (f"γ = {each.draft_length}" if each.draft_length else "do not draft"))
+    for span in load.ranges:
+        where = f"{span.first}" if span.first == span.last else f"{span.first} to {span.last}"
+        parts.append(f"{where}: " + (f"γ = {span.draft_length}" if span.draft_length else "do not draft"))
     return "; ".join(parts)
