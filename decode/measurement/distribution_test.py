@@ -39,8 +39,7 @@ from draftsmith.decode.replay.texts import Distributions, model_distributions
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import speculative_generate
 
-Text = tuple[Tensor, int]
-"""A text's tokens (T,) int64, and the length of its prompt, at least 1."""
+Text = tuple[Tensor, int]  # A text's tokens (T,) int64, and the length of its prompt, at least 1
 ENTRIES = 2**25  # logits held at a time; the tensors computed from them take a few times their memory
 PLACES_NAMED = 16
 PLACES_SEED = 2**31
@@ -52,13 +51,10 @@ class DistributionTest:
     """The result of the test. For a correct decoder `p_value` is below x with probability at most x."""
 
     num_tokens: int
-    p_value: float
-    """The smallest p-value times the number of tests (Bonferroni); 0 where a token had probability zero."""
+    p_value: float  # the smallest p-value times the number of tests (Bonferroni); 0 where a token had probability zero
     tests: dict[str, ChiSquare | Agreement]
-    num_impossible: int
-    """Tokens to which the target gives probability zero."""
-    impossible: tuple[tuple[int, int], ...]
-    """The first 16 impossible tokens: (text, index of the token in it)."""
+    num_impossible: int  # tokens to which the target gives probability zero
+    impossible: tuple[tuple[int, int], ...]  # the first 16 impossible tokens: (text, index of the token in it)
 
     @property
     def combined(self) -> float:

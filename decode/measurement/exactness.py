@@ -21,19 +21,14 @@ TIE_ULPS = 8
 class Mismatch:
     """The first place where a text differs from plain decoding's."""
 
-    position: int
-    """The index of the token in the text."""
-    expected: int | None
-    """The plain text's token; None where the text has ended."""
-    found: int | None
-    """The other text's token; None where the text has ended."""
+    position: int  # the index of the token in the text
+    expected: int | None  # the plain text's token; None where the text has ended
+    found: int | None  # the other text's token; None where the text has ended
     margin: float
     """The target's processed logit of `expected` less that of `found`, by one forward of the common beginning; infinite
     where a text ends."""
-    tolerance: float
-    """The size of a tie in the model's dtype: 8 units in the last place of the largest logit."""
-    reference_margin: float | None = None
-    """The margin by the reference model, for information; None without one."""
+    tolerance: float  # the size of a tie in the model's dtype: 8 units in the last place of the largest logit
+    reference_margin: float | None = None  # the margin by the reference model, for information; None without one
 
     @property
     def is_tie(self) -> bool:

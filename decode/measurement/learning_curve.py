@@ -26,14 +26,10 @@ EXPONENTS = np.geomspace(0.01, 2.0, 150)
 """The grid of b: at the smallest τ grows as log n; at the largest all but the first amount are near the limit."""
 LIMITED = 0.05
 """The b below which no limit is in sight: up to ten times the text the curve equals a logarithm to a few percent."""
-LEAST = 3
-"""The amounts of text that a curve of three numbers needs; with two the prior on b decides how it bends."""
-LUCK = 0.05
-"""The standard deviation of τ over seeds: the largest at T=0 with three seeds on the embedded target."""
-LUCKS = np.geomspace(0.25, 8.0, 12)
-"""The grid of luck, as multiples of its prior value."""
-FREEDOM = 4
-"""The degrees of freedom of that prior, under which a half or twice the luck is no surprise."""
+LEAST = 3  # the amounts of text that a curve of three numbers needs; with two the prior on b decides how it bends
+LUCK = 0.05  # the standard deviation of τ over seeds: the largest at T=0 with three seeds on the embedded target
+LUCKS = np.geomspace(0.25, 8.0, 12)  # the grid of luck, as multiples of its prior value
+FREEDOM = 4  # the degrees of freedom of that prior, under which a half or twice the luck is no surprise
 DRAWS = 20_000
 
 
@@ -41,22 +37,15 @@ DRAWS = 20_000
 class LearningCurve:
     """τ against the amount of training text, with forecasts of one more run, its luck and other prompts included."""
 
-    sizes: list[float]
-    """Tokens of training text, ascending."""
-    lengths: list[Estimate]
-    """τ at each amount; the interval is over prompts."""
-    limit: Estimate
-    """τ∞; without a value where growth without a limit fits as well."""
-    exponent: Estimate
-    """b."""
+    sizes: list[float]  # tokens of training text, ascending
+    lengths: list[Estimate]  # τ at each amount; the interval is over prompts
+    limit: Estimate  # τ∞; without a value where growth without a limit fits as well
+    exponent: Estimate  # b
     residual: float | None
     """The residual standard deviation √(Σ ÷ (K − 3)) of the best curve, which has three numbers; None if K ≤ 3."""
-    luck: float
-    """The posterior standard deviation of τ over runs that differ only in the seed."""
-    grows: bool
-    """Whether τ rises with the text; otherwise the curve is flat, and more text does not help."""
-    forecasts: dict[float, Estimate]
-    """τ by multiples of the largest amount; without an interval if K ≤ 3."""
+    luck: float  # the posterior standard deviation of τ over runs that differ only in the seed
+    grows: bool  # whether τ rises with the text; otherwise the curve is flat, and more text does not help
+    forecasts: dict[float, Estimate]  # τ by multiples of the largest amount; without an interval if K ≤ 3
 
 
 def learning_curve(

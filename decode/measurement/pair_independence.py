@@ -15,13 +15,11 @@ from torch import Tensor
 
 from draftsmith.decode.measurement.uniformity import BINS, PAIR_BINS, ChiSquare, bins, independence, uniformity
 
-Pairs = Sequence[tuple[int, int]]
-"""Pairs of texts, by their indices; a text is in one pair at most."""
+Pairs = Sequence[tuple[int, int]]  # pairs of texts, by their indices; a text is in one pair at most
 STAKES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 IN_A_BIN = 10
 IN_A_CELL = 20
-PART = 256
-"""The pairs of places whose distributions are multiplied at once."""
+PART = 256  # the pairs of places whose distributions are multiplied at once
 
 
 @dataclass(frozen=True)

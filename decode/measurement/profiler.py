@@ -37,10 +37,8 @@ TRACKS = ("call", "round", "prefill", *PARTS)
 class Span:
     """A stretch of time, in nanoseconds of `time.perf_counter_ns`."""
 
-    kind: str
-    """One of `TRACKS`."""
-    name: str
-    """The name of the call; for a wait, the part that was waited for."""
+    kind: str  # one of `TRACKS`
+    name: str  # the name of the call; for a wait, the part that was waited for
     begin: int
     end: int
 
@@ -49,18 +47,14 @@ class Span:
 class ProfiledRound:
     """One round of a batch, and its spans, which add up to it without gaps."""
 
-    number: int
-    """The number of the round, from 1, through all calls of a profile."""
-    first: bool
-    """Whether it is the first round of its rows, in which target and drafter read the prompts."""
+    number: int  # the number of the round, from 1, through all calls of a profile
+    first: bool  # whether it is the first round of its rows, in which target and drafter read the prompts
     rows: int
-    draft_length: int
-    """The greatest γ of the rows."""
+    draft_length: int  # the greatest γ of the rows
     begin: int
     end: int = 0
     spans: list[Span] = field(default_factory=list)
-    drafted: int = 0
-    """Drafted tokens, or nodes of a tree, summed over the rows, as are the next two."""
+    drafted: int = 0  # drafted tokens, or nodes of a tree, summed over the rows, as are the next two
     accepted: int = 0
     emitted: int = 0
 

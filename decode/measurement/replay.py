@@ -29,8 +29,7 @@ from draftsmith.decode.replay.batch_replay import BatchReplay
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 
-Key = TypeVar("Key", bound=Hashable)
-"""The caller's key of a drafter."""
+Key = TypeVar("Key", bound=Hashable)  # the caller's key of a drafter
 LOGITS_AT_A_TIME = 2**27
 """The most logits of the target that are held at a time, prompts included, unless one text needs more: 512 MiB.
 
@@ -44,10 +43,8 @@ T=1, 1.6 with top-p, which sorts; V = 128k, two at a time, 1.4 at T=1.
 class TextReplay:
     """One text's acceptance by one drafter."""
 
-    counts: dict[int, Ratios]
-    """The expected counts of a decoder, by draft length."""
-    overlap: float
-    """Σ over contexts of Σ_v min(p, q)."""
+    counts: dict[int, Ratios]  # the expected counts of a decoder, by draft length
+    overlap: float  # Σ over contexts of Σ_v min(p, q)
     contexts: int
     acceptance: tuple[float, ...]
     """For each token, the probability that a round that starts there accepts it; 0 where nothing is drafted."""
@@ -64,8 +61,7 @@ class TextReplay:
 class Replay:
     """The replay of one drafter; every figure has a 95 % interval over prompts."""
 
-    texts: list[TextReplay] = field(repr=False)
-    """The replay of each sequence, in order."""
+    texts: list[TextReplay] = field(repr=False)  # the replay of each sequence, in order
     biased: bool = False
     """True if the texts were not checked to be the target's: the figures may then be wrong by any amount."""
     num_ties: int = 0
@@ -221,8 +217,7 @@ class _Share(Generic[Key]):
     replays: dict[int, dict[Key, TextReplay]] = field(default_factory=dict)
     """Replays by index of the text, then by drafter."""
     authorship: Authorship = field(default_factory=Authorship)
-    ties: int = 0
-    """Tokens that were cut off by rounding."""
+    ties: int = 0  # tokens that were cut off by rounding
     refusal: str | None = None
     """The message for bad input. It is gathered, so that all processes raise it instead of waiting for one another."""
 

@@ -19,8 +19,7 @@ from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.tree import ROOT, Tree
 
 Path = tuple[int, ...]
-MOST_CANDIDATES = 6
-"""The most trees that the joint search tries."""
+MOST_CANDIDATES = 6  # the most trees that the joint search tries
 
 # The tree of 63 nodes of Cai et al.'s repository, `mc_sim_7b_63`, in its order: likely nodes first.
 REFERENCE_TREE: tuple[Path, ...] = (
@@ -198,8 +197,7 @@ class Budget:
 
     tree: Tree
     acceptance_length: float
-    costs: RoundCosts
-    """The costs of a round with this tree; `overhead` includes its drafting."""
+    costs: RoundCosts  # the costs of a round with this tree; `overhead` includes its drafting
 
     @property
     def verification(self) -> float:

@@ -22,20 +22,16 @@ from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Round, speculative_generate
 
-WRITTEN = 24
-"""Tokens written to time the loop."""
-TOLERANCE = 0.1
-"""The share of a round, or of a token of plain decoding, by which two measurements of it may differ."""
-ATTEMPTS = 3
-"""The most measurements that are made until two agree."""
+WRITTEN = 24  # tokens written to time the loop
+TOLERANCE = 0.1  # the share of a round, or of a token of plain decoding, by which two measurements of it may differ
+ATTEMPTS = 3  # the most measurements that are made until two agree
 
 
 @dataclass(frozen=True)
 class Parts:
     """Seconds of the parts of rounds."""
 
-    target: dict[int, float]
-    """k → t(k)."""
+    target: dict[int, float]  # k → t(k)
     drafts: dict[float, dict[str, tuple[float, float, float]]]
     """Start and step of d(γ), and the additional seconds of the first draft, by temperature and drafter."""
 
@@ -49,8 +45,7 @@ class Parts:
 class Turns:
     """Seconds of whole loops at one temperature: in each turn plain decoding and every drafter write a text."""
 
-    tokens: list[float] = field(default_factory=list)
-    """The seconds of a token of plain decoding, turn by turn."""
+    tokens: list[float] = field(default_factory=list)  # the seconds of a token of plain decoding, turn by turn
     rounds: dict[str, list[tuple[float, list[int]]]] = field(default_factory=lambda: defaultdict(list))
     """For each drafter and turn, the seconds of a round, and the drafted tokens that each round verifies."""
 

@@ -21,8 +21,7 @@ INK, SOFT, LINE, PAPER, GOOD = VARIABLES
 SERIES = 6
 MARKERS, GLYPHS = ("o", "s", "^", "D", "v", "P"), "●■▲◆▼✚"
 Form = Literal["curve", "other_curve", "points"]
-WIDTH = 6.0
-"""The width of a chart in inches; the page scales it."""
+WIDTH = 6.0  # the width of a chart in inches; the page scales it
 OPTIONS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "draftsmith",
@@ -76,10 +75,8 @@ class Series:
 
     style: Style
     estimates: Mapping[Any, Estimate]
-    form: Form = "curve"
-    """The form; "other_curve", for another verifier, is dashed."""
-    ringed: float | None = None
-    """The recommended x."""
+    form: Form = "curve"  # the form; "other_curve", for another verifier, is dashed
+    ringed: float | None = None  # the recommended x
 
     def known(self) -> dict[float, Estimate]:
         """Return the estimates that have a value, sorted by x."""

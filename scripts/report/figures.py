@@ -9,8 +9,7 @@ from draftsmith.decode.measurement.intervals import LEAST, Estimate
 from draftsmith.scripts.report.charts import Form, Mark, Series, Style, check_chart, dot_chart, limits, line_chart
 from draftsmith.scripts.report.types import Curve, Report, Run
 
-Panel = tuple[str, Markup]
-"""A title and a chart."""
+Panel = tuple[str, Markup]  # A title and a chart
 TARGET = Style(-1)
 Value = TypeVar("Value")
 

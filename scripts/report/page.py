@@ -27,10 +27,8 @@ from draftsmith.train.files import write_aside
 from draftsmith.train.kinds.quantities import size
 
 NONE = "–"
-BUCKETS = (0.05, 0.35, 0.65, 0.95)
-"""The limits between the colours of a token's acceptance."""
-MUCH_REPEATED = 0.25
-"""The share of repeated n-grams from which the page warns, more than code or tables usually have."""
+BUCKETS = (0.05, 0.35, 0.65, 0.95)  # the limits between the colours of a token's acceptance
+MUCH_REPEATED = 0.25  # the share of repeated n-grams from which the page warns, more than code or tables usually have
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "other": "a server"}
 SOURCES = {
     "answers": "each answer, counted by the server",

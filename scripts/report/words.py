@@ -6,8 +6,7 @@ from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.cost_types import ByLoad
 from draftsmith.scripts.report.types import Report, Run
 
-MOST_NAMED = 4
-"""The most settings that a headline names; more are counted."""
+MOST_NAMED = 4  # the most settings that a headline names; more are counted
 
 
 def setting_names(

@@ -25,16 +25,11 @@ class TimedDrafter:
 
     target: PreTrainedModel
     proposer: Proposer
-    models: Sequence[PreTrainedModel]
-    """The models whose positions limit the length of the context."""
-    name: str = "costs"
-    """The name of the finding."""
-    remedy: str = "take a smaller draft"
-    """The advice where chains do not pay."""
-    tree: Tree | None = None
-    """The tree that it drafts in every round; None for chains."""
-    length: int | None = None
-    """γ of drafters that draft all tokens in one forward; None for one forward a token."""
+    models: Sequence[PreTrainedModel]  # the models whose positions limit the length of the context
+    name: str = "costs"  # the name of the finding
+    remedy: str = "take a smaller draft"  # the advice where chains do not pay
+    tree: Tree | None = None  # the tree that it drafts in every round; None for chains
+    length: int | None = None  # γ of drafters that draft all tokens in one forward; None for one forward a token
 
     def finding(self, rows: int) -> Finding:
         """Measure rounds of a number of texts; find the α, or for a tree the τ, from which they pay."""

@@ -19,8 +19,7 @@ SCHEMA = "draftsmith.draft_lengths/1"
 NUM, BY_BATCH_SIZE = "num_speculative_tokens", "num_speculative_tokens_per_batch_size"
 """Keys of vLLM's speculative config."""
 
-ALIKE = 0.99
-"""The share of the best goodput at which the draft length of the next smaller batch is kept."""
+ALIKE = 0.99  # the share of the best goodput at which the draft length of the next smaller batch is kept
 
 Range = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Count]
 

@@ -20,18 +20,13 @@ if TYPE_CHECKING:
 class DrafterSpec:
     """The specification of a drafter to load."""
 
-    kind: str
-    """The name of its kind, or of its role in a report."""
+    kind: str  # the name of its kind, or of its role in a report
     path: str | None = None
     """A directory or hub id; for kinds without files their argument, such as the layers of an early exit."""
-    name: str | None = None
-    """The name in reports; its kind if None."""
-    draft_lengths: Sequence[int] = (4,)
-    """The values of γ; drafters with their own tree draft to its depth."""
-    tree: "Tree | DynamicTree | None" = None
-    """The tree to draft; if None the tree of its config, or a chain."""
-    dtype: str | None = None
-    """The dtype of its weights; the target's if None."""
+    name: str | None = None  # the name in reports; its kind if None
+    draft_lengths: Sequence[int] = (4,)  # the values of γ; drafters with their own tree draft to its depth
+    tree: "Tree | DynamicTree | None" = None  # the tree to draft; if None the tree of its config, or a chain
+    dtype: str | None = None  # the dtype of its weights; the target's if None
 
 
 @dataclass(frozen=True)
@@ -46,12 +41,9 @@ class Drafter:
     greedy: "Proposer | None" = None
     """The proposer that drafts the most likely tokens under sampling, the default of servers."""
     model: "PreTrainedModel | None" = None
-    draft_lengths: Sequence[int] = (4,)
-    """The values of γ for decoding; for drafters with their own tree its depth."""
-    figures: dict[str, Any] = field(default_factory=dict)
-    """The fields of reports that only this kind has."""
-    sources: Sequence[str] = ()
-    """The names of drafters that take turns, in order."""
+    draft_lengths: Sequence[int] = (4,)  # the values of γ for decoding; for drafters with their own tree its depth
+    figures: dict[str, Any] = field(default_factory=dict)  # the fields of reports that only this kind has
+    sources: Sequence[str] = ()  # the names of drafters that take turns, in order
 
     @property
     def tree(self) -> "Tree | None":
@@ -117,8 +109,7 @@ class Pair:
 
     target: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
-    dtype: str
-    """The name of the target's dtype, the default of its drafters."""
+    dtype: str  # the name of the target's dtype, the default of its drafters
     drafters: list[Drafter]
     left_out: Sequence[str] = ()
     """Settings of the target's generation config that are not applied to texts (`checkpoint.left_out`)."""
@@ -182,8 +173,7 @@ class Loading:
     trust_remote_code: bool = False
     dtype: str = "auto"
     model: "PreTrainedModel | None" = None
-    tokenizers: "dict[str, PreTrainedTokenizerBase]" = field(default_factory=dict)
-    """The drafters' tokenizers by path."""
+    tokenizers: "dict[str, PreTrainedTokenizerBase]" = field(default_factory=dict)  # the drafters' tokenizers by path
     models: "dict[str, PreTrainedModel]" = field(default_factory=dict)
     """The drafters' models by path, loaded once if a directory drafts in two ways."""
 

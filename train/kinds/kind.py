@@ -28,16 +28,12 @@ class Recipe:
     """A command that trains drafters."""
 
     command: str
-    summary: str
-    """A few words for `draftsmith --help` that begin with a verb."""
-    package: str
-    """The module that `accelerate launch -m` starts."""
-    config: str
-    """The dataclass of its fields, as "module:Class"."""
+    summary: str  # a few words for `draftsmith --help` that begin with a verb
+    package: str  # the module that `accelerate launch -m` starts
+    config: str  # the dataclass of its fields, as "module:Class"
     plan: str | None = None
     """The dataclass of the fields of its plan, a `train.memory.setting.TrainingMachines`, as "module:Class"."""
-    begun: str = "heads"
-    """The field that names the drafter from which a run continues."""
+    begun: str = "heads"  # the field that names the drafter from which a run continues
     made: tuple[str, ...] = ()
     """The fields that describe a new drafter, or prefixes of their names; omitted where a run continues."""
 
@@ -69,44 +65,28 @@ def _imported(path: str) -> type[Any]:
 class DrafterKind(ABC):
     """One kind of drafter."""
 
-    name: ClassVar[str]
-    """The name in `--drafter`, configs and reports."""
-    title: ClassVar[str]
-    """The name in sentences."""
-    stored: ClassVar[bool] = True
-    """Whether it is read from a directory."""
-    flags: ClassVar[tuple[str, ...]] = ()
-    """Flags that are aliases of `--drafter KIND:` and a value."""
-    switch: ClassVar[bool] = False
-    """Whether these flags take no value."""
-    recipe: ClassVar[Recipe | None] = None
-    """The command that trains it."""
-    grows_trees: ClassVar[bool] = False
-    """Whether it has a confidence, by which trees grow and cascades accept."""
-    by_token: ClassVar[bool] = False
-    """Whether the acceptance of a token does not depend on the start of its round."""
-    drafts_less: ClassVar[bool] = False
-    """Whether it may draft fewer tokens than γ, or none."""
-    copies: ClassVar[bool] = False
-    """Whether its drafts are copies of the text, which need no model."""
+    name: ClassVar[str]  # the name in `--drafter`, configs and reports
+    title: ClassVar[str]  # the name in sentences
+    stored: ClassVar[bool] = True  # whether it is read from a directory
+    flags: ClassVar[tuple[str, ...]] = ()  # flags that are aliases of `--drafter KIND:` and a value
+    switch: ClassVar[bool] = False  # whether these flags take no value
+    recipe: ClassVar[Recipe | None] = None  # the command that trains it
+    grows_trees: ClassVar[bool] = False  # whether it has a confidence, by which trees grow and cascades accept
+    by_token: ClassVar[bool] = False  # whether the acceptance of a token does not depend on the start of its round
+    drafts_less: ClassVar[bool] = False  # whether it may draft fewer tokens than γ, or none
+    copies: ClassVar[bool] = False  # whether its drafts are copies of the text, which need no model
     tree_key: ClassVar[str | None] = None
     """The key of its config.json that holds a searched tree; None where trees cannot be searched."""
-    tree_alone: ClassVar[bool] = False
-    """Whether it drafts that tree, or a default one, for every γ."""
-    whole_blocks: ClassVar[bool] = False
-    """Whether servers always draft the number of tokens that it was trained for."""
-    cost_remedy: ClassVar[str] = "take a cheaper drafter"
-    """The advice where drafting does not pay."""
+    tree_alone: ClassVar[bool] = False  # whether it drafts that tree, or a default one, for every γ
+    whole_blocks: ClassVar[bool] = False  # whether servers always draft the number of tokens that it was trained for
+    cost_remedy: ClassVar[str] = "take a cheaper drafter"  # the advice where drafting does not pay
     formats: ClassVar[tuple[str, ...]] = ()
     """The formats that `draftsmith export` writes; empty where it cannot be exported."""
-    launched: ClassVar[tuple[str, ...]] = ()
-    """The formats whose launch line contains γ."""
-    verifiable: ClassVar[tuple[str, ...]] = ()
-    """The formats that `--verify vllm` decodes with."""
+    launched: ClassVar[tuple[str, ...]] = ()  # the formats whose launch line contains γ
+    verifiable: ClassVar[tuple[str, ...]] = ()  # the formats that `--verify vllm` decodes with
     drops_by_rank: ClassVar[bool] = False
     """Whether `--by_rank` can leave out operations that change logits but not their order."""
-    figures: ClassVar[tuple[str, ...]] = ()
-    """The fields that only its entries in reports have."""
+    figures: ClassVar[tuple[str, ...]] = ()  # the fields that only its entries in reports have
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether a directory with this config.json holds a drafter of this kind."""

@@ -32,22 +32,18 @@ if TYPE_CHECKING:
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 REMEDY = "copy config.json and weights of one model there"
-SEARCH = "search one that they can draft: draftsmith tree --drafter DIR"
-"""The advice where a tree cannot be drafted."""
+SEARCH = "search one that they can draft: draftsmith tree --drafter DIR"  # the advice where a tree cannot be drafted
 
 
 @dataclass(frozen=True)
 class Part:
     """A target or a drafter, without its weights."""
 
-    role: str
-    """`target`, or the drafter's name."""
+    role: str  # `target`, or the drafter's name
     path: str
     model: Any  # on the meta device
-    stored: Counter[str]
-    """The numbers in the checkpoint by safetensors' dtype; empty where its files are not local."""
-    cached_numbers: int | None
-    """The numbers that its cache keeps for a token; None if unknown."""
+    stored: Counter[str]  # the numbers in the checkpoint by safetensors' dtype; empty where its files are not local
+    cached_numbers: int | None  # the numbers that its cache keeps for a token; None if unknown
 
     @property
     def positions(self) -> int | None:
@@ -60,8 +56,7 @@ class Side(Part):
     """A causal language model with a tokenizer: a target or a draft."""
 
     tokenizer: PreTrainedTokenizerBase
-    ends: tuple[int, ...]
-    """The ids that end a text (`end_of_sequence_ids`)."""
+    ends: tuple[int, ...]  # the ids that end a text (`end_of_sequence_ids`)
 
     @property
     def config(self) -> Any:
