@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import FALSE_ALARM, LEAST_TOKENS
 from draftsmith.decode.measurement.distribution_test import (
@@ -170,18 +169,15 @@ def certify_sampled(
     Raises:
         InputError: T=0, fewer than 2000 tokens, or no prompts.
     """
-    result, _ = sample_and_test(
-        target,
-        proposer,
-        prompts,
-        tokens,
-        {"temperature": sampling.temperature, **sampling.generate_kwargs()},
-        batch_size=batch_size,
-        seed=seed,
-        draft_length=draft_length,
-        max_new_tokens=max_new_tokens,
-        **decoding,
-    )
+    if tokens < LEAST_TOKENS:
+        raise InputError(f"tokens: expected at least {LEAST_TOKENS} to test their law, found {tokens}")
+    if not sampling.temperature > 0:
+        raise InputError(f"temperature: expected more than 0 to sample texts, found {sampling.temperature}")
+    options = sampling.generate_kwargs()
+    limits = {"batch_size": batch_size, "draft_length": draft_length, "max_new_tokens": max_new_tokens}
+    texts, _ = sample_texts(target, proposer, prompts, tokens, **limits, **options, **decoding)
+    sampler = prepared_sampler(target, **options)
+    result = texts_tested(target, texts, sampler, proposer.distributions_after(target, sampler), seed, batch_size)
     passed = result.p_value > false_alarm
     reason = None
     if not passed:
@@ -189,33 +185,6 @@ def certify_sampled(
     elif proposer.distributions_after(target, GREEDY) is None:
         reason = f"tested without the distributions of {type(proposer).__name__}, and so with less power"
     return Certificate(p_value=result.p_value, tokens=result.num_tokens, passed=passed, reason=reason)
-
-
-def sample_and_test(
-    target: PreTrainedModel,
-    proposer: Proposer,
-    prompts: Sequence[Tensor],
-    tokens: int,
-    sampling: Mapping[str, Any],
-    batch_size: int = 8,
-    seed: int = 0,
-    **decoding: Any,
-) -> tuple[DistributionTest, Counts]:
-    """Sample texts speculatively; return the test of their distribution, by `texts_tested`, and the decoder's counts.
-
-    `sampling` holds the sampling arguments of `generate`; the target's generation config fills the others.
-
-    Raises:
-        InputError: fewer than 2000 tokens, no prompts, or T=0.
-    """
-    if tokens < LEAST_TOKENS:
-        raise InputError(f"tokens: expected at least {LEAST_TOKENS} to test their law, found {tokens}")
-    if not sampling.get("temperature", 1.0) > 0:
-        raise InputError(f"temperature: expected more than 0 to sample texts, found {sampling['temperature']}")
-    options: dict[str, Any] = {"do_sample": True, **sampling}
-    texts, counts = sample_texts(target, proposer, prompts, tokens, batch_size=batch_size, **options, **decoding)
-    sampler = prepared_sampler(target, **options)
-    return texts_tested(target, texts, sampler, proposer.distributions_after(target, sampler), seed, batch_size), counts
 
 
 def texts_tested(

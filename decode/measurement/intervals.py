@@ -94,24 +94,14 @@ def ratios(columns: Mapping[Key, tuple[Sequence[float], Sequence[float]]]) -> di
     return dict(zip(columns, _estimates(_ratio, *zip(*columns.values(), strict=True)), strict=True))
 
 
-def ratio_difference(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
-    other_numerators: Sequence[float],
-    other_denominators: Sequence[float],
-) -> Estimate:
-    """Estimate the difference of two ratios, paired: each resample takes the same prompts for both."""
-    return _estimates(_difference, [numerators], [denominators], [other_numerators], [other_denominators])[0]
+def ratio_difference(*columns: Sequence[float]) -> Estimate:
+    """Estimate Σn ÷ Σd − Σn2 ÷ Σd2 from columns n, d, n2, d2, paired: each resample takes the same prompts for both."""
+    return _estimates(_difference, *([column] for column in columns))[0]
 
 
-def rate_ratio(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
-    other_numerators: Sequence[float],
-    other_denominators: Sequence[float],
-) -> Estimate:
-    """Estimate the quotient of two ratios, the first ÷ the second, paired as in `ratio_difference`."""
-    return _estimates(_quotient, [numerators], [denominators], [other_numerators], [other_denominators])[0]
+def rate_ratio(*columns: Sequence[float]) -> Estimate:
+    """Estimate (Σn ÷ Σd) ÷ (Σn2 ÷ Σd2) from columns n, d, n2, d2, paired as in `ratio_difference`."""
+    return _estimates(_quotient, *([column] for column in columns))[0]
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], confidence: float) -> Interval | None:
