@@ -36,11 +36,7 @@ class Authorship:
         return Authorship(self.excess + other.excess, self.variance + other.variance)
 
     def check(self, text: WrittenText, logits_NV: Tensor, scores_NV: Tensor, p_NV: Tensor | None) -> None:
-        """Add a text, with the target's logits, their processed scores, and p, which is None at T=0.
-
-        Raises:
-            InputError: a token that the target did not choose, or texts with too little or too much surprise.
-        """
+        """Add a text, with p None at T=0; raise InputError if the target cannot have written the texts so far."""
         x, start = text.tokens.to(logits_NV.device), text.prompt_length
         if p_NV is None:
             deficit = scores_NV.amax(-1) - scores_NV.gather(-1, x[:, None])[:, 0]
@@ -88,10 +84,7 @@ def readmit(
 
     In half precision a forward of a block and one of the whole text differ by several units, so that a token at the
     edge of top-k or top-p may fall out. It is readmitted if it passes the filters once all logits move by the size of a
-    tie in its favour. It then gets the score of the least likely token that passed, in `scores_NV`, in place.
-
-    Returns:
-        The number of readmitted tokens.
+    tie in its favour. In `scores_NV` it then gets the score of the least likely token that passed. Return their number.
     """
     x_N = tokens_N.to(scores_NV.device)
     cut_N = scores_NV.gather(-1, x_N[:, None])[:, 0].isneginf()

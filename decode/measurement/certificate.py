@@ -91,17 +91,7 @@ def certify_greedy(
     (p ≥ 0.001). `plain_ties` counts the texts that differ at a near-tie between two runs of that program's plain
     decoding. If rounding here does not explain even these, the number of near-ties must be plausible given them.
 
-    Args:
-        target: the model.
-        plain: the completions of plain decoding, without prompts and padding.
-        other: the drafter's completions of the same prompts.
-        prompts: (T,) int64, T ≥ 1.
-        sampler: the logits processors of T=0; empty by default.
-        same_kernels: whether the target's own forwards wrote the texts.
-        plain_ties: the near-ties between two plain runs.
-
-    Returns:
-        The certificate; `reason` names the first differences, with prompts and tokens counted from 0.
+    Completions are without prompts and padding, prompts are (T,) int64; `reason` counts prompts and tokens from 0.
 
     Raises:
         InputError: no completions, or not as many as prompts.
@@ -119,7 +109,7 @@ def certify_greedy(
         if mismatch is not None:
             mismatches[i] = replace(mismatch, position=mismatch.position - length)
     near = [i for i, mismatch in mismatches.items() if mismatch.is_tie]
-    if near and same_kernels:
+    if near and same_kernels:  # narrow the tolerance to the measured rounding
         noise = TIE_DEVIATIONS * _rounding(target, [texts[i] for i in near[:TEXTS_FED_AGAIN]], sampler)
         for i in near:
             least, most = mismatches[i].tolerance / TIE_ULPS, mismatches[i].tolerance
@@ -208,14 +198,11 @@ def texts_tested(
 
 @torch.inference_mode()
 def _rounding(target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler) -> float:
-    """Return the root mean square that rounding adds to the margin between the two likeliest tokens.
-
-    It compares a forward of the whole text, by which `first_mismatch` judges, with forwards of one token, by which
-    plain decoding chose.
-    """
+    """Return the root mean square that rounding adds to the margin between the two likeliest tokens."""
     squares: list[Tensor] = []
     for ids, length in each(texts, "rounding", "texts"):
         contexts = [ids[:end] for end in range(length, len(ids))]
+        # Compare one forward of the text, by which `first_mismatch` judges, with plain decoding's forwards of a token.
         whole = sampler.scores(target(input_ids=ids[None], use_cache=False).logits[0, length - 1 : -1], contexts)
         past, singly = None, []
         for tokens in (ids[:length], *ids[length:-1].split(1)):
@@ -280,6 +267,7 @@ def _rounding_ruled_out(target: PreTrainedModel, text: Text, place: int, sampler
     logits = target(input_ids=context[None], use_cache=False).logits[0, -1:]
     tie = TIE_ULPS * torch.finfo(target.dtype).eps * float(logits.abs().max())
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    # Lower all likelier logits and raise the others: ranks and cumulative sums both move in the token's favour.
     favoured = torch.where(logits > logits[:, token], logits - tie / 2, logits + tie / 2)
     return bool(sampler.probabilities(favoured, [context])[0, token] > 0)
 

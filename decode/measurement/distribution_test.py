@@ -115,7 +115,7 @@ def sample_texts(
                 texts.append(text)
                 counts += text_counts
                 sampled.advance(text_counts.num_emitted_tokens)
-                if counts.num_emitted_tokens >= num_tokens:
+                if counts.num_emitted_tokens >= num_tokens:  # later texts of the batch are dropped
                     return texts, counts
     raise InputError("prompts: expected at least one to sample from, found none")
 
@@ -161,7 +161,7 @@ def distribution_test(
     out tokens here that the decoder kept.
 
     Raises:
-        InputError: T=0, a text without a prompt, or fewer than 20 tokens for each cell of the pairs' table.
+        InputError: T=0, a text without a prompt, or fewer than 20 tokens for each cell of the table of pairs.
     """
     if not sampler.do_sample:
         raise InputError("sampler: expected sampling, found T=0, where texts are compared token for token")

@@ -57,9 +57,6 @@ def first_mismatch(
 
     In float32 texts should be equal. In half precision, forwards of one token and of several round differently, so that
     near-ties fall either way. `reference` is the target in a wider dtype, which measures the margin more exactly.
-
-    Raises:
-        InputError: texts that are no vectors or differ within the prompt, or a prompt without tokens.
     """
     if plain.ndim != 1 or other.ndim != 1:
         raise InputError(f"texts: expected vectors (T,), found shapes {tuple(plain.shape)} and {tuple(other.shape)}")

@@ -57,19 +57,11 @@ def learning_curve(
     most: float = float("inf"),
     least: int = LEAST,
 ) -> LearningCurve:
-    """Weigh the curves τ(n) = τ∞ − c·n^(−b), c ≥ 0, and forecast τ for more text.
+    """Weigh the curves τ(n) = τ∞ − c·n^(−b), c ≥ 0, and forecast τ at `times` the largest amount of text.
 
-    Args:
-        sizes: tokens of training text, K different numbers.
-        tokens: the tokens of each replayed prompt under the run of each amount, (K, n).
-        rounds: the expected rounds of the same, (K, n); τ is Σ tokens ÷ Σ rounds.
-        times: multiples of the largest amount to forecast.
-        luck: the prior standard deviation of τ over runs with other seeds.
-        most: the limit of τ, γ + 1.
-        least: the required number of amounts, at least two.
-
-    Raises:
-        InputError: too few amounts, equal amounts, amounts of 0, or tables that do not fit.
+    `sizes` are K amounts in tokens, at least `least`; `tokens` and expected `rounds` are those of each replayed prompt
+    under the run of each amount, (K, n), and τ = Σ tokens ÷ Σ rounds. `luck` is the prior standard deviation of τ over
+    seeds, and `most` the limit of τ, γ + 1.
     """
     order = np.argsort(sizes)
     n_K = np.asarray(sizes, dtype=np.float64)[order]

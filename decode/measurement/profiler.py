@@ -310,14 +310,9 @@ def chrome_trace(profiles: Sequence[Profile]) -> dict[str, Any]:
                 "tid": TRACKS.index(span.kind),
             }
             if round is not None:
-                event["args"] = {
-                    "round": round.number,
-                    "rows": round.rows,
-                    "draft_length": round.draft_length,
-                    "drafted": round.drafted,
-                    "accepted": round.accepted,
-                    "emitted": round.emitted,
-                }
+                names = "rows", "draft_length", "drafted", "accepted", "emitted"
+                numbers = {name: getattr(round, name) for name in names}
+                event["args"] = {"round": round.number, **numbers}
             events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -143,23 +143,14 @@ def replay_acceptance(
     max_new_tokens: int | None = None,
     allow_biased: bool = False,
 ) -> Replay:
-    """Replay a drafter's acceptance on texts that the target wrote.
+    """Replay a drafter's acceptance on texts that the target wrote, under the temperature and filters of the writing.
 
-    Under several processes (`accelerate launch`) each takes a share of the texts. Their counts are gathered before any
-    ratio is taken, and all return the same.
+    Trees of draft models and heads can be replayed at T=0, chains at any temperature; each γ costs next to nothing.
+    Each of several processes (`accelerate launch`) takes a share of the texts; all return the same.
 
-    Args:
-        target: the model that wrote the texts.
-        proposer: a drafter. Trees of draft models and heads can be replayed at T=0, chains at any temperature.
-        sequences: prompts and texts, (T,) int64 each, without padding.
-        prompt_lengths: the number of tokens of each prompt.
-        draft_lengths: values of γ; each costs next to nothing.
-        temperature: the temperature at which the texts were written; 0 is greedy.
-        top_k: 0 for all tokens.
-        top_p: 1 for all tokens.
-        max_new_tokens: the limit under which the texts were written; each text's own length if None. A decoder drafts
-            beyond the end of a text that ended before the limit.
-        allow_biased: replay texts that the target does not seem to have written; the result is marked `biased`.
+    The sequences are prompts with texts, (T,) int64, without padding. `max_new_tokens` is the limit under which they
+    were written, past whose end a decoder still drafts; None takes each text's own length. `allow_biased` replays
+    texts that the target does not seem to have written, and marks the result.
 
     Raises:
         InputError: replay does not apply to the drafter, or the target did not write a text.
@@ -184,10 +175,7 @@ def replay_drafters(
     rounds_of: int | None = None,
     with_sizes: Container[Key] = (),
 ) -> dict[Key, Replay]:
-    """Replay several drafters on the same texts, with one forward of the target for all; see `replay_acceptance`.
-
-    Each `TextReplay` keeps its `rounds` for the draft length `rounds_of`, and its `sizes` for drafters in `with_sizes`.
-    """
+    """Replay several drafters with one forward of the target; keep `rounds` for γ = `rounds_of`, and some `sizes`."""
     texts = _checked_texts(target, sequences, prompt_lengths, max_new_tokens)
     if not texts or min(draft_lengths, default=0) < 1:
         raise InputError(

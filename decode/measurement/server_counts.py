@@ -161,20 +161,11 @@ def vllm_counts(
     drafted_T: np.ndarray | None = None,
     convention: Convention = VLLM,
 ) -> ServerCounts:
-    """Return the expected counts of a server that writes one text; bonus tokens are not counted.
+    """Return the expected counts, without bonus tokens, of a server that writes one text of `tokens` up to its end.
 
-    Args:
-        acceptance_TK: `TextReplay.rounds` of the text and γ tokens past its end, (≥ `tokens` + γ − 1, ≥ γ): for each
-            start, the probability that the round accepts its j-th draft after those before it; 0 or 1 at T=0.
-        tokens: the length of the text, up to its end.
-        draft_length: γ, `num_speculative_tokens`.
-        room: the tokens that the server's context leaves after the prompt, past which it verifies no draft; None for
-            no limit.
-        drafted_T: `TextReplay.drafted`, where some rounds draft fewer than γ; one that drafts nothing is no round.
-        convention: the server's rules of counting.
-
-    Raises:
-        InputError: fewer starts or positions than the counts need.
+    `acceptance_TK` is `TextReplay.rounds` of the text and γ tokens past its end, (≥ `tokens` + γ − 1, ≥ γ), 0 or 1 at
+    T=0. `room` is the space that the server's context leaves after the prompt, past which it verifies no draft.
+    `drafted_T` is `TextReplay.drafted` if some rounds draft fewer than γ; one that drafts nothing is no round.
     """
     starts, depth = acceptance_TK.shape
     if starts < tokens + draft_length - 1 or depth < draft_length:

@@ -46,11 +46,7 @@ def choices_of(tree: Tree) -> list[Path]:
 
 
 def rank_accuracies(texts: Sequence[TextRanks]) -> np.ndarray:
-    """Return for each head the share of drafted tokens at each rank, (K, most ranks) float64; k shares add up to top-k.
-
-    Raises:
-        InputError: no text is long enough for a head to draft.
-    """
+    """Return for each head the share of drafted tokens at each rank, (K, ranks), whose sums are top-k accuracies."""
     ranks = np.concatenate([text.ranks for text in texts])
     drafted = np.concatenate([text.drafted for text in texts]).sum(0)
     if not drafted.all():
@@ -111,13 +107,10 @@ def path_masses(texts: Sequence[TextRanks], weights: Sequence[np.ndarray] | None
 
 
 def heaviest_tree(masses: Mapping[Path, float], nodes: int) -> Tree:
-    """Return the tree with the greatest mass among those of `nodes` nodes, or of fewer if more would add nothing.
+    """Return the tree with the greatest mass of at most `nodes` nodes; raise InputError for no nodes or no mass.
 
     A node needs its parent and its earlier siblings, which may be rarer than the node. Dynamic programming from the
     deepest paths up therefore divides each budget optimally between a path's children and its later siblings.
-
-    Raises:
-        InputError: `nodes` below 1, or no mass.
     """
     if nodes < 1:
         raise InputError(f"nodes: expected at least 1, found {nodes}")
@@ -172,9 +165,6 @@ def search_tree(texts: Sequence[TextRanks], nodes: int, selection: Sequence[Text
 
     All starts begin with equal weights. Each is then weighted by the share of the trees so far that start a round
     there; the average damps cycles. The independence tree is a candidate too, and the best on `selection` wins.
-
-    Raises:
-        InputError: `nodes` below 1, or texts in which no head names a token.
     """
     selection = texts if selection is None else selection
     weights = [np.ones(len(text)) for text in texts]

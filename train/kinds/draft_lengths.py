@@ -88,11 +88,7 @@ def entry(path: str | None, temperatures: Sequence[float], of: Sequence[Range]) 
 
 
 def of_drafter(file: str, path: str) -> OfDrafter:
-    """Return the entry of the drafter in a directory, or the only entry of a file.
-
-    Raises:
-        InputError: no such file, or no such drafter in it.
-    """
+    """Return the entry of the drafter in a directory, or the only entry; raise InputError without such an entry."""
     drafters = _drafters(file, "draft_lengths")
     if len(drafters) == 1:
         return next(iter(drafters.values()))
@@ -104,11 +100,7 @@ def of_drafter(file: str, path: str) -> OfDrafter:
 
 
 def named(file: str, name: str, field: str) -> OfDrafter:
-    """Return the entry of a drafter by its name in reports, or the only entry of a file; `field` is for messages.
-
-    Raises:
-        InputError: no such file, or no drafter of that name.
-    """
+    """Return the entry of a drafter by its name in reports, or the only entry; `field` names the file's option."""
     drafters = _drafters(file, field)
     if len(drafters) == 1:
         return next(iter(drafters.values()))
@@ -131,11 +123,7 @@ def length_at(of: OfDrafter, rows: int) -> int:
 
 
 def speculative_fields(file: str, path: str) -> dict[str, object]:
-    """Return the fields of vLLM's speculative config for the drafter in a directory.
-
-    Raises:
-        InputError: as in `of_drafter`, or the drafter pays at no load.
-    """
+    """Return the fields of vLLM's speculative config for a drafter; raise InputError if it pays at no load."""
     drafter = of_drafter(file, path)
     if drafter["num_speculative_tokens"] == 0:
         raise InputError(f"draft_lengths: expected a batch size at which the drafter pays in {file}, found none")

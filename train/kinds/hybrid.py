@@ -41,11 +41,7 @@ class Hybrid(DrafterKind):
         return members
 
     def turns(self, spec: DrafterSpec) -> "tuple[Switch, bool, int | None]":
-        """Return the switch, whether both draft where it takes a copy, and the longest draft of the last drafter.
-
-        Raises:
-            InputError: a malformed argument, or a level out of range.
-        """
+        """Return the switch, whether both draft where it takes a copy, and the longest draft of the last drafter."""
         from draftsmith.decode import Switch
 
         fields: dict[str, Any] = {}

@@ -193,11 +193,7 @@ class DrafterKind(ABC):
         return InputError(f"drafter: expected one that can be exported, found {self.title}: {why}")
 
     def export(self, config: "ExportOptions", path: str) -> list[str]:
-        """Write a drafter in a format and return the lines to print, the last of which without # is the launch line.
-
-        Raises:
-            InputError: the drafter cannot be read, or the format cannot hold it.
-        """
+        """Write a drafter in a format and return the lines to print; the last one without # is the launch line."""
         raise self.no_formats()
 
     def served(
@@ -222,11 +218,7 @@ class DrafterKind(ABC):
         return None
 
     def recognises_foreign(self, directory: Path) -> bool:
-        """Return whether a directory holds drafters of this kind in another tool's format.
-
-        Raises:
-            InputError: no directory, or one without a config.json.
-        """
+        """Return whether a directory with a config.json holds drafters of this kind in another tool's format."""
         return False
 
     def import_from(self, config: "ExportOptions", source: str) -> list[str]:
