@@ -45,11 +45,11 @@ TIES_DOUBT = 0.05
 
 @dataclass(frozen=True)
 class Certificate:
-    """Whether a run's texts are the target's; None where a check does not apply."""
+    """The check that a run's texts are the target's; fields are None where they do not apply."""
 
     checked: bool = True
     identical: bool | None = None
-    """At T=0: whether every text is plain decoding's."""
+    """At T=0: true if every text is plain decoding's."""
     prompts_identical: Count | None = None
     near_ties: Count | None = None
     """Texts that first differ at a tie, which rounding decides."""

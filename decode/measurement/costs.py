@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds, timed
-from draftsmith.decode.measurement.turns import Parts, Timing, agreeing, contexts_of, loop_turns
+from draftsmith.decode.measurement.turns import Parts, Timing, agreeing, loop_turns, text_windows
 from draftsmith.decode.planner import (
     RoundCosts,
     beside_others,
@@ -179,7 +179,7 @@ class CostTable:
         return interpolated({b: t[1] for b, t in self.target_seconds.items()}, rows)
 
 
-def whole(table: CostTable) -> CostTable:
+def _check_whole(table: CostTable) -> CostTable:
     """Return the table; raise ValueError unless all parts have the same batch sizes, and the target its t(1)."""
     sizes = table.target_seconds.keys()
     parts: dict[str, Mapping[int, Any]] = {**table.drafters, "plain_overhead_seconds": table.plain_overhead_seconds}
@@ -192,7 +192,7 @@ def whole(table: CostTable) -> CostTable:
     return table
 
 
-ValidTable = Annotated[CostTable, AfterValidator(whole)]
+ValidTable = Annotated[CostTable, AfterValidator(_check_whole)]
 """A table read from a file."""
 
 
@@ -295,7 +295,7 @@ def _drafts(
     prompt: int,
 ) -> tuple[float, float, float]:
     """Return start and step of d(γ), and the additional seconds of the first draft after a prompt."""
-    texts = contexts_of(text, rows, max(prompt, context) + repeats + 2)
+    texts = text_windows(text, rows, max(prompt, context) + repeats + 2)
 
     def drafting(length: int, draft_length: int) -> tuple[float, float, int]:
         return drafting_seconds(target, proposer, texts, length, draft_length, sampler, repeats, compiled)

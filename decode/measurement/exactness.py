@@ -32,7 +32,7 @@ class Mismatch:
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding explains the difference."""
+        """True if rounding explains the difference."""
         return abs(self.margin) <= self.tolerance
 
 

@@ -44,7 +44,7 @@ class LearningCurve:
     residual: float | None
     """The residual standard deviation √(Σ ÷ (K − 3)) of the best curve, which has three numbers; None if K ≤ 3."""
     luck: float  # the posterior standard deviation of τ over runs that differ only in the seed
-    grows: bool  # whether τ rises with the text; otherwise the curve is flat, and more text does not help
+    grows: bool  # true if τ rises with the text; otherwise the curve is flat, and more text does not help
     forecasts: dict[float, Estimate]  # τ by multiples of the largest amount; without an interval if K ≤ 3
 
 

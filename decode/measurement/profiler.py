@@ -48,7 +48,7 @@ class ProfiledRound:
     """One round of a batch, and its spans, which add up to it without gaps."""
 
     number: int  # the number of the round, from 1, through all calls of a profile
-    first: bool  # whether it is the first round of its rows, in which target and drafter read the prompts
+    first: bool  # true if it is the first round of its rows, in which target and drafter read the prompts
     rows: int
     draft_length: int  # the greatest γ of the rows
     begin: int

@@ -82,13 +82,13 @@ class Convention:
     """A server's rules of counting; the defaults are those of vLLM 0.32."""
 
     prompt_drafts: bool = False
-    """Whether the step that reads the prompt verifies a draft; otherwise it is not counted as a step."""
+    """True if the step that reads the prompt verifies a draft; otherwise it is not counted as a step."""
     beyond_end: bool = True
-    """Whether tokens accepted past the end of a text count."""
+    """True if tokens accepted past the end of a text count."""
     bonus: bool = False
-    """Whether the token that the target adds to each step counts as accepted."""
+    """True if the token that the target adds to each step counts as accepted."""
     by_batch: bool = False
-    """Whether the steps of all texts of a batch count as one."""
+    """True if the steps of all texts of a batch count as one."""
 
     def counted(self, counts: ServerCounts, steps: float, draft_length: int | None) -> ServerCounts | None:
         """Return a server's counts by text and without bonus tokens; None where they contradict this convention.

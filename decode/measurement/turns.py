@@ -159,9 +159,9 @@ def loop_turns(
 
     If `seconds` are given, the first timed turn decides how many turns fit, at least two.
     """
-    prompts = contexts_of(text, rows, max(1, context - WRITTEN // 2))
+    prompts = text_windows(text, rows, max(1, context - WRITTEN // 2))
     turns = {t: Turns() for t in samplers}
-    with endless(target):
+    with without_end_of_text(target):
         for turn in count():
             begin = now(target.device)
             for t, sampler in samplers.items():
@@ -182,7 +182,7 @@ def loop_turns(
 
 
 @contextmanager
-def endless(target: PreTrainedModel) -> Iterator[None]:
+def without_end_of_text(target: PreTrainedModel) -> Iterator[None]:
     """Decode without an end of text, which would cut a measurement short."""
     generation: Any = target.generation_config
     ends, generation.eos_token_id = generation.eos_token_id, None
@@ -199,7 +199,7 @@ def _options(sampler: Sampler, tokens: int, compiled: bool) -> dict[str, Any]:
     return {"max_new_tokens": tokens, "do_sample": sampler.do_sample, "compiled": compiled, **sampling, **processors}
 
 
-def contexts_of(text: Tensor, rows: int, length: int) -> Tensor:
+def text_windows(text: Tensor, rows: int, length: int) -> Tensor:
     """Return rows of real text, (B, length), each from another offset."""
     enough = text.repeat(-(-(length + rows) // len(text)) + 1)
     shift = max(1, (len(enough) - length) // rows)

@@ -10,9 +10,9 @@ from draftsmith.scripts.report.entry import (
     Count,
     Entry,
     Name,
+    NonEmpty,
     NotNegative,
     Positive,
-    Some,
     Temperature,
 )
 
@@ -28,15 +28,15 @@ class Costs(Entry):
 
     context: Positive
     target_seconds: ByNumber[Seconds]
-    """By batch size, then k: t(k), a forward over k tokens a row."""
+    """t(k), the seconds of a forward over k tokens a row, by batch size, then k."""
     draft_seconds: Mapping[str, ByNumber[Seconds]]
-    """By drafter, batch size, then γ: d(γ)."""
+    """d(γ) by drafter, batch size, then γ."""
     draft_seconds_per_token: Mapping[str, Seconds]
     overhead_seconds: Mapping[str, Overheads]
     """The rest of a round, by drafter."""
     plain_overhead_seconds: Overheads
     prefill_seconds: Seconds
-    tables: Some[CostTable]
+    tables: NonEmpty[CostTable]
     """The measured tables, one for each context and temperature."""
 
     @property
@@ -106,8 +106,8 @@ class ByLoad(Entry):
     """The best draft length of a server by load, from costs and replay, with equal weights of the temperatures."""
 
     proposer: Name
-    temperatures: Some[Temperature]
-    ranges: Some[LoadRange]
+    temperatures: NonEmpty[Temperature]
+    ranges: NonEmpty[LoadRange]
     """Ranges without gaps, from one text at a time to the most that were measured."""
     goodput: ByNumber[Goodput]
     """Goodput by batch size."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 
-class Says:
+class Limited:
     """Keywords that the JSON Schema has for a value in addition to its type."""
 
     def __init__(self, **keywords: Any):
@@ -21,14 +21,14 @@ class Entry:
 
 
 Value = TypeVar("Value")
-ByNumber = Annotated[Mapping[int, Value], Says(propertyNames={"pattern": "^[1-9][0-9]*$"})]
+ByNumber = Annotated[Mapping[int, Value], Limited(propertyNames={"pattern": "^[1-9][0-9]*$"})]
 """A mapping by batch size, draft length or tokens of a forward."""
-Name = Annotated[str, Says(minLength=1)]
+Name = Annotated[str, Limited(minLength=1)]
 """A drafter's name, short and unique."""
-Some = Annotated[Sequence[Value], Says(minItems=1)]
-Count = Annotated[int, Says(minimum=0)]
-Positive = Annotated[int, Says(minimum=1)]
-NotNegative = Annotated[float, Says(minimum=0)]
-AboveZero = Annotated[float, Says(exclusiveMinimum=0)]
-Share = Annotated[float, Says(minimum=0, maximum=1)]
+NonEmpty = Annotated[Sequence[Value], Limited(minItems=1)]
+Count = Annotated[int, Limited(minimum=0)]
+Positive = Annotated[int, Limited(minimum=1)]
+NotNegative = Annotated[float, Limited(minimum=0)]
+AboveZero = Annotated[float, Limited(exclusiveMinimum=0)]
+Share = Annotated[float, Limited(minimum=0, maximum=1)]
 Temperature = NotNegative

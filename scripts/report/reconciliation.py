@@ -39,7 +39,7 @@ class PositionShares(Entry):
     """The interval of counted − expected; all positions together raise a false alarm in at most 1 % of cases. Null
     where there are too few prompts."""
     departs: bool
-    """Whether the interval excludes zero or, at T=0 on the same texts, whether the integers differ."""
+    """True if the interval excludes zero or, at T=0 on the same texts, if the integers differ."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Reconciliation(Entry):
     same_texts: Count | None
     """At T=0, answers that equal the expected texts; null where the server gives no tokens."""
     exact: bool
-    """Whether integers were compared: at T=0, if all texts are as expected and either the counts are equal, or requests
+    """True if integers were compared: at T=0, if all texts are as expected and either the counts are equal, or requests
     were sent one at a time and the report is not in half precision."""
     expected: SeenCounts
     counted: SeenCounts

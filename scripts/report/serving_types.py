@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from draftsmith.decode.measurement.intervals import Interval
-from draftsmith.scripts.report.entry import AboveZero, Count, Entry, NotNegative, Positive, Some, Temperature
+from draftsmith.scripts.report.entry import AboveZero, Count, Entry, NonEmpty, NotNegative, Positive, Temperature
 from draftsmith.scripts.report.reconciliation import Reconciliation
 
 Role = Literal["server", "baseline_server"]
@@ -71,15 +71,15 @@ class Counted(Entry):
 class Serving(Entry):
     """The measured servers, and the method of measurement."""
 
-    servers: Some[ServedBy]
+    servers: NonEmpty[ServedBy]
     prompts_as: Literal["tokens", "text"]
     """text: the server encodes prompts, and applies the template to conversations."""
     rate: AboveZero | None
     """Requests per second, with random arrivals; null: each request is sent when another ends."""
     warm_up: Count
     """Unmeasured requests before each setting."""
-    counted: Some[Counted]
-    latencies: Some[Latency]
+    counted: NonEmpty[Counted]
+    latencies: NonEmpty[Latency]
     warnings: Sequence[str]
     reconciliations: Sequence[Reconciliation] = ()
     """The comparison of each setting with the expected report."""

@@ -17,12 +17,12 @@ from draftsmith.scripts.report.entry import (
     ByNumber,
     Count,
     Entry,
+    Limited,
     Name,
+    NonEmpty,
     NotNegative,
     Positive,
-    Says,
     Share,
-    Some,
     Temperature,
 )
 from draftsmith.scripts.report.serving_types import Serving
@@ -47,7 +47,7 @@ class Environment(Entry):
     threads: Positive | None
     git_sha: str | None
     compiled: bool | None
-    """Whether forwards ran compiled, also those of plain decoding."""
+    """True if forwards ran compiled, also those of plain decoding."""
     draft_dtypes: list[str]
     settings_by: str | None
     """The timings that chose dtype, threads and compilation; null where these were given."""
@@ -101,7 +101,7 @@ class Baseline(Entry):
     """Plain decoding of the same prompts in the same run."""
 
     tokens_per_second: Speed
-    by_temperature: Some[PlainRun]
+    by_temperature: NonEmpty[PlainRun]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ProposerEntry(Entry):
     """A drafter; `bytes` are those of its weights."""
 
     name: Name
-    kind: Annotated[str, Says(minLength=1)]
+    kind: Annotated[str, Limited(minLength=1)]
     """The name of its kind; `baseline_draft` for the draft to beat, `server` for a server's drafter."""
     path: str | None
     parameters: Count | None
@@ -224,11 +224,11 @@ class Curve(Entry):
     conditional_acceptance: Sequence[Estimate]
     by_category: Mapping[str, CurveCategory]
     predicted_speedup: ByNumber[ByNumber[Estimate]]
-    """By batch size, then draft length, without prompts; empty where costs are unknown."""
+    """The prediction by batch size, then draft length, without prompts; empty where costs are unknown."""
     break_even_alpha: ByNumber[ByNumber[Share | None]]
-    """By batch size, then draft length: the α from which it pays; null if no α pays, and for trees and n-grams."""
+    """The α from which it pays by batch size, then draft length; null if no α pays, and for trees and n-grams."""
     predicted_speedup_with_prompt: ByNumber[ByNumber[Estimate]] = field(default_factory=dict)
-    """As `predicted_speedup`, with the forwards over the prompts of the replayed texts, like a measured speed-up."""
+    """The prediction with the forwards over the prompts of the replayed texts, as in a measured speed-up."""
 
     @property
     def predictions(self) -> Mapping[int, Mapping[int, Estimate]]:
@@ -292,14 +292,14 @@ class TreePicture(Entry):
     """A picture of a drafter's tree."""
 
     proposer: Name
-    svg: Annotated[str, Says(pattern=r"^<svg\b[\s\S]*</svg>\s*$")]
+    svg: Annotated[str, Limited(pattern=r"^<svg\b[\s\S]*</svg>\s*$")]
 
 
 @dataclass(frozen=True)
 class GatePart(Entry):
     """One requirement of a gate."""
 
-    what: Annotated[str, Says(minLength=1)]
+    what: Annotated[str, Limited(minLength=1)]
     passed: bool
 
 
@@ -309,7 +309,7 @@ class Gate(Entry):
 
     min_speedup: float | None
     min_gain: float | None
-    confidence: Annotated[float, Says(exclusiveMinimum=0, exclusiveMaximum=1)]
+    confidence: Annotated[float, Limited(exclusiveMinimum=0, exclusiveMaximum=1)]
     passed: bool
     failures: Sequence[str]
     min_alpha: float | None = None
@@ -319,18 +319,18 @@ class Gate(Entry):
 
 @dataclass(frozen=True)
 class SettingVerdict(Entry):
-    """Whether drafting pays at one temperature and batch size, and the best drafter and γ there."""
+    """The verdict at one temperature and batch size, with the best drafter and γ there."""
 
     temperature: Temperature
     batch_size: Positive
     go: bool
-    reason: Annotated[str, Says(minLength=1)]
+    reason: Annotated[str, Limited(minLength=1)]
     proposer: Name | None = None
     draft_length: Count | None = None
     speedup: Estimate | None = None
     """The speed-up as in `Recommendation.measured_speedup`."""
     decides: bool = True
-    """Whether the recommendation and the gate depend on this setting."""
+    """True if the recommendation and the gate depend on this setting."""
 
     @property
     def setting(self) -> tuple[str | None, int | None, int | None, float | None]:
@@ -343,7 +343,7 @@ class Recommendation(Entry):
     """The drafter to deploy, with one γ for all deciding settings, and the reason."""
 
     go: bool
-    reason: Annotated[str, Says(minLength=1)]
+    reason: Annotated[str, Limited(minLength=1)]
     proposer: Name | None = None
     draft_length: Count | None = None
     batch_size: Positive | None = None
@@ -366,8 +366,8 @@ class Recommendation(Entry):
 class Failure(Entry):
     """A failed part of the work."""
 
-    what: Annotated[str, Says(minLength=1)]
-    error: Annotated[str, Says(minLength=1)]
+    what: Annotated[str, Limited(minLength=1)]
+    error: Annotated[str, Limited(minLength=1)]
     exit_code: Literal[1, 2]
     """2: the input is to blame, or memory ran out; 1: draftsmith is."""
 
@@ -382,7 +382,7 @@ class Report(Entry):
     prompts: Prompts
     baseline: Baseline | None
     """Null for a server without a baseline server."""
-    runs: Some[Run]
+    runs: NonEmpty[Run]
     curves: Sequence[Curve]
     comparisons: Sequence[Comparison]
     costs: Costs | None

@@ -33,7 +33,7 @@ def _joined(ranges: list[Range]) -> list[Range]:
     return ranges
 
 
-class OfDrafter(TypedDict):
+class DrafterLengths(TypedDict):
     """One drafter's γ by batch size."""
 
     path: str | None
@@ -47,7 +47,7 @@ class DraftLengths(TypedDict):
 
     schema: Literal["draftsmith.draft_lengths/1"]
     target: str
-    drafters: dict[str, OfDrafter]
+    drafters: dict[str, DrafterLengths]
 
 
 def chosen_lengths(goodput: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
@@ -77,17 +77,17 @@ def ranges(chosen: Mapping[int, int], most: int) -> list[Range]:
     return merged
 
 
-def entry(path: str | None, temperatures: Sequence[float], of: Sequence[Range]) -> OfDrafter:
+def entry(path: str | None, temperatures: Sequence[float], spans: Sequence[Range]) -> DrafterLengths:
     """Return a drafter's entry of the file."""
-    return OfDrafter(
+    return DrafterLengths(
         path=path,
         temperatures=list(temperatures),
-        num_speculative_tokens=max(length for _, _, length in of),
-        num_speculative_tokens_per_batch_size=list(of),
+        num_speculative_tokens=max(length for _, _, length in spans),
+        num_speculative_tokens_per_batch_size=list(spans),
     )
 
 
-def of_drafter(file: str, path: str) -> OfDrafter:
+def of_drafter(file: str, path: str) -> DrafterLengths:
     """Return the entry of the drafter in a directory, or the only entry; raise InputError without such an entry."""
     drafters = _drafters(file, "draft_lengths")
     if len(drafters) == 1:
@@ -99,7 +99,7 @@ def of_drafter(file: str, path: str) -> OfDrafter:
     raise InputError(f"draft_lengths: expected a drafter at {path} in {file}, found {names}")
 
 
-def named(file: str, name: str, field: str) -> OfDrafter:
+def named(file: str, name: str, field: str) -> DrafterLengths:
     """Return the entry of a drafter by its name in reports, or the only entry; `field` names the file's option."""
     drafters = _drafters(file, field)
     if len(drafters) == 1:
@@ -109,16 +109,16 @@ def named(file: str, name: str, field: str) -> OfDrafter:
     return drafters[name]
 
 
-def _drafters(file: str, field: str) -> dict[str, OfDrafter]:
+def _drafters(file: str, field: str) -> dict[str, DrafterLengths]:
     try:
         return read(DraftLengths, Path(file), field)["drafters"]
     except FileNotFoundError as error:
         raise InputError(f"{field}: expected a file that `measure` wrote at {file}, found none") from error
 
 
-def length_at(of: OfDrafter, rows: int) -> int:
+def length_at(lengths: DrafterLengths, rows: int) -> int:
     """Return γ for a batch of `rows`; the last range has no end."""
-    ranges = of["num_speculative_tokens_per_batch_size"]
+    ranges = lengths["num_speculative_tokens_per_batch_size"]
     return next((length for _, last, length in ranges if rows <= last), ranges[-1][2])
 
 

@@ -52,7 +52,7 @@ class Drafter:
 
     @property
     def has_one_length(self) -> bool:
-        """Whether its only γ is the depth of a fixed tree, its own or that of a member."""
+        """True if its only γ is the depth of a fixed tree, its own or that of a member."""
         return any(_tree_of(proposer) is not None for proposer in (self.proposer, *self.members.values()))
 
     @property

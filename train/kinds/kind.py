@@ -67,25 +67,25 @@ class DrafterKind(ABC):
 
     name: ClassVar[str]  # the name in `--drafter`, configs and reports
     title: ClassVar[str]  # the name in sentences
-    stored: ClassVar[bool] = True  # whether it is read from a directory
+    stored: ClassVar[bool] = True  # read from a directory
     flags: ClassVar[tuple[str, ...]] = ()  # flags that are aliases of `--drafter KIND:` and a value
-    switch: ClassVar[bool] = False  # whether these flags take no value
+    switch: ClassVar[bool] = False  # these flags take no value
     recipe: ClassVar[Recipe | None] = None  # the command that trains it
-    grows_trees: ClassVar[bool] = False  # whether it has a confidence, by which trees grow and cascades accept
-    by_token: ClassVar[bool] = False  # whether the acceptance of a token does not depend on the start of its round
-    drafts_less: ClassVar[bool] = False  # whether it may draft fewer tokens than γ, or none
-    copies: ClassVar[bool] = False  # whether its drafts are copies of the text, which need no model
+    grows_trees: ClassVar[bool] = False  # it has a confidence, by which trees grow and cascades accept
+    by_token: ClassVar[bool] = False  # the acceptance of a token does not depend on the start of its round
+    drafts_less: ClassVar[bool] = False  # it may draft fewer tokens than γ, or none
+    copies: ClassVar[bool] = False  # its drafts are copies of the text, which need no model
     tree_key: ClassVar[str | None] = None
     """The key of its config.json that holds a searched tree; None where trees cannot be searched."""
-    tree_alone: ClassVar[bool] = False  # whether it drafts that tree, or a default one, for every γ
-    whole_blocks: ClassVar[bool] = False  # whether servers always draft the number of tokens that it was trained for
+    tree_alone: ClassVar[bool] = False  # it drafts that tree, or a default one, for every γ
+    whole_blocks: ClassVar[bool] = False  # servers always draft the number of tokens that it was trained for
     cost_remedy: ClassVar[str] = "take a cheaper drafter"  # the advice where drafting does not pay
     formats: ClassVar[tuple[str, ...]] = ()
     """The formats that `draftsmith export` writes; empty where it cannot be exported."""
     launched: ClassVar[tuple[str, ...]] = ()  # the formats whose launch line contains γ
     verifiable: ClassVar[tuple[str, ...]] = ()  # the formats that `--verify vllm` decodes with
     drops_by_rank: ClassVar[bool] = False
-    """Whether `--by_rank` can leave out operations that change logits but not their order."""
+    """True if `--by_rank` can leave out operations that change logits but not their order."""
     figures: ClassVar[tuple[str, ...]] = ()  # the fields that only its entries in reports have
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
