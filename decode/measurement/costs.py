@@ -2,7 +2,7 @@
 
 t(k) is a forward of the target over k tokens a row, d(γ) the drafting of γ tokens, o the rest of the loop. All are
 medians of warm runs taken in turns, through the decoder's own cache, proposers and loop. Whole rounds are timed before
-and after their parts. Where the two disagree they are measured again; if they still disagree, the table says so.
+and after their parts, and again where the two disagree. Remaining disagreements are in the table's `doubts`.
 
 Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 """

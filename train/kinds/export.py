@@ -104,7 +104,7 @@ def check_format(format: str, expected: Sequence[str]) -> str:
 
 
 def check_output(directory: Path) -> None:
-    """Raise InputError unless a directory is new or empty, no file or link, and can be replaced on its disk."""
+    """Raise InputError unless a directory is new or empty, no file or link, and writable."""
     if os.path.lexists(directory) and (directory.is_symlink() or not directory.is_dir() or any(directory.iterdir())):
         found = "is a link" if directory.is_symlink() else "holds something"
         raise InputError(f"output: expected a new or empty directory, found {directory}, which {found}")
