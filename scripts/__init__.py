@@ -1,1 +1,1 @@
-"""Entry points: the draftsmith command, prepare, measure, report, quickstart."""
+"""Entry points: the `draftsmith` command and its subcommands."""

@@ -1,4 +1,4 @@
-"""`draftsmith cache --config configs/cache/tiny.yaml`: what the target says of texts, to train without it."""
+"""`draftsmith cache --config configs/cache/tiny.yaml`: store the target's outputs, to train without it."""
 
 from collections.abc import Sequence
 
@@ -11,17 +11,7 @@ from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write a teacher cache and print what was written, once for all processes.
-
-    Args:
-        argv: the flags; those of the process by default.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        InputError: bad flags, completions, target or output directory; too little space, or a full disk.
-    """
+    """Write a teacher cache, and print a summary once for all processes; `argv` defaults to the process's."""
     summary = make_cache(parse_config(CacheConfig, argv, prog="draftsmith cache"))
     if not is_first():
         return 0

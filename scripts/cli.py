@@ -1,4 +1,4 @@
-"""The `draftsmith` command: a table of commands, imported by need, so that `--help` does not wait for torch."""
+"""The `draftsmith` command: a table of commands that are imported on demand, so that `--help` need not load torch."""
 
 import argparse
 import logging
@@ -30,10 +30,7 @@ COMMANDS = {
         "finds out which drafter to train for a target, by training several a little",
         "choose.config:ChooseConfig",
     ),
-    "align": (
-        "goes all the way: chooses a drafter, trains, measures and exports it",
-        "choose.config:AlignConfig",
-    ),
+    "align": ("goes all the way: chooses a drafter, trains, measures and exports it", "choose.config:AlignConfig"),
     "prepare": ("lets the target complete prompts", "train.data.prepare_config:PrepareConfig"),
     "cache": (
         "stores the target's distributions or features, to train without the target in memory",
@@ -55,18 +52,9 @@ COMMANDS = {
         "measures acceptance, speed-up and costs of drafters, or of a running server, and gives the verdict",
         "measure.config:measure_config",
     ),
-    "certify": (
-        "tests whether a server writes what its target would",
-        "certify.config:CertifyConfig",
-    ),
-    "profile": (
-        "shows where the time of a round goes, as a table and a trace",
-        "configs:ProfileConfig",
-    ),
-    "tree": (
-        "finds the tree that a drafter should draft, on text of the target",
-        "configs:TreeConfig",
-    ),
+    "certify": ("tests whether a server writes what its target would", "certify.config:CertifyConfig"),
+    "profile": ("shows where the time of a round goes, as a table and a trace", "configs:ProfileConfig"),
+    "tree": ("finds the tree that a drafter should draft, on text of the target", "configs:TreeConfig"),
     "tune": (
         "compares the speed of lossy rules with their departure from the target; finds a switch, or γ by load",
         "tune.config:tune_config",
@@ -75,10 +63,7 @@ COMMANDS = {
         "is one door to several servers, and chooses among them for each request",
         "services.coordinate.config:CoordinatorConfig",
     ),
-    "export": (
-        "writes other formats, and launch lines for servers",
-        "configs:ExportConfig",
-    ),
+    "export": ("writes other formats, and launch lines for servers", "configs:ExportConfig"),
     "serve-draft": (
         "serves a draft model to decoders in other processes, such as vLLM",
         "services.serve_draft.config:ServeDraftConfig",
@@ -86,20 +71,16 @@ COMMANDS = {
 }
 """Commands: what each does, and where its config is."""
 PACKAGES = ("adapt", "certify", "choose", "doctor", "export", "generate", "measure", "plan", "tune")
-"""Commands that are packages of several modules."""
+"""Commands that are packages; those among the services; and those within another command's package."""
 SERVICES = ("coordinate", "serve_draft")
-"""Those among the services."""
 WITHIN = {"align": "choose.align"}
-"""Commands that are modules of another's package, on which they build."""
 RENAMED = {"medusa-tree": "tree"}
-"""Commands by the names that they had before."""
 LAUNCHER = ["-m", "accelerate.commands.launch"]
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 """Flags of `accelerate launch` for one of several machines."""
 VERSIONS = ("draftsmith", "torch", "transformers")
-"""The packages of `--version`."""
 NO_FILE = "<N/A>"
-"""How torch's launcher calls the file of a process that left no message."""
+"""The error file of a process without a message, as torch's launcher writes it."""
 USAGE = """usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]
 
 {commands}
@@ -115,7 +96,7 @@ All other flags are the command's own:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 2 bad input; a failure of ours raises."""
+    """Run one command and return its exit code: 0 done, 2 bad input; our own failures raise."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = (f"  {name:<16}{summary}" for name, summary in summaries().items())
@@ -141,8 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         module += ".command"
 
     def command() -> int:
-        if name != "plan":  # which is of runs on other machines: what they have is not looked for on this one
-            parse_config(config_class(name, rest), rest)  # what is wrong with it is said before seconds of imports
+        if name != "plan":  # its runs are for other machines, whose files need not exist here
+            parse_config(config_class(name, rest), rest)  # report mistakes before seconds of imports
         code: int = import_module(f"draftsmith.scripts.{module}").main(rest)
         return code
 
@@ -150,21 +131,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summaries() -> dict[str, str]:
-    """Return what each command does; those that train stand behind what they learn from."""
-    found = {name: summary for name, (summary, _) in COMMANDS.items()}
-    place = 1 + list(found).index("cache")
-    trained = {name: recipe.summary for name, recipe in recipes().items()}
-    return dict([*list(found.items())[:place], *trained.items(), *list(found.items())[place:]])
+    """Return what each command does; training commands follow `cache`."""
+    rows = [(name, summary) for name, (summary, _) in COMMANDS.items()]
+    place = 1 + list(COMMANDS).index("cache")
+    training = [(name, recipe.summary) for name, recipe in recipes().items()]
+    return dict([*rows[:place], *training, *rows[place:]])
 
 
 def launched() -> dict[str, str]:
-    """Return the commands that `accelerate launch` starts where there are several processes, and their modules."""
+    """Return the modules of the commands that `accelerate launch` starts on several processes."""
     modules = {name: f"draftsmith.scripts.{name}" for name in ("prepare", "cache")}
     return modules | {name: recipe.package for name, recipe in recipes().items()}
 
 
 def config_class(name: str, arguments: Sequence[str] = ()) -> type[Any]:
-    """Return the dataclass of a command's fields; what is planned, or measured, is said by the arguments."""
+    """Return the dataclass of a command's fields; of `plan` and `measure` it depends on the arguments."""
     if name in recipes():
         return recipes()[name].config_class()
     module, _, cls = COMMANDS[name][1].partition(":")
@@ -174,17 +155,10 @@ def config_class(name: str, arguments: Sequence[str] = ()) -> type[Any]:
 
 
 def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> tuple[list[str], dict[str, str]]:
-    """Return the command line that starts a run, and what it adds to the environment.
+    """Return the command line of a run, and its additions to the environment.
 
-    Without a configuration of accelerate's and with at most one GPU, it runs as it is, in one process.
-
-    Args:
-        name: one of `launched`.
-        arguments: `--processes`, `--accelerate-config`, and the command's own.
-        alone: let it run in one process unless `arguments` ask for more.
-
-    Raises:
-        InputError: no whole number of processes, or a file that is not there.
+    Without accelerate's own configuration and with at most one GPU, it runs in one process, as also with `alone`,
+    unless `arguments` ask for more. Raise InputError for a bad number of processes or a missing file.
     """
     import torch
     from accelerate.commands.config.config_args import default_config_file
@@ -194,15 +168,15 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
     recipe = ["-m", launched()[name], *rest]
     if alone and file is None and processes is None:
         return [sys.executable, *recipe], {}
-    gpus = torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count()
     if file is None and not os.path.isfile(default_config_file):
-        count = processes or max(gpus, 1)
+        count = processes or max(num_gpus, 1)
         if count == 1:
             return [sys.executable, *recipe], {}
-        # What accelerate takes by default, given so that it does not warn; CPUs need the variable as well.
+        # Accelerate's own defaults, given so that it does not warn; CPUs need the variable as well.
         options = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))}
-        environment = {} if gpus else {"ACCELERATE_USE_CPU": "true"} | threads
+        environment = {} if num_gpus else {"ACCELERATE_USE_CPU": "true"} | threads
     else:
         count, environment = processes or 0, {}
         options = [] if file is None else ["--config_file", file]
@@ -212,44 +186,39 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
 
 
 def _launch(name: str, arguments: Sequence[str]) -> int:
-    """Start a run of one or several processes, and end as it does."""
-    (_, own), alone = launcher_flags(arguments), False
-    # What is wrong with the fields is said before seconds of imports, and once.
+    (_, command_flags), alone = launcher_flags(arguments), False
+    # Report mistakes in the fields once, and before seconds of imports.
     if name in recipes():
-        check_fields(config_class(name), own)
+        check_fields(config_class(name), command_flags)
     else:
-        alone = parse_config(config_class(name), own).alone
+        alone = parse_config(config_class(name), command_flags).alone
     command, environment = launch_command(name, arguments, alone)
     if command[1:3] == LAUNCHER:
         os.environ |= environment
         return _launched(command[3:])
-    code: int | None = import_module(command[2] + (".__main__" if name in recipes() else "")).main(own)
+    code: int | None = import_module(command[2] + (".__main__" if name in recipes() else "")).main(command_flags)
     return code or 0
 
 
 def _launched(arguments: Sequence[str]) -> int:
-    """Do what `accelerate launch` does, without its traceback and torch's table of all processes behind one's own line.
+    """Run `accelerate launch`, without its traceback and without torch's table of processes.
 
-    Returns:
-        The exit code of the process that failed first, or 0; 1 where a signal ended it, of which this tells.
-
-    Raises:
-        InputError: a file of accelerate's, or options beside it, that it does not take.
+    Return the exit code of the process that failed first, or 0; print a line and return 1 if a signal ended it.
     """
     from accelerate.commands.launch import launch_command as accelerate_launch
     from accelerate.commands.launch import launch_command_parser
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for module in ("multiprocessing.api", "agent.server.api"):  # which processes they end, and why
+    for module in ("multiprocessing.api", "agent.server.api"):  # they log which processes they end, and why
         logging.getLogger(f"torch.distributed.elastic.{module}").disabled = True
     try:
         accelerate_launch(launch_command_parser().parse_args(arguments))
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].error_file == NO_FILE)
-        if failures[0][1].error_file == NO_FILE:  # none of them spoke
+        if failures[0][1].error_file == NO_FILE:  # no process left a message
             for rank, failure in failures:
-                if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # which is how the others are ended
+                if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # the launcher ends the others so
                     print(killed(f"rank {rank}", f" by {failure.signal_name()}"), file=sys.stderr)
                     return 1
         return next((failure.exitcode for _, failure in failures if failure.exitcode > 0), 1)
@@ -257,7 +226,7 @@ def _launched(arguments: Sequence[str]) -> int:
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     except SignalException as error:
         return 128 + error.sigval
-    except KeyboardInterrupt:  # the run has said what it kept
+    except KeyboardInterrupt:  # the run itself printed what it kept
         return INTERRUPTED
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise InputError(
@@ -267,7 +236,7 @@ def _launched(arguments: Sequence[str]) -> int:
 
 
 def launcher_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Take what is the launcher's out of the arguments; return it and the others."""
+    """Split the launcher's flags from the others; raise InputError for bad ones."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--processes", type=int)
     for name in ("accelerate_config", *MACHINES):

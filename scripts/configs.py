@@ -1,4 +1,4 @@
-"""Settings of single-module commands. Light: `--help` must not wait for torch."""
+"""Settings of single-module commands. Light: `--help` must not load torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,25 +20,25 @@ class GenerateConfig(Sampling, TemplateOptions):
     target: str
     """The target: a model directory or hub id."""
     prompt: str
-    """The text to go on from; `-` reads it from standard input, without its last newline."""
+    """The text to continue; `-` reads it from standard input, without its last newline."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
-    """What drafts: a directory or hub id of draft models or heads, or a kind: prompt_lookup, lookahead, unigram,
-    early_exit:N with the target's first N layers, or none for plain decoding. If a draft model's tokenizer is another
-    than the target's, in more than the ids of its tokens, its text is re-encoded: at temperature 0 alone, in chains."""
+    """The drafter: a directory or hub id of draft models or heads, or a kind: prompt_lookup, lookahead, unigram,
+    early_exit:N with the target's first N layers, or none for plain decoding. If a draft model's tokenizer differs from
+    the target's in more than the tokens' ids, its text is re-encoded: at temperature 0 only, in chains."""
     proposer: str | None = None
-    """Of several drafters the one of this kind; or the kind itself, where it needs no directory."""
+    """Select the drafter of this kind among several; or the kind itself, if it needs no directory."""
     draft_length: int = 4
     """γ, drafted tokens per round; for a tree, its depth."""
     width: int = 0
     """Draft a tree grown by probability, `width` children a node and `width`·γ nodes in all; 0 drafts a chain."""
     rule: str = "exact"
-    """Which drafted tokens stand: exact, which is lossless, or the lossy typical, threshold or cascade."""
+    """The rule that keeps drafted tokens: exact, which is lossless, or the lossy typical, threshold or cascade."""
     max_new_tokens: int = 128
-    """Tokens of the text at most."""
+    """The most tokens of the text."""
     chat: bool = False
-    """Put the prompt into the tokenizer's chat template, as a user's turn."""
+    """Apply the tokenizer's chat template, with the prompt as a user's turn."""
     compare: bool = False
-    """Decode plainly too, and say how fast that was and whether the texts are identical."""
+    """Decode plainly too, and print its speed and whether the texts are identical."""
     seed: int = 0
     """Seeds the sampling."""
 
@@ -46,10 +46,10 @@ class GenerateConfig(Sampling, TemplateOptions):
         from draftsmith.decode.rules import as_rule
 
         super().__post_init__()
-        given = drafter_texts(self.drafter)
+        texts = drafter_texts(self.drafter)
         if self.proposer is not None:
-            given = [text for text in given if text.startswith(f"{self.proposer}:")] or [self.proposer]
-        self.drafter = only_drafter(given)
+            texts = [text for text in texts if text.startswith(f"{self.proposer}:")] or [self.proposer]
+        self.drafter = only_drafter(texts)
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(1), "max_new_tokens")
         require(self, at_least(0), "width", "seed")
@@ -61,7 +61,7 @@ class GenerateConfig(Sampling, TemplateOptions):
 
 @dataclass
 class ProfileConfig(Sampling, PromptedTarget):
-    """Profile the rounds of one drafter with a target: how much of their time is drafting, verifying and the rest."""
+    """Profile the rounds of one drafter with a target: the shares of drafting, verifying and the rest."""
 
     output: str
     """The directory that receives `trace.json` and `profile.json`."""
@@ -70,7 +70,7 @@ class ProfileConfig(Sampling, PromptedTarget):
     draft_length: int = 4
     """γ, drafted tokens per round; a drafter with a tree of its own drafts that."""
     batch_size: Ints = field(default_factory=lambda: [1])
-    """Prompts decoded together, several sizes with commas; prompts that fill no whole batch are left out."""
+    """Prompts decoded together, several with commas; prompts that fill no whole batch are left out."""
     compiled: bool = False
     """Run the models compiled."""
 
@@ -85,29 +85,29 @@ class ProfileConfig(Sampling, PromptedTarget):
 
 @dataclass
 class TreeConfig(ModelOptions):
-    """Search the tree that a drafter of several tokens should draft, on what the target wrote at temperature 0."""
+    """Search the tree that a drafter of several tokens should draft, on text of the target at temperature 0."""
 
     target: str
     """The target: a model directory or hub id."""
     completions: list[str]
-    """Directories that `draftsmith prepare --temperature 0` wrote with this target, other prompts than the drafter was
-    trained on."""
+    """Directories written by `draftsmith prepare --temperature 0` with this target, of other prompts than the drafter's
+    training."""
     drafter: Drafters = field(default_factory=list, metadata=aliases("heads"))
-    """The directory of the drafter, whose config.json gets the tree."""
+    """The directory of the drafter, whose config.json receives the tree."""
     nodes: int | None = None
-    """Nodes of the tree, the target's own token not counted; fewer where more would never be accepted in these texts.
-    None measures what rounds with some trees take on this machine, and lets that choose."""
+    """Nodes of the tree without the target's own token; fewer if more would never be accepted in these texts. None
+    measures rounds with some trees on this machine, and chooses by that."""
     compiled: bool | None = None
     """For compiled forwards; null: as `measure` chooses, together with `dtype: auto`."""
     output: str | None = None
-    """The directory that receives `tree.json`, `tree.svg` and `tree.png`, and then the drafter stays as it is. None
-    writes them beside the drafter, and the tree into its config.json."""
+    """The directory that receives `tree.json`, `tree.svg` and `tree.png`; the drafter is not changed. None writes them
+    next to the drafter, and the tree into its config.json."""
     rows: int = 1
-    """Texts decoded together, where costs are measured."""
+    """Texts decoded together while costs are measured."""
     limit: int | None = None
-    """Completions to take, from the first; all if None."""
+    """Number of completions, from the first; all if None."""
     seed: int = 0
-    """Seeds how texts are dealt out: half to search on, a fifth to select on, the rest to report on."""
+    """Seeds the split of the texts: half to search on, a fifth to select on, the rest to report on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,20 +121,20 @@ class TreeConfig(ModelOptions):
 
 @dataclass
 class ExportConfig(ExportOptions):
-    """Write a drafter in another tool's format, read one, or say how a server loads a draft model."""
+    """Write a drafter in another tool's format, read one, or print how a server loads a draft model."""
 
     drafter: Drafters = field(default_factory=list, metadata=aliases("heads"))
     """The drafter, a directory of ours. Heads are written to `output` in `format`; a draft model, which servers load as
     it is, is checked, and its launch line printed."""
     import_from: str | None = None
-    """Heads that another tool wrote, to be written to `output` in draftsmith's own format."""
+    """Heads of another tool, to be written to `output` in draftsmith's own format."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.drafter = drafter_texts(self.drafter)
-        given = [*self.drafter, *filter(None, [self.import_from])]
-        if len(given) != 1:
-            raise InputError(f"drafter: expected one, or import_from, found {' and '.join(given) or 'neither'}")
+        sources = [*self.drafter, *filter(None, [self.import_from])]
+        if len(sources) != 1:
+            raise InputError(f"drafter: expected one, or import_from, found {' and '.join(sources) or 'neither'}")
         if self.import_from is None and self.format is None:
             raise InputError("format: expected one, found none")
         if self.import_from is None and self.verify is not None and self.target is None:
@@ -149,24 +149,24 @@ class ExportConfig(ExportOptions):
 
 @dataclass
 class LearningCurveConfig:
-    """Train on several amounts of text, and say how acceptance would go on with more; resumable."""
+    """Train on several amounts of text, and forecast acceptance for more; resumable."""
 
     run: str
     """The config of the training run, with `heldout` directories."""
     output: str
-    """Receives what was trained on each share, learning_curve.json and learning_curve.svg; a second run goes on."""
+    """The directory of the runs by share, learning_curve.json and .svg; a second run continues."""
     drafter: Drafters = field(default_factory=lambda: ["draft"], metadata=aliases_of_recipes())
-    """The kind of drafter that the run trains; the target stays as it is."""
+    """The kind of drafter that the run trains; it may not train the target."""
     flags: list[str] = field(default_factory=list)
-    """Further flags of the training runs, such as --processes=8."""
+    """Extra flags of the training runs, such as --processes=8."""
     shares: Floats = field(default_factory=lambda: [0.125, 0.25, 0.5, 1.0])
     """Shares of the prompts to train on, at least three, with commas."""
     times: Floats = field(default_factory=lambda: [2.0, 4.0])
     """Multiples of the text to forecast τ for."""
     draft_length: int = 4
-    """γ of the replayed τ; drafters of several tokens draft no more than they have learned to."""
+    """γ of the replayed τ; drafters of several tokens draft no more than they were trained to."""
     luck: float = 0.05
-    """By how much τ of equal runs of other seeds differs, a standard deviation, as far as you know it."""
+    """The standard deviation of τ over equal runs with other seeds, as far as you know it."""
 
     def __post_init__(self) -> None:
         require(self, more_than(0), "luck")
@@ -182,25 +182,26 @@ class LearningCurveConfig:
 
 @dataclass
 class QuickstartConfig:
-    """Prepare, distil, train Hydra heads and measure on the embedded target: minutes on two cores without a GPU."""
+    """Prepare, distil, train Hydra heads and measure on the embedded target: minutes on two cores, no GPU."""
 
     output: str = "runs/quickstart"
-    """Receives prompts/, completions/, draft/, medusa/ and report.json; a second run goes on from what is there."""
+    """The directory of prompts/, completions/, draft/, medusa/ and report.json; a second run continues from its
+    content."""
     train_prompts: int = 640
-    """Prompts from the training modules, completed by the target to distil on: two thirds sampled, one third greedily,
-    since the draft is measured under both."""
+    """Prompts from the training modules, completed by the target to distil on: two thirds sampled and one third greedy,
+    because the draft is measured under both."""
     heldout_prompts: int = 64
     """Prompts from the held-out modules, to select the best checkpoint on."""
     steps: int | None = None
-    """Steps of distillation, and of the heads' training; by default those of configs/distill/tiny.yaml and
+    """Steps of distillation and of the heads' training; by default those of configs/distill/tiny.yaml and
     configs/medusa/tiny.yaml."""
     searched_prompts: int = 48
-    """Further prompts from the training modules, completed greedily, to search the heads' tree on."""
+    """More prompts from the training modules, completed greedily, to search the tree on."""
     measured_prompts: int = 32
-    """Further held-out prompts, decoded by every method."""
+    """More held-out prompts, decoded by every method."""
     replayed_prompts: int = 128
-    """Held-out prompts that acceptance is replayed on: those measured and more, none of which the draft was selected
-    on."""
+    """Held-out prompts to replay acceptance on: the measured ones and more. The draft was not selected on any of
+    them."""
 
     def __post_init__(self) -> None:
         require(self, at_least(2), "train_prompts", "heldout_prompts", "measured_prompts", "searched_prompts")

@@ -24,29 +24,24 @@ KINDS: list[DrafterKind] = [
     ParallelDraft(), Medusa(), Eagle(), Block(), DraftModel(), ReencodedDraft(), RunAheadDraft(),
     PromptLookup(), Suffix(), LookAhead(), Unigram(), EarlyExit(), Hybrid(lambda text: parsed(text)),
 ]  # fmt: skip
-"""All kinds. The first that recognises a directory has it: draft models, which are any model, come last."""
+"""All kinds. The first one that recognises a directory has it: draft models, which are any model, come last."""
 STOCK, BASELINE = "stock", "baseline_draft"
-"""What the draft to beat is called in reports, and as what: it is a draft model."""
+"""Name and kind of the draft to beat in reports; it is a draft model."""
 SERVER = "server"
-"""What reports call whatever drafts on a server that was measured from outside."""
+"""The kind, in reports, of the drafter of a server that was measured from outside."""
 NONE = "none"
-"""Names no drafter."""
 
 REPORTED: dict[str, DrafterKind | None] = {kind.name: kind for kind in KINDS} | {BASELINE: DraftModel(), SERVER: None}
-"""What kinds are called in reports; None of a drafter that nobody sees."""
+"""Kinds by their names in reports; None for a drafter that cannot be seen."""
 
 if TYPE_CHECKING:
     Drafters = list[str]
-else:  # what a file or a flag may say; `drafter_texts` makes a list of it
+else:  # a file or a flag may give one text; `drafter_texts` makes a list of it
     Drafters = str | list[str]
 
 
 def kind_named(name: str) -> DrafterKind:
-    """Return the kind of this name.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the kind of this name, or raise InputError."""
     for kind in KINDS:
         if kind.name == ("draft" if name == BASELINE else name):
             return kind
@@ -54,17 +49,13 @@ def kind_named(name: str) -> DrafterKind:
 
 
 def title_of(name: str) -> str:
-    """Return what sentences call a kind in a report."""
+    """Return a kind's name in a report's sentences."""
     titles = {BASELINE: "stock draft", SERVER: "what drafts on the server"}
     return titles.get(name) or next((kind.title for kind in KINDS if kind.name == name), name)
 
 
 def kind_of(directory: str) -> DrafterKind:
-    """Return the kind of the drafter in a directory, or behind a hub id, by its config.json.
-
-    Raises:
-        InputError: no config.json, or one that no kind recognises.
-    """
+    """Return the kind of the drafter in a directory or at a hub id, by its config.json, or raise InputError."""
     from transformers import PretrainedConfig
 
     from draftsmith.train.checkpoint import reading, require_config
@@ -80,11 +71,7 @@ def kind_of(directory: str) -> DrafterKind:
 
 
 def foreign_kind(directory: str) -> DrafterKind:
-    """Return the kind of the drafter that another tool wrote in a directory.
-
-    Raises:
-        InputError: no config.json, or none of a kind that can be imported.
-    """
+    """Return the kind of another tool's drafter in a directory, or raise InputError if none can be imported."""
     for kind in KINDS:
         if kind.recognises_foreign(Path(directory)):
             return kind
@@ -95,8 +82,7 @@ def foreign_kind(directory: str) -> DrafterKind:
 def parsed(text: str) -> tuple[str | None, DrafterKind, str | None]:
     """Return name, kind and argument of "[NAME=][KIND:]DIR" or "[NAME=]KIND[:ARGUMENT]".
 
-    Raises:
-        InputError: a directory of no kind, or a kind without the directory that it needs.
+    Raise InputError for a directory of no kind, or a kind without the directory that it needs.
     """
     name, equals, rest = text.partition("=")
     if not equals or not name or {"/", ":"} & set(name):
@@ -113,37 +99,27 @@ def parsed(text: str) -> tuple[str | None, DrafterKind, str | None]:
 
 
 def drafter_specs(texts: Sequence[str], draft_lengths: Sequence[int] = (4,), **fields: Any) -> list[DrafterSpec]:
-    """Return what `--drafter` names, one by one; drafters without a name are called by kind, or by their paths.
+    """Return the specs of `--drafter` texts, with further `fields`; drafters without a name get their kind's or path's.
 
-    Args:
-        texts: each as of `parsed`.
-        draft_lengths: γ.
-        **fields: further fields of all specs.
-
-    Raises:
-        InputError: a drafter twice, or what cannot be parsed.
+    Raise InputError for a name or path that occurs twice.
     """
-    found = [parsed(text) for text in texts if text != NONE]
-    names = [name for name, _, _ in found]
+    drafters = [parsed(text) for text in texts if text != NONE]
+    names = [name for name, _, _ in drafters]
     for kind in KINDS:
-        places = [place for place, (name, other, _) in enumerate(found) if name is None and other is kind]
+        places = [place for place, (name, other, _) in enumerate(drafters) if name is None and other is kind]
         taken = {STOCK, *(other.name for other in KINDS), *filter(None, names)} - {kind.name}
-        paths = [str(found[place][2]) for place in places]
+        paths = [str(drafters[place][2]) for place in places]
         for place, short in zip(places, short_names(kind.name, paths, taken), strict=True):
             names[place] = short
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"drafter: expected each name once, found {name} again")
-    specs = zip(names, found, strict=True)
+    specs = zip(names, drafters, strict=True)
     return [DrafterSpec(kind.name, path, name, draft_lengths, **fields) for name, (_, kind, path) in specs]
 
 
 def short_names(kind: str, paths: Sequence[str], taken: set[str]) -> list[str]:
-    """Name one drafter of a kind by it, and several by the last parts of their paths, as many as tell them apart.
-
-    Raises:
-        InputError: the same path twice.
-    """
+    """Return a kind's name for its only drafter, or for several the last parts of their paths that differ."""
     if len(paths) == 1:
         return [kind]
     whole = [Path(os.path.abspath(path)).parts for path in paths]
@@ -157,29 +133,24 @@ def short_names(kind: str, paths: Sequence[str], taken: set[str]) -> list[str]:
 
 
 def aliases(*flags: str) -> dict[str, Any]:
-    """Return the metadata of a command's field `drafter`: the flags that are its aliases.
-
-    Args:
-        flags: aliases of `--drafter DIR` beside those of the kinds.
-    """
-    return {"aliases": lambda: [*(Alias(name, "of --drafter DIR", list, list) for name in flags), *_flags_of_kinds()]}
-
-
-def _flags_of_kinds() -> list[Alias]:
-    """Return what each kind has, draft models first: reports have drafters in this order."""
+    """Return the metadata of a field `drafter`: `flags` and those of the kinds are aliases of `--drafter`."""
 
     def spelled(kind: DrafterKind, values: list[Any]) -> list[str]:
         return [kind.name if kind.switch else f"{kind.name}:{value}" for value in values]
 
-    return [
-        Alias(name, f"of --drafter {kind.name}", bool if kind.switch else list, partial(spelled, kind))
-        for kind in sorted(KINDS, key=lambda kind: kind.name != DraftModel.name)
-        for name in kind.flags
-    ]
+    def entries() -> list[Alias]:
+        # Draft models first: reports have drafters in this order.
+        return [Alias(name, "of --drafter DIR", list, list) for name in flags] + [
+            Alias(name, f"of --drafter {kind.name}", bool if kind.switch else list, partial(spelled, kind))
+            for kind in sorted(KINDS, key=lambda kind: kind.name != DraftModel.name)
+            for name in kind.flags
+        ]
+
+    return {"aliases": entries}
 
 
 def aliases_of_recipes() -> dict[str, Any]:
-    """Return the metadata of a field that names what is trained: by its kind, or by the command that trains it."""
+    """Return the metadata of a field that names a kind to train, or the command that trains it."""
 
     def spelled(values: list[Any]) -> list[str]:
         names = {kind.recipe.command: kind.name for kind in KINDS if kind.recipe is not None}
@@ -194,11 +165,7 @@ def drafter_texts(value: Drafters) -> list[str]:
 
 
 def only_drafter(value: Drafters) -> list[str]:
-    """Return the drafter of a command that takes one.
-
-    Raises:
-        InputError: none, or several.
-    """
+    """Return the drafter of a command that takes one; raise InputError for none or several."""
     texts = drafter_texts(value)
     if len(texts) != 1:
         raise InputError(f"drafter: expected one, found {' and '.join(texts) or 'none'}")
@@ -211,11 +178,7 @@ def recipes() -> dict[str, Recipe]:
 
 
 def recipe_of(name: str) -> Recipe:
-    """Return the command that trains drafters of a kind.
-
-    Raises:
-        InputError: nothing trains them, or there is no such kind.
-    """
+    """Return the command that trains drafters of a kind; raise InputError without one."""
     recipe = kind_named(name).recipe
     if recipe is None:
         trained = ", ".join(kind.name for kind in KINDS if kind.recipe is not None)
@@ -224,24 +187,16 @@ def recipe_of(name: str) -> Recipe:
 
 
 def stored_as(spec: DrafterSpec) -> tuple[DrafterKind, DrafterSpec]:
-    """Return a drafter as its files are, and their kind: `draft:DIR` drafts a token a forward with several kinds.
-
-    Args:
-        spec: of the kind that it drafts as.
-    """
+    """Return a drafter's spec by its files, and their kind: `draft:DIR` may draft with files of another kind."""
     kind = kind_named(spec.kind)
     if spec.kind == DraftModel.name:
-        with suppress(InputError):  # what does not load is a finding, or an error, of the kind that was named
+        with suppress(InputError):  # files that do not load are the named kind's to report
             kind = kind_of(str(spec.path))
     return kind, dataclasses.replace(spec, kind=kind.name)
 
 
 def run_of(text: str) -> tuple[DrafterKind, str]:
-    """Return kind and file of "KIND:FILE", the config of a training run.
-
-    Raises:
-        InputError: a kind that is not trained, or no file.
-    """
+    """Return kind and file of "KIND:FILE", the config of a training run, or raise InputError."""
     name, _, file = text.partition(":")
     recipe_of(name)
     if not file:

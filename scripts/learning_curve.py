@@ -1,8 +1,7 @@
 """`draftsmith learning-curve --run configs/distill/tiny.yaml --output runs/curve`: how much text is enough?
 
-It runs the recipe on shares of its completions, one after the other, and replays what each left on the held-out
-completions of the run, each directory under the law that it was sampled from. A curve through their τ says what more
-text would bring, one for each law.
+It runs the recipe on shares of its completions in turn, and replays each result on the run's held-out completions, each
+directory with the sampling that wrote it. A curve through their τ forecasts τ for more text, one for each sampling.
 """
 
 import subprocess
@@ -42,14 +41,14 @@ SCHEMA = "draftsmith.learning_curve/3"
 
 
 class ReplayedTexts(TypedDict):
-    """Tokens and expected rounds of each held-out text that was sampled by one law."""
+    """Tokens and expected rounds of each held-out text of one sampling."""
 
     tokens: list[Amount]
     rounds: list[Amount]
 
 
 class Point(TypedDict):
-    """One share: the tokens learned from and, by law, the replay of the drafter that was trained on it."""
+    """One share: the tokens learned from, and the trained drafter's replay by sampling."""
 
     share: Share
     tokens_learned: Count
@@ -57,24 +56,23 @@ class Point(TypedDict):
 
 
 class CurveFile(TypedDict):
-    """`learning_curve.json`, as far as a second run goes on from it."""
+    """The part of `learning_curve.json` that a second run continues from."""
 
     schema: str
     settings: dict[str, Any]
     points: list[Point]
 
 
-NO_INTERVAL = "without an interval: of three amounts none is left to tell how far the curve is off"
+NO_INTERVAL = "without an interval: three amounts leave no residual to estimate the error of the curve from"
 LAW = ("temperature", "top_k", "top_p")
-"""The settings that held-out text was sampled by, as far as replay knows them; it refuses text of another law."""
+"""The settings of held-out text's sampling that replay knows; it refuses text of another sampling."""
 
 
 def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
-    """Train and replay what is missing, and return what learning_curve.json holds.
+    """Train and replay the missing shares, and return the content of learning_curve.json.
 
     Raises:
-        InputError: a run without held-out directories or with a target that is trained, an output of other
-            settings, or a training run that failed.
+        InputError: no held-out directories, a trained target, an output of other settings, or a failed training run.
     """
     output = require_writable(config.output, "learning_curve.json", "learning_curve.svg")
     path, run = output / "learning_curve.json", Path(config.run)
@@ -101,11 +99,7 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
 
 
 def _earlier_points(path: Path, settings: dict[str, Any]) -> dict[float, Point]:
-    """Return by share the points that an earlier run of the same settings left; none where there is no file.
-
-    Raises:
-        InputError: a file of another schema or of other settings.
-    """
+    """Return an earlier run's points by share, if any; raise InputError if its settings were others."""
     if not path.is_file():
         return {}
     earlier = read(CurveFile, path)
@@ -121,17 +115,15 @@ def _earlier_points(path: Path, settings: dict[str, Any]) -> dict[float, Point]:
 
 
 def _curve(config: LearningCurveConfig, points: Sequence[Point], law: str) -> LearningCurve:
-    """Return the curve through the τ of these points under one law."""
     sizes, replayed = [point["tokens_learned"] for point in points], [point["replayed"][law] for point in points]
     tokens, rounds = ([texts["tokens"] for texts in replayed], [texts["rounds"] for texts in replayed])
     return learning_curve(sizes, tokens, rounds, config.times, config.luck, config.draft_length + 1)
 
 
 def _point(config: LearningCurveConfig, share: float, directory: Path) -> Point:
-    """Train on a share, and replay the drafter that came of it."""
-    given = ["--config", config.run, *config.flags, f"--share={share}", f"--training.output_dir={directory}"]
+    arguments = ["--config", config.run, *config.flags, f"--share={share}", f"--training.output_dir={directory}"]
     command = recipe_of(*config.drafter)
-    recipe: RecipeConfig = parse_config(command.config_class(), launcher_flags(given)[1])
+    recipe: RecipeConfig = parse_config(command.config_class(), launcher_flags(arguments)[1])
     if not recipe.heldout_directories:
         raise InputError(
             f"run: expected heldout directories in {config.run}, to replay what was trained on, found none"
@@ -144,79 +136,69 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> Point:
     train, _ = read_data(recipe)
     learned = train.loss_tokens()
     print(f"share {share:g}: {learned} tokens in {directory}", flush=True)
-    chosen_by_it = recipe.training.eval_strategy != "no" or recipe.training.eval_on_start
-    # Held-out text is replayed below, by law: a run that chooses nothing by it need not replay it as well.
-    if code := _trained(command.command, given if chosen_by_it else [*given, "--heldout=[]"]):
+    evaluates = recipe.training.eval_strategy != "no" or recipe.training.eval_on_start
+    # Held-out text is replayed below, by sampling: a run that does not select by it need not replay it as well.
+    line = [sys.executable, "-m", "draftsmith.scripts.cli", command.command, *arguments]
+    line += [] if evaluates else ["--heldout=[]"]
+    # A process of its own leaves nothing in memory.
+    if code := subprocess.run(line, check=False).returncode:
         raise InputError(f"run: expected a training run on a share of {share:g} that ends well, found exit code {code}")
     target, proposer, draft_length = _chains(recipe, str(directory), config.draft_length)
     by_law: dict[tuple[float, int, float], list[dict[str, Any]]] = {}
     for path in recipe.heldout_directories:
-        noted = _law_of(path, recipe)
+        settings = _law_of(path, recipe)
         for sample in load_completions(path):
-            by_law.setdefault(_law(noted | sample), []).append(sample)
+            by_law.setdefault(_law(settings | sample), []).append(sample)
     replayed: dict[str, ReplayedTexts] = {}
     for law, samples in by_law.items():
         texts = [torch.tensor(sample["input_ids"], device=target.device) for sample in samples]
         lengths = [sample["prompt_length"] for sample in samples]
-        tokens, rounds = replay_acceptance(target, proposer, texts, lengths, [draft_length], *law).tokens_and_rounds(
-            draft_length
-        )
+        replay = replay_acceptance(target, proposer, texts, lengths, [draft_length], *law)
+        tokens, rounds = replay.tokens_and_rounds(draft_length)
         replayed[_name(*law)] = {"tokens": tokens, "rounds": rounds}
     return {"share": share, "tokens_learned": learned, "replayed": replayed}
 
 
 def _law_of(directory: str, recipe: RecipeConfig) -> dict[str, Any]:
-    """Return `LAW` of a directory's text as its manifest has it; that of the run where nobody noted it."""
+    """Return the sampling of a directory's text from its manifest, else from the run."""
     manifest = read_manifest(Path(directory))
-    noted = {} if manifest is None else manifest["settings"]
-    return {name: noted.get(name, getattr(recipe, name)) for name in LAW}
+    settings = {} if manifest is None else manifest["settings"]
+    return {name: settings.get(name, getattr(recipe, name)) for name in LAW}
 
 
-def _law(noted: Mapping[str, Any]) -> tuple[float, int, float]:
-    """Return a sample's law, its own temperature where it has one. At T=0 top-k and top-p say nothing."""
-    temperature, top_k, top_p = (noted[name] for name in LAW)
+def _law(settings: Mapping[str, Any]) -> tuple[float, int, float]:
+    """Return a sample's sampling, with its own temperature if it has one. At T=0 top-k and top-p have no effect."""
+    temperature, top_k, top_p = (settings[name] for name in LAW)
     return (temperature, top_k, top_p) if temperature else (0.0, 0, 1.0)
 
 
 def _name(temperature: float, top_k: int, top_p: float) -> str:
-    """Return a law's name, such as "T=0.7, top-k 20"."""
+    """Return a sampling's name, such as "T=0.7, top-k 20"."""
     return f"T={temperature:g}" + (f", top-k {top_k}" if top_k else "") + (f", top-p {top_p:g}" if top_p < 1 else "")
 
 
 def _chains(recipe: RecipeConfig, directory: str, draft_length: int) -> tuple[PreTrainedModel, Proposer, int]:
-    """Load a run's target and what it trained; return both, to draft chains, and how many tokens they draft.
-
-    Args:
-        recipe: the run.
-        directory: what it left.
-        draft_length: γ at most.
-    """
+    """Load a run's target and its result; return both for drafting chains, and the γ that they draft, at most given."""
     tokenizer = load_tokenizer(recipe.target, field="target", trust_remote_code=recipe.trust_remote_code)
-    specs = drafter_specs([directory], [1])
-    code = recipe.trust_remote_code
+    specs, code = drafter_specs([directory], [1]), recipe.trust_remote_code
     pair = load_pair(recipe.target, tokenizer, specs, recipe.target_dtype, code, decodes=False)
     return pair.target, *pair.drafter.family.chain(pair.drafter, draft_length)
-
-
-def _trained(command: str, arguments: Sequence[str]) -> int:
-    """Train in a process of its own, which leaves nothing in memory; return its exit code."""
-    return subprocess.run([sys.executable, "-m", "draftsmith.scripts.cli", command, *arguments], check=False).returncode
 
 
 def says(curve: LearningCurve) -> list[str]:
     """Return the forecast in words, one sentence for each multiple of the text."""
     if not curve.grows:
-        return ["τ does not rise with the text: more of it is not what this draft lacks"]
+        return ["τ does not rise with the text: more text would not help this draft"]
     unsure = "" if curve.residual is not None else f", {NO_INTERVAL}"
     return [
         f"τ at {'twice' if times == 2 else f'{times:g} times'} the text: "
-        f"{format_estimate(found, spread='interval')}{unsure}"
-        for times, found in curve.forecasts.items()
+        f"{format_estimate(estimate, spread='interval')}{unsure}"
+        for times, estimate in curve.forecasts.items()
     ]
 
 
 def draw(curves: Mapping[str, LearningCurve], path: Path) -> None:
-    """Draw what was measured under each law, and what is forecast beside it."""
+    """Draw measured and forecast τ under each sampling."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="tokens learned from", ylabel="τ, tokens per forward of the target")
     for number, (law, curve) in enumerate(curves.items()):
@@ -225,7 +207,7 @@ def draw(curves: Mapping[str, LearningCurve], path: Path) -> None:
             ("replayed", "o", None, curve.sizes, curve.lengths),
             ("forecast", "s", "none", ahead, list(curve.forecasts.values())),
         ):
-            arms = list(zip(*(found.arms() for found in lengths), strict=True)) or None
+            arms = list(zip(*(estimate.arms() for estimate in lengths), strict=True)) or None
             look: dict[str, Any] = {"fmt": marker, "color": f"C{number}", "capsize": 3, "label": f"{law}, {label}"}
             axes.errorbar(sizes, list(map(value_of, lengths)), yerr=arms, markerfacecolor=face, **look)
     axes.legend(frameon=False)
@@ -235,9 +217,9 @@ def draw(curves: Mapping[str, LearningCurve], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the curve, and print it."""
     config = parse_config(LearningCurveConfig, argv, prog="draftsmith learning-curve")
-    found = measure_curve(config)
+    report = measure_curve(config)
     rows = {}
-    for law, curve in found["curves"].items():
+    for law, curve in report["curves"].items():
         for size, length in zip(curve["sizes"], curve["lengths"], strict=True):
             rows[f"{law}: τ of {size:.0f} tokens"] = format_estimate(Estimate(**length), spread="interval")
         if curve["residual"] is not None:

@@ -1,4 +1,4 @@
-"""A target and its drafters, as every command loads them: checked, and in one dtype."""
+"""A target and its drafters, loaded alike by every command: checked, and in one dtype."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,15 +18,11 @@ from draftsmith.train.models import check_head, empty_model, load_model, load_to
 from draftsmith.train.options import TemplateOptions
 
 NOT_HERE = "prepare, cache and training take it all the same, and measure --server measures what was trained"
-"""What may be done with a target that cannot be decoded speculatively in this process."""
+"""Uses of a target that cannot be decoded speculatively in this process."""
 
 
 def require_rollback(target: str, trust_remote_code: bool = False) -> None:
-    """Require, without its weights, that a target can be decoded speculatively here.
-
-    Raises:
-        InputError: it cannot, and what may be done with it.
-    """
+    """Check without its weights that a target can be decoded speculatively here, or raise InputError."""
     try:
         check_rollback(empty_model(target, field="target", trust_remote_code=trust_remote_code), "target")
     except InputError as error:
@@ -44,17 +40,11 @@ def load_pair(
 ) -> Pair:
     """Load a target and its drafters; tokenizers are compared before any weights are read.
 
-    The target's generation config is replaced by one that only says where a text ends: `generate` fills what a call
-    leaves open from there, and the target's own temperature or penalties are not to creep in. A warning names them.
+    The target's generation config is replaced by one that only says where a text ends, because `generate` fills open
+    settings from it: the target's own temperature and penalties must not take part. A warning names them.
 
-    Args:
-        path: the target's directory or hub id.
-        tokenizer: the target's (`load_tokenizer`), which commands have at hand, for prompts are read first.
-        drafters: what to load.
-        dtype: of all models that have none of their own; "auto" is the target's (`resolve_dtype`).
-        trust_remote_code: run model code that repositories ship.
-        again: in another dtype, so that nothing is said twice.
-        decodes: the pair is to decode, and not to replay alone: rejected tokens must leave the target's cache.
+    `dtype` is for models without one of their own; "auto" is the target's (`resolve_dtype`). `again` suppresses
+    repeated messages. Without `decodes` the pair only replays: rejected tokens need not leave the target's cache.
 
     Raises:
         InputError: models that cannot be loaded, do not fit the target or cannot decode.
@@ -68,8 +58,8 @@ def load_pair(
     loading.dtype = resolve_dtype(dtype, path, trust_remote_code=trust_remote_code)
     target = load_model(path, field="target", dtype=loading.dtype, trust_remote_code=trust_remote_code)
     check_head(target.config, tokenizer, "target")
-    own: Any = target.generation_config
-    settings, ends = left_out(own, None if again else path), end_of_sequence_ids(own, tokenizer) or None
+    generation: Any = target.generation_config
+    settings, ends = left_out(generation, None if again else path), end_of_sequence_ids(generation, tokenizer) or None
     target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     loading.model = target
     loaded = [kind.load(spec, loading) for kind, spec in zip(kinds, drafters, strict=True)]
@@ -79,11 +69,7 @@ def load_pair(
 def read_tokens(
     target: str, config: TemplateOptions, prompts: Sequence[Prompt]
 ) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:
-    """Return a target's tokenizer, and prompts in its tokens, through its chat template as the config says.
-
-    Raises:
-        InputError: no tokenizer there, or a prompt that it cannot encode.
-    """
+    """Return a target's tokenizer, and the prompts' tokens through its chat template; or raise InputError."""
     tokenizer = load_tokenizer(target, field="target", trust_remote_code=config.trust_remote_code)
     size = vocabulary_size(target, trust_remote_code=config.trust_remote_code)
     counted = each(prompts, "prompts", "texts")

@@ -1,6 +1,6 @@
 """`draftsmith prepare --config configs/prepare/tiny.yaml`: prompts in, completions written by the target out.
 
-The target runs here, or on a server (`--endpoint`); or its answers are in the records already (`--answers given`).
+The target runs here or on a server (`--endpoint`), or the records have its answers already (`--answers given`).
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,7 @@ from draftsmith.train.job.ranks import leave, run_rank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare completions and print what was written, once for all processes.
-
-    Args:
-        argv: the flags; those of the process by default.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        InputError: bad flags, prompts, target, server or output directory; or a full disk.
-    """
+    """Prepare completions, and print a summary once for all processes; `argv` defaults to the process's."""
     summary = prepare(parse_config(PrepareConfig, argv, prog="draftsmith prepare"))
     if not is_first():
         return 0

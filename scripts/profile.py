@@ -1,4 +1,4 @@
-"""`draftsmith profile`: where a round's time goes, as a table and a trace for chrome://tracing or ui.perfetto.dev."""
+"""`draftsmith profile`: shares of a round's time, as a table and a trace for chrome://tracing or ui.perfetto.dev."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from draftsmith.train.provenance import environment, write_json
 
 
 def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
-    """Profile as the config says, write `trace.json` and `profile.json`; return the latter and a profile a batch size.
+    """Write `trace.json` and `profile.json`, and return the latter and a profile per batch size.
 
     Raises:
         InputError: models, tokenizers or prompts that do not fit, or fewer prompts than a batch holds.
@@ -69,7 +69,7 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Profile, print the table, and say where the trace is."""
+    """Profile, print the table, and print the trace's path."""
     config = parse_config(ProfileConfig, argv, prog="draftsmith profile")
     report, profiles = profile(config)
     where, kind = report["environment"], kind_named(report["proposer"]["kind"]).title

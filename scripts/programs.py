@@ -1,4 +1,4 @@
-"""Programs that are compiled in two processes side by side: each compiles on one core alone."""
+"""Compilation in two processes side by side: each compiler uses one core only."""
 
 import json
 import subprocess
@@ -21,14 +21,14 @@ from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Pair
 from draftsmith.train.models import load_tokenizer
 
 SMALL = 10**9
-"""Parameters up to which a target is loaded twice."""
+"""The most parameters of a target that is loaded twice."""
 PROMPT = list(range(2, 10))
 NEW_TOKENS = 12
 
 
 @dataclass(frozen=True)
 class Order:
-    """Programs for another process to make: those of a target alone, or those that drafters decode with."""
+    """Programs for another process to compile: a target's alone, or its drafters'."""
 
     target: str
     dtype: str
@@ -36,12 +36,11 @@ class Order:
     trust_remote_code: bool
     drafters: Sequence[DrafterSpec] = ()
     options: Sequence[Mapping[str, Any]] = ()
-    """Of the decoder, for each drafter."""
 
 
 @contextmanager
 def compiling(order: Order) -> Iterator[None]:
-    """Let another process make programs while the block makes others; what it fails at is left to whoever needs it."""
+    """Let another process compile programs while the block compiles others; its failures are ignored."""
     if not may_compile():
         yield
         return
@@ -55,42 +54,38 @@ def compiling(order: Order) -> Iterator[None]:
 
 
 def needs_compiling(model: Any) -> bool:
-    """Return whether the program of a target's forward is not on disk."""
+    """Return whether the program of a target's forward is missing on disk."""
     layers = model.config.get_text_config().num_hidden_layers
     return not on_disk(BlockForward(model, (), [], [True] * layers))
 
 
 def compile_side_by_side(
-    pair: Pair,
-    order: Order,
-    drafters: Sequence[DrafterSpec],
-    options: Sequence[Mapping[str, Any]],
+    pair: Pair, order: Order, drafters: Sequence[DrafterSpec], options: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Compile what drafters decode with, half of it in another process, where the first of it is not on disk.
+    """Compile the drafters' programs on a CPU, half of them in another process, unless the first one is on disk.
 
-    Args:
-        pair: the loaded models, on a CPU.
-        order: what the other process needs to load them.
-        drafters: the specs of the pair's drafters, in their order.
-        options: of the decoder, for each drafter.
+    `order` loads the models in the other process; `drafters` are the pair's specs, and `options` the decoder's for
+    each.
     """
     if pair.target.device.type != "cpu" or pair.target.num_parameters() > SMALL or not may_compile():
         return
     programs = {
-        (_shape(drafter), tuple(drafter.draft_lengths), place): (drafter, spec, of_decoder)
+        (_shape(drafter), tuple(drafter.draft_lengths), place): (drafter, spec, decoder_options)
         for drafter, spec in zip(reversed(pair.drafters), reversed(drafters), strict=True)
-        for place, of_decoder in enumerate(options)
+        for place, decoder_options in enumerate(options)
         if drafter.model is not None
     }
     parts = list(programs.values())
     if len(parts) < 2 or not _must_compile(pair, parts[0][0], parts[0][2]):
         return
-    ours, theirs = parts[::2], parts[1::2]
-    others = Order(**vars(order) | {"drafters": [s for _, s, _ in theirs], "options": [o for _, _, o in theirs]})
-    with phase("compiling in two processes"), compiling(others):
-        for drafter, _, of_decoder in ours:
-            with suppress(Exception):  # decoding says what fails
-                decode_briefly(pair, drafter, of_decoder)
+    own_parts, other_parts = parts[::2], parts[1::2]
+    other_order = Order(
+        **vars(order) | {"drafters": [s for _, s, _ in other_parts], "options": [o for _, _, o in other_parts]}
+    )
+    with phase("compiling in two processes"), compiling(other_order):
+        for drafter, _, decoder_options in own_parts:
+            with suppress(Exception):  # decoding reports what fails
+                decode_briefly(pair, drafter, decoder_options)
 
 
 def _must_compile(pair: Pair, drafter: Drafter, options: Mapping[str, Any]) -> bool:
@@ -99,13 +94,13 @@ def _must_compile(pair: Pair, drafter: Drafter, options: Mapping[str, Any]) -> b
             decode_briefly(pair, drafter, options)
     except NotCompiled:
         return True
-    except Exception:  # decoding says what fails
+    except Exception:  # decoding reports what fails
         return False
     return False
 
 
 def _shape(drafter: Drafter) -> str:
-    """Return what drafters with the same programs have in common."""
+    """Return a key that drafters with the same programs share."""
     config = drafter.model.config.to_dict() if drafter.model is not None else {}
     config.pop("_name_or_path", None)
     return json.dumps([type(drafter.proposer).__name__, config], sort_keys=True, default=str)
@@ -120,7 +115,7 @@ def decode_briefly(pair: Pair, drafter: Drafter, options: Mapping[str, Any]) -> 
 
 
 def main(argument: str) -> None:
-    """Make the programs of an order."""
+    """Compile an order's programs."""
     order = Order(**json.loads(argument))
     torch.set_num_threads(order.threads)
     specs = [DrafterSpec(**spec) for spec in order.drafters]  # type: ignore[arg-type]

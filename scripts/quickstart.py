@@ -32,7 +32,7 @@ TAU = "eval_mean_acceptance_length"
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, STOCK = ROOT / "assets/tiny-target", ROOT / "assets/tiny-draft"
 SWITCH = "match=3,score=3"
-"""When a hybrid of copies and the draft copies on this target, as `tune` found it at T = 0."""
+"""The switch of a hybrid of copies and the draft on this target, as `tune` found it at T = 0."""
 
 
 def quickstart(config: QuickstartConfig, console: Console) -> Report:
@@ -88,7 +88,7 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     console.rule("4/4 measure: plain and speculative decoding of held-out prompts, interleaved")
     write_prompts(output / "prompts/measured.jsonl", measured)
     drafters = [str(output / name) for name in ("draft", "medusa")]
-    drafters.append(f"hybrid:suffix{AND}{output / 'draft'}@{SWITCH}")  # which needs no training
+    drafters.append(f"hybrid:suffix{AND}{output / 'draft'}@{SWITCH}")  # a hybrid needs no training
     fields = {"drafter": drafters, "baseline_draft": STOCK, "output": output}
     fields |= {"prompts": output / "prompts/measured.jsonl", "limit": config.measured_prompts}
     fields |= {"replay_limit": config.replayed_prompts}
@@ -98,8 +98,8 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
 
 
 def _kept(output: Path) -> str | None:
-    there = [f"{name}/" for name in ("completions", "draft", "medusa") if (output / name).is_dir()]
-    return f"what is in {', '.join(there)} of {output} is kept" if there else None
+    directories = [f"{name}/" for name in ("completions", "draft", "medusa") if (output / name).is_dir()]
+    return f"what is in {', '.join(directories)} of {output} is kept" if directories else None
 
 
 def _print_gain(trainer: RecipeTrainer, console: Console) -> None:
@@ -109,14 +109,14 @@ def _print_gain(trainer: RecipeTrainer, console: Console) -> None:
 
 
 def _config(cls: type[Any], folder: str, fields: Mapping[str, Any]) -> Any:
-    """Return the config of configs/FOLDER/tiny.yaml with these fields over it, for the embedded target."""
+    """Return the config of configs/FOLDER/tiny.yaml for the embedded target, overridden by these fields."""
     values = {name: json.dumps(value) if isinstance(value, list) else value for name, value in fields.items()}
     flags = [f"--{name}={value}" for name, value in ({"target": TARGET} | values).items()]
     return parse_config(cls, ["--config", str(ROOT / f"configs/{folder}/tiny.yaml"), *flags])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all stages, print the table and where the files are."""
+    """Run all stages, print the table, and list the files."""
     config = parse_config(QuickstartConfig, argv, prog="draftsmith quickstart")
     console, start = Console(), time.perf_counter()
     quickstart(config, console)
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("draft/", "the distilled draft, an ordinary Hugging Face directory"),
         ("medusa/", "the heads, with the picture of their tree in tree.svg"),
         ("completions/", "what the target wrote"),
-        ("report.html", "the verdict, and every figure behind it, on one page"),
+        ("report.html", "the verdict, and every figure that it rests on, on one page"),
         ("report.json", "the same for machines, with counts and intervals"),
     ):
         console.print(f"  {Path(config.output) / name}  {what}", highlight=False)

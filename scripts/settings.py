@@ -1,7 +1,7 @@
 """The fastest settings of a target on this machine: threads, dtype, eager or compiled forwards, by a short timing.
 
-Judged by plain decoding, so that a speed-up is one over the best that the user has without a drafter. Dtypes that are
-alike there are judged by the time of verifying some tokens, which drafts wait for.
+Plain decoding decides, so that a speed-up is over the best that the user has without a drafter. Dtypes that are alike
+in that are compared by the time to verify a few tokens, which drafts wait for.
 """
 
 import json
@@ -31,15 +31,14 @@ from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_con
 
 REPEATS = 9
 COMPILED_BELOW = 0.1
-"""Seconds of a token: beyond, arithmetic and memory are all of it, and a compiler has little to win."""
+"""Seconds of a token above which arithmetic and memory dominate, and a compiler gains little."""
 WORTH_IT = 0.95
-"""Of the eager seconds: a compiled model's first tokens take half a minute."""
+"""The share of the eager seconds below which compiling pays: first tokens take half a minute."""
 HOST_BOUND = 0.9
-"""Of a token's seconds on a GPU: where the host takes as long to launch its kernels, the GPU waits for it."""
+"""The share of a token's GPU seconds from which launching its kernels on the host is the limit."""
 ALIKE = 1.1
-"""Times the least seconds of a token, up to which dtypes are judged by a block, and numbers of threads are alike."""
+"""Factor on the least seconds of a token, within which dtypes or thread counts count as equally fast."""
 BLOCK = 4
-"""Tokens of a block."""
 
 
 def _known(dtype: str) -> str:
@@ -53,26 +52,27 @@ Dtype = Annotated[str, AfterValidator(_known)]
 
 @dataclass(frozen=True)
 class Settings:
-    """How models are run."""
+    """The way in which models run.
+
+    `draft_dtypes` are those of draft models and heads, by path. `why` lists the timings in words; None if nothing was
+    open.
+    """
 
     dtype: Dtype
-    """Of the target."""
     threads: Annotated[int, Field(ge=1, le=4096)]
     compiled: bool
     draft_dtypes: dict[str, Dtype]
-    """Of each draft model, and of heads, by the path."""
     why: str | None
-    """What was timed, in words; None where nothing was open."""
 
     def summary(self) -> str:
-        """Say in words what they are."""
+        """Return the settings in words."""
         others = {name for name in self.draft_dtypes.values() if name != self.dtype}
         drafts = f", drafts {' and '.join(sorted(set(self.draft_dtypes.values())))}" if others else ""
         how = "compiled" if self.compiled else "eager"
         return f"{self.dtype}, {how}, {self.threads} thread{'s' if self.threads > 1 else ''}{drafts}"
 
     def to_file(self, path: Path) -> None:
-        """Write them down: a run that goes on has the settings that it began with."""
+        """Write the settings: a continued run keeps those that it began with."""
         write_aside(path, json.dumps(asdict(self)))
 
 
@@ -86,44 +86,27 @@ def load_fastest(
     trust_remote_code: bool = False,
     kept: Path | None = None,
 ) -> tuple[Pair, Settings]:
-    """Load a pair as it decodes fastest here, say so, and set the threads of torch.
+    """Load a pair as it decodes fastest here, print the choice, and set torch's threads.
 
-    Args:
-        path: the target.
-        tokenizer: its tokenizer.
-        drafters: what to load beside it.
-        dtype: see `fastest_settings`, as for `threads` and `compiled`.
-        threads: of the CPU.
-        compiled: whether forwards are compiled.
-        trust_remote_code: as for `load_pair`.
-        kept: a file of settings that were found before: if it is there, what is open is taken from it.
-
-    Raises:
-        InputError: as `load_pair`.
+    `dtype`, `threads` and `compiled` are those of `fastest_settings`; what they leave open is taken from the file
+    `kept`, if it exists. Errors are those of `load_pair`.
     """
     first = dtype
-    if dtype == "auto" and default_device().type == "cpu":  # it is timed, and said once
+    if dtype == "auto" and default_device().type == "cpu":  # timed below, and printed once
         first = fast_dtype(load_config(path, field="target", trust_remote_code=trust_remote_code), "cpu")
     pair = load_pair(path, tokenizer, drafters, first, trust_remote_code)
     if kept is not None and kept.exists():
         settings = read(Settings, kept)
-        given: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "threads": threads, "compiled": compiled}
-        settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
+        fixed: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "threads": threads, "compiled": compiled}
+        settings = replace(settings, **{name: value for name, value in fixed.items() if value is not None})
     else:
-        settings = fastest_settings(
-            pair.target,
-            path,
-            [drafter for drafter in pair.drafters if drafter.model is not None],
-            dtype,
-            threads,
-            compiled,
-            trust_remote_code,
-        )
+        weighted = [drafter for drafter in pair.drafters if drafter.model is not None]
+        settings = fastest_settings(pair.target, path, weighted, dtype, threads, compiled, trust_remote_code)
     if settings.why:
         print(f"settings: {settings.summary()}; {settings.why}", file=sys.stderr)
     if {settings.dtype, *settings.draft_dtypes.values()} != {pair.dtype}:
         specs = [replace(spec, dtype=settings.draft_dtypes.get(str(spec.path))) for spec in drafters]
-        del pair  # or there would be two of a large target
+        del pair  # before a large target is loaded again
         pair = load_pair(path, tokenizer, specs, settings.dtype, trust_remote_code, again=True)
     torch.set_num_threads(settings.threads)
     return pair, settings
@@ -140,54 +123,51 @@ def fastest_settings(
     compiled: bool | None = None,
     trust_remote_code: bool = False,
 ) -> Settings:
-    """Time a token of plain decoding under what is left open, and return what is fastest.
+    """Time a token of plain decoding under all open settings, and return the fastest ones.
 
-    On a CUDA GPU dtype and threads are as they are, and it is said whether the host is the bound; on other devices
-    nothing is timed, and forwards are eager unless they are to be compiled.
+    "auto" tries the target's own dtype and float32, if the machine has fast arithmetic for both. `threads` None tries
+    all of torch's, half of them and one; `compiled` None tries both, for models of less than 0.1 s a token. Drafters
+    with weights each get the dtype in which they are faster.
 
-    Args:
-        target: the target, as it was loaded.
-        path: where it lies, to be loaded in another dtype too.
-        drafters: those with weights; each gets the dtype in which it is faster.
-        dtype: "auto" tries the target's own and float32, where the machine has fast arithmetic for both.
-        threads: None tries all that torch has, half of them and one.
-        compiled: None tries both, for models of less than 0.1 s a token.
-        trust_remote_code: as for `load_model`.
+    On a CUDA GPU dtype and threads stay, and the report names the limit, host or GPU. On other devices nothing is
+    timed, and forwards are eager unless `compiled`.
     """
-    own, most = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
+    stored, most = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
     paths = [str(drafter.path) for drafter in drafters]
     if target.device.type == "cuda":
         compiled, why = compiled_on_gpu(target, compiled)
-        return Settings(own, threads or most, compiled, dict.fromkeys(paths, own), why)
+        return Settings(stored, threads or most, compiled, dict.fromkeys(paths, stored), why)
     if target.device.type != "cpu":
-        return Settings(own, threads or most, bool(compiled), dict.fromkeys(paths, own), None)
-    dtypes = {own}
+        return Settings(stored, threads or most, bool(compiled), dict.fromkeys(paths, stored), None)
+    dtypes = {stored}
     if dtype == "auto":
         dtypes |= {fast_dtype(load_config(path, trust_remote_code=trust_remote_code), "cpu"), "float32"}
 
     def others(model: PreTrainedModel) -> set[str]:
-        """Return the dtypes that a model is tried in too: none of a large one, which half precision makes faster."""
-        return dtypes - {own} if model.num_parameters() <= SMALL else set()
+        """Return the other dtypes to try; none for a large model, which half precision makes faster."""
+        return dtypes - {stored} if model.num_parameters() <= SMALL else set()
 
     copies = {name: load_model(path, dtype=name, trust_remote_code=trust_remote_code) for name in others(target)}
-    timed = _Timed({own: target} | copies, [threads] if threads else sorted({1, max(1, most // 2), most}))
+    timed = _Timed({stored: target} | copies, [threads] if threads else sorted({1, max(1, most // 2), most}))
     torch.set_num_threads(timed.threads)
     if compiled is not False and (compiled or timed.tokens[timed.fastest] < COMPILED_BELOW):
         with _compiled_aside(timed, path, trust_remote_code):
             timed.compile(bool(compiled))
-        compiled = compiled or timed.compiling_pays
+        # A compiled forward must be faster by enough to wait for its compilation.
+        least = min(timed.compiled.values(), default=float("inf"))
+        compiled = compiled or least < WORTH_IT * timed.tokens[timed.fastest]
     chosen = timed.dtype(bool(compiled))
     draft_dtypes = {}
     for drafter, draft in zip(drafters, paths, strict=True):
         assert drafter.model is not None
         forwards = drafter.family.timed_forwards(drafter, others(drafter.model), trust_remote_code)
-        draft_dtypes[draft] = _least(median_seconds(forwards, REPEATS)) if forwards else own
+        draft_dtypes[draft] = _least(median_seconds(forwards, REPEATS)) if forwards else stored
     torch.set_num_threads(most)
     return Settings(chosen, timed.threads, bool(compiled), draft_dtypes, timed.in_words())
 
 
 def _compiled_aside(timed: "_Timed", path: str, trust_remote_code: bool) -> AbstractContextManager[None]:
-    """Let another process compile the target in its second dtype, where both have to be compiled."""
+    """Let another process compile the target in its second dtype, if both need compiling."""
     _, *others = timed.models
     if len(others) != 1 or not all(needs_compiling(model) for model in timed.models.values()):
         return nullcontext()
@@ -199,12 +179,7 @@ def _least(seconds: Mapping[str, float]) -> str:
 
 
 class _Timed:
-    """Seconds of forwards of a target on a CPU.
-
-    Args:
-        models: the target by dtype.
-        counts: numbers of threads.
-    """
+    """Seconds of a target's forwards on a CPU, by dtype and number of threads."""
 
     def __init__(self, models: Mapping[str, PreTrainedModel], counts: Sequence[int]):
         self.models, self.counts = models, counts
@@ -215,37 +190,31 @@ class _Timed:
         }
         self.by_threads = median_seconds(calls, REPEATS)
         self.fastest, quickest = min(self.by_threads, key=lambda key: self.by_threads[key])
-        # Of counts that are alike the greatest: an eager token waits for Python, a compiled one for its kernels.
+        # The most threads among equally fast counts: eager tokens wait for Python, compiled ones for their kernels.
         most = ALIKE * self.by_threads[self.fastest, quickest]
         self.threads = max(count for count in counts if self.by_threads[self.fastest, count] <= most)
         self.tokens = {name: self.by_threads[name, self.threads] for name in models}
-        """Of a token, eager, with the threads that are fastest."""
+        """Seconds of an eager token, with the fastest threads."""
         self.compiled = dict[str, float]()
-        """Of a token, compiled; nothing where it was not tried."""
+        """Seconds of a compiled token; empty if not tried."""
         self.failure: str | None = None
-        """Why nothing could be compiled."""
         self.blocks = dict[str, float]()
-        """Of `BLOCK` tokens; nothing where one dtype is clearly the fastest."""
+        """Seconds of `BLOCK` tokens; empty if one dtype is clearly the fastest."""
 
-    def compile(self, wanted: bool) -> None:
-        """Time compiled forwards too; a compiler that fails is named and done without, unless they are `wanted`."""
+    def compile(self, required: bool) -> None:
+        """Time compiled forwards too; a compiler's failure is only recorded, unless they are `wanted`."""
         try:
             with phase("compiling, and timing tokens"):
                 steps = {name: forward_behind_text(model, compiled=True) for name, model in self.models.items()}
                 self.compiled = median_seconds(steps, REPEATS)
         except Exception as error:
-            if wanted:
+            if required:
                 raise
-            if not isinstance(error, NotCompiled):  # where nothing may be compiled, that is no failure
+            if not isinstance(error, NotCompiled):  # if nothing may be compiled, that is no failure
                 self.failure = first_line(error)
 
-    @property
-    def compiling_pays(self) -> bool:
-        """Whether a compiled forward is faster by enough to wait for it."""
-        return bool(self.compiled) and min(self.compiled.values()) < WORTH_IT * self.tokens[self.fastest]
-
     def dtype(self, compiled: bool) -> str:
-        """Return the fastest dtype; of dtypes that are alike the one whose blocks are."""
+        """Return the fastest dtype; among equally fast ones by the time of a block."""
         seconds = self.compiled if compiled else self.tokens
         chosen = _least(seconds) if compiled else self.fastest
         alike = {name: model for name, model in self.models.items() if seconds[name] <= ALIKE * seconds[chosen]}
@@ -256,7 +225,7 @@ class _Timed:
         return _least(self.blocks)
 
     def in_words(self) -> str | None:
-        """Say what was timed; None where there was nothing to choose."""
+        """Return the timings in words; None if there was nothing to choose."""
         seconds = self.tokens | {f"{name} compiled": of_model for name, of_model in self.compiled.items()}
         if len(seconds) == len(self.counts) == 1 and self.failure is None:
             return None
@@ -272,13 +241,13 @@ class _Timed:
 
 
 def _milliseconds(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {1e3 * each:.1f}" for name, each in seconds.items())
+    return ", ".join(f"{name} {1e3 * time:.1f}" for name, time in seconds.items())
 
 
 def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[bool, str]:
-    """Return whether a GPU decodes the target by compiled forwards, and what was timed, in words.
+    """Return whether a GPU decodes the target faster compiled, and the timings in words.
 
-    Where `compiled` is None, a compiler that fails is named, and done without.
+    If `compiled` is None, a compiler's failure is named in them, and forwards stay eager.
     """
     device, seconds, launching, failure = target.device, dict[str, float](), dict[str, float](), ""
     for name in ("eager", "compiled"):
@@ -299,12 +268,11 @@ def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[boo
         launching[name] = launched
     chosen = "compiled" if seconds.get("compiled", torch.inf) < WORTH_IT * seconds.get("eager", torch.inf) else "eager"
     host = launching[chosen] >= HOST_BOUND * seconds[chosen]
-    bound = (
-        f"the host is the bound, with {1e3 * launching[chosen]:.1f} to launch a token"
-        if host
-        else "the GPU is the bound"
+    bound = f"host is the bound, with {1e3 * launching[chosen]:.1f} to launch a token" if host else "GPU is the bound"
+    return (
+        chosen == "compiled",
+        f"milliseconds per token of plain decoding: {_milliseconds(seconds)}; the {bound}{failure}",
     )
-    return chosen == "compiled", f"milliseconds per token of plain decoding: {_milliseconds(seconds)}; {bound}{failure}"
 
 
 def _with_threads(count: int, call: Callable[[], object]) -> object:

@@ -1,4 +1,4 @@
-"""Stages of a long command: each is an ordinary command of ours, and is not run again once it has ended."""
+"""Stages of a long command: each is an ordinary command of ours, and does not run again once it has ended."""
 
 import gc
 import json
@@ -34,17 +34,14 @@ JUDGED_LATER: dict[str, Any] = {
     "training.logging_strategy": "no",
     "training.disable_tqdm": True,
 }
-"""Fields of a training run whose last state is judged, by the stages that follow."""
+"""Fields of a training run whose last state is judged by later stages."""
 
 
 @contextmanager
 def ending_after(seconds: float | None) -> Iterator[None]:
-    """Interrupt a block that takes longer than some seconds, as a scheduler would; None: never.
+    """Raise OutOfTime in a block after some seconds, as a scheduler would; None never does.
 
-    Signals reach the main thread alone: in another nothing is interrupted.
-
-    Raises:
-        OutOfTime: it does.
+    Signals reach the main thread only: in another thread nothing is interrupted.
     """
     rang = done = False
 
@@ -63,7 +60,7 @@ def ending_after(seconds: float | None) -> Iterator[None]:
         yield
         done = True
     except (KeyboardInterrupt, InputError) as error:
-        if rang:  # a command ends by its exit code
+        if rang:  # a command may turn OutOfTime into its own error
             raise OutOfTime from error
         raise
     finally:
@@ -72,49 +69,42 @@ def ending_after(seconds: float | None) -> Iterator[None]:
 
 
 class KeptStage(TypedDict):
-    """What is kept of a stage."""
+    """The record of a stage: commands of all stages up to it, and the seconds of all tries."""
 
     commands: list[list[str]]
-    """Those of all stages before it, then its own."""
     seconds: Amount
-    """Of all tries."""
     ended: bool
 
 
 @dataclass
 class Stages:
-    """Runs stages one after the other, and keeps which have ended.
-
-    Args:
-        folder: where.
-    """
+    """Stages that run one after the other, with a record of each in `folder`."""
 
     folder: Path
     _commands: list[list[str]] = field(default_factory=list, init=False)
     _mark: float = field(default_factory=lambda: time.perf_counter(), init=False)
 
     def lap(self) -> float:
-        """Return the seconds since the last stage or lap ended: what lies between stages counts, too."""
+        """Return the seconds since the last stage or lap ended, the time between stages included."""
         mark, self._mark = self._mark, time.perf_counter()
         return self._mark - mark
 
     def run(self, name: str, argv: list[str], most: float | None = None) -> float:
-        """Run a command of ours, unless this very one has ended after the very same ones; return its seconds.
+        """Run a command of ours, unless the same command has ended after the same earlier ones; return its seconds.
 
         Raises:
             InputError: it failed.
-            OutOfTime: it took longer than `most` seconds, those of earlier tries among them.
+            OutOfTime: it took longer than `most` seconds, earlier tries included.
         """
         self._commands.append(argv)
-        kept, before = self.folder / f"{name}.json", 0.0
-        if kept.is_file():
-            stage = read(KeptStage, kept)
+        path, before = self.folder / f"{name}.json", 0.0
+        if (stage := self._kept(name)) is not None:
             if stage["commands"] == self._commands:
                 before = stage["seconds"]
                 if stage["ended"]:
                     return before
             else:
-                remove(kept)  # of other settings; what it wrote is the command's own to refuse
+                remove(path)  # the settings changed; the command itself refuses its old output
         if most is not None and before >= most:
             self._commands.pop()
             raise OutOfTime
@@ -124,34 +114,37 @@ class Stages:
         try:
             with ending_after(None if most is None else most - before):
                 code = cli.main(argv)
-                if code in (INTERRUPTED, TERMINATED):  # what it kept it has said
+                if code in (INTERRUPTED, TERMINATED):  # it has printed what it kept
                     raise KeyboardInterrupt if code == INTERRUPTED else Terminated
             if code not in PASSED:
                 raise InputError(f"{name}: expected the stage to end, found exit code {code}: see its line above")
             ended = True
         except OutOfTime:
-            self._commands.pop()  # what follows does without it
+            self._commands.pop()  # later stages do not build on it
             raise
         finally:
             seconds = before + self.lap()
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, KeptStage(commands=commands, seconds=seconds, ended=ended))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, KeptStage(commands=commands, seconds=seconds, ended=ended))
         return seconds
 
     def changed(self, name: str, argv: list[str]) -> bool:
         """Return whether a stage was begun with another command than this."""
-        kept = self.folder / f"{name}.json"
-        return kept.is_file() and read(KeptStage, kept)["commands"][-1] != argv
+        stage = self._kept(name)
+        return stage is not None and stage["commands"][-1] != argv
 
     def unfinished(self, name: str) -> float:
         """Return the seconds of a stage that was begun and has not ended; 0 otherwise."""
-        kept = self.folder / f"{name}.json"
-        stage = read(KeptStage, kept) if kept.is_file() else None
+        stage = self._kept(name)
         return 0.0 if stage is None or stage["ended"] else stage["seconds"]
+
+    def _kept(self, name: str) -> KeptStage | None:
+        path = self.folder / f"{name}.json"
+        return read(KeptStage, path) if path.is_file() else None
 
 
 def _give_back() -> None:
-    """Give back the GPU memory that earlier stages, or replays between them, hold: a stage may be other processes."""
+    """Free the GPU memory that earlier stages or replays hold: a stage may be other processes."""
     import torch
 
     gc.collect()
@@ -167,12 +160,12 @@ def flags_of(fields: dict[str, Any]) -> list[str]:
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted fields as YAML has them."""
-    found: dict[str, Any] = {}
+    """Return dotted fields as nested ones, as in YAML."""
+    fields_by_group: dict[str, Any] = {}
     for key, value in fields.items():
         group, dot, name = key.partition(".")
         if dot:
-            found.setdefault(group, {})[name] = value
+            fields_by_group.setdefault(group, {})[name] = value
         else:
-            found[key] = value
-    return found
+            fields_by_group[key] = value
+    return fields_by_group

@@ -1,4 +1,4 @@
-"""Printed by several commands: a summary of what they wrote, tables of figures, and text of models."""
+"""Printed output of several commands: summaries of written files, tables of figures, and text of models."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,13 +10,13 @@ from rich.table import Table
 
 DOUBTFUL = "These costs were measured twice and do not agree, so predicted speed-ups may be wrong; measure again"
 
-# What a model writes must not steer the terminal: control characters are shown as their pictures, U+2400 on.
+# A model's text must not control the terminal: control characters are shown as their pictures, from U+2400.
 PICTURES = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
 PICTURES |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
 
 
 def print_summary(rows: Mapping[str, str], title: str, output: Path) -> None:
-    """Print a table of names and values, and in a line of its own, to be copied, where the directory is."""
+    """Print a table of names and values, and the directory in a line of its own, to be copied."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         table.add_row(name, escape(value))
@@ -26,7 +26,7 @@ def print_summary(rows: Mapping[str, str], title: str, output: Path) -> None:
 
 
 def print_doubts(console: Console, doubts: Sequence[str]) -> None:
-    """Print what was measured twice of the costs and does not agree."""
+    """Print the costs that were measured twice and do not agree."""
     if doubts:
         console.print(f"{DOUBTFUL}:", highlight=False)
     for line in doubts:
@@ -34,7 +34,7 @@ def print_doubts(console: Console, doubts: Sequence[str]) -> None:
 
 
 def figures_table(columns: Sequence[str], names: str, title: str, caption: str | None = None) -> Table:
-    """Return an empty table of figures; a long name in the column `names` takes more lines, no figure is cut off."""
+    """Return an empty table of figures; long names in the column `names` wrap, and no figure is cut off."""
     table = Table(
         title=escape(title), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )

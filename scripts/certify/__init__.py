@@ -1,1 +1,1 @@
-"""`draftsmith certify`: whether a server writes what its target would, seen from outside."""
+"""`draftsmith certify`: tests from outside whether a server writes what its target would."""

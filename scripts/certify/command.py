@@ -10,16 +10,10 @@ import torch
 from rich.console import Console
 
 from draftsmith.decode.measurement.uniformity import detectable
+from draftsmith.scripts.certify import verdicts
 from draftsmith.scripts.certify.collect import SentPrompt, stages
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.certify.servers import Servers, target_identity
-from draftsmith.scripts.certify.verdicts import (
-    GreedyVerdict,
-    SampledVerdict,
-    judge_greedy,
-    judge_sampled,
-    require_judge,
-)
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair, read_tokens
 from draftsmith.train.checkpoint import end_of_sequence_ids
@@ -37,32 +31,34 @@ CERTIFICATE, KEPT = "certificate.json", ".unfinished"
 
 
 def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
-    """Ask, compare, write `certificate.json`, and return what it holds.
+    """Request texts, compare them, write `certificate.json`, and return its content.
 
     Raises:
-        InputError: models, prompts or settings that cannot be used, or a server that refuses them.
-        ServerFailure: a server that fails; what it has answered is kept, and the same call goes on from there.
+        InputError: unusable models, prompts or settings, or a server that refuses them.
+        ServerFailure: a server fails; its answers are kept, and the same call continues.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
     output = require_writable(config.output, CERTIFICATE)
     questions, pair = _load(config)
-    require_judge(config, pair, questions)
     ends = [] if pair is None else end_of_sequence_ids(pair.target.generation_config, pair.tokenizer)
+    judge = verdicts.Judge(config, pair, questions, ends)
+    judge.require()
     with locked(output):
         size = None if pair is None else pair.target.config.get_text_config().vocab_size
         servers = Servers(config, questions, ends, size, output / KEPT)
         servers.begin()
         with note_on_interrupt(servers.kept):
-            greedy, sampled = _judge(servers, pair, console)
+            greedy, sampled = _judge(servers, judge, console)
         passed = (greedy is None or greedy.passed) and all(verdict.passed for verdict in sampled)
         _say(console, "lossless, as far as tested" if passed else "not lossless")
+        parts = {} if greedy is None else {name: v for name, v in asdict(greedy).items() if name != "first"}
         report = {
             "schema": SCHEMA,
             "passed": passed,
             "servers": servers.to_dict(),
             "false_alarm": config.false_alarm,
-            "greedy": None if greedy is None else _greedy_dict(greedy) | {"prompts": len(questions)},
+            "greedy": None if greedy is None else asdict(greedy.first) | parts | {"prompts": len(questions)},
             "sampled": [
                 asdict(verdict) | {"passed": verdict.passed, "finds": _finds(config, verdict.tokens, pair)}
                 for verdict in sampled
@@ -77,39 +73,39 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
     return report
 
 
-def _judge(servers: Servers, pair: Pair | None, console: Console) -> tuple[GreedyVerdict | None, list[SampledVerdict]]:
-    """Ask for all texts, and judge each temperature's; say what was found."""
-    config, questions = servers.config, servers.questions
-    asked = stages(config, len(questions))
+def _judge(
+    servers: Servers, judge: verdicts.Judge, console: Console
+) -> tuple[verdicts.GreedyVerdict | None, list[verdicts.SampledVerdict]]:
+    config, pair, questions = judge.config, judge.pair, judge.questions
+    requests = stages(config, len(questions))
     _announce(config, console, len(questions), pair)
-    found, plain = servers.texts("server", asked), None
+    answers, plain = servers.texts("server", requests), None
     if config.plain_server is not None:
-        # With the target here, sampled texts are judged by it, and T=0 alone is compared.
-        wanted = [[request for request in stage if pair is None or request.temperature == 0] for stage in asked]
-        plain = servers.texts("plain_server", wanted)
+        # With the target here, it judges the sampled texts; only T=0 is compared with the plain server.
+        compared = [[request for request in stage if pair is None or request.temperature == 0] for stage in requests]
+        plain = servers.texts("plain_server", compared)
     greedy, sampled = None, []
     for temperature in config.temperature:
         reference = None if plain is None else plain.of(temperature)
-        texts = found.of(temperature)
+        texts = answers.of(temperature)
         if temperature == 0:
-            greedy = judge_greedy(config, pair, questions, texts, reference, servers.ends)
+            greedy = judge.greedy(texts, reference)
             _show_greedy(console, greedy, len(questions))
         else:
-            sampled.append(judge_sampled(config, pair, questions, temperature, texts, reference, servers.ends))
+            sampled.append(judge.sampled(temperature, texts, reference))
             _show_sampled(console, sampled[-1])
     drafts = {name: counters and counters.num_drafts for name, counters in servers.counters.items()}
     if drafts["server"] == 0:
-        _say(console, "note: the server drafted nothing meanwhile: this is of its plain decoding")
+        _say(console, "note: the server drafted nothing meanwhile: this certifies its plain decoding")
     if drafts.get("plain_server"):
         _say(console, f"note: the plain server drafted too, {drafts['plain_server']} times: it is no plain reference")
     return greedy, sampled
 
 
 def _load(config: CertifyConfig) -> tuple[list[SentPrompt], Pair | None]:
-    """Read the prompts and, where it is named, the target and its draft model."""
     prompts = read_prompts(config.prompts, limit=config.limit)
     if config.target is None:
-        for prompt in prompts:  # what cannot be sent is refused before anything is asked
+        for prompt in prompts:  # refuse prompts that cannot be sent before any request
             prompt.request(config.system_prompt, config.chat_template_kwargs)
         return [SentPrompt(prompt, None) for prompt in prompts], None
     tokenizer, encoded = read_tokens(config.target, config, prompts)
@@ -120,14 +116,13 @@ def _load(config: CertifyConfig) -> tuple[list[SentPrompt], Pair | None]:
 
 
 def _announce(config: CertifyConfig, console: Console, prompts: int, pair: Pair | None) -> None:
-    """Say what is going to be asked, and what that can find."""
     tokens, parts = config.texts * config.max_new_tokens, []
     if 0 in config.temperature:
         parts.append(f"{prompts} texts at T=0" + (", each twice (--repeat false: once)" if config.repeat else ""))
     if config.sampled:
         where = ", ".join(f"{temperature:g}" for temperature in config.sampled)
-        each = " each" if len(config.sampled) > 1 else ""
-        parts.append(f"{config.texts} texts, {tokens} tokens at most, at T={where}{each}")
+        per_temperature = " each" if len(config.sampled) > 1 else ""
+        parts.append(f"{config.texts} texts, {tokens} tokens at most, at T={where}{per_temperature}")
     _say(console, f"asks for {'; '.join(parts)}; {config.concurrency} at once")
     finds = _finds(config, tokens, pair)
     if not config.sampled or pair is None or finds is None:
@@ -141,7 +136,7 @@ def _announce(config: CertifyConfig, console: Console, prompts: int, pair: Pair 
 
 
 def _finds(config: CertifyConfig, tokens: int, pair: Pair | None) -> dict[str, float] | None:
-    """Return the departures that N tokens find with probability 0.9; None against a plain server."""
+    """Return the departures that so few tokens find with probability 0.9; None against a plain server."""
     if pair is None:
         return None
     orders = 2 + len(pair.drafters)
@@ -149,29 +144,22 @@ def _finds(config: CertifyConfig, tokens: int, pair: Pair | None) -> dict[str, f
     return {"unlikely_tokens": unlikely, "total_variation": variation}
 
 
-def _greedy_dict(greedy: GreedyVerdict) -> dict[str, Any]:
-    """Return what is said of the first texts, and beside it of those that were asked for again."""
-    parts = asdict(greedy)
-    first: dict[str, Any] = parts.pop("first")
-    return first | parts
-
-
-def _show_greedy(console: Console, greedy: GreedyVerdict, prompts: int) -> None:
-    for of, found, same in (
+def _show_greedy(console: Console, greedy: verdicts.GreedyVerdict, prompts: int) -> None:
+    for title, certificate, same in (
         ("T=0", greedy.first, "identical"),
         ("T=0, asked again", greedy.again, "as before"),
         ("T=0, the plain server asked again", greedy.plain_again, "as before"),
     ):
-        if found is not None:
-            _say(console, f"{of}: {found.prompts_identical} of {prompts} texts {same}")
-            if found.reason:
-                _say(console, f"  {found.reason}")
+        if certificate is not None:
+            _say(console, f"{title}: {certificate.prompts_identical} of {prompts} texts {same}")
+            if certificate.reason:
+                _say(console, f"  {certificate.reason}")
 
 
-def _show_sampled(console: Console, verdict: SampledVerdict) -> None:
+def _show_sampled(console: Console, verdict: verdicts.SampledVerdict) -> None:
     texts = f"{verdict.tokens} tokens in {verdict.texts} texts, {verdict.distinct} of them different"
-    beside = f"{'above' if verdict.passed else 'not above'} {verdict.threshold:.2g}"
-    _say(console, f"T={verdict.temperature:g}: {texts}; p-value {verdict.p_value:.2g}, {beside}")
+    comparison = f"{'above' if verdict.passed else 'not above'} {verdict.threshold:.2g}"
+    _say(console, f"T={verdict.temperature:g}: {texts}; p-value {verdict.p_value:.2g}, {comparison}")
     if verdict.reason:
         _say(console, f"  {verdict.reason}")
 
@@ -181,11 +169,11 @@ def _say(console: Console, line: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Certify a server: 0 lossless as far as tested, 3 not, 1 where a server fails."""
+    """Certify a server; return 0 if lossless as far as tested, 3 if not, 1 if a server failed."""
     config = parse_config(CertifyConfig, argv, prog="draftsmith certify")
     try:
         report = certify(config, Console())
     except ServerFailure as error:
-        print(f"error: {error}; what was answered is kept, and the same command goes on", file=sys.stderr)
+        print(f"error: {error}; the answers are kept, and the same command continues", file=sys.stderr)
         return 1
     return 0 if report["passed"] else 3

@@ -28,8 +28,8 @@ class CertifyConfig(Filters, PromptOptions):
     """Certify from outside that a server with speculative decoding writes what its target would."""
 
     server: str
-    """The server under test: the root of its URL, such as http://127.0.0.1:8000. It must speak OpenAI's API and
-    answer with token ids, as vLLM and SGLang do."""
+    """The server under test: the root of its URL, such as http://127.0.0.1:8000. It must speak OpenAI's API and answer
+    with token ids, as vLLM and SGLang do."""
     prompts: str
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
@@ -37,45 +37,45 @@ class CertifyConfig(Filters, PromptOptions):
     target: str | None = None
     """The target that the server should equal: a model directory or hub id, run here in `dtype`."""
     plain_server: str | None = None
-    """A server of the same target without a drafter. With `target` its texts are what T=0 is compared with; without,
-    it is the reference for sampled text too, at less power."""
+    """A server of the same target without a drafter. With `target`, T=0 is compared with its texts; without, it is the
+    reference for sampled text too, at less power."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
-    """The server's drafter, which sharpens the test of sampled text: most mistakes lean towards its drafts. Needs
+    """The server's drafter, which sharpens the test of sampled text: most faults lean towards its drafts. Needs
     `target`."""
     temperature: Floats = field(default_factory=lambda: [0.0, 1.0])
     """Temperatures to certify, several with commas; 0 compares texts token for token."""
     sampled_tokens: int = 20_000
-    """Tokens to sample at each temperature above 0, at most: the server is asked for as many texts of `max_new_tokens`.
-    The more, the smaller the departures that are found."""
+    """The most tokens to sample at each temperature above 0, in texts of `max_new_tokens`. More tokens find smaller
+    departures."""
     false_alarm: float = 1e-3
-    """A lossless server fails with at most this probability, whatever the number of temperatures and tests."""
+    """The probability that a lossless server fails, at most, over all temperatures and tests."""
     concurrency: int = 4
-    """Requests under way at once. Rows must meet in a batch for mistakes between them to show."""
+    """Requests at once. Rows must meet in a batch for faults between them to show."""
     repeat: bool = True
-    """At T=0, ask for each prompt's text again once all are there, in another order: rows meet others, and prefix
-    caches are warm. A text that is another then must part at a tie. It doubles the texts at T=0; `--repeat false` is
-    without."""
+    """At T=0, request each prompt's text again once all are there, in another order: rows meet others, and prefix
+    caches are warm. A text that differs then must part at a tie. It doubles the texts at T=0; `--repeat false` turns it
+    off."""
     mixed: bool = False
-    """Send all temperatures together, so that rows of several meet; else one temperature after another."""
+    """Send all temperatures together, so that rows of several meet; otherwise one after another."""
     seeded: bool = False
-    """Give every sampled request a seed of its own. Servers draw seeded rows one by one and the others together, so
-    these are two programs; without seeds is what most clients send."""
+    """Give every sampled request its own seed. Servers draw seeded rows one by one and the others together, in two
+    programs; most clients send no seeds."""
     server_model: str | None = None
-    """The name of the model on the server, where it lists several."""
+    """The model's name on the server, if it lists several."""
     server_key_env: str | None = None
-    """The environment variable that holds the server's API key."""
+    """The environment variable with the server's API key."""
     plain_server_model: str | None = None
-    """As `server_model`, of the plain server."""
+    """The model's name on the plain server, if it lists several."""
     plain_server_key_env: str | None = None
-    """As `server_key_env`, of the plain server."""
+    """The environment variable with the plain server's API key."""
     timeout: float = 600.0
-    """Seconds to wait for one answer."""
+    """The most seconds to wait for one answer."""
     max_new_tokens: int = field(default=32, kw_only=True)
-    """Tokens of a text at most. Many short texts test more first tokens and rows that join a batch; long ones test
-    what comes behind many rounds."""
+    """The most tokens of a text. Many short texts test more first tokens and rows that join a batch; long ones test
+    text after many rounds."""
     dtype: str = field(default="float32", kw_only=True)
-    """The arithmetic of `target` here, which should be the server's own: float32, bfloat16, float16 or float64. The
-    size of a tie follows it."""
+    """The arithmetic of `target` here, which should be the server's: float32, bfloat16, float16 or float64. The size of
+    a tie follows it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,12 +98,10 @@ class CertifyConfig(Filters, PromptOptions):
         require_some(self, "temperature", "temperature")
         require(self, finite(TEMPERATURES), "temperature")
         if self.min_p and self.top_p < 1:
-            raise InputError(
-                f"min_p: expected 0 beside top_p, which servers apply in another order, found {self.min_p}"
-            )
+            raise InputError(f"min_p: expected 0 with top_p, which servers apply in another order, found {self.min_p}")
         require(self, at_least(LEAST_TOKENS) & at_most(10**9), "sampled_tokens")
         require(self, between(0, 1), "false_alarm")
-        if self.target is None:  # the level of a test by shuffles costs as many of them
+        if self.target is None:  # a test by shuffles needs 1 / level shuffles
             require(self, at_least(1e-5), "false_alarm")
         require(self, CONCURRENCY, "concurrency")
         require(self, finite(more_than(0)), "timeout")
@@ -115,10 +113,10 @@ class CertifyConfig(Filters, PromptOptions):
 
     @property
     def level(self) -> float:
-        """Each temperature's p-value must exceed it: the false-alarm rate divided among the temperatures."""
+        """The p-value each temperature must exceed: the false-alarm rate divided among temperatures."""
         return self.false_alarm / max(len(self.sampled), 1)
 
     @property
     def texts(self) -> int:
-        """Texts to sample at a temperature."""
+        """Texts to sample at each temperature."""
         return -(-self.sampled_tokens // self.max_new_tokens)

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -12,19 +12,21 @@ from typing import Any
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import phase
-from draftsmith.scripts.certify.collect import SentPrompt, TextRequest, TextStore, ask, further
+from draftsmith.decode.validation import require_tokens
+from draftsmith.scripts.certify.collect import PATHS, SentPrompt, TextRequest, TextStore, extra_requests
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.serving.client import Client
+from draftsmith.scripts.serving.client import Client, StreamedCompletion
 from draftsmith.train.data.shards import settle_manifest
+from draftsmith.train.endpoint.http import ServerFailure
+from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 from draftsmith.train.files import remove
 from draftsmith.train.models import identity
 from draftsmith.train.provenance import git_sha
 
 SCHEMA = "draftsmith.certify/1"
 SERVERS = ("server", "plain_server")
-"""Fields that name a server."""
 ELSEWHERE = ("output", "target", "drafter", "prompts", "timeout", "threads", "trust_remote_code", "false_alarm")
-"""Settings that shape no text, or say where something lies that is compared itself."""
+"""Settings that do not shape the texts, or that name a place whose content is compared."""
 
 
 @dataclass
@@ -34,40 +36,33 @@ class Servers:
     config: CertifyConfig
     questions: Sequence[SentPrompt]
     ends: Sequence[int]
-    """Ids that end a text; none where they are not known here."""
+    """Ids that end a text; empty if not known here."""
     vocab_size: int | None
-    """Ids must be below it; None without the target."""
+    """Upper limit of ids; None without the target."""
     directory: Path
-    """Where texts are kept."""
     models: dict[str, str] = field(default_factory=dict)
-    """The model's name on each."""
     counters: dict[str, ServerCounts | None] = field(default_factory=dict)
     """Counts of this run's texts; None if the server shows no counters, or was not asked."""
 
     def begin(self) -> None:
-        """Ask each server for its model, and go on with the texts that an earlier run of the same settings left.
-
-        Raises:
-            InputError: a server that cannot be asked, or texts of other settings.
-            ServerFailure: one that does not answer.
-        """
+        """Ask each server for its model, and continue from the texts of an earlier run with the same settings."""
         self.models = asyncio.run(self._models())
         if not any(path.stat().st_size for path in self.directory.glob("*.jsonl")):
-            remove(self.directory)  # nothing is kept of a run that failed at once: it may be begun otherwise
+            remove(self.directory)  # a run that failed at once has no texts, and its settings may change
         settle_manifest(self.directory, self._manifest())
 
     def texts(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
-        """Ask a server for all texts that it has not written yet, stage after stage; for more where they end early."""
-        kept = self._asked(name, stages)
+        """Request all missing texts of a server, stage after stage, and more if texts end early."""
+        kept = self._request(name, stages)
         for temperature in sorted({request.temperature for stage in stages for request in stage}):
-            while more := further(self.config, len(self.questions), temperature, kept.of(temperature)):
+            while more := extra_requests(self.config, len(self.questions), temperature, kept.of(temperature)):
                 before = self.counters[name]
-                kept = self._asked(name, [more])
+                kept = self._request(name, [more])
                 after = self.counters[name]
                 self.counters[name] = None if before is None or after is None else before + after
         return kept
 
-    def _asked(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
+    def _request(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
         kept = self._store(name)
         if all((request.temperature, request.place) in kept.texts for stage in stages for request in stage):
             self.counters[name] = None
@@ -77,37 +72,93 @@ class Servers:
             async with self._client(name) as client:
                 before = await _counters(client)
                 most = self.config.max_new_tokens * sum(map(len, stages))
-                there = sum(len(tokens) for tokens, _ in kept.texts.values())
-                with phase(f"{name} writes", most, "tokens", there) as bar:
+                num_tokens = sum(len(tokens) for tokens, _ in kept.texts.values())
+                with phase(f"{name} writes", most, "tokens", num_tokens) as bar:
                     for stage in stages:
-                        await ask(
-                            self.config,
-                            client,
-                            self.models[name],
-                            self.questions,
-                            stage,
-                            self.ends,
-                            self.vocab_size,
-                            kept,
-                            bar.advance,
-                        )
+                        await self.ask(client, stage, kept, bar.advance)
                 after = await _counters(client)
                 self.counters[name] = None if before is None or after is None else after - before
 
         asyncio.run(work())
         return kept
 
+    async def ask(
+        self, client: Client, requests: Sequence[TextRequest], kept: TextStore, finished: Callable[[int], None]
+    ) -> None:
+        """Request the texts that are not in `kept` yet, in order, `concurrency` at once, and store each as it comes.
+
+        `finished` receives each text's number of tokens. An InputError (a refused request, an answer without ids) or a
+        ServerFailure cancels all other requests.
+        """
+        window = asyncio.Semaphore(self.config.concurrency)
+
+        async def answer_to(request: TextRequest) -> None:
+            question = self.questions[request.prompt]
+            try:
+                answer = await client.complete(self._body(client.name, question, request), PATHS[question.kind])
+                tokens = self._tokens(client, question, answer)
+                if self.vocab_size is not None:
+                    require_tokens(tokens, self.vocab_size, f"{client.name}: {client.url}")
+                kept.add(request, tokens, answer.finish_reason or "")
+                finished(len(tokens))
+            finally:
+                window.release()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request in requests:
+                    if (request.temperature, request.place) not in kept.texts:
+                        await window.acquire()
+                        group.create_task(answer_to(request))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    def _body(self, server: str, question: SentPrompt, request: TextRequest) -> dict[str, Any]:
+        config = self.config
+        body = {"model": self.models[server], "max_tokens": config.max_new_tokens, "skip_special_tokens": False}
+        body |= sampling_fields(config, request.temperature)
+        if self.ends:
+            body["stop_token_ids"] = list(self.ends)
+        if config.seeded and request.temperature > 0:
+            # With the same seeds two servers would draw the same texts, which are no independent samples.
+            body["seed"] = request_seed(config.seed, server, f"{request.temperature:g}", request.place)
+        if question.ids is not None:
+            return body | {"prompt": question.ids}
+        return body | question.prompt.request(config.system_prompt, config.chat_template_kwargs)
+
+    def _tokens(self, client: Client, question: SentPrompt, answer: StreamedCompletion) -> list[int]:
+        """Return a text's tokens, if the answer can be judged."""
+        where = f"{client.name}: expected"
+        if answer.token_ids is None:
+            raise InputError(
+                f"{where} token ids (return_token_ids, as vLLM and SGLang have it) from {client.url}, as many as its "
+                "usage counts, found none or fewer"
+            )
+        if question.ids is not None and answer.prompt_ids not in (None, question.ids):
+            raise InputError(
+                f"{where} a text after the prompt's {len(question.ids)} tokens as sent, found that the server changed "
+                "them"
+            )
+        if answer.finish_reason not in ("stop", "length"):
+            raise ServerFailure(f"{where} a text that ends with stop or length, found {answer.finish_reason!r}")
+        if answer.finish_reason == "length" and len(answer.token_ids) < self.config.max_new_tokens:
+            raise InputError(
+                f"{where} room for {self.config.max_new_tokens} tokens after each prompt, found that prompt "
+                f"{question.prompt.id!r} ends after {len(answer.token_ids)}"
+            )
+        return answer.token_ids
+
     def kept(self) -> str | None:
-        """Say what is kept of a run that is interrupted."""
-        there = {name: len(self._store(name).texts) for name in SERVERS}
-        texts = " and ".join(f"{count} texts of {name}" for name, count in there.items() if count)
+        """Return what an interrupted run has kept, in words."""
+        num_texts = {name: len(self._store(name).texts) for name in SERVERS}
+        texts = " and ".join(f"{count} texts of {name}" for name, count in num_texts.items() if count)
         return f"{texts} are kept in {self.directory}" if texts else None
 
     def _store(self, name: str) -> TextStore:
         return TextStore(self.directory / f"{name}.jsonl", self.config.max_new_tokens, self.vocab_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is known of them, as plain JSON types."""
+        """Return the servers' URLs, models and counters, as plain JSON types."""
         return {
             name: {
                 "url": getattr(self.config, name),
@@ -130,7 +181,6 @@ class Servers:
         return Client(getattr(config, name), name, getattr(config, f"{name}_key_env"), config.timeout)
 
     def _manifest(self) -> dict[str, Any]:
-        """Say what shapes the texts, for a run that goes on."""
         config = self.config
         settings = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
         sent = [[question.ids, question.prompt.record()] for question in self.questions]
@@ -144,14 +194,14 @@ class Servers:
 
 
 def target_identity(config: CertifyConfig) -> dict[str, Any] | None:
-    """Return where the target lies, and what tells it from another; None without one."""
+    """Return the target's path and what tells it from another; None without a target."""
     if config.target is None:
         return None
     return {"path": config.target} | identity(config.target, trust_remote_code=config.trust_remote_code)
 
 
 async def _counters(client: Client) -> ServerCounts | None:
-    """Return vLLM's counters; None of a server that shows none."""
+    """Return vLLM's counters; None if the server shows none."""
     try:
         return await client.counters()
     except InputError:

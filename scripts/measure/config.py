@@ -23,51 +23,52 @@ class MeasureConfig(GatedSettings, Filters, PromptedTarget):
     output: str
     """The directory that receives `report.json`, `report.html`, `summary.md` and `costs.json`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
-    """A drafter to measure, `[NAME=]DIR_OR_KIND`, or several: a directory or hub id, whose kind its config.json says,
-    or a kind that needs none, such as prompt_lookup. `KIND:DIR` measures a directory as
-    another kind: `draft:DIR` drafts one token at a time with any draft model."""
+    """A drafter to measure, `[NAME=]DIR_OR_KIND`, or several: a directory or hub id, whose config.json says its kind,
+    or a kind that needs none, such as prompt_lookup. `KIND:DIR` measures a directory as another kind: `draft:DIR`
+    drafts one token at a time with any draft model."""
     prompt_lookup_min: int = 1
-    """The shortest n-gram that it looks for, in tokens, as in vLLM: a longer one drafts less often, and fails less."""
+    """The shortest n-gram that prompt lookup searches for, in tokens, as in vLLM: longer ones draft less often, but
+    better."""
     prompt_lookup_max: int = 3
-    """The longest."""
+    """The longest n-gram."""
     baseline_draft: str | None = None
-    """A stock draft to beat: measured beside the others, and compared prompt by prompt."""
+    """A stock draft to beat: measured like the others, and compared prompt by prompt."""
     draft_length: Ints = field(default_factory=lambda: [4])
     """γ, drafted tokens per round; several with commas. A drafter with a tree drafts the tree. Replay adds 1 to 16."""
     draft_length_of: dict[str, Ints] = field(default_factory=dict)
-    """γ of single drafters, by their names, in place of `draft_length`."""
+    """γ of single drafters by name, in place of `draft_length`."""
     temperature: Floats = field(default_factory=lambda: [0.0])
     """Sampling temperatures, several with commas; 0 is greedy."""
     batch_size: Ints = field(default_factory=lambda: [1])
-    """Prompts that are decoded together, several numbers with commas."""
+    """Prompts decoded together, several numbers with commas."""
     replay_limit: int | None = None
-    """Prompts to replay acceptance on, from the first: on top of those decoded (`limit`), the target completes further
-    ones in batches. Acceptance needs more prompts than speed does, and so gets them at a fraction of the time."""
+    """Prompts to replay acceptance on, from the first: in addition to those decoded (`limit`), the target completes
+    more in batches. Acceptance needs more prompts than speed does, and gets them at a fraction of the time."""
     repeats: int = 1
-    """Times that each method decodes each prompt; the median time counts."""
+    """Times each method decodes each prompt; the median time counts."""
     min_speedup: float | None = None
-    """A gate: what the speed-up over plain decoding must exceed, by its interval's lower end."""
+    """A gate: the lower end of the interval of the speed-up over plain decoding must exceed this."""
     min_gain: float | None = None
-    """A gate: what τ must gain over the stock draft, by its interval's lower end."""
+    """A gate: the lower end of the interval of τ's gain over the stock draft must exceed this."""
     confidence: float = 0.95
-    """Level at which the intervals of all settings hold together."""
+    """The level at which the intervals of all settings hold together."""
     measure_costs: bool = True
-    """Measure what forwards and drafting cost, which the planner needs."""
+    """Measure the costs of forwards and drafting, which the planner needs."""
     costs: str | None = None
-    """Costs that an earlier run left here as costs.json, in place of measuring them."""
+    """The costs.json of an earlier run on this machine, used instead of measuring."""
     context: Ints = field(default_factory=list)
-    """Tokens of text that costs are measured behind, several with commas; the texts' mean length if none are given."""
+    """Text lengths in tokens at which costs are measured, several with commas; by default the texts' mean length."""
     dtype: str = field(default="auto", kw_only=True)
-    """Weights and arithmetic: float32, bfloat16, float16 or float64, of all models; auto: on a CPU as the target is
-    stored or float32, whichever a short timing finds faster, and each draft model likewise; on a GPU as it is stored.
-    T=0 texts are identical for certain in float32 and float64 only."""
+    """Weights and arithmetic of all models: float32, bfloat16, float16, float64, or auto. On a CPU, auto means as the
+    target is stored or float32, the faster in a short timing, and likewise for each draft model; on a GPU, as stored.
+    T=0 texts are certain to be identical in float32 and float64 only."""
     compiled: bool | None = None
-    """Run all models, plain decoding too, compiled; null: where a short timing finds it faster."""
+    """Compile all models, plain decoding included; null: if a short timing finds it faster."""
     threads: int | None = field(default=None, kw_only=True)
-    """CPU threads; null: as many as a short timing finds fastest."""
+    """CPU threads; null: the number that a short timing finds fastest."""
     lossless_tokens: int | None = None
-    """Under sampling, the distribution of each run's text is tested on this many tokens, at least 2000. Null: 2000, for
-    what would be recommended, in each setting and in all. 0: no test, and therefore no GO above T=0."""
+    """Tokens, at least 2000, on which the distribution of each sampled run's text is tested. Null: 2000, for the
+    recommended run in each setting and in all. 0: no test, and therefore no GO above T=0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,9 +78,9 @@ class MeasureConfig(GatedSettings, Filters, PromptedTarget):
             setattr(self, name, numbers(getattr(self, name), kind, name))
         for name in ("draft_length", "temperature", "batch_size"):
             require_some(self, name, "number")
-        of = {name: numbers(value, int, f"draft_length_of: {name}") for name, value in self.draft_length_of.items()}
-        self.draft_length_of = of
-        for name, lengths in of.items():
+        by_name = self.draft_length_of
+        self.draft_length_of = {n: numbers(value, int, f"draft_length_of: {n}") for n, value in by_name.items()}
+        for name, lengths in self.draft_length_of.items():
             if not lengths:
                 raise InputError(f"draft_length_of: {name}: expected at least one number, found none")
             DRAFT_LENGTH.check(f"draft_length_of: {name}", lengths)
@@ -100,11 +101,11 @@ class MeasureConfig(GatedSettings, Filters, PromptedTarget):
 
     @property
     def draft_lengths(self) -> list[int]:
-        """γ of any drafter."""
+        """The γ of all drafters."""
         return sorted({*self.draft_length, *chain.from_iterable(self.draft_length_of.values())})
 
     def options(self, temperature: float) -> dict[str, Any]:
-        """Return how texts are written at a temperature, as `generate` takes it."""
+        """Return the keyword arguments of `generate` at a temperature."""
         return {
             "max_new_tokens": self.max_new_tokens,
             "compiled": bool(self.compiled),
@@ -113,12 +114,12 @@ class MeasureConfig(GatedSettings, Filters, PromptedTarget):
 
 
 def measure_config(arguments: Sequence[str]) -> type[Any]:
-    """Return the config class of a measurement: of a server where one is named, by a flag or in a file.
+    """Return the config class: a server's where `--server`, or a config file's `server` field, names one.
 
     A file that cannot be read is left to the parser.
     """
     words = [part for argument in arguments for part in argument.split("=", 1)]
-    named = "--server" in words
+    names_server = "--server" in words
     for flag, file in pairwise([*words, ""]):
-        named |= flag == "--config" and "server" in fields_of(file)
-    return MeasureServerConfig if named else MeasureConfig
+        names_server |= flag == "--config" and "server" in fields_of(file)
+    return MeasureServerConfig if names_server else MeasureConfig

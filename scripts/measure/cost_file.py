@@ -1,4 +1,4 @@
-"""Costs in a file: measured once on a machine, and used again there."""
+"""Costs in a file: measured once on a machine, and reused there."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,11 @@ from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.costs/1"
 SAME = ("device", "dtype", "threads")
-"""Costs are used again where these are as they were."""
+"""The fields of the environment that must be equal for costs to be reused."""
 
 
 def costed(pair: Pair) -> dict[str, Proposer]:
-    """Return all whose costs are measured, by their names in a table: drafters, and those of each that take turns."""
+    """Return the proposers whose costs are measured, by their names in a table: drafters and members of drafters."""
     members = {
         member_name(drafter, source): proposer
         for drafter in pair.drafters
@@ -31,16 +31,16 @@ def costed(pair: Pair) -> dict[str, Proposer]:
 
 
 def measured_costs(measured: Measured) -> list[CostTable]:
-    """Measure what rounds of the drafters cost behind the texts, and keep it in costs.json."""
+    """Measure the drafters' round costs at the texts' lengths, and write them to costs.json."""
     config, pair = measured.config, measured.pair
     temperature, texts = next(iter(measured.texts.items()))
     prompt = max(1, round(sum(measured.prompt_lengths) / len(texts)))
     mean = max(2, round(prompt + sum(map(len, texts)) / len(texts) / 2))
     samplers = {t: measured.sampler(t) for t in config.temperature}
     longest, drafters, most = max(config.draft_lengths), pair.drafters, max(config.batch_size)
-    # 2 and 4 with a greater batch, for rows that end leave smaller ones.
+    # Rows that end leave smaller batches, so the sizes between are measured too.
     sizes = {1, *config.batch_size, *(b for b in (2, 4, 8, 16, 32) if b < most)}
-    # All lengths, whatever was decoded: replay asks for t(γ + 1) of every γ up to 16.
+    # All block lengths: replay asks for t(γ + 1) of every γ up to 16, not only of those decoded.
     blocks = {*BLOCKS, 1 + longest}
     lengths = {d.name: longest if d.nodes is None else d.draft_lengths[0] for d in drafters}
     for drafter in drafters:
@@ -48,37 +48,25 @@ def measured_costs(measured: Measured) -> list[CostTable]:
         lengths |= {member_name(drafter, source): deepest for source in drafter.members}
         blocks |= {1 + member.nodes(deepest) for member in drafter.members.values()}
         blocks |= set() if drafter.nodes is None else {1 + drafter.nodes}
-    tables = []
+    text, compiled, tables = torch.cat(measured.sequences(temperature)), bool(config.compiled), list[CostTable]()
+    models = pair.target, costed(pair), lengths, text, samplers, sorted(sizes)
     for context in config.context or [mean]:
-        tables += measure_costs(
-            pair.target,
-            costed(pair),
-            lengths,
-            torch.cat(measured.sequences(temperature)),
-            samplers,
-            sorted(sizes),
-            context,
-            prompt,
-            sorted(blocks),
-            compiled=bool(config.compiled),
-        )
-    write_json(
-        Path(config.output) / "costs.json",
-        {
-            "schema": SCHEMA,
-            "environment": environment(pair.target.device, pair.dtype),
-            "compiled": bool(config.compiled),
-            "target": config.target,
-            "drafters": {drafter.name: drafter.to_dict() for drafter in drafters},
-            "tables": tables,
-        },
-    )
+        tables += measure_costs(*models, context, prompt, sorted(blocks), compiled=compiled)
+    content = {
+        "schema": SCHEMA,
+        "environment": environment(pair.target.device, pair.dtype),
+        "compiled": compiled,
+        "target": config.target,
+        "drafters": {drafter.name: drafter.to_dict() for drafter in drafters},
+        "tables": tables,
+    }
+    write_json(Path(config.output) / "costs.json", content)
     return tables
 
 
 @dataclass(frozen=True)
 class CostFile:
-    """A file that `measured_costs` wrote."""
+    """The content of costs.json."""
 
     schema: Literal["draftsmith.costs/1"]
     environment: dict[str, Any]
@@ -89,27 +77,23 @@ class CostFile:
 
 
 def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]:
-    """Read costs that were measured here before.
+    """Read costs that were measured here before; drafters of the same size cost the same, so paths are not compared.
 
-    Raises:
-        InputError: no such file, or costs of another target, drafter, temperature, device, dtype or number of threads,
-            or of smaller batches alone. Drafters of one size cost the same, wherever they lie.
+    Raise InputError without a file, or for costs of another target, drafter, temperature, dtype or machine, or of
+    smaller batches.
     """
     try:
         content = read(CostFile, path, "costs")
     except FileNotFoundError as error:
         raise InputError(f"costs: expected a file that `measure` wrote at {path}, found none") from error
     here: dict[str, Any] = environment(pair.target.device, pair.dtype)
-    pairs: list[tuple[str, Any, Any]] = [
-        ("target", config.target, content.target),
-        ("compiled", bool(config.compiled), content.compiled),
-    ]
+    pairs: list[tuple[str, Any, Any]] = [("target", config.target, content.target)]
+    pairs += [("compiled", bool(config.compiled), content.compiled)]
     pairs += [(name, here[name], content.environment.get(name)) for name in SAME]
-    measured = content.drafters
     for drafter in pair.drafters:
-        of_file = measured.get(drafter.name)
+        of_file = content.drafters.get(drafter.name)
         if of_file is None:
-            others = ", ".join(measured) or "none"
+            others = ", ".join(content.drafters) or "none"
             raise InputError(f"costs: expected those of {drafter.name} in {path}, found {others}: measure again")
         pairs += [
             (f"{drafter.name}'s {key}", v, of_file.get(key)) for key, v in drafter.to_dict().items() if key != "path"

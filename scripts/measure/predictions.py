@@ -1,8 +1,8 @@
-"""The planner's predictions, costs times acceptance for every draft length and batch size, beside what was timed.
+"""The planner's predictions, costs times acceptance at every γ and batch size, and γ by a server's load.
 
-And the draft length for a server's load. Goodput is tokens of all texts a second. A draft length that pays for one text
-at a time may cost goodput with many, for then the target's forward over more tokens takes longer: so servers take γ by
-batch size, and draft nothing (γ = 0) where plain decoding is faster.
+Goodput is tokens of all texts a second. A γ that pays for one text at a time may cost goodput with many, because the
+target's forward over more tokens takes longer: so servers take γ by batch size, and draft nothing (γ = 0) where plain
+decoding is faster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,8 @@ from draftsmith.train.kinds.draft_lengths import SCHEMA, chosen_lengths, entry, 
 from draftsmith.train.kinds.drafter import Drafter
 
 WORTH_SAYING = 1.02
-"""A draft length that was not decoded is spoken of where it promises this many times the speed."""
+"""The advice names a γ that was not decoded if it promises this many times the speed."""
 SIZES = 24
-"""Batch sizes at which draft lengths are compared, at most."""
 
 
 def predicted_speedup(
@@ -40,8 +39,8 @@ def predicted_speedup(
 ) -> Estimate | None:
     """Return the speed-up that costs and acceptance predict for these batches and their ragged ends.
 
-    Rounds are the replayed ones, or those that were decoded where replay does not apply. `with_prompt` includes the
-    forwards over the prompts, as a measured speed-up does.
+    Rounds are replayed ones, or decoded ones where replay does not apply. `with_prompt` includes the forwards over the
+    prompts, as a measured speed-up does.
     """
     table, replay = measured.costs(temperature), measured.replays.get((temperature, drafter.name, PROBABILISTIC))
     if table is None:
@@ -63,9 +62,9 @@ def predicted_speedup(
 def _replayed_seconds(
     table: CostTable, drafter: Drafter, replay: Replay, places: Sequence[int], draft_length: int, prompt: int
 ) -> float:
-    """Return how long the replayed rounds of texts that are decoded together take.
+    """Return the seconds that the replayed rounds of texts decoded together take.
 
-    Where drafters take turns, each round has the price of the one whose it is.
+    Where drafters take turns, each round costs what the drafter of that round costs.
     """
     texts = [replay.texts[place] for place in places]
     if drafter.members:
@@ -83,33 +82,22 @@ def _members(drafter: Drafter) -> list[str]:
 def _with_prompts(
     measured: Measured, table: CostTable, drafter: Drafter, replay: Replay, lengths: Sequence[int], rows: int
 ) -> dict[int, Estimate]:
-    """Return the speed-up by draft length of the replayed texts with their prompts, `rows` of them at a time."""
+    """Return the speed-up by draft length of the replayed texts and their prompts, `rows` texts at a time."""
     count, prompts = len(replay.texts), measured.prompt_lengths
     batches = [range(first, first + rows) for first in range(0, count - rows + 1, rows)] or [range(count)]
-    longest = [max(prompts[place] for place in batch) for batch in batches]
+    longest = [(batch, max(prompts[place] for place in batch)) for batch in batches]
     emitted = replay.tokens_and_rounds(lengths[0])[0]
-    plain = [
-        table.plain_seconds([emitted[place] for place in batch], prompt)
-        for batch, prompt in zip(batches, longest, strict=True)
-    ]
-    return ratios(
-        {
-            k: (
-                plain,
-                [
-                    _replayed_seconds(table, drafter, replay, batch, k, prompt)
-                    for batch, prompt in zip(batches, longest, strict=True)
-                ],
-            )
-            for k in lengths
-        }
-    )
+    plain = [table.plain_seconds([emitted[place] for place in batch], prompt) for batch, prompt in longest]
+    drafting = {
+        k: [_replayed_seconds(table, drafter, replay, batch, k, prompt) for batch, prompt in longest] for k in lengths
+    }
+    return ratios({k: (plain, seconds) for k, seconds in drafting.items()})
 
 
 def nodes_of(drafter: Drafter, replay: Replay | None, draft_length: int, rows: int) -> float | None:
-    """Return the tokens that a round verifies beside the last one, where they are not γ.
+    """Return the drafted tokens that a round verifies, if they are not γ.
 
-    Prompt lookup drafts as much as it finds, and rows that are verified together all take as much room as the one that
+    Prompt lookup drafts as much as it finds, and rows that are verified together all take the room of the one that
     found most: the expectation of that, E[max] = Σ_i 1 − P(fewer than i)^B.
     """
     if not drafter.family.drafts_less or replay is None:
@@ -121,9 +109,9 @@ def nodes_of(drafter: Drafter, replay: Replay | None, draft_length: int, rows: i
 
 
 def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifier, replay: Replay) -> Curve:
-    """Return what replay says of a drafter at every draft length."""
+    """Return the replay's figures of a drafter at every draft length."""
     drafter = measured.drafter(name)
-    # A tree has one draft length; one that is cut was never searched.
+    # A tree has one draft length: no tree was searched for others.
     lengths = list(drafter.draft_lengths) if drafter.has_one_length else replay.draft_lengths
     lengths = [k for k in lengths if drafter.proposer.longest is None or k <= drafter.proposer.longest]
     costs: dict[int, dict[int, tuple[RoundCosts, float | None]]] = {}
@@ -150,8 +138,9 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
         acceptance_per_position=replay.acceptance_per_position[lengths[-1]],
         conditional_acceptance=replay.conditional_acceptance[lengths[-1]],
         by_category={
-            category: _category(Replay([replay.texts[i] for i in places]), lengths)
+            category: CurveCategory(len(part.texts), part.alpha, {k: part.mean_acceptance_length[k] for k in lengths})
             for category, places in measured.categories().items()
+            for part in [Replay([replay.texts[i] for i in places])]
         },
         predicted_speedup=predicted,
         predicted_speedup_with_prompt=with_prompts,
@@ -165,26 +154,17 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
 def _taking_turns(
     table: CostTable, drafter: Drafter, replay: Replay, draft_lengths: Sequence[int], rows: int
 ) -> dict[int, Estimate]:
-    """Return the speed-up by draft length where drafters take turns, of `rows` such texts at a time, prompts aside."""
+    """Return the speed-up by γ of `rows` texts at a time where drafters take turns, without prompts."""
     costs = [table.at(name, rows) for name in _members(drafter)]
-    plain = costs[0].target[1] + costs[0].plain_overhead
-    return ratios(
-        {
-            k: (
-                [plain * tokens for tokens in replay.tokens_and_rounds(k)[0]],
-                text_seconds(costs, [text.sizes[k] for text in replay.texts], drafter.lengths(k), rows),
-            )
-            for k in draft_lengths
-        }
-    )
-
-
-def _category(replay: Replay, lengths: Sequence[int]) -> CurveCategory:
-    return CurveCategory(len(replay.texts), replay.alpha, {k: replay.mean_acceptance_length[k] for k in lengths})
+    plain, columns = costs[0].target[1] + costs[0].plain_overhead, {}
+    for k in draft_lengths:
+        seconds = text_seconds(costs, [text.sizes[k] for text in replay.texts], drafter.lengths(k), rows)
+        columns[k] = [plain * tokens for tokens in replay.tokens_and_rounds(k)[0]], seconds
+    return ratios(columns)
 
 
 def advice(curves: Sequence[Curve], runs: Sequence[Run]) -> str | None:
-    """Return what the planner says of draft lengths that were not decoded, where one is faster, prompts included."""
+    """Return a sentence on a γ that was not decoded but is predicted to be faster, prompts included."""
     decoded = {(run.proposer.name, run.draft_length) for run in runs}
     worst: dict[tuple[str, int], float] = {}
     for curve in curves:
@@ -194,70 +174,52 @@ def advice(curves: Sequence[Curve], runs: Sequence[Run]) -> str | None:
                     key = curve.proposer.name, k
                     worst[key] = min(worst.get(key, float("inf")), estimate.value or 0.0)
     best = max(worst, key=lambda key: worst[key], default=None)
-    known = max((worst[key] for key in decoded if key in worst), default=0.0)
-    if best is None or best in decoded or worst[best] <= max(known, 1.0) * WORTH_SAYING:
+    decoded_best = max((worst[key] for key in decoded if key in worst), default=0.0)
+    if best is None or best in decoded or worst[best] <= max(decoded_best, 1.0) * WORTH_SAYING:
         return None
     return f"By prediction, {best[0]} with γ = {best[1]}, which was not decoded, is {worst[best]:.2f} times as fast."
 
 
 def costs_entry(measured: Measured) -> CostsEntry | None:
-    """Return what the report says of costs: those at the first temperature, and all tables as they were measured."""
+    """Return the report's costs: those at the first temperature, and all tables as measured."""
     temperature, _ = measured.settings[0]
     table = measured.costs(temperature)
     if table is None:
         return None
-    # A file's drafters may be more.
+    # A cost file may have more drafters.
     drafters = [(drafter, table.drafters[drafter.name]) for drafter in measured.pair.drafters]
     return CostsEntry(
         context=table.context,
         target_seconds=table.target_seconds,
         draft_seconds={
-            drafter.name: {
-                b: {k: cost.start + k * cost.step for k in _lengths_of(drafter)} for b, cost in costs.items()
-            }
+            drafter.name: {b: {k: c.start + k * c.step for k in lengths} for b, c in costs.items()}
             for drafter, costs in drafters
+            for lengths in [drafter.draft_lengths if drafter.has_one_length else sorted({1, *drafter.draft_lengths})]
         },
-        draft_seconds_per_token={
-            drafter.name: {b: cost.step for b, cost in costs.items()} for drafter, costs in drafters
-        },
-        overhead_seconds={drafter.name: {b: cost.overhead for b, cost in costs.items()} for drafter, costs in drafters},
+        draft_seconds_per_token={d.name: {b: cost.step for b, cost in costs.items()} for d, costs in drafters},
+        overhead_seconds={d.name: {b: cost.overhead for b, cost in costs.items()} for d, costs in drafters},
         plain_overhead_seconds=table.plain_overhead_seconds,
         prefill_seconds=table.prefill_seconds,
         tables=measured.tables,
     )
 
 
-def _lengths_of(drafter: Drafter) -> list[int]:
-    return list(drafter.draft_lengths) if drafter.has_one_length else sorted({1, *drafter.draft_lengths})
-
-
 def planner_check(runs: Sequence[Run]) -> PlannerCheck | None:
-    """Return how far predicted speed-ups are from measured ones; None where none was predicted."""
-    points = [
-        Prediction(
-            run.proposer.name,
-            run.draft_length,
-            run.batch_size,
-            run.temperature,
-            predicted=run.predicted_speedup.value,
-            measured=run.speedup.value,
-        )
-        for run in runs
-        if run.predicted_speedup is not None
-        and run.predicted_speedup.value is not None
-        and run.speedup.value is not None
-    ]
+    """Return how far predicted speed-ups are from measured ones; None without predictions."""
+    points = []
+    for run in runs:
+        predicted = None if run.predicted_speedup is None else run.predicted_speedup.value
+        if predicted is not None and run.speedup.value is not None:
+            setting = run.proposer.name, run.draft_length, run.batch_size, run.temperature
+            points.append(Prediction(*setting, predicted=predicted, measured=run.speedup.value))
     if not points:
         return None
     return PlannerCheck(median(abs(point.predicted / point.measured - 1) for point in points), points)
 
 
 def by_load(measured: Measured) -> list[ByLoad]:
-    """Return for each drafter which draft length pays at which batch size; nothing where costs are unknown.
-
-    Nor of what drafts trees, where servers draft chains.
-    """
-    found = []
+    """Return the γ that pays at each batch size, for each drafter of chains whose costs and replays are known."""
+    loads = []
     for drafter in measured.pair.drafters:
         if drafter.has_one_length or getattr(drafter.proposer, "tree", None) is not None:
             continue
@@ -268,40 +230,36 @@ def by_load(measured: Measured) -> list[ByLoad]:
             if table is not None and replay is not None:
                 replays[temperature] = table, replay
         if len(replays) == len(measured.config.temperature) and (load := _of_drafter(drafter, replays)) is not None:
-            found.append(load)
-    return found
+            loads.append(load)
+    return loads
 
 
 def _of_drafter(drafter: Drafter, replays: Mapping[float, tuple[CostTable, Replay]]) -> ByLoad | None:
-    """Return its draft lengths; None of a block drafter whose whole blocks were not replayed."""
+    """Return a drafter's γ by load; None for a block drafter whose whole blocks were not replayed."""
     (table, replay), *_ = replays.values()
-    longest, whole = drafter.proposer.longest, drafter.family.whole_blocks
-    lengths = [k for k in replay.draft_lengths if longest is None or k == longest or (k < longest and not whole)]
+    longest, whole_blocks = drafter.proposer.longest, drafter.family.whole_blocks
+    lengths = [k for k in replay.draft_lengths if longest is None or k == longest or (k < longest and not whole_blocks)]
     if not lengths:
         return None
     most, goodput = max(table.target_seconds), dict[int, dict[int, float]]()
     for rows in sizes_up_to(most):
-        # Seconds for a token of each law; a server that serves them alike has their mean.
-        plain = {t: its.at(drafter.name, rows) for t, (its, _) in replays.items()}
-        seconds = {0: fmean(costs.target[1] + costs.plain_overhead for costs in plain.values())}
+        # Seconds per token, a mean over the temperatures: a server is taken to serve them equally often.
+        plain = [costs.at(drafter.name, rows) for costs, _ in replays.values()]
+        seconds = {0: fmean(costs.target[1] + costs.plain_overhead for costs in plain)}
         for k in lengths:
-            seconds[k] = fmean(_token_seconds(drafter, its, of, k, rows) for its, of in replays.values())
-        goodput[rows] = {k: rows / each for k, each in seconds.items()}
-    chosen = chosen_lengths(goodput)
-    return ByLoad(
-        proposer=drafter.name,
-        temperatures=list(replays),
-        ranges=[LoadRange(*each) for each in ranges(chosen, most)],
-        goodput={
-            rows: Goodput(plain=of[0], drafting=of[chosen[rows] or max(lengths, key=lambda k: of[k])])
-            for rows, of in goodput.items()
-        },
-    )
+            seconds[k] = fmean(_token_seconds(drafter, *pair, k, rows) for pair in replays.values())
+        goodput[rows] = {k: rows / token_seconds for k, token_seconds in seconds.items()}
+    chosen, goodputs = chosen_lengths(goodput), {}
+    for rows, by_length in goodput.items():
+        drafting = by_length[chosen[rows]] if chosen[rows] else max(by_length[k] for k in lengths)
+        goodputs[rows] = Goodput(plain=by_length[0], drafting=drafting)
+    load_ranges = [LoadRange(*load_range) for load_range in ranges(chosen, most)]
+    return ByLoad(drafter.name, list(replays), load_ranges, goodputs)
 
 
 def _token_seconds(drafter: Drafter, table: CostTable, replay: Replay, draft_length: int, rows: int) -> float:
-    """Return the seconds for a token of a text, its prompt left aside, where `rows` are decoded together."""
-    tokens, rounds = (sum(each) for each in replay.tokens_and_rounds(draft_length))
+    """Return the seconds per token of a text without its prompt, `rows` texts at a time."""
+    tokens, rounds = (sum(column) for column in replay.tokens_and_rounds(draft_length))
     if drafter.members:
         costs = [table.at(name, rows) for name in _members(drafter)]
         sizes = [text.sizes[draft_length] for text in replay.texts]
@@ -316,14 +274,9 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def draft_lengths(measured: Measured, loads: Sequence[ByLoad]) -> dict[str, Any]:
-    """Return what draft_lengths.json holds: by drafter the fields of vLLM's speculative config."""
-    paths = {drafter.name: drafter.path for drafter in measured.pair.drafters}
-    entries = {
-        load.proposer: entry(
-            paths[load.proposer],
-            load.temperatures,
-            [(each.first, each.last, each.draft_length) for each in load.ranges],
-        )
-        for load in loads
-    }
+    """Return the content of draft_lengths.json: by drafter the fields of vLLM's speculative config."""
+    paths, entries = {drafter.name: drafter.path for drafter in measured.pair.drafters}, {}
+    for load in loads:
+        rows = [(load_range.first, load_range.last, load_range.draft_length) for load_range in load.ranges]
+        entries[load.proposer] = entry(paths[load.proposer], load.temperatures, rows)
     return {"schema": SCHEMA, "target": measured.config.target, "drafters": entries}

@@ -1,4 +1,4 @@
-"""Replay of all drafters on the target's texts, and pictures of the trees that are drafted."""
+"""Replay of all drafters on the target's texts, and pictures of the drafted trees."""
 
 from collections.abc import Sequence
 
@@ -18,33 +18,20 @@ from draftsmith.train.kinds.drafter import Pair
 def replay_all(
     measured: Measured, temperature: float, draft_lengths: Sequence[int]
 ) -> tuple[dict[tuple[str, Verifier], Replay], dict[str, Replay]]:
-    """Replay the drafters on what the target wrote, under sampling draft models with both verifiers.
+    """Replay the drafters on the target's texts; under sampling draft models with both verifiers.
 
-    Args:
-        measured: the models, and the texts.
-        temperature: of the texts.
-        draft_lengths: γ.
-
-    Returns:
-        The replays by drafter and verifier; and by drafter those of the first token, of trees that replay refuses.
+    Return the replays by drafter and verifier, and by drafter the first token's replay of trees that cannot be
+    replayed.
     """
     pair, sampler = measured.pair, measured.sampler(temperature)
     proposers: dict[tuple[str, Verifier | None], Proposer] = dict(replayed_proposers(pair, sampler).items())
     for drafter in pair.drafters:
         if isinstance(drafter.proposer, TreeProposer) and (drafter.name, PROBABILISTIC) not in proposers:
             proposers[drafter.name, None] = drafter.proposer.with_tree(Tree.chain(1))
-    texts, most = measured.sequences(temperature), measured.config.max_new_tokens
-    taking_turns = {drafter.name for drafter in pair.drafters if drafter.members}
-    replays = replay_drafters(
-        pair.target,
-        proposers,
-        texts,
-        measured.prompt_lengths,
-        draft_lengths,
-        sampler,
-        most,
-        with_sizes={key for key in proposers if key[0] in taking_turns},
-    )
+    texts = measured.sequences(temperature), measured.prompt_lengths
+    with_sizes = {key for key in proposers if measured.drafter(key[0]).members}
+    most = measured.config.max_new_tokens
+    replays = replay_drafters(pair.target, proposers, *texts, draft_lengths, sampler, most, with_sizes=with_sizes)
     return (
         {(name, verifier): replay for (name, verifier), replay in replays.items() if verifier is not None},
         {name: replay for (name, verifier), replay in replays.items() if verifier is None},
@@ -52,7 +39,7 @@ def replay_all(
 
 
 def replayed_proposers(pair: Pair, sampler: Sampler) -> dict[tuple[str, Verifier], Proposer]:
-    """Return what replay applies to, by drafter and verifier: under sampling draft models with both."""
+    """Return the proposers that can be replayed by drafter and verifier: sampled draft models with both."""
     proposers: dict[tuple[str, Verifier], Proposer] = {}
     for drafter in pair.drafters:
         may_refuse = isinstance(drafter.proposer, TreeProposer) or drafter.sources
@@ -65,7 +52,7 @@ def replayed_proposers(pair: Pair, sampler: Sampler) -> dict[tuple[str, Verifier
 
 
 def tree_pictures(measured: Measured) -> list[TreePicture]:
-    """Draw the searched trees, with the share of rounds that accept each node of texts that were written at T=0."""
+    """Return pictures of the searched trees, with each node's share of rounds that accept it at T=0."""
     pictures, sequences = [], measured.sequences(0.0)
     for drafter in measured.pair.drafters:
         tree = drafter.tree

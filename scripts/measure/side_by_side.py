@@ -5,9 +5,7 @@ from dataclasses import asdict
 from statistics import median_high
 from typing import Any
 
-from torch import Tensor
-
-from draftsmith.decode import Counts, autoregressive_generate, speculative_generate
+from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed_warm
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.progress import each
@@ -25,10 +23,10 @@ class _Batches:
         self.unfinished = unfinished
         self.options = measured.config.options(temperature)
         self.methods = measured.methods
-        """Those that have not failed; none where plain decoding did."""
+        """Methods that have not failed; empty after plain decoding failed."""
 
     def decode(self, method: Method, first: int) -> DecodeOutput:
-        """Decode the batch that begins with a prompt. Prompt i draws with the config's seed + i, whatever the batch."""
+        """Decode the batch that begins with a prompt. Prompt i draws with the config's seed + i, in any batch."""
         pair, ids = self.measured.pair, self.measured.prompt_ids[first : first + self.batch_size]
         batch = left_padded(ids, default_device())
         kwargs: dict[str, Any] = self.options | {"seed": self.measured.config.seed + first}
@@ -38,7 +36,7 @@ class _Batches:
         return speculative_generate(pair.target, proposer, *batch, draft_length=method.draft_length, **kwargs)
 
     def attempt(self, method: Method, first: int) -> tuple[float, DecodeOutput] | None:
-        """Return seconds and output of a batch; None where it fails now, or the method failed before."""
+        """Return seconds and output of a batch; None if it fails now, or the method failed before."""
         if method in self.methods:
             with self.unfinished.attempt(method.at(self.temperature, self.batch_size)):
                 return timed_warm(lambda: self.decode(method, first))
@@ -46,14 +44,14 @@ class _Batches:
         return None
 
     def warm_up(self, first: int) -> None:
-        """Decode a batch by all methods: the first calls allocate, which a user does not see."""
+        """Decode a batch by all methods: first calls allocate, which a user does not see."""
         for method in self.methods:
             self.attempt(method, first)
 
     def decoded(self, turn: int, first: int) -> dict[Method, Group]:
-        """Return a batch as every method decodes it, in an order that rotates from batch to batch."""
+        """Decode a batch by every method, in an order that rotates from batch to batch."""
         methods = self.measured.methods
-        rotated = [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]
+        rotated = methods[turn % len(methods) :] + methods[: turn % len(methods)]
         runs: dict[Method, list[tuple[float, DecodeOutput]]] = {method: [] for method in methods}
         for _ in range(self.measured.config.repeats):
             for method in rotated:
@@ -66,20 +64,11 @@ class _Batches:
 def decode_side_by_side(
     measured: Measured, temperature: float, batch_size: int, unfinished: Unfinished
 ) -> dict[Method, list[Group]]:
-    """Decode prompts by every method; as many as fill whole batches.
+    """Decode the prompts that fill whole batches by every method; return each method's batches.
 
-    Each batch is decoded by every method before the next one's turn, in an order that rotates from batch to batch, so
-    that a machine that slows down or speeds up does so for all of them. A batch that every method has decoded is
-    finished.
-
-    Args:
-        measured: the models, the prompts, and how texts are decoded.
-        temperature: of the sampling.
-        batch_size: B.
-        unfinished: what an earlier run has finished is there, and this one's batches go there.
-
-    Returns:
-        The batches of each method; a method that failed is left out, and so are all where plain decoding did.
+    Every method decodes a batch before the next batch begins, in rotating order: a machine that slows down or speeds up
+    does so for all of them. A batch is finished once every method has decoded it. A method that failed is left out; if
+    plain decoding failed, the result is empty.
     """
     batches = _Batches(measured, temperature, batch_size, unfinished)
     groups: dict[Method, list[Group]] = {method: [] for method in measured.methods}
@@ -108,7 +97,7 @@ def decode_side_by_side(
 
 
 def _are_of(groups: Sequence[Group], measured: Measured, prompts: Sequence[int]) -> bool:
-    """Say whether kept groups are the methods' of these prompts, in tokens of the target's."""
+    """Return whether kept groups are these methods' groups of these prompts, with tokens of the target."""
     vocab_size = measured.pair.target.config.get_text_config().vocab_size
     return len(groups) == len(measured.methods) and all(
         [row.prompt for row in group.rows] == list(prompts)
@@ -119,22 +108,12 @@ def _are_of(groups: Sequence[Group], measured: Measured, prompts: Sequence[int])
 
 
 def _group(runs: Sequence[tuple[float, DecodeOutput]], first: int, longest: int) -> Group:
-    """Return a batch that was decoded once or more.
-
-    Args:
-        runs: the seconds and the output of each time.
-        first: place of its first prompt.
-        longest: tokens of its longest prompt.
-    """
+    """Return a batch from its repeats; `first` is the index of its first prompt, `longest` the longest's tokens."""
     output = runs[0][1]
     sources = output.row_sources or [()] * len(output.row_counts)
     rows = [
-        Row(first + i, _completion(text, longest, counts), counts, list(its))
-        for i, (text, counts, its) in enumerate(zip(output.sequences, output.row_counts, sources, strict=True))
+        # Prompts are padded on the left to `longest`, and rows that end early on the right.
+        Row(first + i, text[longest : longest + counts.num_emitted_tokens].tolist(), counts, list(row_sources))
+        for i, (text, counts, row_sources) in enumerate(zip(output.sequences, output.row_counts, sources, strict=True))
     ]
     return Group(rows, median_high(seconds for seconds, _ in runs))
-
-
-def _completion(text: Tensor, prompt: int, counts: Counts) -> list[int]:
-    # Rows that end early are padded on the right.
-    return text[prompt : prompt + counts.num_emitted_tokens].tolist()

@@ -1,4 +1,4 @@
-"""The stages of a run of `measure`: decode, complete, replay, measure costs, draw, certify."""
+"""The stages of a run of `measure`: decode, complete, replay, measure costs, draw trees, certify."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,22 +24,15 @@ from draftsmith.train.models import default_device
 
 COMPLETED_TOGETHER = 64
 REPLAYED_LENGTHS = 16
-"""γ up to this is replayed: it costs next to nothing."""
+"""The longest γ replayed: replay of a longer one costs almost nothing."""
 
 
 def observe(measured: Measured, tables: list[CostTable] | None, unfinished: Unfinished) -> None:
-    """Do the work of a run, but for what is finished; a stage that fails is written down, and the next one begins.
-
-    Args:
-        measured: what is given; receives what is seen.
-        tables: costs that are known; None if they are to be measured.
-        unfinished: what an earlier run has finished is there, and so goes what this one finishes.
-
-    Raises:
-        Exception: what failed first, where no run is left to report.
-    """
+    """Do the unfinished work of a run; a stage that fails is recorded. `tables` None measures the costs."""
     for temperature in measured.config.temperature:
-        _decode(measured, temperature, unfinished)
+        for rows in measured.config.batch_size:
+            groups = decode_side_by_side(measured, temperature, rows, unfinished)
+            measured.observations |= {(temperature, rows, method): batches for method, batches in groups.items()}
         _complete(measured, temperature, unfinished)
         _replay(measured, temperature, unfinished)
     if all(method == Method() for _, _, method in measured.observations):
@@ -49,7 +42,7 @@ def observe(measured: Measured, tables: list[CostTable] | None, unfinished: Unfi
         with unfinished.attempt("measuring costs"):
             tables = _costs(measured, unfinished)
     measured.tables = tables
-    # A picture knows the ranks of logits alone, no penalties.
+    # The pictures rank bare logits, so penalties would make them wrong.
     if 0.0 in measured.texts and not measured.sampler(0.0).processors:
         with unfinished.attempt("drawing trees"):
             measured.trees = tree_pictures(measured)
@@ -58,15 +51,10 @@ def observe(measured: Measured, tables: list[CostTable] | None, unfinished: Unfi
     certify_recommended(measured, prompts, unfinished)
 
 
-def _decode(measured: Measured, temperature: float, unfinished: Unfinished) -> None:
-    for rows in measured.config.batch_size:
-        groups = decode_side_by_side(measured, temperature, rows, unfinished)
-        measured.observations |= {(temperature, rows, method): of_method for method, of_method in groups.items()}
-
-
 def _complete(measured: Measured, temperature: float, unfinished: Unfinished) -> None:
-    """Take the texts of plain decoding, and let the target write those of the prompts that are replayed alone."""
-    plain = next((of for (t, _, m), of in measured.observations.items() if (t, m) == (temperature, Method())), None)
+    """Take the texts of plain decoding, and let the target complete the prompts that are only replayed."""
+    observations = measured.observations.items()
+    plain = next((groups for (t, _, m), groups in observations if (t, m) == (temperature, Method())), None)
     if plain is not None:
         decoded = [row.tokens for row in rows_of(plain)]
         with unfinished.attempt(f"completing further prompts at T = {temperature:g}"):
@@ -74,7 +62,7 @@ def _complete(measured: Measured, temperature: float, unfinished: Unfinished) ->
 
 
 def _completions(measured: Measured, temperature: float, first: int, unfinished: Unfinished) -> list[list[int]]:
-    """Return texts of the prompts from one on, written in batches; those of finished batches are kept."""
+    """Return texts of the prompts from index `first` on, written in batches; finished batches are kept."""
     config, target = measured.config, measured.pair.target
     base: Any = target.generation_config
     generation = GenerationConfig(
@@ -93,15 +81,15 @@ def _completions(measured: Measured, temperature: float, first: int, unfinished:
         completions = unfinished.kept(list[list[TokenId]], *key)
         if completions is None or not _fit(completions, batch, vocab_size):
             seed = mixed_seed(config.seed, batch.index)
-            found = complete(target, generation, [sample.ids for sample in batch.samples], seed)
-            completions = [completion.ids for completion in found]
+            answers = complete(target, generation, [sample.ids for sample in batch.samples], seed)
+            completions = [completion.ids for completion in answers]
             unfinished.keep(*key, value=completions)
         written |= dict(zip(batch.names, completions, strict=True))
     return [written[prompt.id] for prompt in prompts]
 
 
 def _fit(completions: Sequence[Sequence[int]], batch: ShardBatch, vocab_size: int) -> bool:
-    """Say whether kept completions are as many as the batch has prompts, in tokens of the target's."""
+    """Return whether kept completions match the batch's prompts in number, with tokens of the target."""
     most = max((max(ids, default=0) for ids in completions), default=0)
     return len(completions) == len(batch.samples) and most < vocab_size
 
@@ -119,7 +107,6 @@ def _replay(measured: Measured, temperature: float, unfinished: Unfinished) -> N
 
 
 def _costs(measured: Measured, unfinished: Unfinished) -> list[CostTable]:
-    """Measure costs behind the texts, unless they are measured already."""
     kept = unfinished.kept(list[ValidTable], "costs")
     if kept is not None and all(table.drafters.keys() == costed(measured.pair).keys() for table in kept):
         return kept

@@ -1,4 +1,4 @@
-"""Observations of one run of `measure`."""
+"""The observations of one run of `measure`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +25,10 @@ from draftsmith.train.models import default_device
 
 PROBABILISTIC: Verifier = "probabilistic"
 GREEDY: Verifier = "greedy"
-"""Verifiers: of drafts that were drawn from q, and of the draft's argmax, which servers draft by default."""
+"""Verifiers of drafts that were drawn from q, and of the draft's argmax, which servers draft by default."""
 Replays = Mapping[tuple[float, str, Verifier], Replay]
-"""By temperature, drafter and verifier."""
 PLAIN = ""
-"""The name of plain decoding among the drafters'."""
+"""The name of plain decoding among those of drafters."""
 
 
 @dataclass(frozen=True)
@@ -40,69 +39,76 @@ class Method:
     draft_length: int = 0
 
     def at(self, temperature: float, batch_size: int | None = None) -> str:
-        """Name it in a setting, in words."""
+        """Return the method and its setting in words."""
         name = "plain decoding" if self.drafter == PLAIN else f"{self.drafter}, γ = {self.draft_length}"
         return f"{name}, at T = {temperature:g}" + ("" if batch_size is None else f", batch size {batch_size}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt's completion."""
+    """One prompt's completion; `prompt` is its index among the prompts.
+
+    `sources` holds counts by drafter if several take turns (`DecodeOutput.row_sources`).
+    """
 
     prompt: Count
-    """Its place among the prompts."""
     tokens: list[TokenId]
     counts: Annotated[Counts, AfterValidator(possible)]
     sources: list[Counts] = field(default_factory=list)
-    """Where drafters take turns, by drafter: see `DecodeOutput.row_sources`."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Prompts that were decoded together."""
+    """Prompts that were decoded together, and the median seconds over the repeats."""
 
     rows: list[Row]
     seconds: Annotated[Amount, Field(gt=0)]
-    """Median over the repeats."""
 
     @property
     def tokens(self) -> int:
-        """All that was written."""
+        """The tokens of all rows."""
         return sum(len(row.tokens) for row in self.rows)
 
 
 Observations = Mapping[tuple[float, int, Method], Sequence[Group]]
-"""By temperature, batch size and method, in the order of the prompts."""
+"""The batches by temperature, batch size and method, in the order of the prompts."""
 
 
 def member_name(drafter: Drafter, source: str) -> str:
-    """Return what tables of costs call one of several that take turns."""
+    """Return the name that cost tables have for one member of a drafter whose members take turns."""
     return f"{drafter.name}/{source}"
+
+
+def categories_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Return the indices of each category's prompts, sorted by category."""
+    categories: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        if prompt.category is not None:
+            categories.setdefault(prompt.category, []).append(place)
+    return dict(sorted(categories.items()))
 
 
 @dataclass
 class Measured:
-    """One run of `measure`: what is given, and what has been seen so far."""
+    """One run of `measure`: its input, and the results so far."""
 
     config: MeasureConfig
     pair: Pair
     chosen: Settings
     prompts: Sequence[Prompt]
-    """Those that are replayed; the first of them are decoded too."""
+    """The replayed prompts; the first of them are decoded too."""
     prompt_ids: Sequence[list[int]]
     texts: dict[float, list[list[int]]] = field(default_factory=dict)
-    """By temperature, the target's text of each prompt, unless one could not be written."""
+    """The target's text of each prompt, by temperature; absent if one could not be written."""
     observations: dict[tuple[float, int, Method], Sequence[Group]] = field(default_factory=dict)
     replays: dict[tuple[float, str, Verifier], Replay] = field(default_factory=dict)
     first_heads: dict[tuple[float, str], Replay] = field(default_factory=dict)
-    """Where a tree cannot be replayed, what its first token would be accepted at."""
+    """Replays of a tree's first token, for trees that cannot be replayed."""
     tables: Sequence[CostTable] = ()
     lossless: dict[tuple[float, int, Method], Certificate] = field(default_factory=dict)
     trees: Sequence[TreePicture] = ()
     rounds: list[ExpectedText] = field(default_factory=list)
-    """What every round of the texts accepts, for servers to be compared with."""
     failures: Sequence[Failure] = ()
-    """Stages that failed."""
 
     @property
     def settings(self) -> list[tuple[float, int]]:
@@ -111,21 +117,21 @@ class Measured:
 
     @property
     def methods(self) -> list[Method]:
-        """What is decoded by: plainly first, then every drafter at each of its draft lengths."""
+        """Plain decoding first, then every drafter at each of its draft lengths."""
         return [Method(), *(Method(d.name, k) for d in self.pair.drafters for k in d.draft_lengths)]
 
     @property
     def decoded_ids(self) -> Sequence[list[int]]:
-        """The prompts that are decoded by every method."""
+        """The prompts that every method decodes."""
         return self.prompt_ids[: self.config.limit]
 
     @property
     def prompt_lengths(self) -> list[int]:
-        """Tokens of each prompt."""
+        """The tokens of each prompt."""
         return [len(ids) for ids in self.prompt_ids]
 
     def sampler(self, temperature: float) -> Sampler:
-        """Return how tokens are drawn at a temperature."""
+        """Return the sampler of a temperature."""
         return self.config.at(temperature).sampler()
 
     def sequences(self, temperature: float) -> list[Tensor]:
@@ -134,19 +140,15 @@ class Measured:
         return [torch.tensor(ids + text, device=default_device()) for ids, text in texts]
 
     def drafter(self, name: str) -> Drafter:
-        """Return the drafter of a name."""
+        """Return the drafter of this name."""
         return next(drafter for drafter in self.pair.drafters if drafter.name == name)
 
     def categories(self) -> dict[str, list[int]]:
-        """Return the places of each category's prompts, in order of the names."""
-        categories: dict[str, list[int]] = {}
-        for place, prompt in enumerate(self.prompts):
-            if prompt.category is not None:
-                categories.setdefault(prompt.category, []).append(place)
-        return dict(sorted(categories.items()))
+        """Return the indices of each category's prompts, sorted by category."""
+        return categories_of(self.prompts)
 
     def costs(self, temperature: float) -> CostTable | None:
-        """Return what rounds cost at a temperature, behind the texts' mean length; None where it was not measured."""
+        """Return the costs at a temperature, near the texts' mean length; None if not measured."""
         texts = self.texts.get(temperature)
         if texts is None:
             return None

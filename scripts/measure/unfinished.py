@@ -1,4 +1,4 @@
-"""Finished work of a run of `measure`, on disk until the run ends well, and its failures."""
+"""Finished work of a run of `measure`, kept on disk until the run ends well, and the run's failures."""
 
 import hashlib
 import json
@@ -29,31 +29,26 @@ MAY_CHANGE = (
     *("output", "costs", "measure_costs", "min_speedup", "min_gain", "gate_temperature", "gate_batch_size"),
     *("confidence", "trust_remote_code"),
 )
-"""Settings that decide nothing of what is decoded: where it goes, what is timed beside it, and how it is judged."""
+"""Settings that do not change what is decoded: the output, what is timed in addition, and the verdict."""
 IDENTIFIED = ("target", "prompts", "drafter", "baseline_draft", "dtype", "threads")
-"""Settings that say where something lies, or leave it open: it is compared itself."""
+"""Settings that name a place, or leave a choice open: the manifest compares the content or the choice itself."""
 
 logger = logging.getLogger(__name__)
 
 
 class Kept:
-    """Finished units of work, a file each in a hidden directory of the output."""
+    """Finished units of work, each a file in a hidden directory of the output."""
 
     def __init__(self, output: str, manifest: dict[str, Any]):
-        """Begin, or go on with what an earlier run of the same settings left there.
+        """Begin, or continue an earlier run with the same `manifest` of all that determines its figures.
 
-        Args:
-            output: the output directory.
-            manifest: says what determines every figure of the run.
-
-        Raises:
-            InputError: it was of other settings, models, prompts, libraries or another device; names the first.
+        Raise InputError if the earlier run had other settings, models, prompts, libraries or another device.
         """
         self._directory = Path(output) / DIRECTORY
         settle_manifest(self._directory, manifest)
 
     def kept(self, kind: type[T], *key: object) -> T | None:
-        """Return what a finished unit of work gave, as a class says; None where it is not finished, or damaged."""
+        """Return a finished unit's result, read as `kind`; None if it is not finished, or damaged."""
         try:
             return read(kind, self._path(key))
         except FileNotFoundError:
@@ -63,11 +58,11 @@ class Kept:
             return None
 
     def keep(self, *key: object, value: Any) -> None:
-        """Write down what a unit of work gave, in plain JSON types."""
+        """Store a unit's result, in plain JSON types."""
         write_aside(self._path(key), json.dumps(value))
 
     def remove(self) -> None:
-        """Remove them all."""
+        """Remove all units."""
         remove(self._directory)
 
     def _path(self, key: tuple[object, ...]) -> Path:
@@ -75,46 +70,41 @@ class Kept:
 
 
 class Unfinished(Kept):
-    """The finished units of work of a run, a file each in a hidden directory, and the failures.
+    """The finished units of work of a run, and its failures.
 
-    Whatever was timed together is one unit, so that no speed-up is of two processes.
+    All that was timed together is one unit, so that no speed-up mixes two processes.
     """
 
     def __init__(self, config: MeasureConfig, pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[list[int]]):
-        """Begin in the config's output directory, or go on with what an earlier run of the same settings left there.
-
-        Raises:
-            InputError: it was of other settings, models, prompts, libraries or another device; names the first.
-        """
         self.failures: list[Failure] = []
         self.errors: list[Exception] = []
         super().__init__(config.output, _manifest(config, pair, prompts, encoded))
 
     @staticmethod
     def directory(config: MeasureConfig) -> Path:
-        """Return where a run with this config keeps what it has finished."""
+        """Return the directory in which a run with this config keeps finished work."""
         return Path(config.output) / DIRECTORY
 
     @property
     def settings(self) -> Path:
-        """The file of what was found to be fastest: a run that goes on does not ask again."""
+        """The file of the fastest settings: a continued run does not time them again."""
         return self._directory / SETTINGS
 
     @contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
-        """Let the block fail: that is written down, and what comes behind it goes on. A full disk ends the run."""
+    def attempt(self, part: str) -> Iterator[None]:
+        """Record an exception of the block, and continue with the next part. A full disk ends the run."""
         try:
             yield
         except OSError:
             raise
         except Exception as error:
             is_expected = isinstance(error, InputError) or lacks_memory(error)
-            logger.warning("%s failed: %s", what, first_line(error), exc_info=None if is_expected else error)
-            self.failures.append(Failure(what, first_line(error), exit_code=2 if is_expected else 1))
-            self.errors.append(error.with_traceback(None))  # which would hold the memory that ran out
+            logger.warning("%s failed: %s", part, first_line(error), exc_info=None if is_expected else error)
+            self.failures.append(Failure(part, first_line(error), exit_code=2 if is_expected else 1))
+            self.errors.append(error.with_traceback(None))  # a traceback would hold the memory that ran out
 
     def end(self) -> None:
-        """Remove the files, unless something failed that another run may finish."""
+        """Remove the files, unless a part failed that another run may finish."""
         if not self.failures:
             self.remove()
 
@@ -122,8 +112,6 @@ class Unfinished(Kept):
 def _manifest(
     config: MeasureConfig, pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """Say what determines every figure of a run."""
-    these = identified_prompts(config.prompts, zip(prompts, encoded, strict=True))
     settings = {name: v for name, v in asdict(config).items() if name not in (*MAY_CHANGE, *IDENTIFIED)}
     here = environment(pair.target.device, pair.dtype)
     sha = here.pop("git_sha")
@@ -133,7 +121,7 @@ def _manifest(
     return {
         "schema": SCHEMA,
         "settings": settings | {"drafters": {d.name: d.kind for d in pair.drafters}} | here,
-        "prompts": these,
+        "prompts": identified_prompts(config.prompts, zip(prompts, encoded, strict=True)),
         **{
             name: {"path": path} | identity(path, trust_remote_code=config.trust_remote_code)
             for name, path in models.items()
@@ -144,14 +132,9 @@ def _manifest(
 
 
 def identified_prompts(path: str, prompts: Iterable[tuple[Prompt, object]]) -> dict[str, Any]:
-    """Return what tells prompts from others.
-
-    Args:
-        path: where they were read.
-        prompts: each, and what of it is sent to a model, in plain JSON types.
-    """
+    """Return a digest and count of prompts, given each with the plain JSON that a model is sent of it."""
     digest, count = hashlib.sha256(), 0
-    for prompt, sent in prompts:
-        digest.update(json.dumps([prompt.category, sent]).encode())
+    for prompt, content in prompts:
+        digest.update(json.dumps([prompt.category, content]).encode())
         count += 1
     return {"path": path, "sha256": digest.hexdigest(), "count": count}

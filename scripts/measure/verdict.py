@@ -1,4 +1,4 @@
-"""From a report's figures to what to do: comparisons, a verdict for each setting, the recommendation and the gate.
+"""Verdicts from a report's figures: comparisons, a verdict for each setting, the recommendation and the gate.
 
 A setting is what users ask for: a temperature and a batch size (of a server, requests at once). A configuration is what
 a server is started with: a drafter and one γ.
@@ -11,14 +11,8 @@ from math import ceil
 
 from scipy.stats import norm
 
-from draftsmith.decode.measurement.intervals import (
-    LEAST,
-    Estimate,
-    Interval,
-    confidence_of_each,
-    format_estimate,
-    ratio_difference,
-)
+from draftsmith.decode.measurement import intervals
+from draftsmith.decode.measurement.intervals import Estimate, Interval
 from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure.estimates import speedup_interval
 from draftsmith.scripts.measure.state import Method, Observations, Replays
@@ -27,22 +21,20 @@ from draftsmith.scripts.report.types import Comparison, Failure, Gate, GatePart,
 from draftsmith.scripts.report.words import setting_names
 
 Setting = tuple[float, int]
-"""A temperature and a batch size."""
 Configuration = tuple[str, int]
-"""A drafter's name and γ."""
-Alike = Mapping[Configuration, Sequence[Run]]
-"""Configurations that a best one was chosen among, with their runs."""
+Rivals = Mapping[Configuration, Sequence[Run]]
+"""The configurations that the best one was chosen among, with their runs."""
 Gains = Mapping[tuple[float, str, int], tuple[Estimate, Interval | None]]
-"""By temperature, drafter and γ: the gain of τ over the stock draft, and its interval at the level of each setting."""
+"""The gain of τ over the stock draft by temperature, drafter and γ, and its interval at each setting's level."""
 SPEEDUP = "speed-up above"
-"""Begins the part of a gate that is about speed."""
+"""The beginning of a gate part about speed."""
 MOST_PROMPTS = 100_000
 POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2
-"""How many times the prompts whose 95 % interval would end at zero: with these it excludes zero in 80 % of cases."""
+"""Factor on the prompts that would just exclude zero at 95 %, for doing so in 80 % of cases."""
 
 
 def more_prompts(difference: Estimate, prompts: int) -> int | None:
-    """Return how many further prompts would separate two drafters in four of five cases, if the difference is true.
+    """Return how many more prompts would separate two drafters in four of five cases, if the difference is true.
 
     An interval narrows with the square root of the prompts. 0 if the interval excludes zero already; None if the
     drafters are equal, or more than `MOST_PROMPTS` would be needed.
@@ -53,12 +45,12 @@ def more_prompts(difference: Estimate, prompts: int) -> int | None:
     if bounds[0] > 0 or bounds[1] < 0:
         return 0
     half = max(bounds[1] - value, value - bounds[0])
-    wanted = ceil(prompts * POWER * (half / abs(value)) ** 2)
-    return max(1, wanted - prompts) if wanted <= MOST_PROMPTS else None
+    needed = ceil(prompts * POWER * (half / abs(value)) ** 2)
+    return max(1, needed - prompts) if needed <= MOST_PROMPTS else None
 
 
 def comparisons(replays: Replays, draft_lengths: Sequence[int]) -> list[Comparison]:
-    """Compare drafters two by two on the same texts, paired over prompts, at each draft length that both have."""
+    """Compare drafters two by two on the same texts, paired over prompts, at each γ that both have."""
     compared = []
     for temperature, verifier in dict.fromkeys((t, verifier) for t, _, verifier in replays):
         by_name = {name: r for (t, name, v), r in replays.items() if (t, v) == (temperature, verifier)}
@@ -66,29 +58,29 @@ def comparisons(replays: Replays, draft_lengths: Sequence[int]) -> list[Comparis
             if name == STOCK:
                 name, other = other, name  # being ahead of the stock draft reads as a gain
             first, second = by_name[name], by_name[other]
-            alpha = ratio_difference(*first.overlaps_and_contexts(), *second.overlaps_and_contexts())
+            alpha = intervals.ratio_difference(*first.overlaps_and_contexts(), *second.overlaps_and_contexts())
             for k in draft_lengths:
                 if k in first.draft_lengths and k in second.draft_lengths:
-                    length = ratio_difference(*first.tokens_and_rounds(k), *second.tokens_and_rounds(k))
+                    length = intervals.ratio_difference(*first.tokens_and_rounds(k), *second.tokens_and_rounds(k))
                     more = more_prompts(length, len(first.texts))
                     compared.append(Comparison(temperature, verifier, k, name, other, length, alpha, more))
     return compared
 
 
 def candidates(runs: Sequence[Run], min_gain: float | None) -> list[Run]:
-    """Return the runs of what may be deployed: not the stock draft where a gain over it is asked for."""
+    """Return the runs of drafters that may be deployed: not the stock draft if a gain over it is asked for."""
     return [run for run in runs if min_gain is None or run.proposer.kind != "baseline_draft"]
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A run, and why it does not pass."""
+class JudgedRun:
+    """A run, and the reasons why it does not pass."""
 
     run: Run
     failures: Mapping[str, Sequence[str]]
-    """By what is asked for, the speed-up first; an empty entry where the run reaches it."""
+    """Reasons by demand, the speed-up first; empty where the run meets it."""
     barred: bool = False
-    """Whether its gain or its text rules it out, however fast it is."""
+    """True if its gain or its text rules it out, however fast it is."""
 
     @property
     def setting(self) -> Setting:
@@ -100,63 +92,63 @@ class Judged:
 class Best:
     """The best configuration in one setting, or in several that one server answers."""
 
-    runs: Sequence[Judged]
+    runs: Sequence[JudgedRun]
     slowest: Run
     speedup: Estimate
-    """Of the slowest run, without the luck of the best."""
+    """The slowest run's speed-up, without the luck of the best."""
 
     @property
     def parts(self) -> dict[str, list[str]]:
-        """Why it does not pass, by what is asked for."""
-        return {what: [line for each in self.runs for line in each.failures[what]] for what in self.runs[0].failures}
+        """Reasons why it does not pass, by demand."""
+        return {what: [line for entry in self.runs for line in entry.failures[what]] for what in self.runs[0].failures}
 
     @property
     def failures(self) -> list[str]:
-        """Why it does not pass; nothing where it does."""
+        """All reasons why it does not pass."""
         return [line for lines in self.parts.values() for line in lines]
 
 
-def best_of(judged: Sequence[Judged], speedup_of: Callable[[Run, Alike], Estimate]) -> Best:
-    """Return the configuration that passes and is the fastest where it is slowest; the fastest if none passes."""
-    by_configuration: dict[Configuration, list[Judged]] = {}
-    for each in judged:
-        by_configuration.setdefault((each.run.proposer.name, each.run.draft_length), []).append(each)
-    passes = {c: not any(map(any, (each.failures.values() for each in of))) for c, of in by_configuration.items()}
-    slowest = {c: min((each.run for each in of), key=_speed) for c, of in by_configuration.items()}
+def best_of(judged: Sequence[JudgedRun], speedup_of: Callable[[Run, Rivals], Estimate]) -> Best:
+    """Return the configuration that passes and is the fastest in its slowest setting; the fastest if none passes."""
+    by_configuration: dict[Configuration, list[JudgedRun]] = {}
+    for entry in judged:
+        by_configuration.setdefault((entry.run.proposer.name, entry.run.draft_length), []).append(entry)
+    passes = {c: not any(map(any, (entry.failures.values() for entry in runs))) for c, runs in by_configuration.items()}
+    slowest = {c: min((entry.run for entry in runs), key=_speed) for c, runs in by_configuration.items()}
     best = max(by_configuration, key=lambda c: (passes[c], _speed(slowest[c])))
-    # If the gain or the text decides, the best is the fastest of those that are alike in them. A law that was not
-    # tested decides nothing: speed alone chooses.
-    barred = {c: any(each.barred for each in of) for c, of in by_configuration.items()}
-    alike = {c: [each.run for each in of] for c, of in by_configuration.items() if barred[c] == barred[best]}
+    # The best competed by speed only with configurations that gain and text bar as they bar it: its luck is removed
+    # among these. A distribution that was not tested bars nothing.
+    barred = {c: any(entry.barred for entry in runs) for c, runs in by_configuration.items()}
+    alike = {c: [entry.run for entry in runs] for c, runs in by_configuration.items() if barred[c] == barred[best]}
     return Best(by_configuration[best], slowest[best], speedup_of(slowest[best], alike))
 
 
 def judge(
-    judged: Sequence[Judged],
+    judged: Sequence[JudgedRun],
     decides: Callable[[Setting], bool],
-    asked: Gate | None,
-    speedup_of: Callable[[Run, Alike], Estimate],
+    demands: Gate | None,
+    speedup_of: Callable[[Run, Rivals], Estimate],
     say: Callable[[Run, Estimate, str], str],
     at_once: str = "batch size {}",
 ) -> tuple[Gate | None, Recommendation]:
-    """Return the gate, None where none was asked for, and the recommendation with a verdict for each setting.
+    """Return the gate (None without `demands`), and the recommendation with a verdict for each setting.
 
-    Each setting has the best configuration of its own. The recommendation and the gate are about one configuration that
-    passes in all settings that decide, for a server is started with one.
+    Each setting has a best configuration of its own. The recommendation and the gate are about one configuration that
+    passes in all settings that decide, because a server is started with one.
 
     Args:
         judged: at least one run; each at a level at which all hold together.
         decides: whether the gate is about a setting.
-        asked: what the gate asks for.
+        demands: the gate, before it is judged.
         speedup_of: the speed-up of the best of some configurations, with an interval at that level.
-        say: a sentence on a run's speed-up, without its full stop, from both and the setting in words.
+        say: a sentence on a run's speed-up without its full stop, from both and the setting in words.
         at_once: the batch size in words.
     """
-    settings = list(dict.fromkeys(each.setting for each in judged))
-    deciding = [setting for setting in settings if decides(setting)] or settings  # those named may have failed
+    settings = list(dict.fromkeys(entry.setting for entry in judged))
+    deciding = [setting for setting in settings if decides(setting)] or settings  # the named settings may have failed
 
     def best_in(*among: Setting) -> Best:
-        return best_of([each for each in judged if each.setting in among], speedup_of)
+        return best_of([entry for entry in judged if entry.setting in among], speedup_of)
 
     def sentence(best: Best) -> str:
         where = f"T = {best.slowest.temperature:g}, {at_once.format(best.slowest.batch_size)}"
@@ -172,9 +164,10 @@ def judge(
                 *setting, not best.failures, reason, *best.slowest.setting[:2], best.speedup, setting in deciding
             )
         )
+    # One configuration for all deciding settings, which need not be the best of any single one.
     best = best_in(*deciding)
     parts = [GatePart(what, not lines) for what, lines in best.parts.items()]
-    gate = asked and replace(asked, passed=not best.failures, failures=best.failures, parts=parts)
+    gate = demands and replace(demands, passed=not best.failures, failures=best.failures, parts=parts)
     pays = [verdict for verdict in verdicts if verdict.go and verdict.decides]
     if not best.failures:
         reason = f"{sentence(best)}."
@@ -183,8 +176,8 @@ def judge(
     elif gate is None and pays:
         names = setting_names(settings, at_once)
         where = "; ".join(names[verdict.temperature, verdict.batch_size] for verdict in pays)
-        other = next(verdict.reason for verdict in verdicts if verdict.decides and not verdict.go)
-        reason = f"Deploy where it pays: {where}. {other}"
+        losing_reason = next(verdict.reason for verdict in verdicts if verdict.decides and not verdict.go)
+        reason = f"Deploy where it pays: {where}. {losing_reason}"
     elif gate is None:
         reason = f"Don't deploy. As measured, {_unshown(best, sentence(best))}"
     else:
@@ -202,7 +195,7 @@ def judge(
 def partial(
     gate: Gate | None, recommendation: Recommendation, failures: Sequence[Failure]
 ) -> tuple[Gate | None, Recommendation]:
-    """Return the gate and the recommendation of a report whose parts failed, which is no GO in any setting."""
+    """Return the gate and the recommendation of a report whose parts failed: no GO in any setting."""
     first, many = failures[0], len(failures)
     reason = f"the report is partial, {many} of its parts failed, first {first.what}: {first.error}"
     verdicts = [
@@ -217,7 +210,7 @@ def partial(
 
 
 def _unshown(best: Best, sentence: str) -> str:
-    """Say why the best configuration does not pass; unless its gain or text rules it out, with its speed-up."""
+    """Return why the best configuration does not pass, with its speed-up unless its gain or text rules it out."""
     what, slow = next(iter(best.parts.items()))
     if slow and what.startswith(SPEEDUP) and best.speedup.ci95 is not None and not any(e.barred for e in best.runs):
         return f"{sentence}: a {what} is not shown."
@@ -228,35 +221,28 @@ def judge_runs(
     runs: Sequence[Run],
     observations: Observations,
     gains: Gains,
-    asked: Gate | None,
+    demands: Gate | None,
     confidence: float,
     advice: str | None,
     require_law: bool = True,
     decides: Callable[[Setting], bool] = lambda setting: True,
 ) -> tuple[Gate | None, Recommendation]:
-    """Return the gate, None where none was asked for, and the recommendation.
+    """Return the gate, None without `demands`, and the recommendation.
 
     A run passes if the lower bound of its speed-up is above the gate's `min_speedup` (1 if None), that of its gain
-    above `min_gain`, and its text is the target's. One configuration of several is enough, in one setting of several.
-    So each run is judged at a level at which the bounds of all hold together, and the speed-up of the best is reported
-    on prompts that did not choose it.
+    above `min_gain`, and its text is the target's. One configuration in one setting is enough. So each run is judged at
+    a level at which the bounds of all hold together, and the best one's speed-up is reported on prompts that did not
+    choose it.
 
-    Args:
-        runs: the report's.
-        observations: what they were decoded in.
-        gains: over the stock draft, with intervals at `confidence_of_each(confidence, …)` of the candidates.
-        asked: what the gate asks for.
-        confidence: level at which all intervals hold together.
-        advice: a sentence to end the reason with.
-        require_law: recommend no run whose text was sampled without a test of its law.
-        decides: whether the gate is about a setting.
+    `gains` has intervals at `confidence_of_each(confidence, …)` of the candidates. `advice` ends the reason.
+    `require_law` recommends no run whose text was sampled without a test of its distribution.
     """
-    min_speedup, min_gain = (None, None) if asked is None else (asked.min_speedup, asked.min_gain)
+    min_speedup, min_gain = (None, None) if demands is None else (demands.min_speedup, demands.min_gain)
     least, may_be_deployed = 1.0 if min_speedup is None else min_speedup, candidates(runs, min_gain)
-    level = confidence_of_each(confidence, len(may_be_deployed))
+    level = intervals.confidence_of_each(confidence, len(may_be_deployed))
     if not may_be_deployed:
         failed = ["there is nothing to deploy but the stock draft"]
-        gate = asked and replace(asked, passed=False, failures=failed)
+        gate = demands and replace(demands, passed=False, failures=failed)
         return gate, Recommendation(False, "Nothing but the stock draft was measured.")
     judged = []
     for run in may_be_deployed:
@@ -265,24 +251,23 @@ def judge_runs(
             failures[f"gain of τ over the stock draft above {min_gain:g}"] = _gains_less(run, gains, min_gain, level)
         barred = any(lines for what, lines in failures.items() if not what.startswith(SPEEDUP))
         failures["lossless text"] = _departs(run, require_law)
-        judged.append(Judged(run, failures, barred or run.lossless.passed is False))
+        judged.append(JudgedRun(run, failures, barred or run.lossless.passed is False))
 
     def say(run: Run, speedup: Estimate, where: str) -> str:
-        times = format_estimate(replace(speedup, ci95=_bounds(run, observations, level)), spread="interval")
+        times = intervals.format_estimate(replace(speedup, ci95=_bounds(run, observations, level)), spread="interval")
         drafter = f"{run.proposer.name} with γ = {run.draft_length}"
-        return f"{drafter} decodes {times} times as fast as plain decoding ({where}{at_level(confidence)})"
+        return f"{drafter} decodes {times} times as fast as plain decoding ({where}{level_words(confidence)})"
 
-    def speedup_of(run: Run, alike: Alike) -> Estimate:
+    def speedup_of(run: Run, alike: Rivals) -> Estimate:
         return _unbiased(run, alike, observations, len(judged))
 
-    gate, found = judge(judged, decides, asked, speedup_of, say)
-    how = _how_judged(judged, found, confidence, level)
-    return gate, replace(found, reason=" ".join(filter(None, (found.reason, advice))), judged=how)
+    gate, recommendation = judge(judged, decides, demands, speedup_of, say)
+    how = _how_judged(judged, recommendation, confidence, level)
+    return gate, replace(recommendation, reason=" ".join(filter(None, (recommendation.reason, advice))), judged=how)
 
 
-def _how_judged(judged: Sequence[Judged], found: Recommendation, confidence: float, level: float) -> str:
-    """Say in a sentence how the runs were judged."""
-    settings = len({each.setting for each in judged})
+def _how_judged(judged: Sequence[JudgedRun], recommendation: Recommendation, confidence: float, level: float) -> str:
+    settings = len({entry.setting for entry in judged})
     if len(judged) == 1:
         words = f"One drafter with one γ was measured, and judged by Student's interval at {_level(level)}"
     else:
@@ -293,34 +278,35 @@ def _how_judged(judged: Sequence[Judged], found: Recommendation, confidence: flo
         )
         if len(judged) > settings:
             words += ". The speed-ups in the verdicts come from prompts that were not used to choose"
-    best = {(found.proposer, found.draft_length)}
-    best |= {(verdict.proposer, verdict.draft_length) for verdict in found.settings}
+    best = {(recommendation.proposer, recommendation.draft_length)}
+    best |= {(verdict.proposer, verdict.draft_length) for verdict in recommendation.settings}
     tested = {
         (run.temperature, run.proposer.name): f"at T = {run.temperature:g} the distribution of {run.proposer.name}'s "
         f"text was tested on {run.lossless.tokens:,} tokens (p = {run.lossless.p_value:.2g})"
-        for run in (each.run for each in judged)
+        for run in (entry.run for entry in judged)
         if run.lossless.p_value is not None and run.lossless.tokens is not None and run.setting[:2] in best
     }
     return "; ".join([words, *tested.values()]) + "."
 
 
 def _speed(run: Run) -> float:
-    """Return the speed-up; α of a server that is compared with no other."""
+    """Return the speed-up, or α for a server without a baseline."""
     return next((e.value for e in (run.speedup, run.alpha) if e is not None and e.value is not None), 0.0)
 
 
-def _unbiased(run: Run, alike: Alike, observations: Observations, count: int) -> Estimate:
-    """Return the speed-up of a run of the best configuration without the luck of the best; `count` runs were judged."""
+def _unbiased(run: Run, alike: Rivals, observations: Observations, count: int) -> Estimate:
+    """Return the speed-up of a run of the best configuration without the luck of the best of `count` runs."""
 
-    def timed(own: Run) -> Timed:
-        methods = Method(own.proposer.name, own.draft_length), Method()
-        return Timed.of(*(observations[own.temperature, own.batch_size, method] for method in methods))
+    def timed(rival: Run) -> Timed:
+        methods = Method(rival.proposer.name, rival.draft_length), Method()
+        return Timed.of(*(observations[rival.temperature, rival.batch_size, method] for method in methods))
 
     condition = run.temperature, run.batch_size
-    seen = {s: {(own.temperature, own.batch_size): timed(own) for own in of} for s, of in alike.items()}
-    seen = {configuration: of for configuration, of in seen.items() if condition in of}
-    value = run.speedup.value if len(seen) == 1 else held_out_speedup(seen, condition)
-    bounds = _bounds(run, observations, confidence_of_each(0.95, count))
+    times = {c: {(rival.temperature, rival.batch_size): timed(rival) for rival in runs} for c, runs in alike.items()}
+    times = {configuration: by_setting for configuration, by_setting in times.items() if condition in by_setting}
+    value = run.speedup.value if len(times) == 1 else held_out_speedup(times, condition)
+    bounds = _bounds(run, observations, intervals.confidence_of_each(0.95, count))
+    # A few held-out batches vary widely: their value is kept within the run's own interval.
     if value is None:
         value = run.speedup.value
     elif bounds is not None:
@@ -334,13 +320,12 @@ def _bounds(run: Run, observations: Observations, confidence: float) -> Interval
     return speedup_interval(groups, plain, confidence)
 
 
-def at_level(confidence: float) -> str:
-    """Name the level at which all intervals of a verdict hold together, unless it is the usual one."""
+def level_words(confidence: float) -> str:
+    """Return the level at which all intervals of a verdict hold together, in words; empty for 95 %."""
     return "" if confidence == 0.95 else f", all intervals at {_level(confidence)}"
 
 
 def _slow(run: Run, observations: Observations, least: float, confidence: float) -> list[str]:
-    """Return why a run is not fast enough."""
     bounds = _bounds(run, observations, confidence)
     if bounds is None:
         return [_no_interval(f"{run.speedup.n} batches", run.speedup.n, confidence, run)]
@@ -353,7 +338,6 @@ def _slow(run: Run, observations: Observations, least: float, confidence: float)
 
 
 def _gains_less(run: Run, gains: Gains, min_gain: float, confidence: float) -> list[str]:
-    """Return why a run does not gain enough over the stock draft."""
     gain, interval = gains.get((run.temperature, run.proposer.name, run.draft_length), (None, None))
     if gain is None or gain.value is None:
         return [f"no gain over a stock draft is known for {_where(run)}"]
@@ -368,9 +352,8 @@ def _gains_less(run: Run, gains: Gains, min_gain: float, confidence: float) -> l
 
 
 def _no_interval(counted: str, count: int, confidence: float, run: Run) -> str:
-    """Say why there is no interval."""
-    if count < LEAST:
-        return f"{counted} are too few for {_level(confidence)}, which needs {LEAST}, of {_where(run)}"
+    if count < intervals.LEAST:
+        return f"{counted} are too few for {_level(confidence)}, which needs {intervals.LEAST}, of {_where(run)}"
     return f"of {counted} some have no token, so that there is no interval, of {_where(run)}"
 
 

@@ -1,1 +1,1 @@
-"""Shared by commands that talk to an inference server: a client, and the server's counters."""
+"""A client of inference servers, and their counters: shared by commands that talk to a server."""

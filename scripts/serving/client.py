@@ -1,6 +1,6 @@
-"""A client of an OpenAI-compatible server, vLLM or SGLang: completions as they stream in, and when each part came.
+"""A client of an OpenAI-compatible server, vLLM or SGLang, that records when each part of a completion came.
 
-Nothing is sent twice: a request that is tried again would be timed twice, and counted twice by the server.
+Nothing is sent twice: a retry would be timed twice, and counted twice by the server.
 """
 
 import time
@@ -18,52 +18,43 @@ from draftsmith.train.options import checked_url
 
 @dataclass
 class StreamedCompletion:
-    """One completion, as it came."""
+    """One completion and its times, in seconds of `time.perf_counter`: sent, when each part came, ended.
+
+    Ids are None if the server gave none. `completion_tokens` is the server's count.
+    """
 
     text: str = ""
     prompt_ids: list[int] | None = None
-    """The prompt's tokens, if the server gave them."""
     token_ids: list[int] | None = None
-    """The completion's tokens, if the server gave them."""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    """As the server counts them."""
     sent: float = 0.0
-    """When the request went out, in seconds of `time.perf_counter`, as are the others."""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """When each part came, and its tokens: 0 where the server gave no ids."""
+    """Time and tokens of each part; 0 tokens if the server gave no ids."""
     ended: float = 0.0
-    """When the last byte came."""
     counts: ServerCounts | None = None
-    """The server's counts of this one, if it gives them: SGLang's `/generate`, and vLLM that was started with
+    """The server's counts of this completion, if it gives them: SGLang's `/generate` does, and vLLM started with
     `--per-request-spec-decode-metrics summary`."""
 
 
 class Client(HttpClient):
-    """Requests to one server; an asynchronous context manager."""
+    """Requests to one server; an asynchronous context manager.
+
+    Its methods raise InputError for a refused request (4xx) or an unusable server, and ServerFailure for no answer, a
+    broken one, or none within the timeout.
+    """
 
     def __init__(self, url: str, name: str = "server", key_env: str | None = None, timeout: float = 600.0):
-        """Nothing is asked yet.
+        """Check the URL, without requests; `name` is the option that gave it.
 
-        Args:
-            url: the server's root, such as http://127.0.0.1:8000; a trailing /v1 is taken off.
-            name: the option that the URL was given by, for messages.
-            key_env: the environment variable that holds the API key.
-            timeout: seconds to wait for one whole answer.
-
-        Raises:
-            InputError: no URL, one with a password or query in it, or no key in the variable.
+        A trailing /v1 is removed. `key_env` is the environment variable of the API key; `timeout` is in seconds per
+        answer.
         """
         super().__init__(checked_url(url, name), name, key_env, timeout)
 
     async def model(self, named: str | None = None) -> str:
-        """Return the name of the model that the server lists, or of the one that is named.
-
-        Raises:
-            InputError: it lists none or several, or not the one that is named.
-            ServerFailure: it does not answer.
-        """
+        """Return the name of the only model that the server lists, or `named` if it is listed."""
         names = list(await self.models())
         if named is not None:
             if named not in names:
@@ -74,26 +65,16 @@ class Client(HttpClient):
         return names[0]
 
     async def models(self) -> dict[str, int | None]:
-        """Return the models that the server lists, and the tokens that a text of each may have, if it says.
-
-        Raises:
-            InputError: it is refused (4xx).
-            ServerFailure: it does not answer.
-        """
+        """Return the listed models, and the most tokens of a text of each, if known."""
         listed = await self.fetch(ModelList, "/v1/models")
         return {model.id: model.max_model_len for model in listed.data}
 
     async def counters(self) -> ServerCounts:
-        """Return what the server has counted since its start.
-
-        Raises:
-            InputError: it shows no metrics, or none that can be read.
-            ServerFailure: it does not answer.
-        """
+        """Return the server's counts since its start."""
         return (await self.metrics()).counters
 
     async def metrics(self) -> ServerMetrics:
-        """Return what the server says of its speculative decoding and its load; raises as `counters`."""
+        """Return the server's metrics of speculative decoding and load."""
         return read_metrics(await self.get_text("/metrics"), f"{self.name}: {self.url}/metrics")
 
     async def complete(
@@ -101,17 +82,9 @@ class Client(HttpClient):
     ) -> StreamedCompletion:
         """Return one completion, read as it streams in.
 
-        Args:
-            request: the body, as OpenAI's API has it: `model`, `prompt` (ids or a text) or `messages`, `max_tokens`,
-                `temperature` and what else shapes the text. How it is sent back is added here: streamed, with its
-                usage and, from servers that give them, its tokens' ids.
-            path: /v1/completions, or /v1/chat/completions for `messages`.
-            token_ids: ask for the tokens' ids; SGLang refuses that of chats that are streamed. Ids of which some are
-                missing are none.
-
-        Raises:
-            InputError: the request is refused (4xx).
-            ServerFailure: no answer, a broken one, or none within the timeout.
+        `request` is the body of OpenAI's API, and `path` /v1/completions, or /v1/chat/completions for `messages`.
+        Streaming, usage and ids are requested here. `token_ids` requests ids, which SGLang refuses for streamed chats;
+        ids of which some are missing are dropped.
         """
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         stream |= {"return_token_ids": True} if token_ids else {}
@@ -127,25 +100,20 @@ class Client(HttpClient):
         if answer.finish_reason is None:
             raise self.broken_off(path)
         if not whole_ids(answer.token_ids, answer.completion_tokens, answer.finish_reason):
-            # Servers that parse thinking or calls leave out parts whose text they hold back, and their ids.
+            # Servers that parse thinking or tool calls hold back parts of the text, and lose their ids.
             answer.token_ids, answer.arrivals = None, [(time, 0) for time, _ in answer.arrivals]
         return answer
 
     def impossible(self, path: str, what: str) -> ServerFailure:
-        """Return the failure of an answer that says what cannot be."""
+        """Return the failure of an answer with impossible values."""
         return ServerFailure(f"{self.name}: {self.url}{path}: {what}")
 
     def require_room(self, path: str, tokens: int, most: int | None) -> None:
-        """Require an answer of no more tokens than were asked for.
-
-        Raises:
-            ServerFailure: it has more.
-        """
+        """Raise ServerFailure if an answer has more tokens than requested."""
         if most is not None and tokens > most:
             raise self.impossible(path, f"expected at most {most} tokens, found {tokens}")
 
     def _add(self, answer: StreamedCompletion, data: str, path: str) -> None:
-        """Add one part of a stream to an answer."""
         now, part = time.perf_counter(), self.read(StreamPart, data, path)
         if part.error is not None:
             raise self.failure("a completion", f"{self.url}{path}", server_words(data.encode()))
@@ -170,11 +138,7 @@ class Client(HttpClient):
             answer.counts = self.counted(path, counts)
 
     def counted(self, path: str, counts: ServerCounts) -> ServerCounts:
-        """Return counts that can be.
-
-        Raises:
-            ServerFailure: they cannot.
-        """
+        """Return the counts; raise ServerFailure if they are impossible."""
         try:
             return possible(counts)
         except ValueError as error:

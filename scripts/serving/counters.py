@@ -25,56 +25,48 @@ MEAN_LENGTH = "sglang:spec_accept_length"
 SPECULATED = tuple(f"{PREFIX}{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 COUNTED = {*SPECULATED, *GENERATED, *UNDER_WAY, FINISHED, VERIFY_CALLS}
 MOST_POSITIONS = 4096
-"""Of a draft: servers draft a hundred tokens at most."""
+"""Servers draft a hundred tokens at most."""
 Whole = Annotated[Count, Strict(False)]
-"""The format has floats alone: 3.0 is whole."""
+"""A whole number, written as a float as the format requires."""
 Position = Annotated[int, Field(ge=0, lt=MOST_POSITIONS), Strict(False)]
 Length = Annotated[float, Field(ge=0, le=MOST_POSITIONS, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class ServerMetrics:
-    """One reading of a server's `/metrics`, summed over its engines."""
+    """One reading of a server's `/metrics`, summed over its engines. None if a server does not say."""
 
     counters: ServerCounts
-    """vLLM's; zeros where the server does not speculate, or is another."""
+    """vLLM's counts; zeros for other servers or without speculation."""
     generated_tokens: int | None
-    """That it wrote since its start, for whomever; None where it does not say."""
+    """Tokens written for all clients since the server's start."""
     requests: int
-    """Running or waiting."""
     finished: int | None
-    """vLLM's requests that ended well since its start; None of other servers."""
+    """vLLM's requests that ended well since its start."""
     verify_calls: int | None
-    """SGLang's steps that verified a draft; None of other servers and of older versions."""
+    """SGLang's steps that verified a draft; older versions do not say."""
     mean_acceptance_length: float | None
-    """SGLang's gauge: τ over the last few steps of each engine, here a mean over engines."""
+    """SGLang's gauge: τ over the last few steps of each engine, averaged over engines."""
 
 
 def read_metrics(text: str, where: str) -> ServerMetrics:
-    """Read what a server says of its speculative decoding and its load.
+    """Parse the answer of `/metrics`; `where` names it in the InputError for another format or a bad count.
 
     Names and meaning: vLLM 0.32 `vllm/v1/spec_decode/metrics.py` and `vllm/v1/metrics/loggers.py`; SGLang
     `python/sglang/srt/observability/metrics_collector.py`, whose `spec_accept_*` are gauges of the last steps.
-
-    Args:
-        text: what `/metrics` answered.
-        where: what it is called in an error.
-
-    Raises:
-        InputError: not in the format, or a count that is not a number.
     """
     totals: dict[str, int] = {}
     positions: dict[int, int] = {}
     lengths: list[float] = []
     try:
         families = list(text_string_to_metric_families(text))
-    except Exception as error:  # the parser stumbles over what it does not expect
+    except Exception as error:  # the parser raises any error on unexpected text
         raise InputError(
             f"{where}: expected metrics in Prometheus's text format, found: {first_line(error)}"
         ) from error
     for sample in (sample for family in families for sample in family.samples):
         name, value = sample.name, sample.value
-        if name == PER_POS:  # and not …_created, a time
+        if name == PER_POS:  # the family also has …_created, which is a time
             position = checked(Position, sample.labels.get("position"), f"{where}: {name}: position")
             positions[position] = positions.get(position, 0) + checked(Whole, value, f"{where}: {name}")
         elif name == MEAN_LENGTH:

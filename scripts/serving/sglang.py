@@ -1,7 +1,7 @@
-"""SGLang's own paths: `/generate`, whose answers are counted one by one, and `/server_info`.
+"""SGLang's own paths: `/generate`, whose answers have counts of their own, and `/server_info`.
 
-Its OpenAI-compatible answers say nothing of speculative decoding while they stream, and its metrics have gauges in
-place of counters; so prompts whose tokens or text are known go to `/generate`.
+Its streamed OpenAI-compatible answers have no counts of speculative decoding, and its metrics have gauges instead of
+counters; so prompts with known tokens or text are sent to `/generate`.
 """
 
 import time
@@ -21,7 +21,7 @@ COUNTED = (
     ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram"),
     ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram"),
 )
-"""An answer's fields for drafted and accepted tokens, and steps by accepted tokens: since 2026, and before."""
+"""Fields of an answer for drafted and accepted tokens and for steps by accepted tokens: since 2026, and before."""
 
 
 class ServerInfo(Said):
@@ -36,25 +36,21 @@ class ServerInfo(Said):
 
 @dataclass(frozen=True)
 class Engine:
-    """The server at a URL."""
+    """The server at a URL.
+
+    `method` and `draft_tokens`, verified after the text's last token, are SGLang's; `tree` if they form one.
+    """
 
     kind: Literal["vllm", "sglang", "other"]
     version: str | None = None
     method: str | None = None
-    """SGLang's speculative algorithm, such as EAGLE3; other servers do not say."""
     draft_tokens: int | None = None
-    """SGLang's tokens that a step verifies beyond the last one of the text."""
     tree: bool = False
-    """Whether they form a tree, not a chain."""
 
 
 async def recognised(client: Client) -> Engine:
-    """Return what answers, by the paths that it has.
-
-    Raises:
-        ServerFailure: nothing does, or it says of itself what cannot be.
-    """
-    for path in ("/server_info", "/get_server_info"):  # the latter of older versions
+    """Identify the server by its paths; raise ServerFailure if it does not answer, or reports impossible values."""
+    for path in ("/server_info", "/get_server_info"):  # older versions have the latter
         text, value = await _page(client, path)
         if isinstance(value, dict) and "internal_states" in value:
             info = client.read(ServerInfo, text, path)
@@ -73,7 +69,7 @@ async def recognised(client: Client) -> Engine:
 
 
 async def _page(client: Client, path: str) -> tuple[str, Any]:
-    """Return what a path answers, and the value of its JSON; None where there is no such path, or no JSON."""
+    """Return a path's text, and its JSON value, None without a path or JSON."""
     try:
         text = await client.get_text(path)
         return text, parse_json(text)
@@ -82,19 +78,12 @@ async def _page(client: Client, path: str) -> tuple[str, Any]:
 
 
 async def generate(client: Client, request: Mapping[str, Any]) -> StreamedCompletion:
-    """Return one completion by `/generate`, read as it streams in, with what SGLang counted of it.
+    """Return one completion by `/generate`, as it streams in, with SGLang's counts; errors are those of `complete`.
 
-    The shapes are those of `handle_loop` and `_calculate_spec_decoding_metrics` (now `fill_spec_decoding_meta`) in
+    `request` has `input_ids` or `text`, and `sampling_params`. The shapes are those of `handle_loop` and
+    `_calculate_spec_decoding_metrics` (now `fill_spec_decoding_meta`) in
     `python/sglang/srt/managers/tokenizer_manager.py`: every part repeats the whole text and, unless the server streams
-    incrementally, all ids; the last one counts.
-
-    Args:
-        client: of the server.
-        request: the body: `input_ids` or `text`, and `sampling_params`.
-
-    Raises:
-        InputError: the request is refused (4xx).
-        ServerFailure: no answer, a broken one, or none within the timeout.
+    incrementally, all ids; the last one has the counts.
     """
     answer, meta, ids = StreamedCompletion(sent=time.perf_counter()), None, list[int]()
     most = request.get("sampling_params", {}).get("max_new_tokens")
@@ -104,9 +93,9 @@ async def generate(client: Client, request: Mapping[str, Any]) -> StreamedComple
             raise client.failure("a completion", f"{client.url}{PATH}", server_words(data.encode()))
         if part.meta_info is None:
             raise client.impossible(PATH, "meta_info: expected a value, found none")
-        meta, said_ids, before = part.meta_info, part.output_ids or [], len(ids)
-        whole = len(said_ids) == meta.completion_tokens
-        ids, answer.text = (said_ids, part.text) if whole else (ids + said_ids, answer.text + part.text)
+        meta, new_ids, before = part.meta_info, part.output_ids or [], len(ids)
+        whole = len(new_ids) == meta.completion_tokens
+        ids, answer.text = (new_ids, part.text) if whole else (ids + new_ids, answer.text + part.text)
         client.require_room(PATH, max(len(ids), meta.completion_tokens), most)
         answer.prompt_ids = part.prompt_token_ids or answer.prompt_ids
         if len(ids) > before:
@@ -125,7 +114,7 @@ async def generate(client: Client, request: Mapping[str, Any]) -> StreamedComple
 
 
 def counted(meta: Meta) -> ServerCounts | None:
-    """Return what an answer's `meta_info` counts; None where it does not, as of a server that does not speculate."""
+    """Return the counts in an answer's `meta_info`; None without speculation."""
     for names in COUNTED:
         drafted, accepted, steps = (getattr(meta, name) for name in names)
         if drafted is not None and meta.spec_verify_ct:

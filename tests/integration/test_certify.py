@@ -19,8 +19,9 @@ from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
 from draftsmith.scripts.certify import command
-from draftsmith.scripts.certify.collect import SentPrompt, TextRequest, TextStore, ask, stages, text_pairs
+from draftsmith.scripts.certify.collect import SentPrompt, TextRequest, TextStore, stages, text_pairs
 from draftsmith.scripts.certify.config import CertifyConfig
+from draftsmith.scripts.certify.servers import Servers
 from draftsmith.scripts.serving.client import StreamedCompletion
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.runs import save_model
@@ -162,7 +163,7 @@ def test_a_server_is_compared_with_a_plain_one(files, writes, tmp_path):
 def test_an_interrupt_while_texts_are_judged_says_that_they_are_kept(files, writes, tmp_path, monkeypatch, capsys):
     server = writes()  # noqa: F811
     with monkeypatch.context() as patch:
-        patch.setattr(command, "judge_greedy", lambda *args: signal.raise_signal(signal.SIGINT))
+        patch.setattr(command.verdicts.Judge, "greedy", lambda *args: signal.raise_signal(signal.SIGINT))
         assert certify(files, server, tmp_path / "out", "--temperature", "0") == 130
     kept = f"12 texts of server are kept in {tmp_path / 'out' / '.unfinished'}"
     assert capsys.readouterr().err.splitlines()[-1] == f"interrupted: {kept}; run the same command again"
@@ -195,7 +196,7 @@ def test_texts_of_two_servers_are_told_apart(files, server, tmp_path, capsys):  
 FAULTS = {
     "greedy": "uniform by",
     "the same rows": "rows of the same prompt: independent",
-    "behind the end": "texts go on behind their end",
+    "behind the end": "texts continue after their end",
 }
 
 
@@ -304,7 +305,7 @@ def test_bad_input_is_told_in_one_line(files, writes, tmp_path, capsys):
     assert "no_repeat_ngram_size: expected 0" in refused("--no_repeat_ngram_size", "2")
     assert "sampled_tokens: expected at least 2000" in refused("--sampled_tokens", "100")
     assert "temperature: expected a finite number, 0 or at least 0.01" in refused("--temperature", "0.001")
-    assert "min_p: expected 0 beside top_p" in refused("--min-p", "0.1", "--top-p", "0.9")
+    assert "min_p: expected 0 with top_p" in refused("--min-p", "0.1", "--top-p", "0.9")
     assert "temperature: expected each number once" in refused("--temperature", "1,1")
     assert "concurrency: expected at least 1" in refused("--concurrency", "0")
     assert "server: expected a URL" in refused("--server", "nowhere")
@@ -376,10 +377,9 @@ def test_tokens_beyond_the_vocabulary_are_no_text(tmp_path):
             return StreamedCompletion(token_ids=[1, 300], finish_reason="stop")
 
     kept, questions = TextStore(tmp_path / "texts.jsonl", 4, 300), [SentPrompt(Prompt("a", "x", None, None), [1])]
+    servers = Servers(config(), questions, [], 300, tmp_path, models={"server": "m"})
     with pytest.raises(InputError, match=r"^server: http://127\.0\.0\.1: .*300"):
-        asyncio.run(
-            ask(config(), Wrong(), "m", questions, [TextRequest(0.0, 0, 0)], [], 300, kept, lambda tokens: None)
-        )
+        asyncio.run(servers.ask(Wrong(), [TextRequest(0.0, 0, 0)], kept, lambda tokens: None))
     assert not kept.texts
 
 

@@ -127,7 +127,7 @@ def test_a_draft_of_another_length_is_measured_again(measure):
         (["--ignore-eos", "true"], "ignore_eos: expected False, as in the report that is expected, found True"),
         (["--drafter", "medusa"], "drafter: expected one of the report's, draft, found medusa"),
         (["--expect-verifier", "drawn"], "expect_verifier: expected one of probabilistic, greedy, found 'drawn'"),
-        (["--expect", "nowhere/report.json"], "expect: expected a report with rounds.jsonl beside it, found none at"),
+        (["--expect", "nowhere/report.json"], "expect: expected a report with rounds.jsonl next to it, found none at"),
     ],
 )
 def test_what_cannot_be_compared_is_said_before_anything_is_asked(measure, flags, line):

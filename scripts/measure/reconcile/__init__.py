@@ -1,1 +1,1 @@
-"""A server beside a report: what every round of a text accepts, what a server must count, and why it does not."""
+"""Comparison of a server with a report: rounds of each text, the expected counts, and causes of a difference."""

@@ -1,4 +1,4 @@
-"""Why a server departs from a report: the known causes, the evidence for each, and what to try."""
+"""Why a server differs from a report: the known causes, the evidence for each, and what to try."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -11,7 +11,17 @@ from draftsmith.scripts.report.reconciliation import Cause
 from draftsmith.scripts.report.types import Verifier
 
 SLIGHT = 0.02
-"""A difference of accepted ÷ drafted tokens that another dtype of the draft explains."""
+"""A difference of the acceptance rate that another dtype of the draft explains."""
+DRAWN: dict[Verifier, str] = {
+    "greedy": "the draft's likeliest token",
+    "probabilistic": "tokens that are drawn from the draft",
+}
+REMEDY: dict[Verifier, str] = {
+    "greedy": 'for drawn drafts set "draft_sample_method":"probabilistic" (vLLM; SGLang has none); for greedy ones '
+    "compare with --expect_verifier greedy",
+    "probabilistic": "compare with --expect_verifier probabilistic, or let the server draft greedily",
+}
+"""Remedies if the counts fit another verifier."""
 
 
 def causes_of(
@@ -21,28 +31,43 @@ def causes_of(
     counted: ServerCounts,
     others: Sequence[tuple[str, Verifier]],
 ) -> list[Cause]:
-    """Return the likely causes, the likeliest first.
-
-    Args:
-        pairing: the answers beside the expected texts.
-        settings: the report's.
-        expected: what the server had to count.
-        counted: what it did count.
-        others: the report's other drafters and verifiers that it may be.
-    """
+    """Return the likely causes, the likeliest first; `others` are drafters and verifiers whose counts fit."""
     if pairing.prompt_departures:
         return [_template(pairing)]
-    if pairing.asked.temperature == 0 and pairing.text_departures:
+    if pairing.setting.temperature == 0 and pairing.text_departures:
         return _texts(pairing, settings)
-    return _drafts(pairing, settings, expected, counted, others)
+    setting, causes = pairing.setting, []
+    texts = "its texts are the expected ones" if setting.temperature == 0 else "its prompts are the expected ones"
+    texts += ", or part at near-ties" if pairing.near_ties else ""
+    for name, verifier in others:
+        if name == setting.drafter:
+            evidence = f"the counts fit {DRAWN[verifier]}, and the report's are compared for {DRAWN[setting.verifier]}"
+            causes.append(Cause("draft sampling", evidence, REMEDY[verifier]))
+        else:
+            evidence = f"{texts}, and the counts are those of the report's {name!r} ({settings.drafters[name]['path']})"
+            remedy = "point the server at the draft that was meant, and start it anew"
+            causes.append(Cause("another drafter", evidence, remedy))
+    if causes:
+        return causes
+    rates = [counts.draft_acceptance_rate() or 0.0 for counts in (expected, counted)]
+    evidence = f"{texts}, but of the drafted tokens {rates[1]:.1%} were accepted, where {rates[0]:.1%} are expected"
+    path = settings.drafters[setting.drafter]["path"]
+    draft = Cause(
+        "draft",
+        evidence,
+        f"compare the server's draft with {path}: its revision, files and vocabulary; a draft that was trained further "
+        "may have the same name",
+    )
+    dtype = Cause("draft dtype", evidence, f"let the server load the draft as the report did, in {settings.dtype}")
+    return [dtype, draft] if abs(rates[0] - rates[1]) <= SLIGHT else [draft]
 
 
 def _template(pairing: Pairing) -> Cause:
     place, at = next(iter(pairing.prompt_departures.items()))
-    wanted, found = pairing.expected[place].prompt_ids, pairing.served[place].prompt_ids or ()
+    sent, ids = pairing.expected[place].prompt_ids, pairing.served[place].prompt_ids or ()
     evidence = (
         f"{len(pairing.prompt_departures)} of {len(pairing.served)} prompts have other tokens on the server; prompt "
-        f"{pairing.served[place].prompt!r} has {len(found)} there and {len(wanted)} here, and departs at its token {at}"
+        f"{pairing.served[place].prompt!r} has {len(ids)} there and {len(sent)} here, and differs at its token {at}"
     )
     return Cause(
         "template",
@@ -53,29 +78,28 @@ def _template(pairing: Pairing) -> Cause:
 
 
 def _texts(pairing: Pairing, settings: RoundsSettings) -> list[Cause]:
-    """Return the causes of other texts at T=0."""
     departures = pairing.text_departures
     share = f"{len(departures)} of {len(pairing.served)} texts differ at T = 0"
-    right = [place for place in departures if _is_text(pairing.plain[place], pairing.expected[place])]
+    right_plain = [place for place in departures if _is_text(pairing.plain[place], pairing.expected[place])]
     causes = []
-    if right:
+    if right_plain:
         causes.append(
             Cause(
                 "not lossless",
-                f"{share}, and of {len(right)} of them the server without speculation writes the expected one",
+                f"{share}, and of {len(right_plain)} of them the server without speculation writes the expected one",
                 "run `draftsmith certify --server`, and take another version or method of the server",
             )
         )
-    # A margin is known of tokens that the text has; where it ends, nothing rounds.
-    known = (pairing.margin(place, at) for place, at in departures.items())
-    margins = [margin for margin in known if margin is not None]
+    # The margin is known for the text's own tokens; an early end has none.
+    margins_or_none = (pairing.margin(place, at) for place, at in departures.items())
+    margins = [margin for margin in margins_or_none if margin is not None]
     if not margins:
         return [*causes, Cause("target", f"{share}", "compare the server's target with the report's, file by file")]
     tie = ROUNDING * SPACING["bfloat16"]
-    middle = (
+    lead = (
         f"at the first tokens that differ the target's likeliest is ahead by {median(margins):.1%} of its largest logit"
     )
-    margin = f"{middle} (median; at most {max(margins):.1%}), and rounding in bfloat16 moves it by {tie:.1%}"
+    margin = f"{lead} (median; at most {max(margins):.1%}), and rounding in bfloat16 moves it by {tie:.1%}"
     rounding = Cause(
         "dtype",
         f"{share}; {margin}",
@@ -92,55 +116,5 @@ def _texts(pairing: Pairing, settings: RoundsSettings) -> list[Cause]:
 
 
 def _is_text(answer: ServedText | None, text: ExpectedText) -> bool:
-    """Return whether an answer is known to be the expected text."""
     ids = None if answer is None else answer.token_ids
     return ids is not None and first_difference(text.tokens[: text.length], ids) is None
-
-
-def _drafts(
-    pairing: Pairing,
-    settings: RoundsSettings,
-    expected: ServerCounts,
-    counted: ServerCounts,
-    others: Sequence[tuple[str, Verifier]],
-) -> list[Cause]:
-    """Return the causes of other counts on the right texts."""
-    asked, causes = pairing.asked, []
-    texts = "its texts are the expected ones" if asked.temperature == 0 else "its prompts are the expected ones"
-    texts += ", or part at near-ties" if pairing.near_ties else ""
-    for name, verifier in others:
-        if name == asked.drafter:
-            drawn = {"greedy": "the draft's likeliest token", "probabilistic": "tokens that are drawn from the draft"}
-            remedy = {
-                "greedy": 'for drawn drafts set "draft_sample_method":"probabilistic" (vLLM; SGLang has none); for '
-                "greedy ones compare with --expect_verifier greedy",
-                "probabilistic": "compare with --expect_verifier probabilistic, or let the server draft greedily",
-            }
-            causes.append(
-                Cause(
-                    "draft sampling",
-                    f"the counts fit {drawn[verifier]}, and the report's are compared for {drawn[asked.verifier]}",
-                    remedy[verifier],
-                )
-            )
-        else:
-            causes.append(
-                Cause(
-                    "another drafter",
-                    f"{texts}, and the counts are those of the report's {name!r} ({settings.drafters[name]['path']})",
-                    "point the server at the draft that was meant, and start it anew",
-                )
-            )
-    if causes:
-        return causes
-    rates = [counts.draft_acceptance_rate() or 0.0 for counts in (expected, counted)]
-    evidence = f"{texts}, but of the drafted tokens {rates[1]:.1%} were accepted, where {rates[0]:.1%} are expected"
-    path = settings.drafters[asked.drafter]["path"]
-    draft = Cause(
-        "draft",
-        evidence,
-        f"compare the server's draft with {path}: its revision, files and vocabulary; a draft that was trained further "
-        "may lie under the same name",
-    )
-    dtype = Cause("draft dtype", evidence, f"let the server load the draft as the report did, in {settings.dtype}")
-    return [dtype, draft] if abs(rates[0] - rates[1]) <= SLIGHT else [draft]

@@ -1,6 +1,6 @@
 """The content of `rounds.jsonl`: every round that a server may begin on the target's texts, replayed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ from draftsmith.train.data.decoding import complete
 from draftsmith.train.models import default_device
 
 DIGITS = 4
-"""Of an acceptance probability, and of a margin."""
 
 
 def deepest(measured: Measured) -> int:
-    """Return the greatest draft length that any drafter is measured with."""
+    """Return the greatest draft length of any drafter."""
     lengths = measured.config.draft_lengths
     return max(*lengths, 0, *(k for drafter in measured.pair.drafters for k in drafter.draft_lengths))
 
@@ -30,7 +29,9 @@ def deepest(measured: Measured) -> int:
 def rounds_settings(measured: Measured) -> RoundsSettings:
     """Return the first line of a measurement's file."""
     config, pair = measured.config, measured.pair
-    drafters: dict[str, NamedDrafter] = {each.name: {"kind": each.kind, "path": each.path} for each in pair.drafters}
+    drafters: dict[str, NamedDrafter] = {
+        drafter.name: {"kind": drafter.kind, "path": drafter.path} for drafter in pair.drafters
+    }
     filters: Any = config.filters()
     return RoundsSettings(
         SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(measured), drafters, filters
@@ -38,20 +39,15 @@ def rounds_settings(measured: Measured) -> RoundsSettings:
 
 
 def expected_texts(measured: Measured, temperature: float) -> list[ExpectedText]:
-    """Replay texts and what the target would write behind their ends; those that leave the models no room are left out.
-
-    Args:
-        measured: the models, and the target's texts.
-        temperature: of the texts.
-    """
-    config, pair, draft_length = measured.config, measured.pair, deepest(measured)
-    sampler, kwargs = measured.sampler(temperature), config.at(temperature).generate_kwargs()
-    given = list(zip(measured.prompts, measured.prompt_ids, measured.texts[temperature], strict=True))
-    held = [(prompt, ids, text) for prompt, ids, text in given if pair.holds(len(ids) + len(text) + draft_length)]
-    if not held:
+    """Replay a temperature's texts and their continuations; texts that leave the models no room are left out."""
+    pair, draft_length = measured.pair, deepest(measured)
+    sampler = measured.sampler(temperature)
+    rows = list(zip(measured.prompts, measured.prompt_ids, measured.texts[temperature], strict=True))
+    fitting = [(prompt, ids, text) for prompt, ids, text in rows if pair.holds(len(ids) + len(text) + draft_length)]
+    if not fitting:
         return []
-    prompts, encoded, texts = zip(*held, strict=True)
-    longer = _continued(pair.target, encoded, texts, kwargs, draft_length, config.seed)
+    prompts, encoded, texts = zip(*fitting, strict=True)
+    longer = _continued(measured, temperature, encoded, texts, draft_length)
     device = default_device()
     sequences = [torch.tensor(ids + text, device=device) for ids, text in zip(encoded, longer, strict=True)]
     lengths = [len(ids) for ids in encoded]
@@ -63,47 +59,44 @@ def expected_texts(measured: Measured, temperature: float) -> list[ExpectedText]
     by_tokens = {drafter.name: drafter.family.by_token for drafter in pair.drafters}
     margins = None if sampler.do_sample else _margins(pair.target, sequences, lengths, sampler)
     expected = []
-    for place, (prompt, ids, text, whole) in enumerate(zip(prompts, encoded, texts, longer, strict=True)):
+    for place, (prompt, ids, text, continued) in enumerate(zip(prompts, encoded, texts, longer, strict=True)):
         accepted: dict[str, dict[Verifier, list[Any]]] = {}
         drafted: dict[str, list[int]] = {}
         for (name, verifier), replay in replays.items():
             rounds = replay.texts[place].rounds
             if rounds is not None:
-                certain = rounds.astype(int) if not sampler.do_sample else rounds.round(DIGITS)
+                values = rounds.astype(int) if not sampler.do_sample else rounds.round(DIGITS)
                 by_token = by_tokens[name]
-                accepted.setdefault(name, {})[verifier] = (certain[:, 0] if by_token else certain).tolist()
+                accepted.setdefault(name, {})[verifier] = (values[:, 0] if by_token else values).tolist()
                 if (lengths_T := replay.texts[place].drafted) is not None:
                     drafted[name] = lengths_T.tolist()
-        of_text = None if margins is None else margins[place][: len(text)]
-        expected.append(ExpectedText(prompt.id, temperature, ids, whole, len(text), of_text, accepted, drafted))
+        text_margins = None if margins is None else margins[place][: len(text)]
+        expected.append(
+            ExpectedText(prompt.id, temperature, ids, continued, len(text), text_margins, accepted, drafted)
+        )
     return expected
 
 
 def _continued(
-    target: PreTrainedModel,
-    encoded: Sequence[list[int]],
-    texts: Sequence[list[int]],
-    generate_kwargs: Mapping[str, Any],
-    tokens: int,
-    seed: int,
+    measured: Measured, temperature: float, encoded: Sequence[list[int]], texts: Sequence[list[int]], tokens: int
 ) -> list[list[int]]:
-    """Return texts that go on for `tokens` more tokens, whatever ended them."""
+    """Return texts continued for `tokens` more tokens past any end."""
+    target, seed = measured.pair.target, measured.config.seed
     base: Any = target.generation_config
-    never = target.config.get_text_config().vocab_size  # no end of sequence: None would be filled from the model's own
-    generation = GenerationConfig(
-        eos_token_id=[never], pad_token_id=base.pad_token_id, max_new_tokens=tokens, **generate_kwargs
-    )
-    begun = [ids + text for ids, text in zip(encoded, texts, strict=True)]
-    with phase("further tokens of each text", tokens * len(begun), "tokens") as more:
-        further = complete(target, generation, begun, seed, rows=64, observer=lambda _, new, __: more.advance(len(new)))
-    return [text + more.ids for text, more in zip(texts, further, strict=True)]
+    kwargs = measured.config.at(temperature).generate_kwargs()
+    never = target.config.get_text_config().vocab_size  # an id that no text has: None would be filled from the model's
+    generation = GenerationConfig(eos_token_id=[never], pad_token_id=base.pad_token_id, max_new_tokens=tokens, **kwargs)
+    prefixed = [ids + text for ids, text in zip(encoded, texts, strict=True)]
+    with phase("further tokens of each text", tokens * len(prefixed), "tokens") as bar:
+        extra = complete(target, generation, prefixed, seed, rows=64, observer=lambda _, new, __: bar.advance(len(new)))
+    return [text + completion.ids for text, completion in zip(texts, extra, strict=True)]
 
 
 @torch.inference_mode()
 def _margins(
     target: PreTrainedModel, sequences: Sequence[torch.Tensor], lengths: Sequence[int], sampler: Sampler
 ) -> list[list[float]]:
-    """Return the margin of the likeliest token over the second at each token, as a part of the largest logit."""
+    """Return the likeliest token's margin over the second at each token, as a share of the largest logit."""
     margins = []
     for sequence, length in each(list(zip(sequences, lengths, strict=True)), "margins", "texts"):
         text = WrittenText(sequence, length, len(sequence) - length)

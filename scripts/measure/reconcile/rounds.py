@@ -1,7 +1,7 @@
-"""`rounds.jsonl`: the target's texts and what each drafter's rounds accept of them, token by token.
+"""`rounds.jsonl`: the target's texts, and which tokens of them each drafter's rounds accept.
 
-A report has sums; a server counts other sums (`draftsmith.decode.measurement.server_counts`). Out of this file what any
-server must count is computed without the models: `draftsmith measure --server … --expect`.
+A report has sums, and a server counts other sums (`draftsmith.decode.measurement.server_counts`). From this file any
+server's counts are computed without the models: `draftsmith measure --server … --expect`.
 """
 
 import json
@@ -21,8 +21,6 @@ from draftsmith.train.files import write_aside
 
 SCHEMA: Literal["draftsmith.rounds/1"] = "draftsmith.rounds/1"
 ROUNDS = "rounds.jsonl"
-
-
 Length = Annotated[int, Field(ge=1, le=2**31)]
 
 
@@ -35,7 +33,7 @@ class NamedDrafter(TypedDict):
 
 @with_config(ConfigDict(extra="forbid"))
 class FilterSettings(TypedDict, total=False):
-    """How the target's distribution was cut: the fields of `Filters`."""
+    """The fields of `Filters` that cut the target's distribution."""
 
     top_k: Count
     top_p: Share
@@ -46,44 +44,40 @@ class FilterSettings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RoundsSettings:
-    """The first line: what holds for all texts."""
+    """The first line, which holds for all texts.
+
+    `draft_length` is the γ up to which acceptance is known; `drafters` are by name.
+    """
 
     schema: Literal["draftsmith.rounds/1"]
     target: str
     dtype: str
-    """Of the target."""
     max_new_tokens: Length
     draft_length: Length
-    """γ up to which acceptance is known."""
     drafters: Mapping[str, NamedDrafter]
-    """By name, their kind and path."""
     filters: FilterSettings
-    """How the target's distribution was cut."""
 
 
 @dataclass(frozen=True)
 class ExpectedText:
-    """One text that the target wrote, and what is accepted of it."""
+    """One text of the target, and its acceptance."""
 
     prompt: str
-    """The prompt's id."""
     temperature: Amount
     prompt_ids: Sequence[TokenId]
     tokens: Sequence[TokenId]
-    """The text, and behind its end as many tokens as a round may draft there."""
+    """The text, and after its end the tokens that a round may draft there."""
     length: Count
-    """Tokens of the text."""
     margins: Sequence[Finite] | None
-    """At T=0, by how much of the largest logit each token of the text is ahead of the second; null under sampling."""
+    """At T=0, each token's margin over the second as a share of the largest logit; null under sampling."""
     accepted: Mapping[str, Mapping[Verifier, list[Share] | list[list[Share]]]]
-    """By drafter and verifier: of each token the probability that a round accepts it, where that depends on the text
-    alone; else, as for heads, a row for each token a round may start at, of its γ drafts."""
+    """Each token's probability to be accepted, by drafter and verifier, if it depends on the text alone. Otherwise, as
+    for heads, a row of γ probabilities for each token that a round may start at."""
     drafted: Mapping[str, list[Count]] = field(default_factory=dict)
-    """By drafter, where some rounds draft fewer than γ tokens, as copies do: how many, for each token a round may start
-    at."""
+    """Tokens of each round, by drafter, if some rounds draft fewer than γ tokens, as copies do."""
 
     def acceptance(self, drafter: str, verifier: Verifier, draft_length: int) -> np.ndarray | None:
-        """Return what a round that starts at each token accepts, (T, γ); None where it is not known."""
+        """Return the acceptance of a round that starts at each token, (T, γ); None if unknown."""
         values = self.accepted.get(drafter, {}).get(verifier)
         if values is None:
             return None
@@ -94,32 +88,25 @@ class ExpectedText:
         return array[:, :draft_length] if array.shape[1] >= draft_length else None
 
     def lengths(self, drafter: str) -> np.ndarray | None:
-        """Return how many tokens a round that starts at each token drafts, (T,); None where it is always γ."""
+        """Return the tokens that a round starting at each token drafts, (T,); None if always γ."""
         return np.asarray(self.drafted[drafter]) if drafter in self.drafted else None
 
 
 def write_rounds(path: Path, settings: RoundsSettings, texts: Sequence[ExpectedText]) -> None:
-    """Write the file aside, then rename."""
+    """Write the file aside, then rename it."""
     lines = [json.dumps(line, separators=(",", ":")) for line in (asdict(settings), *map(asdict, texts))]
     write_aside(path, "\n".join(lines) + "\n")
 
 
 def read_rounds(report: str) -> tuple[RoundsSettings, list[ExpectedText]]:
-    """Read the file that lies beside a report.
-
-    Args:
-        report: the report.json, its directory, or the file itself.
-
-    Raises:
-        InputError: there is none, or it is no such file; names the line.
-    """
-    given = Path(report)
-    path = given / ROUNDS if given.is_dir() else given.with_name(ROUNDS)
+    """Read the rounds next to a report, given as report.json, its directory or the file; or raise InputError."""
+    location = Path(report)
+    path = location / ROUNDS if location.is_dir() else location.with_name(ROUNDS)
     try:
         head, *lines = file_bytes(path).split(b"\n")
     except FileNotFoundError as error:
         raise InputError(
-            f"expect: expected a report with rounds.jsonl beside it, found none at {path}; measure again to write it"
+            f"expect: expected a report with rounds.jsonl next to it, found none at {path}; measure again to write it"
         ) from error
     settings, texts = parsed(RoundsSettings, head, f"expect: {path}:1"), list[ExpectedText]()
     for number, line in enumerate(lines, 2):
@@ -131,11 +118,7 @@ def read_rounds(report: str) -> tuple[RoundsSettings, list[ExpectedText]]:
 
 
 def _check(text: ExpectedText, settings: RoundsSettings, where: str) -> None:
-    """Require a text whose acceptance by known drafters is known up to the draft length behind its end.
-
-    Raises:
-        InputError: names the field.
-    """
+    """Require that a text's acceptance is known up to γ tokens past its end, for known drafters."""
     starts = text.length + settings.draft_length - 1
     if not text.length <= min(len(text.tokens), settings.max_new_tokens):
         raise InputError(f"{where}: length: expected at most {len(text.tokens)} tokens, found {text.length}")

@@ -1,4 +1,4 @@
-"""From what was observed of a server to the report."""
+"""The report on a server, built from observations."""
 
 import os
 import platform
@@ -13,55 +13,34 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.repetition import repeated_ngram_share
-from draftsmith.scripts.measure.server.estimates import (
-    Acceptance,
-    acceptance,
-    by_latency,
-    pace,
-    percentiles,
-    token_seconds,
-)
+from draftsmith.scripts.measure.server import estimates
 from draftsmith.scripts.measure.server.expectation import Expectation, reconciled
 from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
 from draftsmith.scripts.measure.server.verdict import judge_server
 from draftsmith.scripts.measure.server.warnings import warnings_of
+from draftsmith.scripts.measure.state import categories_of
 from draftsmith.scripts.measure.verdict import partial
+from draftsmith.scripts.report import types as report
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.serving_types import Counted, Latency, ServedBy, Serving
-from draftsmith.scripts.report.types import (
-    SCHEMA,
-    Baseline,
-    Environment,
-    Failure,
-    PlainRun,
-    Prompts,
-    ProposerEntry,
-    Report,
-    Run,
-    RunCategory,
-    Target,
-)
 from draftsmith.scripts.serving.server_steps import NOTHING
 from draftsmith.train.provenance import git_sha
 
 
-def build_report(observed: Observed, expectation: Expectation | None = None) -> Report:
-    """Return the report of the settings that were finished, at least one; what a server does not tell is None.
+def build_report(observed: Observed, expectation: Expectation | None = None) -> report.Report:
+    """Return the report of the finished settings; a value that a server does not tell is None.
 
-    Intervals are bootstrapped over prompts, those of throughput over turns; comparisons are paired.
-
-    Raises:
-        InputError: the server drafted nothing, or does not say how many tokens it drafts a round.
+    Intervals are bootstrapped over prompts, those of throughput over turns; comparisons are paired. Raise InputError if
+    the server drafted nothing, or does not say how many tokens it drafts per round.
     """
     config = observed.config
-    accepted = {setting: acceptance(observed, setting) for setting in observed.blocks}
+    accepted = {setting: estimates.acceptance(observed, setting) for setting in observed.blocks}
     _require_drafts(observed, list(accepted.values()))
     runs = [_run(observed, setting, accepted[setting]) for setting in observed.blocks]
 
     def speedup(setting: Setting, confidence: float) -> Estimate:
-        own, other = pace(observed, setting, "server"), pace(observed, setting, "baseline_server")
-        faster = own.speedup(other)
-        return Estimate(faster.value, own.speedup_interval(other, confidence), faster.n)
+        pace, other = estimates.pace(observed, setting, "server"), estimates.pace(observed, setting, "baseline_server")
+        return replace(pace.speedup(other), ci95=pace.speedup_interval(other, confidence))
 
     def alpha(setting: Setting, confidence: float) -> Estimate:
         return accepted[setting].steps.alpha(confidence)
@@ -71,11 +50,11 @@ def build_report(observed: Observed, expectation: Expectation | None = None) -> 
     failures = []
     if observed.failure is not None and observed.failed is not None:
         temperature, concurrency = observed.failed
-        failures = [Failure(f"T = {temperature:g}, {concurrency} at once", str(observed.failure), exit_code=1)]
+        failures = [report.Failure(f"T = {temperature:g}, {concurrency} at once", str(observed.failure), exit_code=1)]
         gate, recommendation = partial(gate, recommendation, failures)
-    return Report(
-        schema=SCHEMA,
-        environment=Environment(
+    return report.Report(
+        schema=report.SCHEMA,
+        environment=report.Environment(
             python=platform.python_version(),
             torch=torch.__version__,
             transformers=transformers.__version__,
@@ -88,12 +67,12 @@ def build_report(observed: Observed, expectation: Expectation | None = None) -> 
             draft_dtypes=[],
             settings_by=None,
         ),
-        target=Target(observed.models["server"], None, None, config.filters()),
-        prompts=Prompts(
+        target=report.Target(observed.models["server"], None, None, config.filters()),
+        prompts=report.Prompts(
             config.prompts,
             count=len(observed.prompts),
             replayed=None,
-            categories={name: len(places) for name, places in categories(observed).items()},
+            categories={name: len(places) for name, places in _categories(observed).items()},
         ),
         baseline=_baseline(observed),
         runs=runs,
@@ -111,44 +90,37 @@ def build_report(observed: Observed, expectation: Expectation | None = None) -> 
     )
 
 
-def categories(observed: Observed) -> dict[str, list[int]]:
-    """Return the places of each category's prompts, in order of the names."""
-    places: dict[str, list[int]] = {}
-    for place, asked in enumerate(observed.prompts):
-        if asked.prompt.category is not None:
-            places.setdefault(asked.prompt.category, []).append(place)
-    return dict(sorted(places.items()))
+def _categories(observed: Observed) -> dict[str, list[int]]:
+    return categories_of([entry.prompt for entry in observed.prompts])
 
 
-def _require_drafts(observed: Observed, accepted: Sequence[Acceptance]) -> None:
-    for each in accepted:
+def _require_drafts(observed: Observed, accepted: Sequence[estimates.Acceptance]) -> None:
+    url = observed.urls["server"]
+    for setting in accepted:
+        drafts = None if setting.total is None else setting.total.num_drafts
         if observed.config.draft_length == 0:
-            if each.total is not None and each.total.num_drafts:
-                raise InputError(
-                    f"draft_length: expected a server that drafts nothing at {observed.urls['server']}, found drafts"
-                )
+            if drafts:
+                raise InputError(f"draft_length: expected a server that drafts nothing at {url}, found drafts")
             continue
-        if each.total is not None and not each.total.num_drafts:
-            raise InputError(
-                f"server: expected one that speculates at {observed.urls['server']}, found none that counts a draft"
-            )
-        if each.draft_length is None and _draft_length(observed, each) is None:
+        if drafts == 0:
+            raise InputError(f"server: expected one that speculates at {url}, found none that counts a draft")
+        if setting.draft_length is None and _draft_length(observed, setting) is None:
             raise InputError("draft_length: expected γ, for the server does not count what it drafts, found none")
 
 
-def _draft_length(observed: Observed, accepted: Acceptance) -> int | None:
+def _draft_length(observed: Observed, accepted: estimates.Acceptance) -> int | None:
     if observed.config.draft_length is not None:
         return observed.config.draft_length
     return accepted.draft_length or observed.engines["server"].draft_tokens
 
 
-def _run(observed: Observed, setting: Setting, accepted: Acceptance) -> Run:
+def _run(observed: Observed, setting: Setting, accepted: estimates.Acceptance) -> report.Run:
     config, (temperature, concurrency) = observed.config, setting
-    records, speed = observed.records(setting, "server"), pace(observed, setting, "server")
+    records, speed = observed.records(setting, "server"), estimates.pace(observed, setting, "server")
     method = observed.engines["server"].method
     total, length = accepted.total, _draft_length(observed, accepted)
     drafts = 0 if total is None else int(total.num_drafts)
-    # Of no draft there is no position, though vLLM counts the first one.
+    # vLLM lists the first position even if nothing was drafted.
     per_pos = () if total is None or not drafts else tuple(map(int, total.num_accepted_tokens_per_pos))
     reached = (drafts, *per_pos)[: len(per_pos)]
     counts = None
@@ -164,10 +136,10 @@ def _run(observed: Observed, setting: Setting, accepted: Acceptance) -> Run:
         )
     faster = NOTHING
     if config.baseline_server is not None:
-        faster = speed.speedup(pace(observed, setting, "baseline_server"))
+        faster = speed.speedup(estimates.pace(observed, setting, "baseline_server"))
     ids = [record.token_ids for record in records if record.token_ids is not None]
-    return Run(
-        proposer=ProposerEntry(config.drafter or (method or "drafter").lower(), "server", None, None, None),
+    return report.Run(
+        proposer=report.ProposerEntry(config.drafter or (method or "drafter").lower(), "server", None, None, None),
         draft_length=1 if length is None else length,
         rule="exact",
         temperature=temperature,
@@ -190,23 +162,22 @@ def _run(observed: Observed, setting: Setting, accepted: Acceptance) -> Run:
 
 
 def known(estimate: Estimate) -> Estimate:
-    """Return an estimate for the report; one that is known within bounds alone is a warning."""
+    """Return an estimate for the report; bounds without a value are a warning instead."""
     return estimate if estimate.value is not None else replace(estimate, ci95=None)
 
 
 def _compared(observed: Observed, setting: Setting) -> Certificate:
-    """Compare the texts of T=0 with the baseline server's. Where they differ, who is right is not seen from outside."""
+    """Compare the texts of T=0 with the baseline server's; of two that differ, neither is known to be right."""
     if observed.config.baseline_server is None:
         return unchecked("there is no baseline server to compare texts with; `draftsmith certify --server` tests them")
     if setting[0] > 0:
         return unchecked("sampled texts differ by chance; `draftsmith certify --server` tests their distribution")
-    texts: dict[Role, dict[int, object]] = {}
-    for role in observed.engines:
-        records = observed.records(setting, role)
-        with_ids = all(
-            record.token_ids is not None for r in observed.engines for record in observed.records(setting, r)
-        )
-        texts[role] = {record.prompt: record.token_ids if with_ids else _text(record.text) for record in records}
+    answers = {role: observed.records(setting, role) for role in observed.engines}
+    with_ids = all(record.token_ids is not None for records in answers.values() for record in records)
+    texts: dict[Role, dict[int, object]] = {
+        role: {record.prompt: record.token_ids if with_ids else record.text or "" for record in records}
+        for role, records in answers.items()
+    }
     same = sum(texts["baseline_server"][place] == text for place, text in texts["server"].items())
     if same == len(observed.prompts):
         return Certificate(identical=True, prompts_identical=same, near_ties=0, departures=0, passed=True)
@@ -219,38 +190,33 @@ def _compared(observed: Observed, setting: Setting) -> Certificate:
     )
 
 
-def _text(text: str | None) -> str:
-    return text or ""
-
-
-def _by_category(observed: Observed, setting: Setting, accepted: Acceptance) -> dict[str, RunCategory]:
-    """Return the figures of each category, where they are known prompt by prompt."""
-    found = {}
-    for name, places in categories(observed).items():
+def _by_category(observed: Observed, setting: Setting, accepted: estimates.Acceptance) -> dict[str, report.RunCategory]:
+    figures = {}
+    for name, places in _categories(observed).items():
         chosen, faster = set(places), NOTHING
-        if observed.config.baseline_server is not None and by_latency(observed, setting):
-            paces = [pace(observed, setting, role, chosen) for role in ("server", "baseline_server")]
+        if observed.config.baseline_server is not None and estimates.by_latency(observed, setting):
+            paces = [estimates.pace(observed, setting, role, chosen) for role in ("server", "baseline_server")]
             faster = paces[0].speedup(paces[1])
         length = known(accepted.steps.mean_acceptance_length(chosen))
-        found[name] = RunCategory(len(places), length, faster)
-    return found
+        figures[name] = report.RunCategory(len(places), length, faster)
+    return figures
 
 
-def _baseline(observed: Observed) -> Baseline | None:
+def _baseline(observed: Observed) -> report.Baseline | None:
     if observed.config.baseline_server is None:
         return None
     plain, paces = [], []
     for setting in observed.blocks:
-        paces.append(pace(observed, setting, "baseline_server"))
+        paces.append(estimates.pace(observed, setting, "baseline_server"))
         ids = [record.token_ids for record in observed.records(setting, "baseline_server")]
-        share = repeated_ngram_share(each for each in ids if each is not None) if None not in ids else None
-        plain.append(PlainRun(*setting, paces[-1].speed(), share))
-    whole = type(paces[0])([t for each in paces for t in each.tokens], [s for each in paces for s in each.seconds])
-    return Baseline(whole.speed(), plain)
+        share = repeated_ngram_share(text for text in ids if text is not None) if None not in ids else None
+        plain.append(report.PlainRun(*setting, paces[-1].speed(), share))
+    whole = estimates.Pace([t for pace in paces for t in pace.tokens], [s for pace in paces for s in pace.seconds])
+    return report.Baseline(whole.speed(), plain)
 
 
 def _serving(
-    observed: Observed, accepted: dict[Setting, Acceptance], reconciliations: Sequence[Reconciliation]
+    observed: Observed, accepted: dict[Setting, estimates.Acceptance], reconciliations: Sequence[Reconciliation]
 ) -> Serving:
     config = observed.config
     servers = [
@@ -258,18 +224,18 @@ def _serving(
         for role, engine in observed.engines.items()
     ]
     counted, latencies = [], []
-    for setting, each in accepted.items():
+    for setting, figures in accepted.items():
         blocks = observed.blocks[setting]["server"]
         generated = [block.generated_tokens for block in blocks if block.generated_tokens is not None]
         counted.append(
             Counted(
                 *setting,
-                source=each.source,
+                source=figures.source,
                 completion_tokens=sum(record.tokens for record in observed.records(setting, "server")),
                 generated_tokens=sum(generated) if len(generated) == len(blocks) else None,
-                convention=each.steps.convention(),
-                mean_acceptance_length_within=each.steps.length_bounds(),
-                alpha_within=each.steps.alpha_bounds(),
+                convention=figures.steps.convention(),
+                mean_acceptance_length_within=figures.steps.length_bounds(),
+                alpha_within=figures.steps.alpha_bounds(),
             )
         )
         for role in observed.engines:
@@ -278,9 +244,11 @@ def _serving(
                 Latency(
                     role,
                     *setting,
-                    first_token=percentiles([r.first for r in records if r.first is not None]),
-                    token=percentiles([s for r in records if (s := token_seconds(r)) is not None]),
-                    request=percentiles([r.ended for r in records]),
+                    first_token=estimates.percentiles([r.first for r in records if r.first is not None]),
+                    token=estimates.percentiles(
+                        [token_time for r in records if (token_time := estimates.token_seconds(r)) is not None]
+                    ),
+                    request=estimates.percentiles([r.ended for r in records]),
                 )
             )
     return Serving(

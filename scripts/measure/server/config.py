@@ -27,17 +27,13 @@ class GatedSettings:
     """The settings that a gate is about."""
 
     gate_temperature: Floats = field(default_factory=list)
-    """The temperatures that the gate and the exit code are about, several with commas; none: all that are measured."""
+    """Temperatures that decide the gate and the exit code, several with commas; all if empty."""
     gate_batch_size: Ints = field(default_factory=list)
-    """The batch sizes that they are about, of a server the numbers of requests at once; none: all that are measured. A
-    speed-up above 1 is asked for where settings are named and no other gate is."""
+    """Batch sizes that decide, or a server's numbers of requests at once; all if empty. If settings are named and there
+    is no other gate, a speed-up above 1 is required."""
 
     def check_gate(self, temperatures: Sequence[float], batch_sizes: Sequence[int]) -> None:
-        """Read the settings that are named, which must be among those measured.
-
-        Raises:
-            InputError: they are not.
-        """
+        """Parse the named settings, and raise InputError unless they are among those measured."""
         self.gate_temperature = numbers(self.gate_temperature, float, "gate_temperature")
         self.gate_batch_size = numbers(self.gate_batch_size, int, "gate_batch_size")
         for name, measured in (("gate_temperature", temperatures), ("gate_batch_size", batch_sizes)):
@@ -47,11 +43,11 @@ class GatedSettings:
 
     @property
     def names_settings(self) -> bool:
-        """Whether the gate is about some settings only."""
+        """True if the gate is about some settings only."""
         return bool(self.gate_temperature or self.gate_batch_size)
 
     def decides(self, setting: tuple[float, int]) -> bool:
-        """Say whether the gate is about a temperature and a batch size."""
+        """Return whether the gate is about a temperature and a batch size."""
         temperature, rows = setting
         fits = not self.gate_temperature or temperature in numbers(self.gate_temperature, float, "gate_temperature")
         return fits and (not self.gate_batch_size or rows in numbers(self.gate_batch_size, int, "gate_batch_size"))
@@ -59,7 +55,7 @@ class GatedSettings:
 
 @dataclass
 class MeasureServerConfig(GatedSettings, Filters):
-    """Measure a vLLM or SGLang server that runs: acceptance from what it counts, latency, and speed-up over another."""
+    """Measure a running vLLM or SGLang server: acceptance from its own counts, latency, and speed-up over another."""
 
     server: str
     """The server's URL, such as http://127.0.0.1:8000."""
@@ -68,55 +64,56 @@ class MeasureServerConfig(GatedSettings, Filters):
     output: str
     """The directory that receives `report.json`, `report.html` and `summary.md`."""
     baseline_server: str | None = None
-    """The URL of a second server of the same target without speculation, to be compared with; the two take turns."""
+    """The URL of a second server of the same target without speculation, to compare with; the two take turns."""
     model: str | None = None
-    """The model's name on the servers; null: the only one that they list."""
+    """The model's name on the servers; null: the only one they list."""
     drafter: str | None = None
-    """The drafter's name in the report; null: SGLang's algorithm, or `drafter`. With `expect` one of that report's;
-    null: its only one, or the one that it recommends."""
+    """The drafter's name in the report; null: SGLang's algorithm, or `drafter`. With `expect`, one of that report's;
+    null: its only one, or the recommended one."""
     target: str | None = None
-    """The target's directory or hub id. Its tokenizer encodes the prompts, and the servers get
-    tokens. Null: plain text goes as it is, and conversations as messages that the servers template."""
+    """The target's directory or hub id. Its tokenizer encodes the prompts, and servers receive tokens. Null: servers
+    receive plain text as it is, and conversations as messages, which they template."""
     temperature: Floats = field(default_factory=lambda: [0.0], kw_only=True)
     """Sampling temperatures, several with commas; 0 is greedy."""
     max_new_tokens: int = 128
-    """Tokens of a completion at most."""
+    """The most tokens of a completion."""
     ignore_eos: bool = False
-    """Write on past the end of a text, up to `max_new_tokens`: all texts have one length then."""
+    """Continue texts past their end, up to `max_new_tokens`, so that all have one length."""
     concurrency: Ints = field(default_factory=lambda: [1])
-    """Requests under way at once, several numbers with commas; with `rate` the maximum."""
+    """Requests at once, several numbers with commas; with `rate` the maximum."""
     rate: float | None = None
-    """Requests per second that arrive at random (a Poisson process); null: the next one leaves when one ends."""
+    """Requests per second that arrive at random (a Poisson process); null: the next one is sent when one ends."""
     warm_up: int = 2
     """Requests to each server before each setting that are not measured."""
     repeats: int = 1
-    """Times that each completion is asked for."""
+    """Times each completion is requested."""
     limit: int | None = None
     """Number of prompts, the first of the file; null: all."""
     seed: int = 0
-    """Seeds the sampling, a number a prompt, and the arrivals."""
+    """Seeds the sampling, with a number for each prompt, and the arrivals."""
     system_prompt: str | None = None
     """Begins every conversation that has no system turn of its own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as '{"enable_thinking": false}'."""
     max_prompt_tokens: int | None = None
-    """Tokens of a prompt at most, with `target`: of longer ones the beginning is cut."""
+    """The most tokens of a prompt, with `target`: longer ones lose their beginning."""
     draft_length: int | None = None
-    """γ, drafted tokens a round; null: drafted tokens ÷ drafts, as the server counts them; 0: a server whose table says
-    0 at every load, and what that costs."""
+    """γ, drafted tokens per round; null: drafted tokens ÷ drafts, as the server counts them; 0: a server that drafts
+    nothing at any load, to measure what that costs."""
     min_speedup: float | None = None
-    """A gate: what the speed-up over the baseline server must exceed, by its interval's lower end."""
+    """A gate: the lower end of the interval of the speed-up over the baseline server must exceed this."""
     min_alpha: float | None = None
-    """A gate: what α must exceed, by its interval's lower end. Below it is time to train the drafter again."""
+    """A gate: the lower end of α's interval must exceed this. If it does not, train the drafter again."""
     expect: str | None = None
-    """The report of a local measurement of the same prompts, or its directory: what the server counts must be what that
-    makes it count, to the integer at temperature 0; where it is not, the report says where and why."""
+    """The report of a local measurement of the same prompts, or its directory. The server's counts must be those that
+    follow from it, exactly so at temperature 0; otherwise the report says where they differ, and why."""
     expect_verifier: str = "probabilistic"
-    """How the server drafts under sampling: probabilistic, drawn from the draft, or greedy, its likeliest token."""
+    """The server's drafting under sampling: probabilistic, tokens drawn from the draft; or greedy, its likeliest
+    token."""
     confidence: float = 0.95
-    """Level at which the intervals of all settings hold together."""
+    """The level at which the intervals of all settings hold together."""
     timeout: float = 600.0
-    """Seconds to wait for one whole answer."""
+    """The most seconds to wait for one whole answer."""
     server_key_env: str | None = None
     """The environment variable that holds the server's API key."""
     baseline_server_key_env: str | None = None

@@ -1,22 +1,16 @@
-"""From what servers counted and when parts came to estimates, with intervals over prompts."""
+"""Estimates from servers' counts and answer times, with intervals over prompts."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from draftsmith.decode.measurement.intervals import (
-    Estimate,
-    Interval,
-    rate_ratio,
-    rate_ratio_interval,
-    ratio,
-)
+from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
+from draftsmith.scripts.measure.estimates import Pace
 from draftsmith.scripts.measure.server.load import RequestRecord
 from draftsmith.scripts.measure.server.observe import Observed, Role, ServerTurn, Setting
 from draftsmith.scripts.report.serving_types import Percentiles, Source
-from draftsmith.scripts.report.types import Speed
 from draftsmith.scripts.serving.server_steps import CountedTexts, ServerSteps, server_steps
 
 
@@ -27,19 +21,19 @@ class Acceptance:
     source: Source
     steps: ServerSteps
     total: ServerCounts | None
-    """The server's counts; None where it gives means alone."""
+    """The server's counts; None if it gives only means."""
     tree: bool = False
 
     @property
     def draft_length(self) -> int | None:
-        """γ: drafted tokens a draft, rounded; None where nothing was drafted."""
+        """γ: drafted tokens per draft, rounded; None if nothing was drafted."""
         if self.total is None or not self.total.num_drafts:
             return None
         return self.steps.draft_length or max(1, round(self.total.num_draft_tokens / self.total.num_drafts))
 
     @property
     def one_length(self) -> bool:
-        """Whether every draft was a chain of γ tokens: only then are the positions known that were tried."""
+        """True if every draft was a chain of γ tokens: only then are the tried positions known."""
         total, length = self.total, self.draft_length
         return (
             total is not None
@@ -55,7 +49,7 @@ class Acceptance:
 
 
 def acceptance(observed: Observed, setting: Setting) -> Acceptance:
-    """Return what was accepted in a setting, by the best source that the server offers."""
+    """Return the acceptance in a setting from the server's best source: answers, counters, or means."""
     blocks, engine = observed.blocks[setting]["server"], observed.engines["server"]
     records = observed.records(setting, "server")
     gamma = observed.config.draft_length or engine.draft_tokens
@@ -66,21 +60,21 @@ def acceptance(observed: Observed, setting: Setting) -> Acceptance:
         return _acceptance("answers", alone, gamma, engine.tree)
     calls = [block.verify_calls for block in blocks if block.verify_calls is not None]
     if engine.kind != "sglang":
-        found = _acceptance("counters", [_counted(block.records, block.counters) for block in blocks], gamma)
+        figures = _acceptance("counters", [_counted(block.records, block.counters) for block in blocks], gamma)
     elif len(calls) == len(blocks) and any(calls) and gamma:
         chats = [
             replace(_counted(block.records, ServerCounts(count, gamma * count)), accepted=False)
             for block, count in zip(blocks, calls, strict=True)
         ]
-        found = _acceptance("counters", chats, gamma, engine.tree)
+        figures = _acceptance("counters", chats, gamma, engine.tree)
     else:
         means = any(block.mean_acceptance_length for block in blocks)
         return Acceptance("means", ServerSteps(gamma, {}), None if means else ServerCounts(), engine.tree)
     if not written_by_us(blocks):
-        return replace(found, steps=ServerSteps(gamma, {}))
-    readings = found.steps.readings.values()
+        return replace(figures, steps=ServerSteps(gamma, {}))
+    readings = figures.steps.readings.values()
     in_parts = readings and all(reading.in_parts and reading.by_prompt for reading in readings)
-    return replace(found, source="parts") if in_parts else found
+    return replace(figures, source="parts") if in_parts else figures
 
 
 def written_by_us(blocks: Sequence[ServerTurn]) -> bool:
@@ -103,47 +97,18 @@ def _acceptance(source: Source, groups: Sequence[CountedTexts], gamma: int | Non
     steps = server_steps(groups, gamma, tree)
     total = steps.counts(pooled([group.counts for group in groups]))
     if not groups[0].accepted and (bounds := steps.length_bounds()) is not None:
-        written = bounds[0] * total.num_drafts  # of steps alone, accepted is what came beside the target's own tokens
+        written = bounds[0] * total.num_drafts  # each step also wrote one token of the target's own
         total = replace(total, num_accepted_tokens=round(written - total.num_drafts))
     return Acceptance(source, steps, total, tree)
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How fast one server wrote in one setting: tokens and seconds of each prompt, or of each turn."""
-
-    tokens: Sequence[int]
-    seconds: Sequence[float]
-
-    def speed(self) -> Speed:
-        """Return tokens per second: of all, and the median over prompts or turns."""
-        speeds = sorted(tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True))
-        whole = ratio(self.tokens, self.seconds)
-        return Speed(whole.value, whole.ci95, whole.n, median=speeds[len(speeds) // 2])
-
-    def speedup(self, other: "Pace") -> Estimate:
-        """Return tokens per second ÷ those of the other, paired."""
-        return rate_ratio(self.tokens, self.seconds, other.tokens, other.seconds)
-
-    def speedup_interval(self, other: "Pace", confidence: float) -> Interval | None:
-        """Return the interval of `speedup` at another level."""
-        return rate_ratio_interval(self.tokens, self.seconds, other.tokens, other.seconds, confidence=confidence)
-
-
 def by_latency(observed: Observed, setting: Setting) -> bool:
-    """Say whether speed is that of single requests: one at a time, or at a rate, which bounds what is written."""
+    """Return whether speed is that of single requests: one at a time, or at a rate, which bounds the output."""
     return setting[1] == 1 or observed.config.rate is not None
 
 
 def pace(observed: Observed, setting: Setting, role: Role, places: Set[int] | None = None) -> Pace:
-    """Return how fast a server wrote in a setting, all repeats together.
-
-    Args:
-        observed: what was seen.
-        setting: the setting.
-        role: which server.
-        places: of these prompts alone, where speed is that of single requests.
-    """
+    """Return a server's speed in a setting over all repeats; of the prompts `places` alone if given, by latency."""
     blocks = observed.blocks[setting][role]
     sums: dict[int, tuple[int, float]] = {}
     if by_latency(observed, setting):
@@ -168,7 +133,7 @@ def percentiles(seconds: Sequence[float]) -> Percentiles:
 
 
 def token_seconds(record: RequestRecord) -> float | None:
-    """Return the seconds a token from a request's first part to its last; None of a text that came in one part."""
+    """Return the seconds per token between a request's first and last part; None for one part."""
     if record.first is None or record.last is None or len(record.parts) < 2:
         return None
     later = record.tokens - (record.parts[0] or 1)

@@ -1,4 +1,4 @@
-"""`--expect`: the counts that a report expects of the server, and whether it meets them."""
+"""`--expect`: the counts that a report expects of the server, and whether the server meets them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from draftsmith.scripts.serving.server_steps import ServerSteps
 
 @dataclass(frozen=True)
 class Expectation:
-    """A report's rounds, and which of them are the server's."""
+    """A report's rounds, and the server's drafter and verifier among them."""
 
     report: str
     settings: RoundsSettings
@@ -33,24 +33,22 @@ class Expectation:
 
 
 def read_expectation(config: MeasureServerConfig) -> Expectation | None:
-    """Read what is expected, and require that it is of the settings that are to be measured; None if nothing is.
-
-    Raises:
-        InputError: there are no rounds, or they are of other settings.
-    """
+    """Read the expected rounds, None without `expect`; raise InputError if they are of other settings."""
     if config.expect is None:
         return None
     settings, texts = read_rounds(config.expect)
-    wanted = {"max_new_tokens": settings.max_new_tokens, "ignore_eos": False, **settings.filters}
-    for name, value in wanted.items():
+    fields = {"max_new_tokens": settings.max_new_tokens, "ignore_eos": False, **settings.filters}
+    for name, value in fields.items():
         if getattr(config, name) != value:
             raise InputError(
                 f"{name}: expected {value}, as in the report that is expected, found {getattr(config, name)}"
             )
     for temperature in config.temperature:
         if temperature not in {text.temperature for text in texts}:
-            there = ", ".join(f"{t:g}" for t in sorted({text.temperature for text in texts}))
-            raise InputError(f"temperature: expected one of the report's, {there or 'none'}, found {temperature:g}")
+            temperatures = ", ".join(f"{t:g}" for t in sorted({text.temperature for text in texts}))
+            raise InputError(
+                f"temperature: expected one of the report's, {temperatures or 'none'}, found {temperature:g}"
+            )
     measured = [name for name, about in settings.drafters.items() if about.get("kind") != "baseline_draft"]
     drafter = config.drafter or (measured[0] if len(measured) == 1 else _recommended(config.expect)) or ""
     if drafter not in settings.drafters:
@@ -71,22 +69,18 @@ class _Report(Said):
 
 
 def _recommended(report: str) -> str | None:
-    """Return the drafter that a report recommends; None where there is no report beside the rounds, or it has none."""
-    given = Path(report)
+    """Return the drafter that a report recommends; None without a report or a recommendation."""
+    location = Path(report)
     try:
-        path = given / "report.json" if given.is_dir() else given.with_name("report.json")
+        path = location / "report.json" if location.is_dir() else location.with_name("report.json")
         return read(_Report, path, "expect").recommendation.proposer
     except FileNotFoundError:
         return None
 
 
 def require_known(expectation: Expectation, config: MeasureServerConfig, prompts: Sequence[LoadPrompt]) -> None:
-    """Require that the report has texts of all prompts, and under sampling enough of them for an interval.
-
-    Raises:
-        InputError: it knows some prompts not, or they are too few.
-    """
-    ids = [asked.prompt.id for asked in prompts]
+    """Raise InputError unless the report has all prompts, and enough for an interval under sampling."""
+    ids = [entry.prompt.id for entry in prompts]
     for temperature in config.temperature:
         texts_of(expectation.texts, temperature, ids)
         if temperature > 0 and (answers := len(ids) * config.repeats) < LEAST:
@@ -96,30 +90,26 @@ def require_known(expectation: Expectation, config: MeasureServerConfig, prompts
 def reconciled(
     expectation: Expectation | None, observed: Observed, accepted: Mapping[Setting, Acceptance]
 ) -> list[Reconciliation]:
-    """Compare each setting that was measured with what is expected of it.
-
-    Raises:
-        InputError: prompts, draft lengths or drafters that the report does not know, or a server that gives means.
-    """
+    """Compare each measured setting with its expectation; raise InputError where they cannot be compared."""
     if expectation is None:
         return []
-    found = []
-    for setting, each in accepted.items():
-        length = each.draft_length
-        if each.total is None or length is None or each.tree:
+    reconciliations = []
+    for setting, figures in accepted.items():
+        length = figures.draft_length
+        if figures.total is None or length is None or figures.tree:
             raise InputError("expect: expected a server that counts chains of drafts, found means or trees")
-        # At T=0 both verifiers are one.
+        # At T=0 the two verifiers are the same.
         verifier: Verifier = expectation.verifier if setting[0] > 0 else "probabilistic"
         room = observed.lengths["server"]
-        asked = pairing.ServedSetting(expectation.drafter, verifier, setting[0], length, setting[1], room)
-        served = [_served(observed, setting, role, each.steps) for role in observed.engines]
+        served_setting = pairing.ServedSetting(expectation.drafter, verifier, setting[0], length, setting[1], room)
+        served = [_served(observed, setting, role, figures.steps) for role in observed.engines]
         plain = served[1] if len(served) > 1 else []
-        # The counts are those of single steps; vLLM's own convention is the first that is tried.
-        single = {replace(one, bonus=False, by_batch=False) for one in each.steps.readings} or {VLLM}
-        conventions = sorted(single, key=lambda one: (one != VLLM, one.prompt_drafts, one.beyond_end))
-        of = expectation.report, expectation.settings, expectation.texts
-        found.append(reconcile(*of, asked, served[0], each.total, plain, conventions))
-    return found
+        # The counts are already those of single steps. vLLM's own convention is tried first.
+        single = {replace(reading, bonus=False, by_batch=False) for reading in figures.steps.readings} or {VLLM}
+        conventions = sorted(single, key=lambda c: (c != VLLM, c.prompt_drafts, c.beyond_end))
+        report = expectation.report, expectation.settings, expectation.texts
+        reconciliations.append(reconcile(*report, served_setting, served[0], figures.total, plain, conventions))
+    return reconciliations
 
 
 def _served(observed: Observed, setting: Setting, role: Role, steps: ServerSteps) -> list[ServedText]:

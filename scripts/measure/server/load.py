@@ -1,4 +1,4 @@
-"""Requests to a server at a concurrency or a rate, and when the parts of each answer came."""
+"""Requests to a server at a concurrency or a rate, with the time of each part of an answer."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 
 @dataclass(frozen=True)
 class LoadPrompt:
-    """A prompt as it is sent: exactly one of ids, a text and messages."""
+    """A prompt as it is sent: exactly one of ids, text and chat."""
 
     prompt: Prompt
     ids: list[int] | None = None
@@ -32,26 +32,25 @@ class LoadPrompt:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request, as it went. Times are seconds since it was due: sent, or with a rate, arrived."""
+    """One request and its answer. Times are in seconds since it was due: sent, or with a rate, arrived.
+
+    `prompt` is the prompt's index, `tokens` the completion's number as the server counts it, and `first` and `last` are
+    the times of the first and last part (None for an empty answer). Servers may give no ids, and then `text` is set.
+    """
 
     prompt: Count
-    """The place of its prompt among those that were read."""
     tokens: Annotated[Count, Field(ge=1)]
-    """Of the completion, as the server counts them."""
     sent: Finite
-    """How long it waited for one of the requests under way to end; 0 without a rate."""
+    """The wait for one of the requests at once to end; 0 without a rate."""
     first: Finite | None
-    """When the first part came; None of an empty answer."""
     last: Finite | None
     ended: Annotated[Amount, Field(gt=0)]
     parts: list[Count]
-    """Tokens of each part that came; zeros where the server gives no ids."""
+    """Tokens of each part; zeros if the server gives no ids."""
     finish_reason: str | None
     prompt_ids: list[TokenId] | None
     token_ids: list[TokenId] | None
-    """As the server gives them, if it does."""
     text: str | None
-    """Where it gives no ids."""
     counts: Counted | None
     """The server's counts of this answer, if it gives them."""
 
@@ -60,38 +59,29 @@ class RequestRecord:
         return asdict(self) | {"counts": None if self.counts is None else self.counts.to_dict()}
 
 
-class AskedServer:
+class MeasuredServer:
     """One server, and how it is asked."""
 
     def __init__(self, client: Client, engine: Engine, model: str, length: int | None, config: MeasureServerConfig):
-        """Keep what is known of it; `opened` finds it out."""
+        """Store the server's facts, which `opened` looks up."""
         self.client, self.engine, self.model, self.length, self.config = client, engine, model, length, config
         self.before: ServerMetrics | None = None
-        """Its last reading."""
+        """The last reading of its metrics."""
 
     @classmethod
-    async def opened(cls, client: Client, config: MeasureServerConfig) -> "AskedServer":
-        """Return the door of a server that answers, has metrics, and lists the model.
-
-        Raises:
-            InputError: it does not.
-        """
+    async def opened(cls, client: Client, config: MeasureServerConfig) -> "MeasuredServer":
+        """Return a server that answers, has metrics and lists the model; raise InputError if it does not."""
         try:
             engine = await recognised(client)
             model = await client.model(config.model)
             door = cls(client, engine, model, (await client.models()).get(model), config)
             await door.metrics()
-        except ServerFailure as error:  # nothing was measured yet: the URL may be wrong
+        except ServerFailure as error:  # before anything is measured, the URL is the likely mistake
             raise InputError(str(error)) from error
         return door
 
     async def metrics(self) -> ServerMetrics:
-        """Return what the server counts; nothing of an SGLang without `--enable-metrics`, whose answers are counted.
-
-        Raises:
-            InputError: it shows no metrics.
-            ServerFailure: it does not answer.
-        """
+        """Return the server's metrics; zeros for an SGLang without `--enable-metrics`, whose answers have counts."""
         try:
             return await self.client.metrics()
         except InputError:
@@ -99,56 +89,46 @@ class AskedServer:
                 raise
             return ServerMetrics(ServerCounts(), None, 0, None, None, None)
 
-    def check(self, asked: LoadPrompt) -> None:
-        """Require that a prompt of known length and its completion fit the model.
-
-        Raises:
-            InputError: they do not.
-        """
-        needed = 0 if asked.ids is None else len(asked.ids) + self.config.max_new_tokens
+    def check(self, question: LoadPrompt) -> None:
+        """Raise InputError unless a prompt of known length and its completion fit the model."""
+        needed = 0 if question.ids is None else len(question.ids) + self.config.max_new_tokens
         if self.length is not None and needed > self.length:
             raise InputError(
                 f"prompts: expected at most {self.length} tokens, as {self.client.url} allows, of a prompt and its "
-                f"{self.config.max_new_tokens} new tokens, found {needed} of prompt {asked.prompt.id!r}"
+                f"{self.config.max_new_tokens} new tokens, found {needed} of prompt {question.prompt.id!r}"
             )
 
-    async def ask(self, asked: LoadPrompt, temperature: float, seed: int) -> StreamedCompletion:
+    async def ask(self, question: LoadPrompt, temperature: float, seed: int) -> StreamedCompletion:
         """Return one completion."""
         config = self.config
         sampling = sampling_fields(config, temperature) | {"ignore_eos": config.ignore_eos}
-        if self.engine.kind == "sglang" and asked.chat is None:
+        if self.engine.kind == "sglang" and question.chat is None:
             sampling |= {"max_new_tokens": config.max_new_tokens} | ({"sampling_seed": seed} if temperature else {})
-            prompt: dict[str, Any] = {"text": asked.text} if asked.ids is None else {"input_ids": asked.ids}
+            prompt: dict[str, Any] = {"text": question.text} if question.ids is None else {"input_ids": question.ids}
             return await generate(self.client, prompt | {"sampling_params": sampling})
         request = {"model": self.model, "max_tokens": config.max_new_tokens, **sampling}
         request |= {"seed": seed} if temperature else {}
-        if asked.chat is None:
-            return await self.client.complete(request | {"prompt": asked.text if asked.ids is None else asked.ids})
-        return await self.client.complete(
-            request | asked.chat, "/v1/chat/completions", token_ids=self.engine.kind != "sglang"
-        )
+        if question.chat is None:
+            return await self.client.complete(
+                request | {"prompt": question.text if question.ids is None else question.ids}
+            )
+        ids = self.engine.kind != "sglang"
+        return await self.client.complete(request | question.chat, "/v1/chat/completions", token_ids=ids)
 
 
 async def ask_all(
-    door: AskedServer,
+    door: MeasuredServer,
     prompts: Mapping[int, LoadPrompt],
     temperature: float,
     concurrency: int,
     arrivals: Sequence[float] | None = None,
     repeat: int = 0,
 ) -> tuple[list[RequestRecord], float]:
-    """Ask one server for completions of some prompts, `concurrency` at once.
+    """Ask one server for completions of prompts by index, `concurrency` at once.
 
-    Args:
-        door: the server.
-        prompts: by place.
-        temperature: of the sampling.
-        concurrency: requests under way at once, at most.
-        arrivals: when each prompt arrives, in seconds from now; None: the next is sent when one ends.
-        repeat: how often they were asked before, for other samples.
-
-    Returns:
-        A record a prompt, in order, and the seconds until the last one ended.
+    Return a record per prompt, in order, and the seconds until the last one ended. `arrivals` are when the prompts
+    arrive, in seconds from now; without them the next is sent when one ends. `repeat` is the number of earlier rounds,
+    which had other seeds.
 
     Raises:
         InputError: a request is refused.
@@ -157,17 +137,18 @@ async def ask_all(
     slots = asyncio.Semaphore(concurrency)
     start = time.perf_counter()
 
-    async def one(place: int, asked: LoadPrompt, arrival: float | None) -> RequestRecord:
+    async def record_of(place: int, question: LoadPrompt, arrival: float | None) -> RequestRecord:
         await asyncio.sleep(max(start + (arrival or 0.0) - time.perf_counter(), 0.0))
         async with slots:
-            seed = request_seed(door.config.seed, asked.prompt.id, repeat)
-            answer = await door.ask(asked, temperature, seed)
+            seed = request_seed(door.config.seed, question.prompt.id, repeat)
+            answer = await door.ask(question, temperature, seed)
+        # With a rate, latency counts from the arrival: the wait for a free slot is part of it.
         return _record(place, answer, answer.sent if arrival is None else start + arrival, door)
 
     times = [None] * len(prompts) if arrivals is None else arrivals
     tasks = [
-        asyncio.create_task(one(place, asked, arrival))
-        for (place, asked), arrival in zip(prompts.items(), times, strict=True)
+        asyncio.create_task(record_of(place, question, arrival))
+        for (place, question), arrival in zip(prompts.items(), times, strict=True)
     ]
     try:
         records = await asyncio.gather(*tasks)
@@ -179,13 +160,13 @@ async def ask_all(
     return records, time.perf_counter() - start
 
 
-def _record(place: int, answer: StreamedCompletion, due: float, door: AskedServer) -> RequestRecord:
+def _record(place: int, answer: StreamedCompletion, due: float, door: MeasuredServer) -> RequestRecord:
     tokens = answer.completion_tokens
     if tokens is None:
         tokens = None if answer.token_ids is None else len(answer.token_ids)
     if not tokens:
-        found = "none" if tokens is None else "no token"
-        raise ServerFailure(f"{door.client.name}: expected tokens and their number in each answer, found {found}")
+        content = "none" if tokens is None else "no token"
+        raise ServerFailure(f"{door.client.name}: expected tokens and their number in each answer, found {content}")
     first, last = (answer.arrivals[place][0] - due if answer.arrivals else None for place in (0, -1))
     return RequestRecord(
         prompt=place,

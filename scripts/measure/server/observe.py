@@ -1,4 +1,4 @@
-"""A run of `measure --server`: servers answer blocks of prompts in turns; their counters are read around each."""
+"""A run of `measure --server`: servers answer blocks of prompts in turns, and counters are read around each."""
 
 import asyncio
 import logging
@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from math import ceil
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -17,50 +16,48 @@ from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
 from draftsmith.decode.progress import each
 from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.scripts.measure.server.load import AskedServer, LoadPrompt, RequestRecord, ask_all
-from draftsmith.scripts.measure.unfinished import DIRECTORY, SCHEMA, Kept, identified_prompts
+from draftsmith.scripts.measure.server.load import LoadPrompt, MeasuredServer, RequestRecord, ask_all
+from draftsmith.scripts.measure.unfinished import SCHEMA, Kept, identified_prompts
 from draftsmith.scripts.serving.client import Client
 from draftsmith.scripts.serving.counters import ServerMetrics
 from draftsmith.scripts.serving.sglang import Engine
 from draftsmith.train.checkpoint import left_out, load_generation_config
-from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
+from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.endpoint.http import ServerFailure
-from draftsmith.train.files import remove
 from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import git_sha
 
 Role = Literal["server", "baseline_server"]
 Setting = tuple[float, int]
-"""Temperature and concurrency."""
 BLOCKS, BLOCKS_WITH_RATE = 10, 2
-"""Turns of a setting: enough for an interval over them, and with a rate few, for each begins with an idle server."""
+"""Turns of a setting, enough for an interval over them; few with a rate, because each begins with an idle server."""
 READ_AGAIN, READ_FOR = 0.1, 5.0
-"""Seconds between two readings of counters that must agree, and how long that is waited for."""
+"""Seconds between two readings of counters that must agree, and the longest wait for that."""
 FREE_TO_CHANGE = (
     *("output", "expect", "expect_verifier", "min_speedup", "min_alpha", "confidence"),
     *("drafter", "draft_length", "timeout", "gate_temperature", "gate_batch_size"),
 )
 UNNAMED = ("server", "baseline_server", "server_key_env", "baseline_server_key_env", "prompts", "target")
-"""Settings that say where something lies: what lies there is compared."""
+"""Settings that name a place: the manifest compares its content."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServerTurn:
-    """One turn of one server: some prompts, with no other request of ours under way before and after."""
+    """One turn of one server: some prompts, with no other request of ours before or after.
+
+    Other clients' requests are in its `counters`; `busy` is true if some were running at its begin or end.
+    """
 
     records: list[RequestRecord]
     seconds: Annotated[Amount, Field(gt=0)]
     counters: Counted
-    """Counted by its `/metrics` meanwhile, other clients' requests included."""
     generated_tokens: Count | None
     verify_calls: Count | None
     mean_acceptance_length: Amount | None
-    """SGLang's, as its `/metrics` say; the last is a gauge."""
     busy: bool
-    """Whether others' requests were under way when it began or ended."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the block as plain JSON types."""
@@ -78,13 +75,13 @@ class Observed:
     models: dict[Role, str]
     urls: dict[Role, str]
     lengths: dict[Role, int | None]
-    """Tokens that a text may have there, its prompt included; None where the server does not say."""
+    """The most tokens of a text there, its prompt included; None if the server does not say."""
     blocks: dict[Setting, dict[Role, list[ServerTurn]]] = field(default_factory=dict)
-    """Of the settings that are finished: each server's turns, block i of one beside block i of the other."""
+    """The turns of each finished setting: block i of one server is paired with block i of the other."""
     resumed: bool = False
-    """Whether some blocks are of an earlier run."""
+    """True if some blocks are an earlier run's."""
     failure: ServerFailure | None = None
-    """The failure that ended the run."""
+    """The failure that ended the run, and its setting."""
     failed: Setting | None = None
 
     def records(self, setting: Setting, role: Role) -> list[RequestRecord]:
@@ -92,67 +89,43 @@ class Observed:
         return [record for block in self.blocks[setting][role] for record in block.records]
 
 
-def read_asked(config: MeasureServerConfig) -> list[LoadPrompt]:
-    """Read the prompts, and bring them into the form in which they are sent.
-
-    Raises:
-        InputError: prompts or a tokenizer that cannot be read; a prompt that has no tokens.
-    """
+def read_load_prompts(config: MeasureServerConfig) -> list[LoadPrompt]:
+    """Read the prompts, in the form in which they are sent, or raise InputError."""
     prompts = read_prompts(config.prompts, limit=config.limit)
-    if config.target is None:
-        return [_as_it_is(prompt, config) for prompt in prompts]
+    if config.target is None:  # the server encodes
+        requests = [(prompt, prompt.request(config.system_prompt, config.chat_template_kwargs)) for prompt in prompts]
+        return [LoadPrompt(p, text=p.text, chat=None if p.messages is None else request) for p, request in requests]
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     left_out(load_generation_config(config.target, target_config, field="target"), config.target)
-    size = target_config.get_text_config().vocab_size
-    asked = []
-    for prompt in prompts:
-        ids = encode_prompt(
-            prompt,
-            tokenizer,
-            vocab_size=size,
-            max_tokens=config.max_prompt_tokens,
-            system_prompt=config.system_prompt,
-            variables=config.chat_template_kwargs,
-        )
-        asked.append(LoadPrompt(prompt, ids=ids))
-    return asked
-
-
-def _as_it_is(prompt: Prompt, config: MeasureServerConfig) -> LoadPrompt:
-    """Return a prompt that the server encodes."""
-    request = prompt.request(config.system_prompt, config.chat_template_kwargs)
-    return LoadPrompt(prompt, text=prompt.text, chat=None if prompt.messages is None else request)
+    encoding: dict[str, Any] = {
+        "vocab_size": target_config.get_text_config().vocab_size,
+        "max_tokens": config.max_prompt_tokens,
+        "system_prompt": config.system_prompt,
+        "variables": config.chat_template_kwargs,
+    }
+    return [LoadPrompt(prompt, ids=encode_prompt(prompt, tokenizer, **encoding)) for prompt in prompts]
 
 
 async def observe(config: MeasureServerConfig, prompts: Sequence[LoadPrompt], kept: Kept | None = None) -> Observed:
-    """Ask the servers all prompts in each setting, block by block, the two by turns.
+    """Ask the servers all prompts in each setting, block by block, by turns; a failing server ends the run.
 
-    A server that fails ends it: what is finished is returned, with the failure.
-
-    Args:
-        config: what is to be done.
-        prompts: what is sent.
-        kept: blocks that an earlier run has finished are there, and so go those of this one; None begins such files in
-            the config's output directory.
-
-    Raises:
-        InputError: a server that does not answer at the start, or refuses; other settings than those of the earlier
-            run.
+    `kept` holds finished blocks, by default in the output directory. Raise InputError if a server does not answer at
+    the start, or refuses, or the earlier run had other settings.
     """
     async with AsyncExitStack() as stack:
-        doors: dict[Role, AskedServer] = {}
-        given: list[tuple[Role, str | None, str | None]] = [
+        doors: dict[Role, MeasuredServer] = {}
+        servers: list[tuple[Role, str | None, str | None]] = [
             ("server", config.server, config.server_key_env),
             ("baseline_server", config.baseline_server, config.baseline_server_key_env),
         ]
-        for role, url, key in given:
+        for role, url, key in servers:
             if url is not None:
                 client = await stack.enter_async_context(Client(url, role, key, config.timeout))
-                doors[role] = await AskedServer.opened(client, config)
-        for asked in prompts:
+                doors[role] = await MeasuredServer.opened(client, config)
+        for question in prompts:
             for door in doors.values():
-                door.check(asked)
+                door.check(question)
         observed = Observed(
             config,
             prompts,
@@ -171,17 +144,14 @@ async def observe(config: MeasureServerConfig, prompts: Sequence[LoadPrompt], ke
     return observed
 
 
-def forget(config: MeasureServerConfig) -> None:
-    """Remove what a run has kept."""
-    remove(Path(config.output) / DIRECTORY)
-
-
 async def _setting(
-    setting: Setting, doors: Mapping[Role, AskedServer], observed: Observed, kept: Kept
+    setting: Setting, doors: Mapping[Role, MeasuredServer], observed: Observed, kept: Kept
 ) -> dict[Role, list[ServerTurn]]:
-    """Return the blocks of one setting, in order, all repeats."""
     config, (temperature, concurrency) = observed.config, setting
-    places = np.array_split(np.arange(len(observed.prompts)), _blocks(config, len(observed.prompts), concurrency))
+    # Each turn has at least as many prompts as requests at once, if there are enough.
+    most = BLOCKS if config.rate is None else BLOCKS_WITH_RATE
+    count = len(observed.prompts)
+    places = np.array_split(np.arange(count), max(1, min(most, count // concurrency)))
     done: dict[Role, list[ServerTurn]] = {role: [] for role in doors}
     warm = False
     turns = [(repeat, i) for repeat in range(config.repeats) for i in range(len(places))]
@@ -190,13 +160,14 @@ async def _setting(
         key = "server", temperature, concurrency, repeat, i
         before = kept.kept(dict[Role, ServerTurn], *key)
         if before is None or not _is_of(before, doors, places[i]):
-            if not warm:
+            if not warm and config.warm_up:  # the first requests compile, and fill caches
+                last = {i: observed.prompts[-1 - i % count] for i in range(config.warm_up)}
                 for door in doors.values():
-                    await _warm_up(door, observed.prompts, setting)
-                warm = True
+                    await ask_all(door, last, *setting)
+            warm = True
             prompts = {int(place): observed.prompts[place] for place in places[i]}
             blocks: dict[Role, ServerTurn] = {}
-            # Each is first in every other turn, so that a machine that slows down slows both alike.
+            # The order alternates, so that a machine that slows down slows both servers alike.
             for role in list(doors)[:: 1 if i % 2 == 0 else -1]:
                 blocks[role] = await _block(doors[role], prompts, setting, repeat, i)
             kept.keep(*key, value={role: blocks[role].to_dict() for role in doors})
@@ -208,31 +179,16 @@ async def _setting(
 
 
 def _is_of(blocks: Mapping[Role, ServerTurn], roles: Collection[Role], places: np.ndarray) -> bool:
-    """Say whether kept blocks are of these servers and prompts."""
     return blocks.keys() == set(roles) and all(
         [record.prompt for record in block.records] == places.tolist() for block in blocks.values()
     )
 
 
-def _blocks(config: MeasureServerConfig, prompts: int, concurrency: int) -> int:
-    """Return the number of turns; each has at least as many prompts as go at once, if there are enough."""
-    most = BLOCKS if config.rate is None else BLOCKS_WITH_RATE
-    return max(1, min(most, prompts // concurrency))
-
-
-async def _warm_up(door: AskedServer, prompts: Sequence[LoadPrompt], setting: Setting) -> None:
-    """Send requests that are not measured: the first ones compile, and fill what a server keeps."""
-    count = door.config.warm_up
-    if count:
-        last = [prompts[-1 - i % len(prompts)] for i in range(count)]
-        await ask_all(door, dict(enumerate(last)), *setting)
-
-
 async def _block(
-    door: AskedServer, prompts: Mapping[int, LoadPrompt], setting: Setting, repeat: int, i: int
+    door: MeasuredServer, prompts: Mapping[int, LoadPrompt], setting: Setting, repeat: int, i: int
 ) -> ServerTurn:
     config, arrivals = door.config, None
-    if config.rate is not None:  # the same for both servers
+    if config.rate is not None:  # the same arrivals for both servers
         gaps = np.random.default_rng(mixed_seed(config.seed, "arrivals", repeat, i))
         arrivals = gaps.exponential(1 / config.rate, len(prompts)).cumsum().tolist()
     before = await _settled(door)
@@ -243,13 +199,9 @@ async def _block(
 
 
 def _counted(
-    before: ServerMetrics, after: ServerMetrics, door: AskedServer
+    before: ServerMetrics, after: ServerMetrics, door: MeasuredServer
 ) -> tuple[ServerCounts, int | None, int | None]:
-    """Return counters, written tokens and verified steps between two readings.
-
-    Raises:
-        ServerFailure: something was counted down.
-    """
+    """Return counters, written tokens and verified steps between two readings."""
     counters = after.counters - before.counters
     generated = _between(before.generated_tokens, after.generated_tokens)
     calls = _between(before.verify_calls, after.verify_calls)
@@ -266,13 +218,10 @@ def _between(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-async def _settled(door: AskedServer) -> ServerMetrics:
-    """Return a server's metrics once two readings agree and nothing is under way: it counts after it has answered.
+async def _settled(door: MeasuredServer) -> ServerMetrics:
+    """Return a server's metrics once two readings agree and nothing is running: servers count after they answer.
 
-    After a few seconds they are taken as they are, for others may use the server.
-
-    Raises:
-        ServerFailure: something was counted down since they were read before.
+    After a few seconds the last reading counts as it is, because others may use the server.
     """
     reading = await door.metrics()
     for _ in range(ceil(READ_FOR / READ_AGAIN)):
@@ -288,10 +237,9 @@ async def _settled(door: AskedServer) -> ServerMetrics:
 
 
 def _manifest(observed: Observed) -> dict[str, Any]:
-    """Say what determines every figure of a run, as far as it can be seen from outside."""
     config = observed.config
     settings = {name: value for name, value in asdict(config).items() if name not in (*FREE_TO_CHANGE, *UNNAMED)}
-    sent = [(asked.prompt, asked.ids or asked.text or asked.chat) for asked in observed.prompts]
+    sent = [(question.prompt, question.ids or question.text or question.chat) for question in observed.prompts]
     return {
         "schema": SCHEMA,
         "settings": settings | {"baseline": "baseline_server" in observed.engines},

@@ -1,16 +1,16 @@
-"""The gate and the recommendation of a server that was measured."""
+"""The gate and the recommendation of a measured server."""
 
 from collections.abc import Callable, Sequence
 
 from draftsmith.decode.measurement.intervals import LEAST, Estimate, confidence_of_each, format_estimate
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.observe import Setting
-from draftsmith.scripts.measure.verdict import SPEEDUP, Alike, Judged, at_level, judge
+from draftsmith.scripts.measure.verdict import SPEEDUP, JudgedRun, Rivals, judge, level_words
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Gate, Recommendation, Run
 
 Bounded = Callable[[Setting, float], Estimate]
-"""A figure of a setting, with its interval at a level."""
+"""A function of a setting and a level that returns an estimate with its interval."""
 
 
 def judge_server(
@@ -20,23 +20,16 @@ def judge_server(
     alpha: Bounded,
     reconciliations: Sequence[Reconciliation] = (),
 ) -> tuple[Gate | None, Recommendation]:
-    """Return the gate, None where none was asked for, and the recommendation.
+    """Return the gate, None if not asked for, and the recommendation.
 
-    A setting passes by the lower end of its intervals: the speed-up over the baseline server above `min_speedup` (1 if
-    there is such a server and no gate on it), α above `min_alpha`, and the counts what a report expects. Without a
-    baseline server and without a gate there is nothing to decide.
-
-    Args:
-        config: the gates.
-        runs: the report's, a setting each.
-        speedup: over the baseline server; not asked for without one.
-        alpha: of a setting.
-        reconciliations: of the settings, where a report is expected; each must agree.
+    A setting passes by the lower ends of its intervals: the speed-up over the baseline server above `min_speedup` (1
+    without that gate), and α above `min_alpha`. The counts must be those that a report expects: all `reconciliations`
+    must agree. Without a baseline server and without a gate there is nothing to decide.
     """
-    asked = None
+    demands = None
     if config.min_speedup is not None or config.min_alpha is not None or reconciliations:
-        asked = Gate(config.min_speedup, None, config.confidence, True, [], min_alpha=config.min_alpha)
-    if asked is None and config.baseline_server is None:
+        demands = Gate(config.min_speedup, None, config.confidence, True, [], min_alpha=config.min_alpha)
+    if demands is None and config.baseline_server is None:
         return None, Recommendation(
             False,
             "Nothing to decide: neither a baseline server nor a gate was given. The figures below are acceptance and "
@@ -51,20 +44,19 @@ def judge_server(
             faster = speedup(setting, level)
             failures[f"{SPEEDUP} {least:g}"] = _below("the speed-up", faster, least, level, where)
         if config.min_alpha is not None:
-            agreed = alpha(setting, level)
-            failures[f"α above {config.min_alpha:g}"] = _below("α", agreed, config.min_alpha, level, where)
+            estimate = alpha(setting, level)
+            failures[f"α above {config.min_alpha:g}"] = _below("α", estimate, config.min_alpha, level, where)
         if config.baseline_server is not None:
             departs = run.lossless.passed is False
             line = f"the text is not the baseline server's, {where}: {run.lossless.reason}"
             failures["the baseline server's text"] = [line] if departs else []
         if reconciliations:
-            departing = [one for one in reconciliations if (one.temperature, one.concurrency) == setting]
-            failures[f"the counts that {config.expect} expects"] = [
-                _departs(one) for one in departing if not one.agrees
-            ]
-        judged.append(Judged(run, failures))
+            of_setting = [e for e in reconciliations if (e.temperature, e.concurrency) == setting]
+            departures = [_departs(entry) for entry in of_setting if not entry.agrees]
+            failures[f"the counts that {config.expect} expects"] = departures
+        judged.append(JudgedRun(run, failures))
 
-    def speedup_of(run: Run, alike: Alike) -> Estimate:
+    def speedup_of(run: Run, alike: Rivals) -> Estimate:
         if config.baseline_server is None:
             return run.speedup
         return speedup((run.temperature, run.batch_size), confidence_of_each(0.95, len(runs)))
@@ -72,24 +64,24 @@ def judge_server(
     def say(run: Run, faster: Estimate, where: str) -> str:
         if faster.value is not None:
             times = format_estimate(speedup((run.temperature, run.batch_size), level), spread="interval")
-            where += at_level(config.confidence)
+            where += level_words(config.confidence)
             return f"The server writes {times} times as fast as the baseline server ({where})"
         if config.min_alpha is None:
-            counted = "to the integer" if all(one.exact for one in reconciliations) else "within intervals"
+            exact = all(entry.exact for entry in reconciliations)
+            counted = "to the integer" if exact else "within intervals"
             return f"The server counts what {config.expect} expects, {counted} ({where})"
-        found = f"above {config.min_alpha:g}"
+        value = f"above {config.min_alpha:g}"
         if run.alpha is not None and run.alpha.value is not None:
-            found = format_estimate(run.alpha, spread="interval")
-        return f"Acceptance holds: α is {found} ({where})"
+            value = format_estimate(run.alpha, spread="interval")
+        return f"Acceptance holds: α is {value} ({where})"
 
-    return judge(judged, config.decides, asked, speedup_of, say, "{} at once")
+    return judge(judged, config.decides, demands, speedup_of, say, "{} at once")
 
 
-def _departs(one: Reconciliation) -> str:
-    """Return how the server departs from the report, and the likeliest cause, in one sentence."""
-    cause = f"; {one.causes[0].name}: {one.causes[0].evidence}" if one.causes else ""
-    where = f"T = {one.temperature:g}, {one.concurrency} at once"
-    return f"the server departs from {one.report} at {where}{cause}"
+def _departs(entry: Reconciliation) -> str:
+    cause = f"; {entry.causes[0].name}: {entry.causes[0].evidence}" if entry.causes else ""
+    where = f"T = {entry.temperature:g}, {entry.concurrency} at once"
+    return f"the server departs from {entry.report} at {where}{cause}"
 
 
 def _below(what: str, estimate: Estimate, least: float, confidence: float, where: str) -> list[str]:

@@ -15,10 +15,10 @@ from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_diffe
 from draftsmith.decode.measurement.replay import Replay, TextReplay
 from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.scripts.kinds import kind_named
+from draftsmith.scripts.measure.build import TEXTS, TOKENS, rejections_of
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import speedup, speedup_interval
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
-from draftsmith.scripts.measure.rejections import TEXTS, TOKENS, rejections_of
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, more_prompts, partial
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup

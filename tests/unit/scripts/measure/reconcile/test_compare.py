@@ -148,7 +148,7 @@ def test_another_template_is_named_first():
     found = compare(of, answers, totals(answers, of, drafter="stock"))
     assert [cause.name for cause in found.causes] == ["template"] and found.same_prompts == 0
     assert (found.departure.what, found.departure.token, found.departure.expected) == ("prompt", 0, "token 1")
-    assert "4 there and 3 here, and departs at its token 0" in found.causes[0].evidence
+    assert "4 there and 3 here, and differs at its token 0" in found.causes[0].evidence
 
 
 def altered(of, answers, margin):
