@@ -24,7 +24,6 @@ from trained_heads import own_texts, train_heads
 from trained_parallel import train_parallel
 from transformers import AutoModelForCausalLM
 
-import draftsmith.scripts.measure.command as command
 import draftsmith.scripts.measure.server.command as server_command
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import intervals
