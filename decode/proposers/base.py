@@ -1,4 +1,4 @@
-"""Proposers: what drafts, and the drafts and outcomes that the round loop exchanges with it."""
+"""The base class of proposers, and the drafts and outcomes that they exchange with the round loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,29 +18,30 @@ from draftsmith.decode.tree import Tree
 
 @dataclass(frozen=True)
 class SiblingDraws:
-    """What the siblings of one row's tree were drawn from, without replacement: q on the tokens that it may name.
+    """The distributions that the siblings of one row's tree were drawn from, without replacement.
 
     Shape suffixes: F distributions, M tokens of each, K nodes.
     """
 
     support: Tensor
-    """The tokens, (F, M) int64, each once."""
+    """The distinct tokens of each distribution, (F, M) int64."""
     q: Tensor
     """Their probabilities, (F, M), which sum to 1."""
     of: tuple[int, ...]
-    """Which distribution the children of the root and of each node were drawn from, K + 1 of them."""
+    """The index of the distribution from which the children of the root and of each node were drawn, (K + 1,)."""
     places: Tensor
-    """Each node's token's place in the support of its parent's distribution, (K,)."""
+    """The place of each node's token in the support of its parent's distribution, (K,)."""
 
     def to(self, device: torch.device) -> "SiblingDraws":
-        """Return them on a device."""
+        """Return a copy on a device."""
         return SiblingDraws(self.support.to(device), self.q.to(device), self.of, self.places.to(device))
 
     def dense(self, tree: Tree, vocab_size: int) -> Tensor:
-        """Return what each node's token was drawn from over the whole vocabulary, (K, V): `Proposal.probabilities`."""
+        """Return each node's distribution over the whole vocabulary, (K, V): see `Proposal.probabilities`."""
         rows = self.q.new_zeros(len(tree), vocab_size)
         for parent, siblings in enumerate(tree.children):
             q_M = self.q[self.of[parent]].clone()
+            # Without replacement: a later sibling's q excludes the earlier ones and is renormalised.
             for node in siblings:
                 rows[node, self.support[self.of[parent]]] = q_M / q_M.sum().clamp(min=torch.finfo(q_M.dtype).tiny)
                 q_M[self.places[node]] = 0.0
@@ -54,17 +55,16 @@ class Proposal:
     tokens: Tensor
     """Drafted tokens, (K,) int64, K ≥ 0: a proposer may draft fewer than the draft length."""
     probabilities: Tensor | None
-    """The distribution that each token was drawn from, (K, V) with the target's V: for a later sibling without the
-    earlier siblings' tokens, renormalised, and all zero where nothing was left. None where the draft is deterministic,
-    as every draft at T=0 is, and siblings are distinct then, or where `siblings` says what was drawn."""
+    """Each token's distribution, (K, V) with the target's V. A later sibling's is renormalised without the earlier
+    siblings' tokens, and all zero where no token is left. None if `siblings` is set, or if the draft is deterministic,
+    as at T=0; siblings are then distinct."""
     tree: Tree
-    """The shape; `Tree.chain(K)` for a chain."""
     confidence: Tensor | None = None
-    """max q of the context that each token was drawn in, (K,); None where the proposer knows none."""
+    """max q in each token's context, (K,)."""
     siblings: SiblingDraws | None = None
-    """What a tree's siblings were drawn from, in place of `probabilities`."""
+    """The distributions of a tree's siblings, in place of `probabilities`."""
     source: int = 0
-    """Which drafter of several that take turns drafted it."""
+    """The index of the drafter that drafted it, where several take turns."""
 
     def dense(self, vocab_size: int) -> "Proposal":
         """Return the draft with `probabilities` in place of `siblings`."""
@@ -73,44 +73,28 @@ class Proposal:
         return replace(self, probabilities=self.siblings.dense(self.tree, vocab_size), siblings=None)
 
     def to(self, device: torch.device) -> "Proposal":
-        """Return the draft on a device."""
-        q, confidence, siblings = self.probabilities, self.confidence, self.siblings
-        return Proposal(
-            self.tokens.to(device),
-            None if q is None else q.to(device),
-            self.tree,
-            None if confidence is None else confidence.to(device),
-            None if siblings is None else siblings.to(device),
-            self.source,
-        )
+        """Return a copy on a device."""
+        parts = {name: getattr(self, name) for name in ("tokens", "probabilities", "confidence", "siblings")}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
 
     def pruned(self, depth: int) -> "Proposal":
-        """Return the draft without what lies deeper than `depth`."""
+        """Return the draft without the nodes deeper than `depth`."""
         tree, nodes = self.tree.pruned(depth)
         if tree is self.tree:
             return self
-        q, confidence, siblings = self.probabilities, self.confidence, self.siblings
-        if siblings is not None:
-            of = tuple(siblings.of[place] for place in (0, *(node + 1 for node in nodes)))
-            siblings = SiblingDraws(siblings.support, siblings.q, of, siblings.places[nodes])
-        return Proposal(
-            self.tokens[nodes],
-            None if q is None else q[nodes],
-            tree,
-            None if confidence is None else confidence[nodes],
-            siblings,
-            self.source,
-        )
+        siblings = self.siblings
+        if siblings is not None:  # entry 0 is the root's, entry n + 1 is node n's
+            indices = tuple(siblings.of[place] for place in (0, *(node + 1 for node in nodes)))
+            siblings = SiblingDraws(siblings.support, siblings.q, indices, siblings.places[nodes])
+        q, confidence = (None if rows is None else rows[nodes] for rows in (self.probabilities, self.confidence))
+        return Proposal(self.tokens[nodes], q, tree, confidence, siblings, self.source)
 
 
 class Drafts(list[Proposal]):
-    """The drafts of a batch, for a proposer that has their tensors together.
+    """The drafts of a batch, together with their stacked tensors.
 
-    Args:
-        proposals: a draft for each row.
-        tokens: all of their tokens, (B, K); what is beyond a shorter draft may be anything.
-        probabilities: all of their distributions, (B, K, V).
-        block: each text's last token and then `tokens`, (B, 1 + K), where they are at hand.
+    `tokens` is (B, K) and `probabilities` (B, K, V); entries beyond a shorter draft are undefined. `block`, if known,
+    is each text's last token followed by `tokens`, (B, 1 + K).
     """
 
     def __init__(
@@ -123,7 +107,7 @@ class Drafts(list[Proposal]):
     def chains(
         cls, lengths: Sequence[int], tokens_BK: Tensor, q_BKV: Tensor | None, confidence_BK: Tensor | None
     ) -> "Drafts":
-        """Return chains of these lengths, K at most; q is None where they are deterministic."""
+        """Return chains of the given lengths, at most K each; q is None if they are deterministic."""
         proposals = [
             Proposal(
                 tokens_BK[row, :k],
@@ -137,63 +121,62 @@ class Drafts(list[Proposal]):
 
 
 def ends_of(texts: Sequence[Tensor], count: int) -> Tensor:
-    """Return the last tokens of texts, B of (T_b,) → (B, count)."""
+    """Return the last tokens of B texts of (T_b,), (B, count)."""
     ends = [text[-count:] for text in texts]
     return torch.stack(ends) if len(ends) > 1 else ends[0][None]
 
 
 def tokens_of(proposals: Sequence[Proposal], width: int) -> Tensor:
-    """Return the drafted tokens of a batch, (B, width); zeros beyond a shorter draft where they are not at hand."""
+    """Return the drafted tokens of a batch, (B, width); entries beyond a shorter draft are undefined."""
     if isinstance(proposals, Drafts) and proposals.tokens.shape[1] == width:
         return proposals.tokens
     return padded([proposal.tokens for proposal in proposals], width)
 
 
 def probabilities_of(proposals: Sequence[Proposal], width: int) -> Tensor | None:
-    """Return the distributions that chains were drawn from, (B, width, V); None where all drafts are deterministic.
+    """Return the distributions of a batch of chains, (B, width, V); None if all drafts are deterministic.
 
-    Those of a deterministic draft among others are one-hot.
+    In a mixed batch, the distributions of a deterministic draft are one-hot.
     """
     if isinstance(proposals, Drafts) and (proposals.probabilities is None or proposals.probabilities.shape[1] == width):
         return proposals.probabilities
-    given = [proposal.probabilities for proposal in proposals if proposal.probabilities is not None]
-    if not given:
+    known = [proposal.probabilities for proposal in proposals if proposal.probabilities is not None]
+    if not known:
         return None
-    together = given[0].new_zeros(len(proposals), width, given[0].shape[1])
-    for row, proposal in zip(together, proposals, strict=True):
+    q_BKV = known[0].new_zeros(len(proposals), width, known[0].shape[1])
+    for row, proposal in zip(q_BKV, proposals, strict=True):
         if proposal.probabilities is None:
             row[: len(proposal.tokens)].scatter_(1, proposal.tokens[:, None], 1.0)
         else:
             row[: len(proposal.tokens)] = proposal.probabilities
-    return together
+    return q_BKV
 
 
 @dataclass(frozen=True)
 class DraftTask:
-    """The rows of one call of the decoder, to draft for."""
+    """The rows and settings of one call of the decoder."""
 
     sampler: Sampler
-    """The warping of the target's logits, to be applied to the drafter's own; where rows differ, the first row's."""
+    """The warping of the target's logits, which the drafter applies to its own; the first row's where rows differ."""
     vocab_size: int
     """V, the width of the target's logits."""
     generators: Sequence[torch.Generator | None]
-    """Each row's source of randomness; the global one if None."""
+    """Each row's random generator; None is torch's global one."""
     max_length: int
-    """Tokens of a row at most, prompt included."""
+    """The greatest length of a row, in tokens, prompt included."""
     draft_length: int
-    """γ, the depth of a draft at most."""
+    """γ, the greatest depth of a draft."""
     draw_siblings: bool
     """Whether siblings of a tree may be drawn under sampling; a lossy rule wants them deterministic."""
     compiled: bool
-    """Whether to run models compiled."""
     target: PreTrainedModel | None = None
     """The target, for drafters that use its weights."""
     fixed_length: bool = False
-    """Whether each draft is as deep as `draft_length`, as far as there is room."""
+    """Whether each draft is as deep as `draft_length`, unless the row has less room."""
     round_length: int = 0
-    """γ of others that take turns with this drafter, where theirs is greater: its cache may lack as much."""
+    """The greatest γ of drafters that take turns with this one: its cache may lack that many tokens."""
     row_samplers: Sequence[Sampler] = ()
-    """Each row's warping, where they differ: where a processor counts from the prompt's end or looks at the row."""
+    """Each row's warping; set only where rows differ, because a processor depends on the prompt's length or the row."""
 
     @property
     def samplers(self) -> Sequence[Sampler]:
@@ -206,66 +189,68 @@ class Outcome:
     """The result of one row's draft."""
 
     path: list[int]
-    """The accepted nodes, from the root's child down; one token that was not drafted follows them."""
+    """The accepted nodes, from the root's child down; one more token of the target follows them."""
     logits: Tensor
-    """The target's, (K + 1, V): the root's first, then the nodes'."""
+    """The target's logits at the root and then at the nodes, (K + 1, V)."""
     hidden: Tensor | None = None
-    """The hidden states behind those logits, (K + 1, H), for a proposer that `wants_hidden`."""
+    """The hidden states that gave those logits, (K + 1, H), for a proposer that `wants_hidden`."""
     features: Tensor | None = None
-    """For a proposer that `wants_features`: the target's, of the root and the accepted nodes, (1 + len(path), F)."""
+    """The target's features at the root and the accepted nodes, (1 + len(path), F), if it `wants_features`."""
     prompt_features: Tensor | None = None
-    """The same of the tokens before the root, (T − 1, F), in a text's first round: large, do not hold on to them."""
+    """The features of the tokens before the root, (T − 1, F), in a text's first round. Large: do not keep them."""
 
 
 class Proposer(ABC):
-    """Drafts tokens for the rows of a batch.
+    """The base class of drafters.
 
-    The loop calls `start` once, then alternates `propose` and `commit`, and calls `select` where rows end. To add a
-    proposer, implement `propose` and what else it needs; nothing is registered. Three rules keep the decoder lossless:
-    `probabilities` must be what the tokens were drawn from; whether a node is drafted may depend on what was drafted
-    before it, but never on its own token; and the random numbers come from the task's generators.
+    The loop calls `start` once, then alternates `propose` and `commit`, and calls `select` when rows end. Three rules
+    keep the decoder lossless:
+
+    * `probabilities` are the distributions that the tokens were drawn from;
+    * whether a node is drafted may depend on the tokens drafted before it, but never on its own token;
+    * all random numbers come from the task's generators.
     """
 
     wants_hidden: bool = False
     """Whether outcomes hold the target's hidden states."""
     wants_features: Sequence[int] = ()
-    """Depths in the target's layers, ascending, whose features outcomes hold, one behind the other: F = H × their
-    number. A proposer wants these or hidden states, not both."""
+    """Ascending depths in the target's layers, whose features outcomes hold concatenated: F = H × their number. A
+    proposer wants these or hidden states, not both."""
     at_once: bool = False
-    """Whether a draft costs about the same however long it is."""
+    """Whether a draft costs about the same at any length."""
     positions: int | None = None
-    """The longest text after which anything is drafted, in tokens; None where there is no such limit."""
+    """The longest text that it drafts for, in tokens; None for no limit."""
     longest: int | None = None
-    """The greatest depth of a draft, whatever the draft length; None where there is no such limit."""
+    """The greatest depth of its drafts at any draft length; None for no limit."""
 
     def start(self, task: DraftTask) -> int:
-        """Begin with new rows. Return the greatest number of tokens of a draft, chain or tree."""
+        """Begin with new rows, and return the greatest number of tokens of a draft."""
         self.task = task
         return task.draft_length
 
     @abstractmethod
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft what may follow each row's text.
+        """Draft a continuation of each row's text.
 
         Args:
             contexts: the texts, B of (T_b,) int64; `decode.rows.host_tokens` gives their tokens on the host.
-            draft_lengths: how deep each row's draft may be, possibly 0.
+            draft_lengths: the greatest depth of each row's draft, possibly 0.
         """
 
     def nodes(self, draft_length: int) -> int:
-        """Return how many tokens a draft of this depth has at most: what a `Plan` prices a round by."""
+        """Return the greatest number of tokens of a draft of this depth, by which a `Plan` prices a round."""
         return draft_length
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027
-        """Learn what became of each row's draft."""
+        """Take note of the outcome of each row's draft."""
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Drop all but these rows."""
+        """Drop all other rows."""
 
     def replay_refusal(self, do_sample: bool) -> str | None:
         """Return why replay does not apply to these drafts; None where it does.
 
-        It applies where a draft depends on nothing but the text and where the round began.
+        Replay applies where a draft depends only on the text and on the place where the round began.
         """
         return (
             f"proposer: expected one whose drafts depend on the text alone, found {type(self).__name__}: decode with it"
@@ -276,10 +261,7 @@ class Proposer(ABC):
     ) -> BatchReplay:
         """Replay texts that the target wrote: see `draftsmith.decode.measurement.replay`.
 
-        Args:
-            task: for one row: sampler, vocabulary, the greatest draft length, the target.
-            texts: what the target wrote.
-            distributions: the target's, of each text's tokens, (N, V); None at T=0, where the text says what it chose.
+        `task` is that of one row. `distributions` are the target's at each text's tokens, (N, V); None at T=0.
 
         Raises:
             InputError: drafts that replay does not apply to.
@@ -287,34 +269,35 @@ class Proposer(ABC):
         raise InputError(str(self.replay_refusal(task.sampler.do_sample)))
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
-        """Return a function that gives q after every context of texts; None where q is not a function of the text.
+        """Return a function that gives q after every context of texts; None if q is not a function of the text.
 
-        The test of losslessness has more power with it. A wrong q costs power alone.
+        It gives the test of losslessness more power. A wrong q costs only power.
         """
         return None
 
 
 class StatelessProposer(Proposer):
-    """A proposer whose draft is a function of the text alone, for certain unless it overrides `replay`."""
+    """A proposer whose draft is a function of the text alone, and deterministic unless it overrides `replay`."""
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Return None: replay asks it for a draft at every position of a text."""
+        """Return None: replay applies."""
         return None
 
     def replay(
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
-        """Replay certain drafts: a round accepts what they share with the text."""
+        """Draft from every position of the texts; a round accepts the beginning that a draft shares with the text."""
         self.start(task)
 
         def drafts(text: WrittenText, draft_length: int) -> list[tuple[list[int], Tree]]:
-            found = []
+            rounds = []
             for start in range(len(text)):
+                # The last token of a text is always the target's: no draft reaches the limit.
                 context = text.sequence[: text.prompt_length + start]
                 proposal = self.propose([context], [min(draft_length, max(0, text.limit - start - 1))])[0]
                 if proposal.probabilities is not None:
                     raise InputError(f"replay: expected certain drafts, found {type(self).__name__}, which draws them")
-                found.append((proposal.tokens.tolist(), proposal.tree))
-            return found
+                rounds.append((proposal.tokens.tolist(), proposal.tree))
+            return rounds
 
         return replay_certain(texts, distributions, drafts)

@@ -1,4 +1,4 @@
-"""Drafts copied from texts: what was found, and how good it seems, before any model is asked."""
+"""Drafts copied from texts, with evidence of their quality that is known before any model runs."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,30 +17,30 @@ from draftsmith.decode.tree import Tree
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a text says of a draft that was copied, before anything is drafted behind it."""
+    """A text's evidence for a copied draft, known before the draft is verified."""
 
     match: int
-    """The last tokens of the text that stood before too; 0 where nothing was found."""
+    """The number of last tokens that occurred earlier; 0 without a match."""
     score: float
-    """Tokens that may be accepted, by how often the text went on like this; `inf` where that is not counted."""
+    """The expected number of accepted tokens, from frequencies of continuations; `inf` where none are counted."""
     length: int
-    """T, tokens of the text."""
+    """T, the length of the text in tokens."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A draft that was copied, possibly an empty one."""
+    """A copied draft, possibly empty."""
 
     tokens: Sequence[int]
     tree: Tree
     evidence: Evidence
 
     def proposal(self, like: Tensor) -> Proposal:
-        """Return it as a draft, with tokens like a tensor's."""
+        """Return it as a proposal, with the dtype and device of `like`."""
         return Proposal(like.new_tensor(self.tokens), None, self.tree)
 
     def cut(self, depth: int) -> "Found":
-        """Return it without what lies deeper."""
+        """Return it without the nodes deeper than `depth`."""
         if depth >= self.tree.depth:
             return self
         tree, nodes = self.tree.pruned(depth)
@@ -48,23 +48,20 @@ class Found:
 
 
 Finder = Callable[[np.ndarray, int], Found]
-"""Of one text that grows: its tokens so far, (T,) int64, and the draft length → what is drafted behind them."""
+"""(the tokens of one growing text so far (T,) int64, draft length) → the draft that follows them."""
 
 
 class CopyProposer(Proposer):
-    """Copies its drafts, for certain: they are functions of the text, or of it and earlier ones."""
+    """A proposer of deterministic copies: functions of the text, or of it and earlier texts."""
 
     nested: ClassVar[bool] = False
-    """Whether a shorter draft is what a longer one begins with: then one pass replays all draft lengths."""
+    """Whether a shorter draft is a prefix of a longer one; one pass then replays all draft lengths."""
 
     @abstractmethod
     def finder(self, max_length: int) -> Finder:
-        """Return what finds drafts behind one text alone; `start` need not have been called.
+        """Return a function that drafts for one text of at most `max_length` tokens, independently of `start`.
 
-        Each call must be of the text of the call before, or of one that begins with it.
-
-        Args:
-            max_length: tokens of the text at most.
+        Each call must pass the text of the previous call, possibly with tokens appended.
         """
 
     def start(self, task: DraftTask) -> int:
@@ -73,58 +70,51 @@ class CopyProposer(Proposer):
         return self.nodes(task.draft_length)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Drop the other rows' texts."""
+        """Drop all other rows' texts."""
         self._rows = [self._rows[row] for row in rows]
 
     def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:
-        """Return what is drafted for each row, and the evidence for it, whatever the draft length.
-
-        Args:
-            contexts: as of `propose`.
-            draft_lengths: as there.
-        """
+        """Return a copied draft for each row; its evidence does not depend on the draft length."""
         rows = enumerate(zip(host_tokens(contexts), draft_lengths, strict=True))
         return [self.find_row(row, text, draft_length) for row, (text, draft_length) in rows]
 
     def find_row(self, row: int, text: np.ndarray, draft_length: int) -> Found:
-        """Return `find` of one row; what was written since the row was last asked for is looked at now.
+        """Return `find` for one of the present rows, given its tokens on the host, (T,) int64.
 
-        Args:
-            row: its place among the present ones.
-            text: its tokens on the host, (T,) int64.
-            draft_length: as of `find`.
+        Tokens that were written since the last call for this row are indexed now.
         """
         return self._rows[row](text, draft_length)
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft for each row, possibly nothing."""
-        return [found.proposal(contexts[0]) for found in self.find(contexts, draft_lengths)]
+        """Return a copied draft for each row, possibly empty."""
+        return [copied.proposal(contexts[0]) for copied in self.find(contexts, draft_lengths)]
 
     def founds(self, text: WrittenText, draft_length: int) -> list[Found]:
-        """Return what a round that starts at each token of a text drafts, N of them."""
+        """Return the drafts of rounds that start at each of a text's N tokens."""
         finder, tokens = self.finder(len(text.sequence)), text.sequence.cpu().numpy()
+        # The last token before the limit is the target's own, so it is never drafted.
         return [
             finder(tokens[: text.prompt_length + start], min(draft_length, max(0, text.limit - start - 1)))
             for start in range(len(text))
         ]
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Return None: replay asks it for a draft at every position of a text."""
+        """Return None: replay applies."""
         return None
 
     def replay(
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
-        """Replay certain drafts: a round accepts what they share with the text, at any temperature."""
-        wholes: dict[int, list[Found]] = {}
+        """Draft from every position of the texts; a round accepts the beginning that a draft shares with the text."""
+        longest: dict[int, list[Found]] = {}
 
         def drafts(text: WrittenText, draft_length: int) -> list[tuple[Sequence[int], Tree]]:
             if not self.nested:
-                found = self.founds(text, draft_length)
-            else:
-                if id(text) not in wholes:
-                    wholes[id(text)] = self.founds(text, task.draft_length)
-                found = [whole.cut(draft_length) for whole in wholes[id(text)]]
-            return [(draft.tokens, draft.tree) for draft in found]
+                copies = self.founds(text, draft_length)
+            else:  # search once at the greatest length and cut
+                if id(text) not in longest:
+                    longest[id(text)] = self.founds(text, task.draft_length)
+                copies = [copied.cut(draft_length) for copied in longest[id(text)]]
+            return [(copied.tokens, copied.tree) for copied in copies]
 
         return replay_certain(texts, distributions, drafts)

@@ -1,4 +1,4 @@
-"""Whole drafts as programs: all forwards and choices of a chain, or of a tree of one shape, in one call.
+"""Programs that draft: all forwards and choices of a chain, or of a tree of fixed shape, in one call.
 
 Shape suffixes: B rows, K nodes of a draft or tokens of a block, P parents, V vocabulary.
 """
@@ -19,18 +19,13 @@ from draftsmith.decode.sampling import uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
 
 MOST_LAYERS = 16
-"""Layers that the steps of a program have together at most: each takes a second to compile."""
+"""The greatest number of layers in all steps of a program: each takes a second to compile."""
 
 
 class DraftForward(Forward):
-    """Drafts a tree of one shape for each row; subclasses say what the logits are.
+    """The base class of programs that draft a tree of fixed shape for each row; subclasses compute the logits.
 
-    Args:
-        model: the drafter.
-        shape: the tree.
-        vocab_size: V.
-        drawn: draw tokens; else they are the most likely ones.
-        key: what else sets it apart: see `Forward`.
+    Tokens are drawn if `drawn`, and the most likely ones otherwise. `key` distinguishes programs: see `Forward`.
     """
 
     sources = tuple(inspect.getfile(module) for module in (sampling, tree, draft_tree))
@@ -38,6 +33,7 @@ class DraftForward(Forward):
     def __init__(self, model: nn.Module, shape: Tree, vocab_size: int, drawn: bool, key: tuple[Any, ...] = ()):
         super().__init__(model, (shape.parents, vocab_size, drawn, *key))
         self.tree, self.vocab_size, self.drawn = shape, vocab_size, drawn
+        # Indices are buffers: they move with the module, and become part of the program.
         for level in shape.levels(torch.device("cpu")):
             for field in fields(Level):
                 if isinstance(index := getattr(level, field.name), Tensor):
@@ -45,61 +41,55 @@ class DraftForward(Forward):
 
     @property
     def title(self) -> str:
-        """What is compiled, for whoever waits."""
-        what = f"{len(self.tree)} steps" if self.tree.is_chain else f"a tree of {len(self.tree)}"
-        return f"{what} of {type(self.model).__name__}{', drawn' if self.drawn else ''}"
+        """The name that progress messages show while it compiles."""
+        draft = f"{len(self.tree)} steps" if self.tree.is_chain else f"a tree of {len(self.tree)}"
+        return f"{draft} of {type(self.model).__name__}{', drawn' if self.drawn else ''}"
 
     def axes_of_draws(self) -> list[dict[int, str]]:
-        """Return the axes of `draws`."""
+        """Return the axes of `draws` that vary."""
         return [{}, {0: "b"}] if self.drawn else []
 
     def levels(self) -> list[Level]:
-        """Return the depths of the tree, indexed by buffers of this module."""
-        given = []
+        """Return the tree's levels, with this module's buffers as their tensors."""
+        levels = []
         for level in self.tree.levels(torch.device("cpu")):
-            named = {field.name: f"{field.name}_{level.depth}" for field in fields(Level)}
-            given.append(
-                replace(level, **{name: getattr(self, own) for name, own in named.items() if own in self._buffers})
-            )
-        return given
+            names = {field.name: f"{field.name}_{level.depth}" for field in fields(Level)}
+            buffers = {name: getattr(self, buffer) for name, buffer in names.items() if buffer in self._buffers}
+            levels.append(replace(level, **buffers))
+        return levels
 
     def choose(self, last: Tensor, logits_after: LogitsAfter, draws: Sequence[Tensor]) -> list[Tensor]:
-        """Choose the tokens of all nodes.
+        """Choose the tokens of all nodes, and return the tensors that `draft_of` reads.
 
-        Args:
-            last: each text's last token, (B, 1) int64.
-            logits_after: the drafter.
-            draws: the temperature, (), and uniform numbers, see `draws_of`; nothing where tokens are not drawn.
-
-        Returns:
-            What `draft_of` reads.
+        `last` is each text's last token, (B, 1) int64; `draws` is as `draws_of` returns it.
         """
         spent = 0
 
         def scores_after(level: Level, tokens: Tensor) -> Tensor:
             logits = logits_after(level, tokens)
+            # As samplers do: warp in float32 at least.
             scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
             return scores / draws[0] if self.drawn else scores
 
-        def given(level: Level, numbers: int, dtype: torch.dtype) -> Tensor:
+        def next_uniforms(level: Level, numbers: int, dtype: torch.dtype) -> Tensor:
             nonlocal spent
             spent += (count := numbers * len(level.parents))
             return draws[1][:, spent - count : spent]
 
         levels = self.levels()
         tokens = levels[0].children.new_zeros(last.shape[0], len(self.tree))
-        drafted = choose(self.tree, levels, tokens, scores_after, given if self.drawn else None)
-        behind = drafted.siblings or (() if drafted.probabilities is None else (drafted.probabilities,))
-        return [torch.cat([last, drafted.tokens], 1), *behind]
+        drafted = choose(self.tree, levels, tokens, scores_after, next_uniforms if self.drawn else None)
+        q = drafted.siblings or (() if drafted.probabilities is None else (drafted.probabilities,))
+        return [torch.cat([last, drafted.tokens], 1), *q]
 
 
 def draft_of(outputs: Sequence[Tensor]) -> StaticDraft:
-    """Return the draft of what a `DraftForward` gives."""
-    block, *behind = outputs
+    """Return the draft in the outputs of a `DraftForward`."""
+    block, *q = outputs
     tokens = block[:, 1:]
-    if len(behind) == 3:
-        return StaticDraft(tokens, siblings=(behind[0], behind[1], behind[2]), block=block)
-    return StaticDraft(tokens, behind[0] if behind else None, block=block)
+    if len(q) == 3:  # a drawn tree: supports, probabilities and places
+        return StaticDraft(tokens, siblings=(q[0], q[1], q[2]), block=block)
+    return StaticDraft(tokens, q[0] if q else None, block=block)
 
 
 def draws_of(
@@ -110,23 +100,16 @@ def draws_of(
     draft_lengths: Sequence[int],
     device: torch.device,
 ) -> list[Tensor]:
-    """Return what a `DraftForward` draws with: the rows spend the numbers that `draft_static_tree` spends.
+    """Return the `draws` of a `DraftForward`: the temperature, (), and uniform numbers for all depths, (B, R).
 
-    Args:
-        shape: the tree.
-        vocab_size: V.
-        temperature: (); None where tokens are not drawn.
-        generators: the rows' sources of randomness.
-        draft_lengths: nothing is drawn deeper.
-        device: where they go.
-
-    Returns:
-        The temperature, and numbers of all depths, (B, R): one float64 a step in a chain, M float32 a parent in a tree.
+    A chain takes one float64 a step, a tree M float32 a parent. The result is empty if `temperature` is None: tokens
+    are then not drawn.
     """
     if temperature is None:
         return []
     levels, dtype = shape.levels(torch.device("cpu")), torch.float64 if shape.is_chain else torch.float32
     numbers = [1 if shape.is_chain else len(level.parents) * support_size(level, vocab_size) for level in levels]
+    # A row spends exactly the numbers that `draft_static_tree` spends on it: those of its own depths.
     counts = [sum(numbers[:k]) for k in draft_lengths]
     drawn = uniforms(generators, counts, dtype, device)
     if missing := sum(numbers) - drawn.shape[1]:
@@ -135,23 +118,15 @@ def draws_of(
 
 
 Read = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""What a model gives at places, (B, P, …) → logits, (B, P, V), and what the next forward sees of them, if anything."""
+"""A model's output at P places, (B, P, …) → logits, (B, P, V), and states for the next forward, if it takes any."""
 
 
 class ModelDraftForward(DraftForward):
-    """Drafts with a causal LM over its cache.
-
-    Args:
-        block: the model's forward.
-        shape: the tree.
-        vocab_size: V.
-        drawn: see `DraftForward`.
-        read: reads what the model gives.
-    """
+    """A program that drafts with a causal LM over its cache; `read` interprets the model's output."""
 
     def __init__(self, block: BlockForward, shape: Tree, vocab_size: int, drawn: bool, read: Read):
         super().__init__(block.model, shape, vocab_size, drawn, (block.key, read.__qualname__))
-        self._block, self._read = [block], read  # in a list: its model is not another one
+        self._block, self._read = [block], read  # in a list: a submodule would be registered
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the axes of each input that vary."""
@@ -172,51 +147,42 @@ class ModelDraftForward(DraftForward):
         extras: list[Tensor],
         cached: list[Tensor],
     ) -> list[Tensor]:
-        """Feed what the cache lacks of each text, and draft behind it.
+        """Feed the uncached tokens of each text, (B, K) int64, and draft after them: see `DraftForward.choose`.
 
-        Args:
-            tokens: (B, K) int64.
-            starts: see `BlockForward`.
-            slots_N: see there.
-            last: see there.
-            kept: the columns whose logits are computed, (L,) int64.
-            at: the place of each row's last token among those, (B,) int64.
-            ends: and among its K, (B,) int64.
-            draws: see `DraftForward.choose`.
-            extras: see `BlockForward`.
-            cached: see there.
-
-        Returns:
-            See `DraftForward.choose`.
+        `kept` are the columns whose logits are computed, (L,) int64. `at` is the index of each row's last token among
+        these, and `ends` among its K tokens, (B,) int64. The other arguments are those of `BlockForward`.
         """
         (block,), (rows, k) = self._block, tokens.shape
         windows, order_K = extras[len(block.further) :], torch.arange(k, device=tokens.device)
         causal, depths = (order_K[:, None] >= order_K).expand(rows, k, k), order_K.expand(rows, k)
-        given = block(tokens, starts, slots_N, last, causal, depths, kept, extras, cached)[0]
-        logits, seen = self._read(given.gather(1, at[:, None, None].expand(rows, 1, given.shape[-1])))
-        behind, fed = starts + ends + 1, [ROOT]
+        output = block(tokens, starts, slots_N, last, causal, depths, kept, extras, cached)[0]
+        logits, states = self._read(output.gather(1, at[:, None, None].expand(rows, 1, output.shape[-1])))
+        draft_starts, fed = starts + ends + 1, [ROOT]
 
+        # Python unrolls this loop over levels when the program is traced: `fed` is known then, tensors are not.
         def logits_after(level: Level, drafted: Tensor) -> Tensor:
-            nonlocal seen
+            nonlocal states
             if not level.depth:
                 return logits
             before, count = len(fed) - 1, len(level.parents)
-            above = [fed.index(self.tree.parents[node]) for node in level.parents]
+            grandparents = [fed.index(self.tree.parents[node]) for node in level.parents]
             fed.extend(level.parents)
-            given = block(
+            output = block(
                 drafted.index_select(1, level.fed),
-                behind + before,
+                draft_starts + before,
                 slots_N,
                 last,
                 level.visible.expand(rows, -1, -1),
+                # A node's position is that of its depth, while its slot counts all nodes that were fed before it.
                 (slots_N[:1] + (level.depth - 1 - before)).expand(rows, count),
                 torch.arange(count, device=tokens.device),
-                [*([] if seen is None else [torch.stack([seen[:, place] for place in above], 1)]), *windows],
+                # A node continues from the state that its parent was drafted with.
+                [*([] if states is None else [torch.stack([states[:, i] for i in grandparents], 1)]), *windows],
                 cached,
             )[0]
-            new, states = self._read(given)
-            if seen is not None and states is not None:
-                seen = torch.cat([seen, states], 1)
-            return new
+            new_logits, new_states = self._read(output)
+            if states is not None and new_states is not None:
+                states = torch.cat([states, new_states], 1)
+            return new_logits
 
         return self.choose(tokens.gather(1, ends[:, None]), logits_after, draws)

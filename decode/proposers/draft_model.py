@@ -1,4 +1,4 @@
-"""A small causal LM as the drafter."""
+"""Drafts of a small causal LM."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -13,13 +13,7 @@ from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer, ends_of
 from draftsmith.decode.proposers.draft_forward import MOST_LAYERS, ModelDraftForward, draft_of, draws_of
-from draftsmith.decode.proposers.draft_tree import (
-    DynamicTree,
-    GrowingTree,
-    StaticDraft,
-    draft_static_tree,
-    grow_trees,
-)
+from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, StaticDraft, draft_static_tree, grow_trees
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_position, replay_by_ranks
 from draftsmith.decode.replay.ranks import NONE, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
@@ -36,32 +30,32 @@ from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax, draw_r
 from draftsmith.decode.tree import ROOT, Level, Tree
 
 Stop = Callable[[Tensor], bool]
-"""Looks at q, (V,), before the next token is drawn from it, and says whether to stop drafting."""
+"""The next token's q, (V,) → whether drafting stops before the token is drawn."""
 
 
 def stop_below_confidence(level: float) -> Stop:
-    """Stop where max q < level: the drafter is not sure of any token."""
+    """Return a rule that stops where max q < level."""
     return lambda q: bool(q.max() < level)
 
 
 def stop_above_entropy(nats: float) -> Stop:
-    """Stop where the entropy of q is above a level, in nats."""
+    """Return a rule that stops where the entropy of q exceeds a level in nats."""
     return lambda q: bool(torch.special.entr(q).sum() > nats)
 
 
 class DraftModelProposer(Proposer):
-    """Drafts with any causal LM that shares the target's tokenizer (Leviathan et al. 2023; Chen et al. 2023).
+    """A proposer that uses a causal LM with the target's tokenizer (Leviathan et al. 2023; Chen et al. 2023).
 
-    Its logits may be wider or narrower than the target's, where one of them is padded: they are cut to the target's
-    width, or the missing entries get probability zero.
+    If the padding of the two heads differs, the draft's logits are cut to the target's width, or missing entries get
+    probability zero.
 
     Args:
         draft_model: the drafter.
-        tree: None drafts chains; a `Tree` has one shape for every round, whose siblings are the most likely tokens at
-            T=0 and drawn without replacement under sampling; a `DynamicTree` grows.
+        tree: None drafts chains. A `Tree` is the shape of every draft; siblings are the most likely tokens at T=0, and
+            are drawn without replacement under sampling. A `DynamicTree` grows anew each round.
         stop: ends a chain early; see `stop_below_confidence` and `stop_above_entropy`.
-        greedy: draft the most likely tokens under sampling too, for certain, as vLLM does by default: lossless, and
-            accepted with probability p(argmax q) in place of Σ_v min(p, q).
+        greedy: draft the most likely tokens under sampling too, as vLLM does by default. This is lossless; a token is
+            accepted with probability p(argmax q) instead of Σ_v min(p, q).
     """
 
     _without = 0  # tokens at a text's beginning that have no slot in the cache
@@ -88,18 +82,18 @@ class DraftModelProposer(Proposer):
         """Begin with an empty cache."""
         block = self.nodes(task.draft_length)
         if isinstance(self.tree, DynamicTree):
-            block = self.tree.width + (task.draft_length - 1) * self.tree.width**2  # all that are looked at
+            block = self.tree.width + (task.draft_length - 1) * self.tree.width**2  # all candidate nodes
         self._begin(task, max(block, task.round_length))
         return self.nodes(task.draft_length)
 
     def _begin(self, task: DraftTask, block: int) -> None:
         """Begin with an empty cache for blocks of at most `block` tokens."""
         self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
-        # Once a text: a model's device and config take longer to ask for than a small kernel.
+        # Read once a text: reading a model's device takes longer than a small kernel.
         device = self._device = self.draft_model.device
         if device != (task.target or self.draft_model).device:
-            moved = [sampler.on(device) for sampler in task.row_samplers]
-            self._samplers = moved or [task.sampler.on(device)] * len(self._generators)
+            row_samplers = [sampler.on(device) for sampler in task.row_samplers]
+            self._samplers = row_samplers or [task.sampler.on(device)] * len(self._generators)
         temperature = self._samplers[0].temperature if self._draws else None
         self._temperature = (
             None if temperature is None else torch.tensor(temperature, dtype=torch.float64, device=device)
@@ -111,16 +105,16 @@ class DraftModelProposer(Proposer):
             widest = self.tree.width
         if widest > task.vocab_size:
             raise InputError(f"tree: expected at most V = {task.vocab_size} siblings, found {widest}")
-        # Heads read features of all of the text, and draft nothing where their positions end.
+        # Heads read the features of the whole text; they draft nothing past their last position.
         self._reach = task.max_length if self._without else min(task.max_length, self.positions or task.max_length)
         self._model = CachedModel(self.draft_model, rows, self._reach, block=block, compiled=task.compiled)
-        self._most_together = block + 1  # rows of a batch
+        self._most_together = block + 1  # the greatest width of a block that several rows are fed together
         self._in_programs = self._can_draft_in_programs()
-        self._cached = [0] * rows  # how many of each row's tokens stand in the cache
-        self._fed: list[list[int]] = []  # for each row of the last tree: the slot of each node behind the text, or −1
+        self._cached = [0] * rows  # the number of each row's tokens in the cache
+        self._fed: list[list[int]] = []  # for each row of the last draft, each node's slot after the text, or −1
 
     def nodes(self, draft_length: int) -> int:
-        """Return the nodes of the tree that are no deeper, or the length of a chain."""
+        """Return the number of nodes of the tree down to this depth, or the length of a chain."""
         if isinstance(self.tree, Tree):
             return len(self.tree.pruned(draft_length)[0])
         if isinstance(self.tree, DynamicTree):
@@ -129,13 +123,12 @@ class DraftModelProposer(Proposer):
         return draft_length
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft a chain or a tree for each row, no further than the draft model has positions."""
+        """Draft a chain or a tree for each row, as far as the draft model has positions."""
         contexts, draft_lengths = self._within(contexts, draft_lengths)
         self._lengths = Places([context.shape[0] - self._without for context in contexts], self._device)
         if max(draft_lengths) < 1:
-            empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
             self._fed = [[] for _ in contexts]
-            return [empty for _ in contexts]
+            return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))] * len(contexts)
         home = contexts[0].device
         if home == self._device:
             return self._draft(contexts, draft_lengths)
@@ -143,24 +136,25 @@ class DraftModelProposer(Proposer):
         return [draft.to(home) for draft in drafts]
 
     def _within(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[int]]:
-        """Return texts up to the last position, and how deep drafts may be there: a drafted token has a position too.
+        """Return texts cut at the model's last position, and the draft lengths that fit before it.
 
-        A row that is longer drafts nothing, and stays in the batch as it was where they end.
+        A longer row drafts nothing, but stays in the batch.
         """
         most = self.positions
+        # The last drafted token needs no position: it is not fed.
         if most is None or max(map(len, texts)) + max(draft_lengths) <= most + 1:
             return texts, draft_lengths
         lengths = [max(0, min(k, most + 1 - len(text))) for text, k in zip(texts, draft_lengths, strict=True)]
         return [text[: self._reach] for text in texts], lengths
 
     def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft behind texts on the draft model's device, at least one token for one of them."""
+        """Draft after texts on the draft model's device, at least one token for one of them."""
         if self._in_programs:
             return self._draft_in_programs(texts, draft_lengths)
         return self._draft_by_steps(texts, draft_lengths)
 
     def _draft_by_steps(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft with a forward for each token, or for each depth of a tree."""
+        """Draft with one forward for each token of a chain, or each depth of a tree."""
         logits = self._feed_texts(texts)[:, 0]
         if self.tree is None:
             return self._chains(texts, draft_lengths, logits)
@@ -172,11 +166,13 @@ class DraftModelProposer(Proposer):
         """Keep the accepted tokens that were fed: all but the last of a path."""
         paths = []
         for row, outcome in enumerate(outcomes):
-            fed = self._fed[row]  # another drafter's nodes were not
+            fed = self._fed[row]
+            # Nodes of another drafter, in a hybrid, were not fed here.
             slots = [fed[node] if node < len(fed) else -1 for node in outcome.path]
             slots = slots[: slots.index(-1)] if -1 in slots else slots
             paths.append([slot + 1 for slot in slots])
             self._cached[row] = min(self._cached[row], self._lengths.host[row]) + len(slots)
+        # Chains lie in the cache as they must; only other paths are moved together.
         if any(path != list(range(1, len(path) + 1)) for path in paths):
             self._model.keep_paths(self._lengths + -1, paths)
 
@@ -188,7 +184,7 @@ class DraftModelProposer(Proposer):
         self._samplers = [self._samplers[row] for row in rows]
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse drafts that grow or stop, and under sampling trees."""
+        """Refuse drafts that grow or stop early, and trees under sampling."""
         if isinstance(self.tree, DynamicTree) or self.stop is not None:
             return "replay: expected drafts of one shape, found some that grow or stop: decode them"
         if self.tree is not None and do_sample:
@@ -229,29 +225,31 @@ class DraftModelProposer(Proposer):
         return replay_by_ranks(texts, filled(ranks, texts, NONE), self.tree, overlaps)
 
     def _feed_texts(self, contexts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
-        """Feed what the cache lacks of each text, and behind it masks, (M,); return the logits, (B, 1 + M, V).
+        """Feed the uncached tokens of each text, then the same M masks, (M,), if any; return the logits, (B, 1 + M, V).
 
-        They are those after the text's last token and after each mask; there are no masks by default. A row that lacks
-        fewer tokens than another is fed its last cached ones again, into their own slots.
+        The logits are those after the text's last token and after each mask.
         """
         contexts = readable(self.draft_model, contexts)
         if len(contexts) == 1 and not any(self._cached) and self._model.is_empty:
-            logits = self._model.prefill(_followed(contexts[0][None, :], masks), 1 if masks is None else 1 + len(masks))
+            logits = self._model.prefill(_append_masks(contexts[0][None, :], masks), 1 if masks is None else 1 + len(masks))
             self._cached = list(self._lengths.host)
             return self._aligned(logits)
         block, places = self._unfed(contexts)
-        logits = self._model.feed(_followed(block, masks), places, 1 if masks is None else 1 + len(masks))
+        logits = self._model.feed(_append_masks(block, masks), places, 1 if masks is None else 1 + len(masks))
         return self._aligned(logits)
 
     def _unfed(self, contexts: Sequence[Tensor]) -> tuple[Tensor, Places]:
-        """Return the last tokens of each text, (B, K), and their slots, once all that the cache lacks before is fed."""
+        """Return the last tokens of each text, (B, K), and their slots, after feeding the uncached tokens before them.
+
+        All rows get the same K: a row with fewer uncached tokens is fed its last cached ones again, into their slots.
+        """
         lengths, shortest = self._lengths.host, min(self._lengths.host)
         lacking = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
         if not any(self._cached):
             self._model.prefill_texts(contexts)
             lacking = 1
-        # Rows that lack more than others are fed the excess first: the others would go back behind what they have, or
-        # behind what layers with a window remember.
+        # K is limited by the shortest row, which cannot go back before its beginning, and by the tokens that layers
+        # with a window still remember. Rows that lack more are fed the excess first.
         together = shortest if len(contexts) == 1 else min(shortest, self._most_together)
         if lacking > together:
             parts = [text[cached:][: lacking - together] for text, cached in zip(contexts, self._cached, strict=True)]
@@ -269,15 +267,15 @@ class DraftModelProposer(Proposer):
 
     @property
     def _wants_confidence(self) -> bool:
-        return not self._task.draw_siblings  # a lossy rule may ask for it
+        return not self._task.draw_siblings  # lossy rules may read it
 
     def _chains(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor) -> Drafts:
-        """Draft all rows a token at a time; what a row drafts beyond its length is left out at the end."""
+        """Draft all rows a token at a time, and cut each row's draft to its length at the end."""
         samplers, drawn, texts = self._samplers, self._draws, list(contexts)
-        lengths, going = list(draft_lengths), [k > 0 for k in draft_lengths]
-        chosen: list[Tensor] = []  # (B,) at each step
-        distributions: list[Tensor] = []  # (B, V)
-        if drawn:
+        lengths, active = list(draft_lengths), [k > 0 for k in draft_lengths]
+        tokens: list[Tensor] = []  # of each step, (B,)
+        distributions: list[Tensor] = []  # of each step, (B, V)
+        if drawn:  # each row's numbers come from its own generator: its draft does not depend on the other rows
             u_BK = uniforms(self._generators, draft_lengths, torch.float64, logits.device)
         for step in range(max(draft_lengths)):
             scores = scores_of_rows(samplers, logits, texts)
@@ -285,27 +283,28 @@ class DraftModelProposer(Proposer):
                 distributions.append(scores.softmax(-1))
             if self.stop is not None:
                 for row in range(len(texts)):
-                    if going[row] and self.stop(distributions[-1][row]):
-                        going[row], lengths[row] = False, step
-            chosen.append(draw_rows(distributions[-1], u_BK[:, step]) if drawn else argmax(scores))
-            going = [alive and step + 1 < k for alive, k in zip(going, lengths, strict=True)]
-            if not any(going):
+                    # The rule sees q, never the token: else acceptance would not be independent of the stop.
+                    if active[row] and self.stop(distributions[-1][row]):
+                        active[row], lengths[row] = False, step
+            tokens.append(draw_rows(distributions[-1], u_BK[:, step]) if drawn else argmax(scores))
+            active = [alive and step + 1 < k for alive, k in zip(active, lengths, strict=True)]
+            if not any(active):
                 break
-            fed = chosen[-1][:, None]
-            logits = self._feed_nodes(fed, step, None, step + 1)[:, 0]
+            fed_B1 = tokens[-1][:, None]
+            logits = self._feed_nodes(fed_B1, step, None, step + 1)[:, 0]
             if not samplers[0].context_free:
-                texts = [torch.cat([text, token]) for text, token in zip(texts, fed, strict=True)]
-        tokens_BK = torch.stack(chosen, 1)
+                texts = [torch.cat([text, token]) for text, token in zip(texts, fed_B1, strict=True)]
+        tokens_BK = torch.stack(tokens, 1)
         q_BKV = torch.stack(distributions, 1) if distributions else None
         confidence_BK = q_BKV.amax(-1) if q_BKV is not None and self._wants_confidence else None
-        # What was drafted last was not fed.
+        # A row's last token was not fed.
         self._fed = [[*range(k - 1), -1] if k else [] for k in lengths]
         longest = max(lengths)
         q_BKV = q_BKV[:, :longest] if drawn and q_BKV is not None else None
         return Drafts.chains(lengths, tokens_BK[:, :longest], q_BKV, confidence_BK)
 
     def _can_draft_in_programs(self) -> bool:
-        """Whether programs draft: compiled, all rows alike, and nothing looks at what is drafted on the way."""
+        """Return whether programs draft: models run compiled, rows are alike, and no rule inspects tokens meanwhile."""
         task, sampler = self._task, self._samplers[0]
         if not task.compiled or self.stop is not None or self._wants_confidence or isinstance(self.tree, DynamicTree):
             return False
@@ -314,24 +313,24 @@ class DraftModelProposer(Proposer):
             return False
         return sampler.temperature is not None and all(other is sampler for other in self._samplers)
 
-    def _read(self, given: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _read(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits: see `draft_forward.Read`."""
-        return self._aligned(given), None
+        return self._aligned(output), None
 
     def _draft_in_programs(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft chains, or trees of one shape, with a call for each, or for each few steps of long chains."""
+        """Draft chains or trees of fixed shape with one program call; a long chain takes one for each few steps."""
         task, depth = self._task, self._task.draft_length if self._task.fixed_length else max(draft_lengths)
-        block, places, ends, further = self._unfed_block(texts)
+        block, places, ends, extra_inputs = self._unfed_block(texts)
         trees = _shapes(self.tree, depth, self._steps, task.fixed_length)
         parts: list[StaticDraft] = []
         for shape in trees:
             before = sum(part.tokens.shape[1] for part in parts)
             if parts:
-                # The last token was not fed.
+                # The previous part did not feed its last token.
                 block, places = parts[-1].tokens[:, -1:], self._lengths + (before - 1)
                 ends = torch.zeros_like(ends)
-            left = [max(0, min(k - before, shape.depth)) for k in draft_lengths]
-            parts.append(self._compute(shape, block, places, ends, further, left))
+            part_lengths = [max(0, min(k - before, shape.depth)) for k in draft_lengths]
+            parts.append(self._compute(shape, block, places, ends, extra_inputs, part_lengths))
         tree = trees[0] if len(trees) == 1 else Tree.chain(depth)
         whole = parts[0]
         if len(parts) > 1:
@@ -341,12 +340,12 @@ class DraftModelProposer(Proposer):
         return whole.drafts(tree, draft_lengths)
 
     def _unfed_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, Tensor, dict[str, Tensor]]:
-        """Return what a program feeds of the texts before it drafts: see `CachedModel.compute`, `ModelDraftForward`.
+        """Return a program's first block: tokens, (B, K), their slots, each row's last column, (B,), and extra inputs.
 
-        Returns:
-            Tokens, (B, K); their slots; each row's last one among them, (B,); further inputs of the model's.
+        See `CachedModel.compute` and `ModelDraftForward`.
         """
         texts = readable(self.draft_model, texts)
+        # Short prompts of one length need no prefill of their own: the program feeds them.
         if not any(self._cached) and self._lengths.alike and len(texts) * len(texts[0]) <= SHORT:
             self._cached = list(self._lengths.host)
             block, places = torch.stack(list(texts)), Places([0] * len(texts), texts[0].device)
@@ -355,7 +354,7 @@ class DraftModelProposer(Proposer):
         return block, places, _last_places(*block.shape, block.device), {}
 
     def _columns(self, block: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns of a block whose logits are computed, and each row's place among them: the last one."""
+        """Return the columns of a block whose logits are computed, here the last, and each row's index among them."""
         rows, k = block.shape
         return _last_places(1, k, block.device), _last_places(rows, 1, block.device)
 
@@ -365,10 +364,10 @@ class DraftModelProposer(Proposer):
         block: Tensor,
         places: Places,
         ends: Tensor,
-        further: dict[str, Tensor],
+        extra_inputs: dict[str, Tensor],
         draft_lengths: Sequence[int],
     ) -> StaticDraft:
-        """Draft one tree behind a block of tokens: see `_unfed_block`."""
+        """Draft one tree after a block of tokens: see `_unfed_block`."""
         drawn, vocab_size = self._draws, self._task.vocab_size
         draws = draws_of(shape, vocab_size, self._temperature, self._generators, draft_lengths, block.device)
         outputs = self._model.compute(
@@ -378,22 +377,22 @@ class DraftModelProposer(Proposer):
             places,
             block.shape[1] + len(shape),
             [*self._columns(block, ends), ends, draws],
-            further,
+            extra_inputs,
         )
         return draft_of(outputs)
 
     def _static_trees(
         self, tree: Tree, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor
     ) -> list[Proposal]:
-        """Draft every row the same shape behind texts with these logits, (B, V)."""
+        """Draft trees of one shape after texts whose next-token logits are given, (B, V)."""
         fed: list[int] = []  # inner nodes, in the order in which they are fed
 
         def logits_after(level: Level, tokens: Tensor) -> Tensor:
             if level.parents == (ROOT,):
                 return logits[:, None]
-            behind = len(fed)
+            offset = len(fed)
             fed.extend(level.parents)
-            return self._feed_nodes(tokens.index_select(1, level.fed), behind, level.visible, level.depth)
+            return self._feed_nodes(tokens.index_select(1, level.fed), offset, level.visible, level.depth)
 
         drawn = self._draws and self._task.draw_siblings
         drafts = draft_static_tree(
@@ -406,7 +405,8 @@ class DraftModelProposer(Proposer):
     def _dynamic_trees(
         self, shape: DynamicTree, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor
     ) -> list[Proposal]:
-        """Grow each row's tree behind texts with these logits, (B, V); all rows feed as many nodes at each depth."""
+        """Grow each row's tree after texts whose next-token logits are given, (B, V)."""
+        # All rows feed the same number of nodes at each depth, so that they stay one batch.
         trees = [GrowingTree(context, shape) for context in contexts]
         logits_BFV, last = logits[:, None], max(draft_lengths)
         for depth in range(1, last + 1):
@@ -422,33 +422,34 @@ class DraftModelProposer(Proposer):
             self._fed.append(slots)
         return drafts
 
-    def _feed_nodes(self, tokens: Tensor, behind: int, visible: Tensor | None, depth: int) -> Tensor:
-        """Feed the inner nodes of one depth, (B, F), behind `behind` earlier ones; return the logits after them.
+    def _feed_nodes(self, tokens: Tensor, offset: int, visible: Tensor | None, depth: int) -> Tensor:
+        """Feed the inner nodes of one depth, (B, F), after `offset` earlier ones; return the logits after them.
 
-        `visible` says which of the nodes fed so far, these too, each of them attends to, (F, N) or (B, F, N); None in a
+        `visible` marks the fed nodes, these included, to which each of them attends, (F, N) or (B, F, N); None in a
         chain.
         """
+        starts = self._lengths + offset
         if visible is None:
-            return self._aligned(self._model.feed(tokens, self._lengths + behind))
-        depths = torch.full((tokens.shape[1],), depth - 1 - behind, device=tokens.device)
-        starts = self._lengths + behind
+            return self._aligned(self._model.feed(tokens, starts))
+        # A node's position follows from its depth, while slots are numbered through.
+        depths = torch.full((tokens.shape[1],), depth - 1 - offset, device=tokens.device)
         return self._aligned(self._model.feed(tokens, starts, visible=visible.to(tokens.device), depths=depths))
 
 
-def _followed(tokens_BT: Tensor, masks: Tensor | None) -> Tensor:
-    """Put the same masks, (M,), behind all rows."""
+def _append_masks(tokens_BT: Tensor, masks: Tensor | None) -> Tensor:
+    """Append the same masks, (M,), to all rows."""
     return tokens_BT if masks is None else torch.cat([tokens_BT, masks.expand(len(tokens_BT), -1)], 1)
 
 
 @lru_cache(maxsize=256)
 def _last_places(rows: int, k: int, device: torch.device) -> Tensor:
-    """Return the place of the last of K tokens for each row, (B,) int64."""
+    """Return k − 1 for each row, (B,) int64; cached, since creating a tensor costs as much as a small kernel."""
     return torch.full((rows,), k - 1, device=device)
 
 
 @lru_cache(maxsize=256)
 def _fed_slots(tree: Tree, depth: int) -> list[int]:
-    """Return for each node that is no deeper the slot behind the text that a program feeds it to; −1 for a leaf."""
+    """Return the slot after the text to which a program feeds each node down to a depth; −1 for a leaf."""
     inner = [node for level in tree.levels(torch.device("cpu")) if level.depth for node in level.parents]
     slots = {node: slot for slot, node in enumerate(inner)}
     return [slots.get(node, -1) for node in tree.pruned(depth)[1]]
@@ -456,15 +457,13 @@ def _fed_slots(tree: Tree, depth: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _shapes(tree: Tree | None, depth: int, most: int, fixed: bool) -> list[Tree]:
-    """Return the shapes that programs draft, one behind the other: see `_parts`."""
-    return [Tree.chain(part) for part in _parts(depth, most, fixed)] if tree is None else [tree.pruned(depth)[0]]
-
-
-def _parts(length: int, most: int, fixed: bool) -> list[int]:
-    """Return the lengths of chains of `most` steps at most that make up one; few different ones where it varies."""
-    parts = []
-    while length:
-        part = min(length, most)
-        parts.append(part if fixed else 1 << (part.bit_length() - 1))
-        length -= parts[-1]
-    return parts
+    """Return the shapes that consecutive program calls draft: a tree, or chains of at most `most` steps each."""
+    if tree is not None:
+        return [tree.pruned(depth)[0]]
+    chains = []
+    while depth:
+        part = min(depth, most)
+        # Where lengths vary, parts are powers of two, so that few programs are compiled.
+        chains.append(Tree.chain(part if fixed else 1 << (part.bit_length() - 1)))
+        depth -= len(chains[-1])
+    return chains

@@ -1,4 +1,4 @@
-"""Drafts that are trees: of one shape for every round, or grown anew each round.
+"""Drafts that are trees, either of one fixed shape or grown anew each round.
 
 Shape suffixes: B rows, F nodes of a frontier, K nodes, N nodes fed so far, V vocabulary.
 """
@@ -24,9 +24,9 @@ from draftsmith.decode.tree import ROOT, Level, Tree
 class DynamicTree:
     """A tree grown anew each round by cumulative draft probability (Li et al. 2024, arXiv 2406.16858, section 4).
 
-    At each depth the `width` most probable nodes get their `width` most likely children; of all nodes the `nodes` most
-    probable ones are verified. It is a function of the text alone, hence lossless under sampling too (siblings are
-    tried as one-hot drafts).
+    At each depth the `width` most probable nodes get their `width` most likely children. The `nodes` most probable
+    nodes of the tree are verified. The tree is a function of the text alone, so it is lossless under sampling too:
+    siblings are tried as one-hot drafts.
     """
 
     width: int = 4
@@ -38,11 +38,11 @@ class DynamicTree:
 
 
 DEEPEST = 8
-"""The depth of the deepest tree of a drafter that names no limit."""
+"""The depth of the deepest tree of a drafter without a limit of its own."""
 
 
 class TreeProposer(Proposer):
-    """A proposer that can draft any tree of one shape: `measurement.tree_search` finds the best one."""
+    """A proposer that drafts any tree of fixed shape: `measurement.tree_search` finds the best one."""
 
     tree: Tree | DynamicTree | None
     """The shape of its drafts; None for chains."""
@@ -60,64 +60,60 @@ class TreeProposer(Proposer):
     def ranks(
         self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
     ) -> TextRanks:
-        """Return the ranks of a text's tokens among the drafter's logits, which give every tree's counts at T=0.
+        """Return the ranks of a text's tokens among the drafter's logits, from which follow any tree's counts at T=0.
 
-        Args:
-            target: the model that wrote the text, at T=0.
-            sequence: prompt and text, (T,) int64.
-            prompt_length: tokens of the prompt, at least 1 and less than T.
-            hidden_NH: the target's hidden states behind the text's N tokens, if known; some drafters need them.
+        `sequence` is prompt and text, (T,) int64, with 1 ≤ `prompt_length` < T. `hidden_NH`, if known, are the target's
+        hidden states at the text's N tokens; some drafters need them.
         """
 
 
 LogitsAfter = Callable[[Level, Tensor], Tensor]
-"""(a depth's parents, the tokens drafted so far (B, K)) → the drafter's logits after each parent, (B, P, V), or
-(B, 1, V) where they are alike for all parents of a depth."""
-SUPPORT = 1024
-"""M: siblings are drawn from the drafter's most likely tokens, renormalised, for a tree's distributions would else be
-its nodes times the vocabulary. Flat drafters want many (docs/log/tensor-loop.md)."""
-
-
+"""(a level, the tokens drafted so far (B, K)) → the drafter's logits after each of its P parents, (B, P, V), or
+(B, 1, V) if these are alike for all parents."""
 ScoresAfter = Callable[[Level, Tensor], Tensor]
-"""The same of processed logits."""
+"""A `LogitsAfter` of processed logits."""
 Uniforms = Callable[[Level, int, torch.dtype], Tensor]
-"""(a depth's parents, numbers for each, dtype) → uniform on [0, 1), (B, P × numbers)."""
+"""(a level, numbers for each parent, dtype) → uniform numbers on [0, 1), (B, P × numbers)."""
+SUPPORT = 1024
+"""M: siblings are drawn from the drafter's M most likely tokens, renormalised, because a tree's distributions over the
+whole vocabulary would take much memory. Flat drafters need a large M (docs/log/tensor-loop.md)."""
 
 
 @dataclass(frozen=True)
 class StaticDraft:
-    """The choices of all rows' trees of one shape."""
+    """The tokens of all rows' trees of one shape."""
 
     tokens: Tensor
     """(B, K) int64."""
     probabilities: Tensor | None = None
-    """What the tokens of a chain were drawn from, (B, K, V)."""
+    """The distributions of a chain's tokens, (B, K, V)."""
     siblings: tuple[Tensor, Tensor, Tensor] | None = None
-    """What the siblings of a tree were drawn from: the M tokens of each of F distributions, (B, F, M), their
-    probabilities, (B, F, M), and each node's token's place among them, (B, K)."""
+    """The distributions of a tree's siblings: the M tokens of each of F distributions, (B, F, M), their probabilities,
+    (B, F, M), and the place of each node's token among them, (B, K)."""
     confidence: Tensor | None = None
-    """max q of each node's context, (B, K)."""
+    """max q in each node's context, (B, K)."""
     block: Tensor | None = None
     """See `Drafts`."""
 
     def drafts(self, tree: Tree, draft_lengths: Sequence[int]) -> list[Proposal]:
         """Return the rows' drafts, cut to their lengths."""
-        of_rows: Sequence[SiblingDraws | None] = [None] * len(draft_lengths)
+        row_siblings: Sequence[SiblingDraws | None] = [None] * len(draft_lengths)
         if self.siblings is not None:
-            of = distributions_of(tree, self.siblings[0].shape[1])
+            indices = distributions_of(tree, self.siblings[0].shape[1])
             rows = zip(*self.siblings, strict=True)
-            of_rows = [SiblingDraws(support_FM, q_FM, of, places_K) for support_FM, q_FM, places_K in rows]
+            row_siblings = [SiblingDraws(support_FM, q_FM, indices, places_K) for support_FM, q_FM, places_K in rows]
         drafts = [
             Proposal(
                 tokens,
                 None if self.probabilities is None else self.probabilities[row],
                 tree,
                 None if self.confidence is None else self.confidence[row],
-                of_rows[row],
+                row_siblings[row],
             ).pruned(k)
             for row, (tokens, k) in enumerate(zip(self.tokens.unbind(), draft_lengths, strict=True))
         ]
-        if list(tree.depths) != sorted(tree.depths):  # what is left of a cut tree need not be its first nodes
+        # Unless nodes are in the order of their depths, a cut tree is not the first columns of the stacked tensors.
+        if list(tree.depths) != sorted(tree.depths):
             return drafts
         return Drafts(drafts, self.tokens, self.probabilities, self.block)
 
@@ -134,30 +130,23 @@ def draft_static_tree(
 ) -> list[Proposal]:
     """Draft a tree of one shape for each row, a depth at a time, and cut it to the row's draft length.
 
-    Args:
-        tree: the shape, as deep as the greatest draft length.
-        samplers: the rows' warpings.
-        contexts: the texts, B of (T_b,).
-        draft_lengths: nothing is drawn deeper, so that a row spends the random numbers that it would spend alone.
-        generators: the rows' sources of randomness.
-        drawn: draw siblings without replacement, and the tokens of a chain; else they are the most likely tokens.
-        wants_confidence: return max q of each node's context, too.
-        logits_after: the drafter.
+    If `drawn`, siblings are drawn without replacement, and the tokens of a chain are drawn; otherwise tokens are the
+    most likely ones. The other arguments are as for `choose`.
     """
     tokens = contexts[0].new_zeros(len(contexts), len(tree))
 
     def scores_after(level: Level, tokens: Tensor) -> Tensor:
         return _scores(tree, level, samplers, contexts, tokens, logits_after(level, tokens))
 
-    def of_generators(level: Level, numbers: int, dtype: torch.dtype) -> Tensor:
+    def draw_uniforms(level: Level, numbers: int, dtype: torch.dtype) -> Tensor:
         numbers *= len(level.parents)
+        # A row spends the random numbers that it would spend alone: none below its own draft length.
         counts = [numbers * (level.depth < k) for k in draft_lengths]
         return uniforms(generators, counts, dtype, tokens.device)
 
-    draw = of_generators if drawn else None
-    return choose(tree, tree.levels(tokens.device), tokens, scores_after, draw, wants_confidence).drafts(
-        tree, draft_lengths
-    )
+    levels = tree.levels(tokens.device)
+    draft = choose(tree, levels, tokens, scores_after, draw_uniforms if drawn else None, wants_confidence)
+    return draft.drafts(tree, draft_lengths)
 
 
 def choose(
@@ -168,31 +157,28 @@ def choose(
     uniforms: Uniforms | None,
     wants_confidence: bool = False,
 ) -> StaticDraft:
-    """Choose the tokens of all rows' trees of one shape, a depth at a time. Programs compute it too.
+    """Choose the tokens of all rows' trees of one shape, a depth at a time, eagerly or in a program.
 
-    Args:
-        tree: the shape.
-        levels: its depths.
-        tokens: (B, K) int64, which are written.
-        scores_after: the drafter.
-        uniforms: draw the tokens with these numbers; None takes the most likely ones.
-        wants_confidence: give max q of each node's context, too.
+    The tokens, (B, K) int64, are written in place. Without `uniforms` they are the most likely ones.
+    `wants_confidence` adds max q of each node's context.
     """
     siblings = _DrawnSiblings(tokens) if uniforms is not None and not tree.is_chain else None
     confidence: Tensor | None = None
-    distributions: list[Tensor] = []  # of each depth of a chain that is drawn, (B, 1, V)
+    distributions: list[Tensor] = []  # of each depth of a drawn chain, (B, 1, V)
     for level in levels:
         scores_BFV, parents = scores_after(level, tokens), len(level.parents)
+        # The W candidates of each parent: drawn siblings, one drawn token, or the most likely tokens.
         if siblings is not None and uniforms is not None:
             candidates_BPW = siblings.draw(level, scores_BFV, uniforms)
         elif uniforms is not None:
             distributions.append(scores_BFV.softmax(-1))
             u_B1 = uniforms(level, 1, torch.float64)
             candidates_BPW = draw_rows(distributions[-1][:, 0], u_B1[:, 0])[:, None, None]
-        elif level.widest == 1:
+        elif level.widest == 1:  # −1 marks logits that are not numbers
             candidates_BPW = likeliest(scores_BFV).clamp(min=0)[..., None].expand(-1, parents, -1)
         else:
             candidates_BPW = scores_BFV.topk(level.widest).indices.expand(-1, parents, -1)
+        # Each child takes its candidate, by its rank among its siblings.
         tokens.index_copy_(1, level.children, candidates_BPW.flatten(1).index_select(1, level.candidates))
         if wants_confidence:
             confidence = scores_BFV.new_zeros(tokens.shape) if confidence is None else confidence
@@ -203,27 +189,27 @@ def choose(
 
 
 def support_size(level: Level, vocab_size: int) -> int:
-    """Return M, how many tokens the siblings of a depth are drawn from."""
+    """Return M, the number of tokens from which the siblings of a level are drawn."""
     return min(max(SUPPORT, level.widest), vocab_size)
 
 
 def distributions_of(tree: Tree, count: int) -> tuple[int, ...]:
-    """Return which of `count` distributions the children of the root and of each node are drawn from.
+    """Return the index of the distribution from which the children of the root and of each node are drawn.
 
-    They are one for each node that has children, or where all of a depth are alike one for each depth.
+    The `count` distributions belong to nodes with children, or to depths if all nodes of a depth share one.
     """
-    of, before = [0] * (len(tree) + 1), 0
+    indices, before = [0] * (len(tree) + 1), 0
     levels = tree.levels(torch.device("cpu"))
     alike = count == len(levels)
     for level in levels:
         for place, parent in enumerate(level.parents):
-            of[parent + 1] = before + (0 if alike else place)
+            indices[parent + 1] = before + (0 if alike else place)
         before += 1 if alike else len(level.parents)
-    return tuple(of)
+    return tuple(indices)
 
 
 class _DrawnSiblings:
-    """Draws the siblings of a tree for all rows, a depth at a time, and records what they were drawn from."""
+    """Draws the siblings of all rows' trees, a depth at a time, and records their distributions."""
 
     def __init__(self, tokens_BK: Tensor):
         self._places = torch.zeros_like(tokens_BK)
@@ -234,6 +220,7 @@ class _DrawnSiblings:
         """Return the W siblings of each parent, (B, P, W)."""
         parents, size = len(level.parents), support_size(level, scores_BFV.shape[-1])
         best = scores_BFV.topk(size)
+        # Renormalised over the support; verification uses the same q, so that this stays lossless.
         q_BFM, support_BFM = best.values.softmax(-1), best.indices
         u = uniforms(level, size, q_BFM.dtype)
         order_BPW = draw_siblings(q_BFM, u.view(-1, parents, size), level.widest)
@@ -243,7 +230,7 @@ class _DrawnSiblings:
         return support_BFM.expand(-1, parents, -1).gather(-1, order_BPW)
 
     def drawn(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the siblings were drawn from: see `StaticDraft`."""
+        """Return the distributions of the siblings: see `StaticDraft`."""
         return torch.cat(self._supports, 1), torch.cat(self._q, 1), self._places
 
 
@@ -255,9 +242,10 @@ def _scores(
     tokens: Tensor,
     logits_BFV: Tensor,
 ) -> Tensor:
-    """Return the processed logits after each parent of a level, (B, P, V), or (B, 1, V) where all are alike."""
+    """Return the processed logits after each parent of a level, (B, P, V), or (B, 1, V) if they are alike."""
     if samplers[0].context_free:
         return samplers[0].scores(logits_BFV.flatten(0, 1), []).view(logits_BFV.shape)
+    # Processors such as penalties read the text, which differs by parent.
     alike = logits_BFV.shape[1] == 1
     scores = []
     for place, parent in enumerate(level.parents):
@@ -268,33 +256,28 @@ def _scores(
 
 
 def grow_trees(trees: Sequence["GrowingTree"], samplers: Sequence[Sampler], logits_BFV: Tensor) -> None:
-    """Give each node of all rows' frontiers its most likely children, from the logits after it: in one transfer."""
+    """Give each node of all rows' frontiers its most likely children, from the logits after it."""
     scores_BFV = torch.stack([tree.scores(*args) for tree, *args in zip(trees, samplers, logits_BFV, strict=True)])
     width = trees[0].shape.width
     best = scores_BFV.log_softmax(-1).topk(width)
-    # In double precision, which token ids are exact in.
+    # One transfer for probabilities and ids, in double precision, which represents ids exactly.
     read_BFK = torch.cat([best.values.double(), best.indices.double()], -1).tolist()
     for tree, read_FK in zip(trees, read_BFK, strict=True):
         tree.grow([values[:width] for values in read_FK], [list(map(int, values[width:])) for values in read_FK])
 
 
 class GrowingTree:
-    """One row's tree as it grows: its nodes in the order in which they were found.
-
-    Args:
-        context: the row's text, (T,).
-        shape: how it grows.
-    """
+    """One row's tree as it grows after a text, (T,)."""
 
     def __init__(self, context: Tensor, shape: DynamicTree):
         self.context, self.shape = context, shape
         self.parents: list[int] = []
         self.tokens: list[int] = []
         self.weights: list[float] = []  # log of the cumulative probability
-        self.confidence: list[float] = []  # log of max q in the context that the node was drafted in
+        self.confidence: list[float] = []  # log of max q in the node's context
         self.frontier = [ROOT]
-        self.slots: dict[int, int] = {}  # where the nodes that were fed lie behind the text
-        self._newest = 0
+        self.slots: dict[int, int] = {}  # the slots after the text of the nodes that were fed
+        self._newest = 0  # the first node of the greatest depth
 
     def scores(self, sampler: Sampler, logits_FV: Tensor) -> Tensor:
         """Return the processed logits after each node of the frontier, (F, V)."""
@@ -315,25 +298,23 @@ class GrowingTree:
             self.confidence += [values[0]] * self.shape.width
 
     def choose_frontier(self) -> list[int]:
-        """Take the most probable of the newest nodes to be fed next; return their tokens."""
+        """Take the most probable of the newest nodes as the next frontier, and return their tokens."""
         self.frontier = self._most_probable(self._newest, len(self.weights), self.shape.width)
         self.slots |= {node: len(self.slots) + f for f, node in enumerate(self.frontier)}
         return [self.tokens[node] for node in self.frontier]
 
     def visible(self) -> Tensor:
-        """Return which of the nodes fed so far each node of the frontier attends to, (F, N) bool."""
+        """Return the mask of the fed nodes to which each node of the frontier attends, (F, N) bool."""
         visible = torch.zeros(len(self.frontier), len(self.slots), dtype=torch.bool)
         for f, node in enumerate(self.frontier):
             visible[f, [self.slots[ancestor] for ancestor in self._path(node)]] = True
         return visible
 
     def draft(self, draft_length: int) -> tuple[Proposal, list[int]]:
-        """Return the most probable nodes of the first `draft_length` depths, and the slots that they lie in, or −1.
-
-        A child is never more probable than its parent, so that they are a tree.
-        """
+        """Return the most probable nodes of the first `draft_length` depths, and their slots, or −1."""
         width = self.shape.width
-        allowed = width + (draft_length - 1) * width**2 if draft_length else 0  # nodes that were found at these depths
+        allowed = width + (draft_length - 1) * width**2 if draft_length else 0  # the nodes of these depths
+        # A child is never more probable than its parent, so the most probable nodes form a tree.
         nodes = self._most_probable(0, min(allowed, len(self.weights)), self.shape.nodes)
         new = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
         tree = Tree(tuple(new[self.parents[node]] for node in nodes))
@@ -342,7 +323,7 @@ class GrowingTree:
         return Proposal(tokens, None, tree, confidence), [self.slots.get(node, -1) for node in nodes]
 
     def _most_probable(self, first: int, end: int, count: int) -> list[int]:
-        """Return the `count` nodes of greatest weight among `first` … `end` − 1, in the order of their numbers."""
+        """Return the `count` nodes of greatest weight among `first` … `end` − 1, ascending."""
         return sorted(sorted(range(first, end), key=lambda node: (-self.weights[node], node))[:count])
 
     def _path(self, node: int) -> list[int]:
