@@ -1,4 +1,4 @@
-"""The target's own layers as a drafter: a draft that costs no memory."""
+"""Some of the target's own layers as a draft model, which needs no memory for weights."""
 
 import copy
 from collections.abc import Sequence
@@ -14,17 +14,13 @@ from draftsmith.decode.errors import InputError
 def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:
     """Return a model of some of the target's layers, with the target's embeddings, final norm and head.
 
-    For `DraftModelProposer(early_exit(target, 2))`: self-speculative decoding with the first layers (LayerSkip,
-    Elhoushi et al. 2024, section 4.3) or with chosen ones (Draft & Verify, Zhang et al. 2023, section 3.2). All weights
-    are the target's own tensors, so that training the one trains the other. The target is left as it is.
-
-    Args:
-        target: a decoder-only model.
-        layers: how many of the first layers, or the layers' indices, counted from 0 and ascending.
+    `DraftModelProposer(early_exit(target, 2))` is self-speculative decoding with the first layers (LayerSkip, Elhoushi
+    et al. 2024, section 4.3) or with chosen ones (Draft & Verify, Zhang et al. 2023, section 3.2). Weights are the
+    target's own tensors, so training one model trains the other. `layers` is the number of first layers, or ascending
+    indices from 0.
 
     Raises:
-        InputError: no layer, one that the target lacks, indices that do not ascend, or a target without a list of
-            `num_hidden_layers` layers or whose layers share keys.
+        InputError: missing or unordered layers, or a target whose layers share keys or are not in one list.
     """
     config = target.config.get_text_config()
     if getattr(config, "num_kv_shared_layers", 0):
@@ -41,7 +37,7 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
     if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] >= depth:
         raise InputError(f"layers: expected ascending indices between 0 and {depth - 1}, found {indices}")
 
-    # Modules and config are copied, tensors are not: layers carry their place in the cache, configs their number.
+    # Copy modules and config but not tensors: layers store their index in the cache, and configs their number.
     draft = copy.deepcopy(target, {id(t): t for t in chain(target.parameters(), target.buffers())})
     lists = (module for module in decoder_of(draft).modules() if isinstance(module, nn.ModuleList))
     stack = next((modules for modules in lists if len(modules) == depth), None)
@@ -53,11 +49,10 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
     for place, layer in enumerate(stack):
         for module in layer.modules():
             attributes = vars(module)
-            # Its place in the cache.
             attributes |= {name: place for name in ("layer_idx", "layer_id") if name in attributes}
     config = draft.config.get_text_config()
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list | tuple) and len(value) == depth:
-            setattr(config, name, [value[index] for index in indices])  # such as layer_types
+            setattr(config, name, [value[index] for index in indices])  # for example layer_types
     config.num_hidden_layers = len(indices)
     return draft

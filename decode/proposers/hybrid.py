@@ -1,4 +1,4 @@
-"""Several drafters that take turns: copies where the text repeats, a model elsewhere."""
+"""Drafters that take turns: copies where the text repeats, and a model elsewhere."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,16 +19,12 @@ from draftsmith.decode.tree import ROOT, Tree
 
 @dataclass(frozen=True)
 class Switch:
-    """Takes a copied draft where it seems good enough.
-
-    Raises:
-        InputError: a level below 0.
-    """
+    """A rule that takes a copied draft if its match and score are large enough: see `Evidence`."""
 
     match: int = 3
     """The shortest match, in tokens."""
     score: float = 0.0
-    """The least score: see `Evidence`."""
+    """The least score."""
 
     def __post_init__(self) -> None:
         for name, value in (("match", self.match), ("score", self.score)):
@@ -36,26 +32,25 @@ class Switch:
                 raise InputError(f"switch: expected a {name} of at least 0, found {value}")
 
     def __call__(self, evidence: Evidence) -> bool:
-        """Say whether a copied draft is taken."""
+        """Return whether a copied draft is taken."""
         return evidence.match >= max(1, self.match) and evidence.score >= self.score
 
 
 class HybridProposer(Proposer):
-    """Drafts with the first of its drafters that the switch takes, and where it takes none, with the last.
+    """A proposer that uses the first copied draft that the switch takes, or else the last drafter's.
 
-    The switch sees evidence of the text alone, before the last drafter is asked, and never what is drafted: so the
-    choice is a function of the text, the output stays the target's, and replay is exact. The last drafter is asked for
-    nothing in a round that another drafts; what its cache then lacks is fed together when it is asked again.
+    The switch sees only evidence from the text, so the choice is a function of the text: the output stays the target's,
+    and replay is exact. The last drafter drafts nothing in a round of another; the tokens that its cache then lacks are
+    fed when it drafts again.
 
     Args:
-        drafters: all but the last are `CopyProposer`s: what a model would draft is not known before it has drafted.
-        switch: from evidence to whether the draft that it is of is taken.
-        graft: draft both, the copied tokens as a branch of the last drafter's tree, where the switch takes them.
-        last_length: the longest draft of the last drafter, which pays for each token where copies cost nothing; None
-            for γ.
+        drafters: all but the last are `CopyProposer`s, which know the evidence before they draft.
+        switch: a function from evidence to whether the draft is taken.
+        graft: add the copied tokens that the switch takes to the last drafter's tree, as a branch.
+        last_length: the longest draft of the last drafter, which pays for each token while copies are free; None for γ.
 
     Raises:
-        InputError: fewer than two drafters, one that comes first and is no copy, or a last draft of no token.
+        InputError: fewer than two drafters, a first drafter that does not copy, or `last_length` below 1.
     """
 
     def __init__(
@@ -80,71 +75,72 @@ class HybridProposer(Proposer):
             raise InputError(f"hybrid: expected a last draft of at least 1 token, found {last_length}")
         self.switch, self.graft, self.last_length = switch, graft, last_length
         self.wants_hidden, self.wants_features = self.last.wants_hidden, self.last.wants_features
-        self._replayed = _Replayed()
+        self._replays = _DrafterReplays()
 
     @property
     def drafters(self) -> list[Proposer]:
-        """All of them, in the order in which they are looked at."""
+        """All drafters, in order of precedence."""
         return [*self.first, self.last]
 
     def lengths(self, draft_length: int) -> list[int]:
-        """Return how many tokens each drafter is asked for, in their order, where γ are wanted."""
-        return [draft_length] * len(self.first) + [self._of_last(draft_length)]
+        """Return each drafter's own draft length, in order of precedence."""
+        return [draft_length] * len(self.first) + [self._last_draft_length(draft_length)]
 
     def with_switch(self, switch: Callable[[Evidence], bool], last_length: int | None = None) -> Self:
-        """Return the same drafters with another switch; what one of them replays serves both."""
+        """Return the same drafters with another switch; both share the drafters' replays."""
         other = type(self)(self.drafters, switch, self.graft, last_length)
-        other._replayed = self._replayed
+        other._replays = self._replays
         return other
 
     def start(self, task: DraftTask) -> int:
-        """Begin with all drafters. Return the greatest number of tokens of a draft."""
+        """Begin with all drafters, and return the greatest number of tokens of a draft."""
         self._vocab_size = task.vocab_size
         copied = max(drafter.start(task) for drafter in self.first)
-        # Programs draft as deep as their task says: the last drafter's is its own length.
-        own = replace(task, draft_length=self._of_last(task.draft_length), round_length=task.draft_length)
-        of_last = self.last.start(own)
-        return copied + of_last if self.graft else max(copied, of_last)
+        # Programs draft to the depth of their task, so the last drafter's task has its own length.
+        last_task = replace(
+            task, draft_length=self._last_draft_length(task.draft_length), round_length=task.draft_length
+        )
+        last = self.last.start(last_task)
+        return copied + last if self.graft else max(copied, last)
 
     def nodes(self, draft_length: int) -> int:
-        """Return the tokens of the largest draft."""
+        """Return the number of tokens of the largest draft."""
         copied = max(drafter.nodes(draft_length) for drafter in self.first)
-        of_last = self.last.nodes(self._of_last(draft_length))
-        return copied + of_last if self.graft else max(copied, of_last)
+        last = self.last.nodes(self._last_draft_length(draft_length))
+        return copied + last if self.graft else max(copied, last)
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft for each row with the drafter that the switch takes."""
-        taken = self._taken(contexts, draft_lengths)
-        asked = [
-            self._of_last(k) if self.graft or not found else 0 for found, k in zip(taken, draft_lengths, strict=True)
-        ]
-        drafts = self.last.propose(contexts, asked)
-        source = len(self.first)
-        if not any(taken):
-            drafts[:] = [replace(draft, source=source) for draft in drafts]  # what they have together stays with them
+        copies = self._copies(contexts, draft_lengths)
+        rows = zip(copies, draft_lengths, strict=True)
+        last_lengths = [self._last_draft_length(k) if self.graft or not copy else 0 for copy, k in rows]
+        drafts = self.last.propose(contexts, last_lengths)
+        last = len(self.first)
+        if not any(copies):
+            drafts[:] = [replace(draft, source=last) for draft in drafts]  # in place: `Drafts` keeps stacked tensors
             return drafts
         mixed = []
-        for context, draft, found in zip(contexts, drafts, taken, strict=True):
-            if not found:
-                mixed.append(replace(draft, source=source))
+        for context, draft, copy in zip(contexts, drafts, copies, strict=True):
+            if not copy:
+                mixed.append(replace(draft, source=last))
             elif self.graft:
-                mixed.append(replace(grafted(draft, found[1], self._vocab_size), source=source))
+                mixed.append(replace(grafted(draft, copy[1], self._vocab_size), source=last))
             else:
-                mixed.append(replace(found[1].proposal(context), source=found[0]))
+                mixed.append(replace(copy[1].proposal(context), source=copy[0]))
         return mixed
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Let all drafters learn what became of the drafts."""
+        """Pass the outcomes to all drafters."""
         for drafter in self.drafters:
             drafter.commit(outcomes)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Drop the other rows."""
+        """Drop all other rows."""
         for drafter in self.drafters:
             drafter.select(rows)
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse grafts, whose tokens are not known without the draft, and what the last drafter refuses."""
+        """Refuse grafts, whose tokens depend on the draft, and whatever the last drafter refuses."""
         if self.graft:
             return "replay: expected drafters that take turns, found copies as a branch of another's tree: decode them"
         return self.last.replay_refusal(do_sample)
@@ -157,99 +153,99 @@ class HybridProposer(Proposer):
         Raises:
             InputError: a last drafter that cannot take turns with others.
         """
-        replayed = self._replayed.of(self, task, texts, distributions)
-        if replayed.all[-1].rounds is None:
+        self._replays.update(self, task, texts, distributions)
+        replays, hybrids = self._replays.replays, self._replays.hybrids
+        if replays[-1].rounds is None:
             raise InputError(
                 f"replay: expected rounds of one shape from each start, found {type(self.last).__name__}'s: decode them"
             )
-        sources = [self._sources(of_text) for of_text in replayed.evidence]
-        choice = torch.cat(sources).numpy().tobytes(), self.last_length
-        if choice in replayed.chosen:  # many switches choose alike
-            return replayed.chosen[choice]
+        sources = [self._sources(evidence) for evidence in self._replays.evidence]
+        key = torch.cat(sources).numpy().tobytes(), self.last_length
+        if key in hybrids:  # many switches choose alike
+            return hybrids[key]
 
         @lru_cache
         def rounds(draft_length: int) -> list[StartRounds]:
-            each = zip(replayed.all, self.lengths(draft_length), strict=True)
-            members = [replay.rounds(length) for replay, length in each if replay.rounds is not None]
-            return [_of_sources(of, [rounds_of[text] for rounds_of in members]) for text, of in enumerate(sources)]
+            pairs = zip(replays, self.lengths(draft_length), strict=True)
+            members = [replay.rounds(length) for replay, length in pairs if replay.rounds is not None]
+            return [_select_rounds(source_N, [m[text] for m in members]) for text, source_N in enumerate(sources)]
 
-        first_rounds = [replay.rounds(1) for replay in replayed.all if replay.rounds is not None]
+        first_rounds = [replay.rounds(1) for replay in replays if replay.rounds is not None]
         overlaps = []
-        for text, of in enumerate(sources):
-            each = zip(replayed.all, first_rounds, strict=True)
-            by_start = torch.stack([_by_start(replay.overlaps[text], rounds[text]) for replay, rounds in each])
-            overlaps.append(by_start.gather(0, of[None])[0])
-        acceptance = [each.acceptance[:, 0] for each in rounds(1)]
-        replayed.chosen[choice] = BatchReplay(
+        for text, source_N in enumerate(sources):
+            pairs = zip(replays, first_rounds, strict=True)
+            by_start = torch.stack([_overlap_by_start(replay.overlaps[text], first[text]) for replay, first in pairs])
+            overlaps.append(by_start.gather(0, source_N[None])[0])
+        acceptance = [start_rounds.acceptance[:, 0] for start_rounds in rounds(1)]
+        hybrids[key] = BatchReplay(
             acceptance, overlaps, lambda k: counts_of_rounds(texts, rounds(k)), rounds=rounds, sources=sources
         )
-        return replayed.chosen[choice]
+        return hybrids[key]
 
-    def _of_last(self, draft_length: int) -> int:
+    def _last_draft_length(self, draft_length: int) -> int:
         return draft_length if self.last_length is None else min(draft_length, self.last_length)
 
-    def _taken(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[tuple[int, Found] | None]:
-        """Return for each row the first copied draft that the switch takes, and whose it is."""
-        taken: list[tuple[int, Found] | None] = []
+    def _copies(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[tuple[int, Found] | None]:
+        """Return for each row the first copied draft that the switch takes, with its drafter's index."""
+        copies: list[tuple[int, Found] | None] = []
         for row, (text, draft_length) in enumerate(zip(host_tokens(contexts), draft_lengths, strict=True)):
-            each = ((place, drafter.find_row(row, text, draft_length)) for place, drafter in enumerate(self.first))
-            taken.append(next((its for its in each if self.switch(its[1].evidence)), None))
-        return taken
+            # A generator: later drafters do not search once a draft is taken.
+            candidates = ((i, drafter.find_row(row, text, draft_length)) for i, drafter in enumerate(self.first))
+            copies.append(next((copy for copy in candidates if self.switch(copy[1].evidence)), None))
+        return copies
 
     def _sources(self, evidence: Sequence[Sequence[Evidence]]) -> Tensor:
-        """Return whose draft is taken at each start, (N,), by the evidence of each copying drafter there."""
+        """Return the index of the drafter that drafts at each start, (N,), given the copying drafters' evidence."""
         last = len(self.first)
-        of_starts = [
-            next((place for place, its in enumerate(of_start) if self.switch(its)), last)
-            for of_start in zip(*evidence, strict=True)
+        sources = [
+            next((i for i, drafter_evidence in enumerate(start) if self.switch(drafter_evidence)), last)
+            for start in zip(*evidence, strict=True)
         ]
-        return torch.tensor(of_starts, dtype=torch.long)
+        return torch.tensor(sources, dtype=torch.long)
 
 
-class _Replayed:
-    """What each drafter of hybrids replayed last: of many switches they replay alike."""
+class _DrafterReplays:
+    """The last replays of the drafters, shared by hybrids that differ only in the switch."""
 
     def __init__(self) -> None:
-        self._of: object = None
-        self.all: list[BatchReplay] = []
-        """In the order of the drafters."""
+        self._texts: object = None
+        self.replays: list[BatchReplay] = []
+        """One replay for each drafter."""
         self.evidence: list[list[list[Evidence]]] = []
-        """Of each text, by copying drafter and start."""
-        self.chosen: dict[tuple[bytes, int | None], BatchReplay] = {}
-        """Of hybrids, by whose draft they take at each start, and the longest draft of the last drafter."""
+        """The evidence at each start, by text and copying drafter."""
+        self.hybrids: dict[tuple[bytes, int | None], BatchReplay] = {}
+        """Replays of hybrids, by their sources at each start and `last_length`."""
 
-    def of(
+    def update(
         self,
         hybrid: HybridProposer,
         task: DraftTask,
         texts: Sequence[WrittenText],
         distributions: Sequence[Tensor] | None,
-    ) -> "_Replayed":
-        """Replay the drafters, unless they were on these very texts."""
-        if self._of is not texts:
-            self.all = [drafter.replay(task, texts, distributions) for drafter in hybrid.drafters]
+    ) -> None:
+        """Replay the drafters, unless the last replays were of the same list of texts."""
+        if self._texts is not texts:
+            self.replays = [drafter.replay(task, texts, distributions) for drafter in hybrid.drafters]
             self.evidence = [
-                [[found.evidence for found in drafter.founds(text, 1)] for drafter in hybrid.first] for text in texts
+                [[copy.evidence for copy in drafter.founds(text, 1)] for drafter in hybrid.first] for text in texts
             ]
-            self._of, self.chosen = texts, {}
-        return self
+            self._texts, self.hybrids = texts, {}
 
 
-def _of_sources(sources: Tensor, members: Sequence[StartRounds]) -> StartRounds:
-    """Return the rounds of the drafter that has each start, (N,)."""
-    depth = max(each.widths.shape[1] for each in members)
+def _select_rounds(source_N: Tensor, members: Sequence[StartRounds]) -> StartRounds:
+    """Return the rounds of the drafter that drafts at each start."""
+    depth = max(rounds.widths.shape[1] for rounds in members)
 
-    def chosen(name: str) -> Tensor:
-        padded = [
-            torch.nn.functional.pad(values := getattr(each, name), (0, depth - values.shape[1])) for each in members
-        ]
-        return torch.stack([values.double() for values in padded])[sources, torch.arange(len(sources))]
+    def select(name: str) -> Tensor:
+        tables = [getattr(rounds, name).double() for rounds in members]
+        padded = [torch.nn.functional.pad(table, (0, depth - table.shape[1])) for table in tables]
+        return torch.stack(padded)[source_N, torch.arange(len(source_N))]
 
-    return StartRounds(chosen("acceptance"), chosen("widths").long())
+    return StartRounds(select("acceptance"), select("widths").long())
 
 
-def _by_start(overlap: Tensor, rounds: StartRounds) -> Tensor:
-    """Return the overlap at each start, (N,): some drafters give it where they draft alone."""
+def _overlap_by_start(overlap: Tensor, rounds: StartRounds) -> Tensor:
+    """Return the overlap at each start, (N,), 0 where nothing is drafted: some drafters leave these starts out."""
     drafts = rounds.widths[:, 0] > 0
     if len(overlap) == len(drafts):
         return overlap.double()
@@ -257,28 +253,21 @@ def _by_start(overlap: Tensor, rounds: StartRounds) -> Tensor:
 
 
 def grafted(draft: Proposal, copied: Found, vocab_size: int) -> Proposal:
-    """Return a draft with a copied chain or tree as a further branch: what both begin with is there once.
-
-    A copied token stands behind its siblings and was drawn from itself alone. It is left out where a sibling is the
-    same token, and what follows it follows that one: whether it is drafted depends on what was drawn before it, which
-    the rule allows, never on itself.
-
-    Args:
-        draft: what was drafted, possibly nothing.
-        copied: what was copied.
-        vocab_size: V.
-    """
+    """Return a draft with a copied chain or tree as an additional branch; a common beginning is there once."""
     tokens, parents, nodes = draft.tokens.tolist(), list(draft.tree.parents), {ROOT: ROOT}
-    named: dict[tuple[int, int], int] = {}
+    children: dict[tuple[int, int], int] = {}
     for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
-        named.setdefault((parent, token), node)
+        children.setdefault((parent, token), node)
+    # A copied token follows its siblings and has a one-hot q. It is left out where a sibling is the same token, and its
+    # children go to that sibling. So whether it is drafted depends on tokens drawn before it, never on itself, as the
+    # rule demands.
     for node, (token, parent) in enumerate(zip(copied.tokens, copied.tree.parents, strict=True)):
-        above = nodes[parent]
-        if (above, token) not in named:
-            named[above, token] = len(tokens)
+        new_parent = nodes[parent]
+        if (new_parent, token) not in children:
+            children[new_parent, token] = len(tokens)
             tokens.append(token)
-            parents.append(above)
-        nodes[node] = named[above, token]
+            parents.append(new_parent)
+        nodes[node] = children[new_parent, token]
     q, confidence, count = draft.dense(vocab_size).probabilities, draft.confidence, len(tokens) - len(draft.tokens)
     added = draft.tokens.new_tensor(tokens[len(draft.tokens) :])
     if q is not None:

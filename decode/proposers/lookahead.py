@@ -1,9 +1,9 @@
-"""Lookahead decoding: the target drafts for itself, by Jacobi iteration beside the text (Fu et al. 2024, section 3).
+"""Lookahead decoding: the target drafts for itself by Jacobi iteration (Fu et al. 2024, section 3).
 
 "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding". A window of W columns and N − 1 levels
-holds guesses of the text to come. Each forward extends every column by the target's next token; the N-gram that a
-column then spells goes to a pool, and N-grams that begin with the text's last token are what is drafted. Window and
-drafts are one token tree, verified in one forward as any other tree is, so that the output stays the target's.
+holds guesses of future text. Each forward extends every column by the target's next token, and adds the column's N-gram
+to a pool. The draft consists of pooled N-grams that begin with the text's last token. Window and draft form one token
+tree, which is verified in one forward like any other, so the output stays the target's.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,10 @@ from draftsmith.decode.tree import ROOT, Tree
 
 
 class NgramPool:
-    """N-grams by their first token, the latest first; those beyond the limits are dropped.
+    """N-grams by their first token, the latest first.
 
-    Args:
-        per_token: the most N-grams of one first token.
-        tokens: the most first tokens; the one that was added to the longest ago is dropped first.
+    At most `per_token` N-grams are kept for each of at most `tokens` first tokens; the least recently updated first
+    token is dropped first.
     """
 
     def __init__(self, per_token: int, tokens: int):
@@ -32,15 +31,16 @@ class NgramPool:
         self._continuations: dict[int, list[tuple[int, ...]]] = {}
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Put an N-gram before the others of its first token."""
+        """Put an N-gram before the others with its first token."""
         first, rest = ngram[0], tuple(ngram[1:])
+        # Popped and inserted again, so that the dict stays in the order of updates.
         earlier = self._continuations.pop(first, [])
         self._continuations[first] = [rest, *(other for other in earlier if other != rest)][: self.per_token]
         if len(self._continuations) > self.tokens:
             del self._continuations[next(iter(self._continuations))]
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """Return the remaining N − 1 tokens of the N-grams that begin with `token`."""
+        """Return the other N − 1 tokens of the N-grams that begin with `token`."""
         return self._continuations.get(token, [])
 
 
@@ -52,25 +52,22 @@ class _Window:
     levels: list[list[int]] = field(default_factory=list)
     """N − 1 levels of W tokens, the oldest first."""
     ends: list[int | None] = field(default_factory=list)
-    """The last node of each column in the present draft; None where the length limit cut it off."""
-    seen: int = 0
-    """Tokens of the text whose N-grams are in the pool."""
+    """The last node of each column in the present draft; None if the length limit cut it off."""
+    pooled: int = 0
+    """The number of the text's tokens whose N-grams are in the pool."""
 
 
 class LookaheadProposer(Proposer):
-    """Drafts N-grams that the target made up in earlier rounds, or that stand in the text.
+    """A proposer of N-grams that the target generated in earlier rounds, or that occur in the text.
 
     Column j of the window is a branch of the tree: the first j + 1 tokens of level 0, then its tokens of levels 1 to
-    N − 2. With a draft length γ the window is W = γ − (N − 2) columns wide, and no branch is deeper than γ. Where
-    γ < N − 1, N is γ + 1. The draft is deterministic; branches that begin alike share nodes.
+    N − 2. For a draft length γ the window has W = γ − (N − 2) columns, and no branch is deeper than γ. If γ < N − 1,
+    N is γ + 1. The draft is deterministic; branches with a common beginning share its nodes.
 
     Args:
         ngram: N, at least 2.
-        guesses: G, N-grams drafted a round at most (section 3.2).
-        pool_tokens: first tokens that a row's pool keeps N-grams of, G of them each.
-
-    Raises:
-        InputError: N < 2, or G or `pool_tokens` below 1.
+        guesses: G, the greatest number of N-grams drafted in a round (section 3.2), at least 1.
+        pool_tokens: the greatest number of first tokens in a row's pool, each with at most G N-grams; at least 1.
     """
 
     def __init__(self, ngram: int = 3, guesses: int = 4, pool_tokens: int = 4096):
@@ -80,34 +77,34 @@ class LookaheadProposer(Proposer):
         self.ngram, self.guesses, self.pool_tokens = ngram, guesses, pool_tokens
 
     def start(self, task: DraftTask) -> int:
-        """Begin with empty pools. Return how many nodes window and guesses have at most."""
+        """Begin with empty pools, and return the greatest number of nodes of window and guesses."""
         self._n = min(self.ngram, task.draft_length + 1)
         self._window = task.draft_length - (self._n - 2)
         self._rows = [_Window(NgramPool(self.guesses, self.pool_tokens)) for _ in task.generators]
         return self.nodes(task.draft_length)
 
     def nodes(self, draft_length: int) -> int:
-        """Return the nodes of window and guesses, were none shared."""
+        """Return the number of nodes of window and guesses if no node is shared."""
         n = min(self.ngram, draft_length + 1)
         return (draft_length - (n - 2) + self.guesses) * (n - 1)
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft a tree for each row: first the guesses, then the window."""
+        """Draft a tree for each row, with the guesses before the window."""
         texts = zip(self._rows, host_tokens(contexts), draft_lengths, strict=True)
         drafts = [self._tree(*args) for args in texts]
         return [Proposal(contexts[0].new_tensor(tokens), None, tree) for tokens, tree in drafts]
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Extend each column by the target's token after it, pool its N-gram, and drop its oldest token."""
-        columns_of = [[(j, end) for j, end in enumerate(row.ends) if end is not None] for row in self._rows]
-        chosen = [
+        row_columns = [[(j, end) for j, end in enumerate(row.ends) if end is not None] for row in self._rows]
+        next_tokens = [
             outcome.logits[[end + 1 for _, end in columns]].argmax(-1)
-            for outcome, columns in zip(outcomes, columns_of, strict=True)
+            for outcome, columns in zip(outcomes, row_columns, strict=True)
         ]
-        after = torch.cat(chosen).tolist()  # in one transfer
-        for row, columns in zip(self._rows, columns_of, strict=True):
-            new, after = after[: len(columns)], after[len(columns) :]
-            # Backwards: columns near the text are conditioned on fewer guesses, and the latest N-gram is tried first.
+        remaining = torch.cat(next_tokens).tolist()  # one transfer for all rows
+        for row, columns in zip(self._rows, row_columns, strict=True):
+            new, remaining = remaining[: len(columns)], remaining[len(columns) :]
+            # In reverse: columns near the text depend on fewer guesses, and the last N-gram added is tried first.
             for (j, _), token in reversed(list(zip(columns, new, strict=True))):
                 ngram = [*(level[j] for level in row.levels), token]
                 row.pool.add(ngram)
@@ -115,23 +112,23 @@ class LookaheadProposer(Proposer):
                     level[j] = following
 
     def select(self, rows: Sequence[int]) -> None:
-        """Drop the other rows' windows and pools."""
+        """Drop all other rows' windows and pools."""
         self._rows = [self._rows[row] for row in rows]
 
     def _tree(self, row: _Window, text: np.ndarray, draft_length: int) -> tuple[list[int], Tree]:
-        """Return what is drafted behind a text (T,): the nodes' tokens, and their shape."""
+        """Return the draft after a text, (T,), as the nodes' tokens and their shape."""
         n, window = self._n, self._window
         if not row.levels:
-            # The paper begins with random tokens; the end of the prompt is as good and needs no randomness.
+            # The paper begins with random tokens. The end of the prompt works as well, and needs no random numbers.
             recent = text[-window * (n - 1) :].tolist()
             cycled = [recent[i % len(recent)] for i in range(window * (n - 1))]
             row.levels = [cycled[i : i + window] for i in range(0, len(cycled), window)]
-        unseen = text[max(0, row.seen - n + 1) :].tolist()
-        for i in range(len(unseen) - n + 1):
-            row.pool.add(unseen[i : i + n])
-        row.seen = len(text)
+        new = text[max(0, row.pooled - n + 1) :].tolist()
+        for i in range(len(new) - n + 1):
+            row.pool.add(new[i : i + n])
+        row.pooled = len(text)
 
-        # A trie: a token is drafted once after each prefix, for one-hot drafts are lossless only if siblings differ.
+        # A trie, which drafts a token once after each prefix: one-hot drafts are lossless only if siblings differ.
         nodes: dict[tuple[int, int], int] = {}
 
         def insert(branch: Sequence[int]) -> int | None:

@@ -1,4 +1,4 @@
-"""Drafts copied from the text itself: no model, no memory, free wherever the text repeats itself."""
+"""Prompt lookup: drafts copied from earlier in the text, without a model or an index."""
 
 from collections.abc import Iterator, Sequence
 from math import inf
@@ -17,18 +17,12 @@ from draftsmith.decode.tree import Tree
 
 
 class PromptLookupProposer(CopyProposer):
-    """Proposes what followed the text's last n tokens where they stood before, in prompt or output.
+    """A proposer of the tokens that followed an earlier occurrence of the text's last n tokens, in prompt or output.
 
-    Prompt lookup decoding (Saxena 2023; in transformers `PromptLookupCandidateGenerator`). The longest n-gram that
-    occurs earlier wins. Of its occurrences the most recent one with a whole draft behind it is taken, or where none
-    has that, the one with the longest continuation. Without a match nothing is drafted. The draft is deterministic.
-
-    Args:
-        max_ngram: the longest n-gram to look for, in tokens.
-        min_ngram: the shortest one that counts as a match.
-
-    Raises:
-        InputError: not 1 ≤ `min_ngram` ≤ `max_ngram`.
+    Prompt lookup decoding (Saxena 2023; in transformers `PromptLookupCandidateGenerator`). The longest n-gram with an
+    earlier occurrence wins, with 1 ≤ `min_ngram` ≤ n ≤ `max_ngram`. Of its occurrences the most recent one that a whole
+    draft follows is taken, or else the one with the longest continuation. Without a match nothing is drafted. The draft
+    is deterministic.
     """
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1):
@@ -37,15 +31,15 @@ class PromptLookupProposer(CopyProposer):
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
     def finder(self, max_length: int) -> Finder:
-        """Return what finds chains behind a text; it keeps nothing."""
+        """Return a function that drafts chains; it keeps no state."""
         return self._find
 
     def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:
-        """Find a chain for each row, possibly an empty one."""
+        """Return a chain for each row, possibly empty."""
         return [self._find(text, k) for text, k in zip(host_tokens(contexts), draft_lengths, strict=True)]
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
-        """Return the first drafted token's distribution: one-hot, or all zero where nothing is drafted."""
+        """Return the first drafted token's distribution: one-hot, or all zero if nothing is drafted."""
         vocab_size = target.config.get_text_config().vocab_size
 
         def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
@@ -65,21 +59,19 @@ class PromptLookupProposer(CopyProposer):
         return Found(tokens.tolist(), Tree.chain(len(tokens)), Evidence(match, inf if match else 0.0, len(text)))
 
     def _continuation(self, text: np.ndarray, draft_length: int) -> tuple[slice, int]:
-        """Return where in the text (T,) that stands which followed, at most `draft_length` tokens, and behind what n.
-
-        n is 0 without a match.
-        """
+        """Return the slice of the text, (T,), that followed the match, and the match's length, 0 without a match."""
         length, matched = len(text), 0
-        ends = np.arange(1, length)  # where earlier occurrences end, in ascending order
+        ends = np.arange(1, length)  # the ends of earlier occurrences, ascending
         while matched < self.max_ngram:
-            ends_further = ends[ends > matched]
+            longer_ends = ends[ends > matched]
             # An occurrence of the last n + 1 tokens is one of the last n with the right token before it.
-            ends_further = ends_further[text[ends_further - matched - 1] == text[length - matched - 1]]
-            if not len(ends_further):
+            longer_ends = longer_ends[text[longer_ends - matched - 1] == text[length - matched - 1]]
+            if not len(longer_ends):
                 break
-            ends, matched = ends_further, matched + 1
+            ends, matched = longer_ends, matched + 1
         if matched < self.min_ngram:
             return slice(0, 0), 0
+        # The latest occurrence before a whole draft, or else the earliest, which the most tokens follow.
         whole = ends[ends + draft_length <= length]
         end = int(whole[-1] if len(whole) else ends[0])
         return slice(end, min(end + draft_length, length)), matched

@@ -1,6 +1,6 @@
-"""A draft model with other tokens than the target: what it writes is encoded anew as the target's tokens.
+"""A draft model with a different tokenizer, whose text is re-encoded as the target's tokens.
 
-Names tell target and draft ids apart: `tokens` and `text` are the target's, `ids` the draft's.
+`tokens` and `text` are the target's, `ids` are the draft's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +21,13 @@ from draftsmith.decode.proposers.renumbered import same_specials, special_tokens
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import Tree
 
-# What bytes that are no UTF-8, such as the first ones of a character, decode to.
+# Invalid UTF-8, such as the first bytes of a character, decodes to this.
 REPLACEMENT = "\ufffd"
-# Tokens at the end of a text that decide how its continuation is split: far more than any word.
+# The number of last tokens that decide how a continuation is split: far more than any word has.
 WINDOW = 32
-# Steps of a draft with a few bytes a token; a draft that brings no token of the target in these is given up.
+# Draft steps for one token of the target; a draft that yields none within these is given up.
 STEPS_PER_TOKEN = 8
-# Places that are tried when the text that is encoded anew each round is to begin later.
+# Attempts to find a later place from which the text can be re-encoded.
 TRIES = 16
 
 
@@ -40,25 +40,25 @@ class _DraftText:
     fed: list[int] = field(default_factory=list)
     """The ids in the cache."""
     settled: list[int] = field(default_factory=list)
-    """The first of `ids`, which are not encoded again: those of the target's first `anchor` tokens."""
+    """The ids of the target's first `anchor` tokens, which are not encoded again."""
     anchor: int = 0
     window: int = 2 * WINDOW
-    """Tokens that are encoded anew at least."""
+    """The least number of tokens that are re-encoded each round."""
     tail: list[int] = field(default_factory=list)
     """The target's last tokens, which drafted text continues."""
     text: str = ""
-    """Their text, up to the last whole character."""
+    """The text of `tail`, up to the last whole character."""
     before: list[int] = field(default_factory=list)
     """The draft's last ids."""
 
 
 class ReencodingProposer(Proposer):
-    """Drafts text greedily, and proposes what the target's tokenizer makes of it.
+    """A proposer that drafts text greedily, and encodes it with the target's tokenizer.
 
-    The cache holds what the draft read, and is taken back to where a new encoding of the text departs from it. Forwards
-    are never compiled, for the sizes of their blocks depend on the text. The draft's logits are not processed as the
-    target's are: penalties and bans name the target's tokens. Special tokens go from one tokenizer to the other where
-    both have them, and are left out elsewhere. Where a text gets longer than the draft's positions, nothing is drafted.
+    The cache is rolled back to where a new encoding of the text departs from the cached one. Forwards are never
+    compiled, because block sizes depend on the text. The draft's logits are not processed, because penalties and bans
+    name the target's tokens. Special tokens are mapped if both tokenizers have them, and dropped otherwise. Nothing is
+    drafted after a text that exceeds the draft's positions.
     """
 
     def __init__(
@@ -96,35 +96,33 @@ class ReencodingProposer(Proposer):
         return task.draft_length
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft a chain for each row: steps of the draft until its text gives more than the tokens asked for.
-
-        More, because the last of them may be the beginning of a longer token; and how spaces are split is decided by
-        what follows them.
-        """
+        """Draft a chain for each row: run the draft until its text yields more tokens than the draft length."""
         rows = self._rows
         texts = zip(rows, host_tokens(contexts), draft_lengths, strict=True)
         limits = [k * self._reads(row, tokens) for row, tokens, k in texts]
         drafted: list[list[int]] = [[] for _ in rows]
         proposed: list[list[int]] = [[] for _ in rows]
-        going = [i for i, k in enumerate(limits) if k > 0]
-        if going:
+        active = [i for i, k in enumerate(limits) if k > 0]
+        if active:
             logits = self._feed_texts(STEPS_PER_TOKEN * (max(limits) + 2))
-        while going:
-            chosen, left = logits.argmax(-1).tolist(), []
-            for i in going:
+        while active:
+            next_ids, unfinished = logits.argmax(-1).tolist(), []
+            for i in active:
                 row, k, ids = rows[i], limits[i], drafted[i]
                 if self._stop is not None and self._stop(logits[i].float().softmax(-1)):
                     continue
-                ids.append(chosen[i])
+                ids.append(next_ids[i])
                 proposed[i] = self._continuation(row, ids) or proposed[i]
                 ends = ids[-1] in self._draft_specials or not self._has_position(len(row.ids) + len(ids) - 1)
+                # One more than k, as the last token may be the beginning of a longer one. After a space too, as the
+                # next character decides how spaces are split.
                 enough = len(proposed[i]) > k and not _decode(self._draft, ids[-1:])[-1:].isspace()
                 if not ends and not enough and len(ids) < STEPS_PER_TOKEN * (len(proposed[i]) + 1):
-                    left.append(i)
+                    unfinished.append(i)
                     row.fed.append(ids[-1])
-            going = left
-            if going:
-                # Rows that have their draft are fed their last id again, into its own slot.
+            active = unfinished
+            if active:
+                # Finished rows are fed their last id again, into its own slot.
                 last = torch.tensor([row.fed[-1:] for row in rows], device=self._draft_model.device)
                 logits = self._model.feed(last, [len(row.fed) - 1 for row in rows])[:, 0, : self._size]
         drafts = []
@@ -134,7 +132,7 @@ class ReencodingProposer(Proposer):
         return drafts
 
     def select(self, rows: Sequence[int]) -> None:
-        """Drop the other rows."""
+        """Drop all other rows."""
         self._model.select(rows)
         self._rows = [self._rows[row] for row in rows]
 
@@ -142,16 +140,13 @@ class ReencodingProposer(Proposer):
         return self._positions is None or position < self._positions
 
     def _reads(self, row: _DraftText, text: np.ndarray) -> bool:
-        """Encode a row's text, and say whether the draft has positions for it.
-
-        What comes before `anchor` is settled. The anchor moves where cutting the text makes no difference to its ids,
-        and stays where it always does.
-        """
+        """Encode a row's text after `anchor`, and return whether the draft has positions for it."""
         tokens = text[row.anchor :].tolist()
         ids = self._encoded(tokens)
         row.ids = row.settled + ids
         if len(tokens) >= 2 * row.window:
             latest = len(tokens) - row.window
+            # Move the anchor to a cut at which both halves, encoded apart, give the same ids.
             for cut in range(latest, latest - TRIES, -1):
                 first = self._encoded(tokens[:cut])
                 if first + self._encoded(tokens[cut:]) == ids:
@@ -163,28 +158,29 @@ class ReencodingProposer(Proposer):
             row.ids = self._prefix + row.ids
         if not row.ids:
             row.ids = [stand_in(self._draft)]
-        row.tail = _behind(text[-WINDOW:].tolist(), self._target_specials)
+        row.tail = _after_specials(text[-WINDOW:].tolist(), self._target_specials)
         row.text = _whole(self._target, row.tail)
-        row.before = _behind(row.ids[-WINDOW:], self._draft_specials)
+        row.before = _after_specials(row.ids[-WINDOW:], self._draft_specials)
         if self._has_position(len(row.ids) - 1):
             return True
-        row.ids = row.ids[:1]  # it stays in the batch, unread
+        row.ids = row.ids[:1]  # the row stays in the batch with one id
         return False
 
     def _encoded(self, tokens: Sequence[int]) -> list[int]:
-        """Encode the text of the target's tokens for the draft; of an incomplete character nothing."""
+        """Encode the text of the target's tokens for the draft, without an incomplete last character."""
         ids: list[int] = []
         for special, group in groupby(tokens, self._target_specials.__contains__):
             if special:
                 ids += [self._to_draft[token] for token in group if token in self._to_draft]
             else:
                 ids += _encode(self._draft, _whole(self._target, list(group)))
-        return [token for token in ids if token < self._size]  # a tokenizer may know tokens that its model does not
+        return [token for token in ids if token < self._size]  # a tokenizer may have tokens beyond the model's head
 
     def _continuation(self, row: _DraftText, drafted: list[int]) -> list[int]:
-        """Return the target's tokens that continue its text with what the draft wrote.
+        """Return the target's tokens for the drafted text.
 
-        None where there are none, such as after half a character that the draft completes to another one.
+        The result is empty if no tokens continue the row, for example where the draft completes half a character to a
+        different one.
         """
         ends = drafted[-1] in self._draft_specials
         before, after = (_decode(self._draft, row.before + ids) for ids in ([], drafted[: -1 if ends else None]))
@@ -197,30 +193,30 @@ class ReencodingProposer(Proposer):
         return tokens
 
     def _splits(self, row: _DraftText, text: str) -> Iterator[list[int]]:
-        """Yield tokens that spell `text` behind the row's text, first as the tokenizer itself would split it."""
+        """Yield tokens that spell `text` after the row's text, first as the tokenizer itself would split it."""
         whole = row.text + text
         tokens = _encode(self._target, whole)
         count = len(row.tail)
         if tokens[:count] == row.tail:
             yield tokens[count:]
             return
-        # The beginning of the text may be split otherwise: it starts inside a word, or a prompt ended there.
-        most = len(text.encode()) + 3  # a byte a token, and what a character that has begun lacks
+        # The row's own tokens may be split differently here: the tail starts inside a word, or a prompt ended there.
+        most = len(text.encode()) + 3  # a byte a token, and the bytes that complete a character
         for start in range(len(tokens) - 1, max(-1, len(tokens) - 1 - most), -1):
             if _decode(self._target, row.tail + tokens[start:]) == whole:
                 yield tokens[start:]
-        # Or a token reaches over the border, where the target has decided for a shorter one.
+        # Or the tokenizer would merge across the border, while the target has already chosen a shorter token.
         tokens = _encode(self._target, text)
         if _decode(self._target, row.tail + tokens) == whole:
             yield tokens
 
     def _feed_texts(self, room: int) -> Tensor:
-        """Feed what the cache lacks of each text, with `room` for ids behind it; return the logits after it, (B, V)."""
+        """Feed the uncached ids of each text; return the logits after it, (B, V). `room` ids may follow later."""
         rows, device = self._rows, self._draft_model.device
         longest = max(len(row.ids) for row in rows)
         if longest + room > self._slots:
             self._renew(2 * (longest + room))
-        # Of what is there already the last id is fed again, for its logits.
+        # Even of a fully cached text the last id is fed, for its logits.
         cached = [min(_common(row.fed, row.ids), len(row.ids) - 1) for row in rows]
         if not any(cached):
             self._model.prefill_texts([torch.tensor(row.ids, device=device) for row in rows])
@@ -234,7 +230,7 @@ class ReencodingProposer(Proposer):
         return torch.stack([logits[i, len(block) - 1] for i, block in enumerate(blocks)])
 
     def _renew(self, slots: int) -> None:
-        """Begin with an empty cache of `slots` slots: the number of ids of a text is not known beforehand."""
+        """Begin with an empty cache of `slots` slots; the number of a text's ids is not known in advance."""
         self._slots = slots
         self._model = CachedModel(self._draft_model, len(self._rows), slots, rollback=slots)
         for row in self._rows:
@@ -250,7 +246,7 @@ def _whole(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     text = _decode(tokenizer, ids)
     if not text.endswith(REPLACEMENT):
         return text
-    # Half a character takes the whole ones before it along where a decoder joins all bytes in a row.
+    # Some decoders join consecutive bytes, so that half a character spoils the whole ones before it: try shorter ids.
     return max((_decode(tokenizer, ids[: len(ids) - n]).rstrip(REPLACEMENT) for n in range(4)), key=len)
 
 
@@ -258,11 +254,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False, verbose=False)) if text else []
 
 
-def _behind(ids: list[int], specials: frozenset[int]) -> list[int]:
-    """Return the ids behind the last special one."""
+def _after_specials(ids: list[int], specials: frozenset[int]) -> list[int]:
+    """Return the ids after the last special one."""
     return list(takewhile(lambda token: token not in specials, reversed(ids)))[::-1]
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many ids two lists begin with in common."""
+    """Return the length of the common beginning of two lists."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
