@@ -231,7 +231,9 @@ class DraftModelProposer(Proposer):
         """
         contexts = readable(self.draft_model, contexts)
         if len(contexts) == 1 and not any(self._cached) and self._model.is_empty:
-            logits = self._model.prefill(_append_masks(contexts[0][None, :], masks), 1 if masks is None else 1 + len(masks))
+            logits = self._model.prefill(
+                _append_masks(contexts[0][None, :], masks), 1 if masks is None else 1 + len(masks)
+            )
             self._cached = list(self._lengths.host)
             return self._aligned(logits)
         block, places = self._unfed(contexts)

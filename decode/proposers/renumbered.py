@@ -1,6 +1,6 @@
-"""Tokenizers that are the same but for the numbers of their tokens, and the special tokens that two tokenizers share.
+"""Tokenizers that differ only in their tokens' ids, and the special tokens that two tokenizers share.
 
-Names tell target and draft ids apart: `tokens` are the target's, `ids` the draft's.
+`tokens` are the target's, `ids` are the draft's.
 """
 
 import copy
@@ -14,17 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 
 def matching_ids(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> dict[int, int] | None:
-    """Return the draft's id of each of the target's, where both split every text into the same pieces; else None.
+    """Map the target's ids to the draft's if both tokenizers split every text into the same pieces; else return None.
 
-    That is so where normalizer, pre-tokenizer, decoder and model (its pieces, and their merges or scores) are equal but
-    for the pieces' ids. Equal pieces alone prove nothing: with other merges the draft would read text split as it never
-    saw in training. Added tokens may differ. Those of the target that the draft lacks are missing from the result,
-    unless they play the role (beginning and end of text, padding, unknown) of one that the draft has.
-
-    Tokenizers that are not of the `tokenizers` library do not show how they split, and match nothing.
+    Normalizer, pre-tokenizer, decoder and model (pieces, and their merges or scores) must be equal apart from ids.
+    Equal pieces do not suffice: with other merges the draft would read splits that it never saw in training. Added
+    tokens may differ. Target tokens that the draft lacks are missing from the map, unless they share a role (beginning
+    or end of text, padding, unknown) with one of the draft's.
     """
     if not isinstance(draft, PreTrainedTokenizerFast) or not isinstance(target, PreTrainedTokenizerFast):
-        return None
+        return None  # only the `tokenizers` library shows how a tokenizer splits
     if _pipeline(draft) != _pipeline(target):
         return None
     draft_ids = draft.get_vocab()
@@ -33,24 +31,19 @@ def matching_ids(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase
 
 
 def renumbered(draft_model: PreTrainedModel, ids: Mapping[int, int], stand_in: int) -> PreTrainedModel:
-    """Return a view of a model that reads and writes another tokenizer's ids: it shares all weights.
+    """Return a view of a causal LM that reads and writes another tokenizer's ids and shares all weights.
 
-    For `DraftModelProposer(renumbered(…))`. It drafts no token that only the draft model has, for their logits are
-    not there when the softmax is taken; the target's tokens that it lacks have probability zero.
-
-    Args:
-        draft_model: a causal LM.
-        ids: its id of each of the target's; pairs beyond its head's width are left out.
-        stand_in: its id to read where it has none.
+    `ids` maps the target's ids to the model's; it reads `stand_in` for ids that are not in the map. Tokens that only
+    one of the two has get probability zero.
     """
     width = draft_model.config.get_text_config().vocab_size
-    # One entry more than there are ids: the target's padding entries, which some targets do write.
+    # One entry more than there are ids, for the target's padding entries, which some targets generate.
     table = torch.full((max(ids) + 2,), -1, device=draft_model.device)
     for token, draft_id in ids.items():
         if draft_id < width:
             table[token] = draft_id
     read, written = table.masked_fill(table < 0, stand_in), table[:-1].clamp(min=0)
-    # Of several tokens that are one to the draft model, it writes the last: the end of the text, not its beginning.
+    # Where several tokens map to one id, the model writes the last of them: the end of the text, not its beginning.
     writer = {draft_id: token for token, draft_id in ids.items()}
     lacking = table[:-1] < 0
     for token, draft_id in ids.items():
@@ -69,7 +62,7 @@ def renumbered(draft_model: PreTrainedModel, ids: Mapping[int, int], stand_in: i
 
 
 def _pipeline(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return all that decides how text is split, without ids and added tokens."""
+    """Return the settings that decide how text is split, without ids and added tokens."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     added = {token["content"] for token in content["added_tokens"]}
     model = content["model"]
@@ -83,26 +76,27 @@ def _pipeline(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {part: content[part] for part in ("normalizer", "pre_tokenizer", "decoder", "model")}
 
 
-def _same_roles(to: PreTrainedTokenizerBase, of: PreTrainedTokenizerBase) -> dict[int, int]:
-    """Map the tokens that begin and end texts, pad, or stand for what is unknown."""
-    pairs = ((getattr(of, role), getattr(to, role)) for role in (f"{r}_token_id" for r in ("unk", "pad", "bos", "eos")))
+def _same_roles(to: PreTrainedTokenizerBase, source: PreTrainedTokenizerBase) -> dict[int, int]:
+    """Map the tokens for unknown text, padding, and the beginning and end of texts."""
+    roles = [f"{role}_token_id" for role in ("unk", "pad", "bos", "eos")]
+    pairs = ((getattr(source, role), getattr(to, role)) for role in roles)
     return {a: b for a, b in pairs if a is not None and b is not None}
 
 
-def same_specials(to: PreTrainedTokenizerBase, of: PreTrainedTokenizerBase) -> dict[int, int]:
-    """Map the special tokens that both have, by name or else by role."""
-    known, known_specials, specials = to.get_vocab(), special_tokens(to), special_tokens(of)
-    ids = {token: known.get(piece) for piece, token in of.get_vocab().items() if token in specials}
-    return _same_roles(to, of) | {token: known_id for token, known_id in ids.items() if known_id in known_specials}
+def same_specials(to: PreTrainedTokenizerBase, source: PreTrainedTokenizerBase) -> dict[int, int]:
+    """Map the special tokens of `source` that `to` has too, by name or else by role."""
+    vocabulary, to_specials, source_specials = to.get_vocab(), special_tokens(to), special_tokens(source)
+    ids = {token: vocabulary.get(piece) for piece, token in source.get_vocab().items() if token in source_specials}
+    return _same_roles(to, source) | {token: to_id for token, to_id in ids.items() if to_id in to_specials}
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that are no text. Added tokens that are not special are text, such as runs of spaces."""
+    """Return the special tokens. Other added tokens, such as runs of spaces, are text."""
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {token for token, entry in added.items() if entry.special}
 
 
 def stand_in(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that says the least."""
+    """Return the token to read in place of a missing one."""
     candidates = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
     return next((token for token in candidates if token is not None), 0)

@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer: equal tokens are renumbered, other text is re-encoded."""
+"""A draft model with another tokenizer, whose ids are renumbered or whose text is re-encoded."""
 
 from collections.abc import Sequence
 
@@ -15,31 +15,29 @@ from draftsmith.decode.tree import Tree
 
 
 class RetokenizedProposer(Proposer):
-    """Drafts with a causal LM whose tokenizer is not the target's.
+    """A proposer that uses a causal LM with another tokenizer than the target's.
 
-    Where the tokenizers are the same but for the numbers of their tokens (see `matching_ids`), ids are renumbered: the
-    draft model becomes one over the target's ids (`renumbered`), and drafts chains and trees as in `DraftModelProposer`
-    at any temperature. Elsewhere text is what both have in common: the target's text is encoded for the draft, which
-    continues greedily, and its text is encoded as the target's tokens (universal assisted decoding, Timor et al.
-    2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies",
-    section 3.1). That is for chains at T=0 alone. Under sampling such a one-hot draft would be lossless too, but of
-    little use: x would be accepted with probability p(x) where a draw from q has Σ min(p, q).
+    If the tokenizers differ only in ids (see `matching_ids`), ids are renumbered: the draft model becomes one over the
+    target's ids, and drafts chains and trees at any temperature, as in `DraftModelProposer`. Otherwise the target's
+    text is encoded for the draft, which continues greedily, and its text is encoded as the target's tokens (universal
+    assisted decoding, Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
+    Heterogeneous Vocabularies", section 3.1). Re-encoding drafts only chains at T=0: under sampling the one-hot draft x
+    would be lossless too, but accepted with probability p(x) instead of Σ min(p, q).
 
-    Whichever way, the output is the target's: what decides is whether the draft reads the text as it was trained
-    to, so a mistake costs acceptance and nothing else.
+    Either way the output is the target's; a mistake in the mapping costs only acceptance.
 
     Args:
         draft_model: the drafter.
         draft_tokenizer: its tokenizer.
         target_tokenizer: the target's.
         tree: as in `DraftModelProposer`; None drafts chains.
-        stop: ends a chain early, as in `DraftModelProposer`; where text is re-encoded it sees the draft's distribution.
+        stop: as in `DraftModelProposer`; where text is re-encoded it receives q over the draft's vocabulary.
 
     Attributes:
-        renumbers: whether ids are renumbered; text is re-encoded otherwise.
+        renumbers: whether ids are renumbered; otherwise text is re-encoded.
 
     Raises:
-        InputError: a tree where text is re-encoded, or in `start` sampling there.
+        InputError: a tree where text is re-encoded; in `start`, sampling there.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class RetokenizedProposer(Proposer):
         return self._drafter.start(task)
 
     def nodes(self, draft_length: int) -> int:
-        """Return how many tokens a draft of this depth has."""
+        """Return the greatest number of tokens of a draft of this depth."""
         return self._drafter.nodes(draft_length)
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
@@ -75,9 +73,9 @@ class RetokenizedProposer(Proposer):
         return self._drafter.propose(contexts, draft_lengths)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Keep what was accepted."""
+        """Keep the accepted tokens."""
         self._drafter.commit(outcomes)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Drop the other rows."""
+        """Drop all other rows."""
         self._drafter.select(rows)

@@ -1,4 +1,4 @@
-"""A draft model that runs ahead: in a second thread it drafts on while the target verifies its last draft."""
+"""A draft model that runs ahead: a second thread drafts on while the target verifies the last draft."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -15,41 +15,37 @@ from draftsmith.decode.tree import Tree
 
 
 class RunAheadProposer(DraftModelProposer):
-    """Drafts chains as `DraftModelProposer` does, and the next chain too while the target verifies the present one.
+    """A proposer of chains, as `DraftModelProposer`, that drafts the next chain while the target verifies the present.
 
     PEARL's post-verify (Liu et al. 2024, "PEARL: Parallel Speculative Decoding with Adaptive Draft Length"), for a
-    round loop whose target adds a token after full acceptance: the draft guesses that bonus token, at T=0 by its
-    argmax and under sampling by a draw from q, and drafts up to γ tokens behind it. If the whole draft is
-    accepted and the bonus token is the guess, the next draft is there already. Otherwise it is called off after the
-    token at hand, the cache is taken back, and the draft is drafted as usual: at T=0 acceptance is what it is without
-    running ahead.
+    round loop whose target adds a bonus token after full acceptance. The draft guesses the bonus token, at T=0 by its
+    argmax and under sampling by a draw from q, and drafts up to γ tokens after it. If the whole draft is accepted and
+    the guess is right, the next draft is ready. Otherwise it is cancelled after the current token, the cache is rolled
+    back, and the round drafts as usual. At T=0 acceptance does not change.
 
-    Lossless: given the text and its draft x, guess g and the tokens y behind it are drawn with random numbers that
-    verification never sees; acceptance of x and the bonus token b ~ p are drawn with numbers that g and y never saw.
-    So given that x was accepted and b = g, y was drawn from the q that is handed over with it, given x and b. What is
-    not handed over is drawn anew with new random numbers. Those that were spent may not be used again: they did not
-    lead to b, which says something of them. What is handed over depends on tokens alone, never on which thread was
-    faster, so that a seed gives one text.
+    It is lossless. Given the text and its draft x, the guess g and the tokens y after it use random numbers that
+    verification never sees; acceptance of x and the bonus token b ~ p use numbers that g and y never saw. So, given
+    that x was accepted and b = g, y was drawn from the q that is returned with it. Otherwise the draft is drawn with
+    new random numbers: the spent ones did not lead to b, so they are not independent of it. Reuse depends on tokens
+    only, never on which thread was faster, so a seed determines the text.
 
-    A gain needs a processor for the draft that the target does not want, and drafts that are accepted whole: a share
-    u of rounds that use what was drafted ahead saves u·γ draft steps a round. Two models on one device share it, and
-    two threads share the interpreter's lock, which small models hold for most of their time.
-
-    The models may live on two devices. Logits processors are called from both threads at once, the draft's as shallow
-    copies.
+    Running ahead pays if the draft has a processor of its own and drafts are often accepted whole: if a share u of
+    rounds uses the draft that was made ahead, it saves u·γ draft steps a round. Models on one device compete for it,
+    and both threads compete for the interpreter's lock, which small models hold most of the time. Both threads call
+    logits processors at once, so the draft has shallow copies.
 
     Args:
-        draft_model: the drafter.
+        draft_model: the drafter, possibly on another device than the target.
         stop: ends a chain early; see `DraftModelProposer`.
-        threads: CPU threads for operations of the draft that runs ahead. The target's are those of the caller's thread
-            (`torch.set_num_threads`); more of both than there are cores wait for each other.
+        threads: CPU threads of the draft that runs ahead. The target uses those of the caller's thread
+            (`torch.set_num_threads`). More of both than there are cores wait for each other.
 
     Attributes:
-        num_ahead: rounds in which the draft ran ahead, over all texts.
-        num_used: rounds that took over what had been drafted ahead, over all texts.
+        num_ahead: the number of rounds in which the draft ran ahead, over all texts.
+        num_used: the number of rounds that used a draft made ahead, over all texts.
 
     Raises:
-        InputError: `threads` below 1, or in `start` several rows or compiled forwards.
+        InputError: `threads` below 1; in `start`, several rows or compiled forwards.
     """
 
     def __init__(self, draft_model: PreTrainedModel, stop: Stop | None = None, threads: int = 1):
@@ -61,7 +57,7 @@ class RunAheadProposer(DraftModelProposer):
         self._ahead: _Ahead | None = None
 
     def start(self, task: DraftTask) -> int:
-        """Begin with an empty cache and a separate stream of random numbers, seeded from the row's."""
+        """Begin with an empty cache and a separate random generator, seeded from the row's."""
         self.close()
         if len(task.generators) != 1:
             raise InputError(f"batch: expected one row where the draft runs ahead, found {len(task.generators)}")
@@ -69,25 +65,26 @@ class RunAheadProposer(DraftModelProposer):
             raise InputError("compiled: expected eager forwards where the draft runs ahead, found compiled ones")
         device = self.draft_model.device
         self._row_generator = task.generators[0]
-        self._stands = 0  # tokens of the text that the cache may hold
-        # Copies of the processors, for the target's thread uses them at the same time.
+        self._accepted_length = 0  # the cache may hold this many tokens of the text
+        # Copies of the processors, as the target's thread uses them at the same time.
         sampler = task.sampler.on(device)
         largest = super().start(replace(task, sampler=sampler, row_samplers=(), generators=[torch.Generator(device)]))
         self._reseed()
         return largest
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Hand over what was drafted ahead, or draft a chain, and run ahead of it."""
+        """Return the draft made ahead, or draft a chain; then start running ahead of it."""
         (context,), (length,) = contexts, draft_lengths
         text = context.to(self.draft_model.device)
         draft = self._take_over(text, length)
         if draft is None:
-            self._cached = [min(self._cached[0], self._stands)]
+            # Roll the cache back to the accepted tokens: what ran ahead was cancelled.
+            self._cached = [min(self._cached[0], self._accepted_length)]
             (draft,) = super().propose([text], [length])
             self._accept(draft)
         drafted = torch.cat([text, draft.tokens])
         self._length = len(text)
-        # The guess and a token that the target adds after the next draft are not drafted.
+        # Leave room for the guess, and for the token that the target adds after the next draft.
         count = min(length, self._task.max_length - len(drafted) - 2)
         if count > 0 and len(draft.tokens):
             self._ahead = _Ahead(self._draft_token, drafted, 1 + count, self.threads)
@@ -96,24 +93,24 @@ class RunAheadProposer(DraftModelProposer):
         return [draft.to(context.device)]
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Note what was accepted; the cache belongs to the thread that runs ahead."""
-        self._stands = self._length + len(outcomes[0].path)
+        """Record the accepted length only: the cache belongs to the thread that runs ahead."""
+        self._accepted_length = self._length + len(outcomes[0].path)
 
     def close(self) -> None:
-        """Call off what runs ahead, if anything does; at the end of a text it also ends by itself."""
+        """Cancel and join the thread that runs ahead, if any; at the end of a text it also ends by itself."""
         if self._ahead is not None:
             self._ahead.settle(None)
             self._ahead.join()
             self._ahead = None
 
     def _take_over(self, text: Tensor, length: int) -> Proposal | None:
-        """Return the draft of at most `length` tokens that is there already; None if none was made for this text."""
+        """Return at most `length` tokens of the draft made ahead; None if there is none for this text."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
-        parts = ahead.result(int(text[-1]) if self._stands == len(ahead.text) else None)
+        parts = ahead.result(int(text[-1]) if self._accepted_length == len(ahead.text) else None)
         if parts is None:
-            self._reseed()  # the clock says how many random numbers were spent before it was called off
+            self._reseed()  # how many random numbers the cancelled thread spent depends on timing
             return None
         self.num_used += 1
         draft = _joined(parts[1 : 1 + length], text)
@@ -126,7 +123,7 @@ class RunAheadProposer(DraftModelProposer):
         return draft
 
     def _accept(self, draft: Proposal) -> None:
-        """Count a draft as part of the text."""
+        """Treat a draft as accepted, so that its tokens stay in the cache."""
         super().commit([Outcome(list(range(len(draft.tokens))), draft.tokens[:0])])
 
     def _reseed(self) -> None:
@@ -138,7 +135,7 @@ class RunAheadProposer(DraftModelProposer):
 
 
 class _Ahead(threading.Thread):
-    """Drafts a guess and a chain behind `text`, a token at a time, unless it is called off between two of them."""
+    """A thread that drafts a guess and a chain after `text`, a token at a time, until it is cancelled."""
 
     def __init__(self, draft_token: Callable[[Tensor], Proposal], text: Tensor, count: int, threads: int):
         super().__init__(name="draft-ahead")
@@ -151,7 +148,7 @@ class _Ahead(threading.Thread):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        # Also what threads begin with that torch has not seen yet: it is put back.
+        # The setting is also the default of threads that start later, so it is restored at the end.
         torch.set_num_threads(self._threads)
         try:
             with torch.inference_mode():
@@ -163,15 +160,16 @@ class _Ahead(threading.Thread):
 
     def _draft(self) -> None:
         text = self.text
-        while len(self._parts) < self._count and not self._in_vain:
+        while len(self._parts) < self._count and not self._is_useless:
             draft = self._draft_token(text)
             self._parts.append(draft)
-            if not len(draft.tokens):  # the drafter is not sure enough
+            if not len(draft.tokens):  # the stop rule ended the chain
                 return
             text = torch.cat([text, draft.tokens])
 
     @property
-    def _in_vain(self) -> bool:
+    def _is_useless(self) -> bool:
+        # Set by the other thread; read without a lock, as the only effect of a late read is one more token.
         return self._settled and (self._bonus is None or (bool(self._parts) and self._guess != self._bonus))
 
     @property
@@ -180,14 +178,13 @@ class _Ahead(threading.Thread):
         return int(tokens[0]) if len(tokens) else None
 
     def settle(self, bonus: int | None) -> None:
-        """Say which token followed `text`; None where that text came to nothing."""
-        self._bonus, self._settled = bonus, True
+        """Set the token that followed `text`; None if not all of `text` was accepted."""
+        self._bonus, self._settled = bonus, True  # in this order: `_settled` is read first
 
     def result(self, bonus: int | None) -> list[Proposal] | None:
-        """Settle, wait, and return the guess and the tokens drafted behind it; None if it was not the guess.
+        """Settle, wait, and return the guess and the tokens after it; None if the guess was wrong.
 
-        Raises:
-            BaseException: what ended the thread.
+        An exception that ended the thread is raised here.
         """
         self.settle(bonus)
         self.join()
@@ -197,7 +194,7 @@ class _Ahead(threading.Thread):
 
 
 def _joined(parts: Sequence[Proposal], text: Tensor) -> Proposal:
-    """Put drafts of one token at most behind each other."""
+    """Concatenate drafts of at most one token each."""
     parts = [part for part in parts if len(part.tokens)]
     if not parts:
         return Proposal(text[:0], None, Tree.chain(0))

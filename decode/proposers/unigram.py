@@ -1,4 +1,4 @@
-"""The floor: drafts that know nothing of the context but how often tokens occur."""
+"""The baseline drafter: tokens from unigram frequencies, without any other context."""
 
 from collections.abc import Sequence
 
@@ -15,17 +15,17 @@ from draftsmith.decode.tree import Tree
 
 
 class BlindProposer(StatelessProposer):
-    """Guesses from unigram frequencies alone: what any drafter has to beat.
+    """A proposer of unigram frequencies, the baseline for all drafters.
 
-    At T=0 it drafts the most frequent token again and again (of equals the one with the smallest id). Under sampling
-    it draws each token from the frequencies, and q is exactly them: they are not warped as p is.
+    At T=0 it repeats the most frequent token, by the smallest id among equals. Under sampling it draws each token from
+    the frequencies, which are q: they are not warped as p is.
 
     Args:
-        frequencies: (V,) relative frequencies or counts, not negative; a shorter vector is filled up with zeros, as a
-            padded head needs. The row's text so far, prompt included, is counted if None.
+        frequencies: non-negative relative frequencies or counts, (V,); a shorter vector is padded with zeros. None
+            counts the row's text so far, prompt included.
 
     Raises:
-        InputError: not such a vector, all of it zero, or in `start` one that is wider than the target's vocabulary.
+        InputError: an invalid vector; in `start`, one wider than the target's vocabulary.
     """
 
     def __init__(self, frequencies: Tensor | None = None):
@@ -37,7 +37,7 @@ class BlindProposer(StatelessProposer):
         self.frequencies = frequencies
 
     def start(self, task: DraftTask) -> int:
-        """Keep the task and each row's generator."""
+        """Begin with new rows."""
         if self.frequencies is not None and len(self.frequencies) > task.vocab_size:
             raise InputError(f"frequencies: expected at most V = {task.vocab_size}, found {len(self.frequencies)}")
         self._generators = list(task.generators)
@@ -62,18 +62,17 @@ class BlindProposer(StatelessProposer):
     def replay(
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
-        """Replay certain drafts at T=0, and under sampling those drawn from the frequencies at the round's start."""
+        """Replay deterministic drafts at T=0; under sampling, drafts drawn from the frequencies at the round's start."""
         if distributions is None:
             return super().replay(task, texts, distributions)
         self.start(task)
         acceptance, overlaps = [], []
         for text, p in zip(texts, distributions, strict=True):
             n = len(text)
-            q = torch.stack([self._distribution(text.sequence[: text.prompt_length + start]) for start in range(n)]).to(
-                p
-            )
-            offsets = torch.arange(task.draft_length, device=p.device)
-            places = torch.arange(n, device=p.device)[:, None] + offsets
+            contexts = [text.sequence[: text.prompt_length + start] for start in range(n)]
+            q = torch.stack([self._distribution(context) for context in contexts]).to(p)
+            # All tokens of a round have the q of its start.
+            places = torch.arange(n, device=p.device)[:, None] + torch.arange(task.draft_length, device=p.device)
             tokens = text.tokens[places.clamp(max=n - 1)]
             p_x = p[places.clamp(max=n - 1), tokens].clamp(min=torch.finfo(p.dtype).tiny)
             acceptance.append((q.gather(1, tokens) / p_x).clamp(max=1.0).where(places < n, 0.0))
@@ -81,11 +80,12 @@ class BlindProposer(StatelessProposer):
         return replay_by_start(texts, acceptance, overlaps)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep the generators of the rows that are left."""
+        """Drop all other rows."""
         self._generators = [self._generators[row] for row in rows]
 
     def _distribution(self, context: Tensor) -> Tensor:
-        """Return q, (V,) float64: in float32 it would not sum to 1, and be another than is drawn from."""
+        """Return q, (V,) float64."""
+        # In float32 it would not sum to 1, so the returned q and the one that is drawn from would differ.
         size = self.task.vocab_size
         if self.frequencies is None:
             counts = torch.bincount(context, minlength=size)

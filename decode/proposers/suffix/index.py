@@ -1,9 +1,8 @@
-"""An index of tokens: all places in the order of the tokens before them, read backwards.
+"""An index of tokens: all places, sorted by the tokens before them, read backwards.
 
-It is a suffix array of the text read from its end, so the places whose last tokens are those of another text lie
-together: two binary searches find the longest match and how often it occurs. Tokens are kept from the last to the
-first, one more than their ids in 4 bytes, high byte first: a slice of the bytes behind a place is what it is sorted
-by. 0 stands where no text is.
+It is a suffix array of the reversed text: places with equal last tokens are adjacent, so binary searches find the
+longest match and its occurrences. Tokens are stored from the last to the first, as their ids plus one in 4 big-endian
+bytes, so that a place's sort key is a slice of the bytes. 0 marks the end of a text.
 
 Shape suffixes: N tokens, R occurrences.
 """
@@ -17,86 +16,81 @@ from typing import Any, TypeAlias
 import numpy as np
 
 DEPTH = 32
-"""Tokens before a place that it is sorted by: longer matches count as so many."""
+"""The number of tokens before a place that it is sorted by, hence the greatest match length."""
 BYTES = 4
-"""Of a token."""
+"""The size of a token."""
 WIDTH = BYTES * DEPTH
 Bytes: TypeAlias = Any
-"""Of `bytes` or a `bytearray`, which compare with each other."""
+"""`bytes` or a `bytearray`, which compare with each other."""
 STRIDE, SAMPLED = 256, 4 * BYTES
-"""Of an index that does not change the first so many bytes of every so many places are kept together."""
+"""A read-only index keeps the first SAMPLED bytes of every STRIDE-th place together."""
 AT_ONCE = 8
-"""All places are sorted anew where at least one token in so many is new."""
+"""All places are sorted anew when at least one token in AT_ONCE is new."""
 LARGEST = 2**32 - 2
-"""Of all token ids."""
+"""The greatest token id."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """The places of an index whose last tokens are those of a text, as many as any place shares with it."""
+    """The places of an index that share the most last tokens with a text: `first` … `end` − 1 in the index's order."""
 
     length: int
-    """Tokens that they share, `DEPTH` at most."""
+    """The number of shared tokens, at most `DEPTH`."""
     first: int
-    """The first of these places in the index's order."""
     end: int
-    """One more than the last of them."""
 
     def __len__(self) -> int:
-        """Return R, how often the tokens occur."""
+        """Return R, the number of occurrences."""
         return self.end - self.first
 
 
 def written(tokens: np.ndarray) -> bytes:
-    """Return tokens, (N,), as an index keeps them: from the last to the first."""
+    """Return tokens, (N,), in the format of an index, from the last to the first."""
     return (tokens[::-1].astype(np.uint32) + np.uint32(1)).astype(">u4").tobytes()
 
 
 class Index:
-    """Places in the order of what stands before them.
+    """A sorted index with room for a number of tokens; a read-only one if it begins with tokens and their order.
 
-    Args:
-        room: tokens that it may hold.
-        tokens: what it begins with and nothing is added to, from the last to the first, as bytes; none if None.
-        order: as `in_order` gives it.
+    `tokens` are bytes in the format of `written`, and `order` is the result of `in_order`.
     """
 
     def __init__(self, room: int, tokens: bytes | None = None, order: "array[int] | None" = None):
-        # One more, where nothing stands: a text's last token has no next.
+        # One slot more, which stays 0: no token follows the last one.
         self.room, self._slots = room, room + 1 if tokens is None else len(tokens) // BYTES
         self._bytes: Bytes = bytearray(BYTES * self._slots) if tokens is None else tokens
-        self._all = np.frombuffer(self._bytes, dtype=">u4")  # what is written is seen in it
+        self._all = np.frombuffer(self._bytes, dtype=">u4")  # shares memory with the bytes
         self._length = 0 if tokens is None else room
         self.order = array("i") if order is None else order
-        """Of each place, where the bytes of what stands before it begin."""
-        # A closure: it is called some twenty times a token.
-        held = self._bytes
-        self._key: Callable[[int], Any] = lambda at: held[at : at + WIDTH]
-        # Of an index that does not change, every so many places' first bytes together: a search over millions of places
-        # would wait for memory at each step.
+        """The offset of each place's key in the bytes."""
+        # A closure is faster than a method; it is called about twenty times a token.
+        key_bytes = self._bytes
+        self._key: Callable[[int], Any] = lambda at: key_bytes[at : at + WIDTH]
+        # A search over millions of places misses the cache at each step; the sample narrows it first.
         self._sample = [] if tokens is None else [tokens[at : at + SAMPLED] for at in self.order[::STRIDE]]
 
     def __len__(self) -> int:
-        """Return N, the tokens that it holds, the ends of texts counted in."""
+        """Return N, the number of tokens, including the ends of texts."""
         return self._length
 
     @property
     def tokens(self) -> np.ndarray:
-        """One more than the tokens that it holds, from the last to the first, (N,); 0 behind the end of a text."""
+        """Token ids plus one, from the last to the first, (N,); 0 at the end of a text."""
         return self._all[self._slots - self._length :]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of tokens and places; the sample of an index that does not change takes some 3 % more."""
+        """The bytes of tokens and places; the sample of a read-only index takes about 3 % more."""
         return len(self._bytes) + self.order.itemsize * len(self.order)
 
     def extend(self, text: np.ndarray, sort: bool = True) -> None:
-        """Put tokens, (N,) of ids, behind those that it holds; they are found from now on unless `sort` is false."""
+        """Append token ids, (N,); searches find them unless `sort` is false."""
         assert isinstance(self._bytes, bytearray)
         before, self._length = self._length, self._length + len(text)
         self._bytes[BYTES * (self._slots - self._length) : BYTES * (self._slots - before)] = written(text)
         if not sort:
             return
+        # Inserting a place moves all later ones, so many new tokens are sorted together.
         if AT_ONCE * len(text) >= self._length:
             first = BYTES * (self._slots - self._length)
             self.order = array("i", (first + np.array(in_order(self.tokens), dtype=np.int32)).tobytes())
@@ -107,16 +101,16 @@ class Index:
             order.insert(bisect_left(order, tokens[at : at + WIDTH], key=key), at)
 
     def end_text(self) -> None:
-        """Let nothing follow what it holds: what is put behind it is another text."""
+        """End the present text; tokens appended later are another text."""
         self._length += 1
 
     def last(self) -> bytes:
-        """Return what places are compared with: the last `DEPTH` tokens that it holds, as `written` has them."""
+        """Return the key of a search: the last `DEPTH` tokens in the format of `written`."""
         at = BYTES * (self._slots - self._length)
         return bytes(self._bytes[at : at + WIDTH])
 
     def longest(self, wanted: bytes) -> Match | None:
-        """Return the longest match with what `last` gives; None where not even the last token occurs."""
+        """Return the longest match with a key that `last` returned; None if not even the last token occurs."""
         tokens, order, key = self._bytes, self.order, self._key
         low, high, sample = 0, len(order), self._sample
         if sample:
@@ -124,7 +118,7 @@ class Index:
             low = STRIDE * max(0, bisect_left(sample, begins) - 1)
             high = min(high, STRIDE * bisect_right(sample, begins))
         at = bisect_left(order, wanted, low, high, key=key)
-        # What is most alike lies beside where it would be itself.
+        # The most similar places are next to where the key would be inserted.
         sides = [_shared(wanted, tokens[near : near + WIDTH]) for near in order[max(0, at - 1) : at + 1]]
         length = max(sides, default=0)
         if not length:
@@ -138,72 +132,71 @@ class Index:
         return Match(length, first, end)
 
     def following(self, match: Match, most: int, depth: int) -> list[list[int]]:
-        """Return one more than the tokens behind the places of a match, R lists of `depth`, the latest place first.
+        """Return the tokens that follow each place of a match, plus one, R lists of `depth`, the latest place first.
 
-        Of more than `most` places at least half as many, evenly spaced. Behind the end of a text stands a 0, and then
-        anything.
+        If there are more than `most` places, at least half of `most` are returned, evenly spaced. Entries after the 0
+        at a text's end are undefined.
         """
         step = -(-len(match) // most)
         offsets = np.array(self.order[match.first : match.end : step], dtype=np.int64)
         offsets.sort()
         slots = offsets[:, None] // BYTES - 1 - np.arange(depth)
-        # Clipped: of a few tokens there may be fewer slots than `depth`, and in the first one nothing stands.
+        # Clipped to the first slot, which is 0, as fewer than `depth` tokens may follow.
         return self._all.take(slots, mode="clip").tolist()  # type: ignore[no-any-return]
 
 
 def in_order(tokens: np.ndarray) -> "array[int]":
-    """Return where the bytes before each place begin, for the places 1 … N − 1, in the order of these bytes.
+    """Return the sorted key offsets of the places 1 … N − 1 of an index's tokens, (N,).
 
-    By doubling (Larsson and Sadakane 2007): what is in the order of its first k tokens comes into the order of 2k by
-    the ranks of what stands k further on; what differs from all others has its place already.
-
-    Args:
-        tokens: as an index has them, from the last to the first, (N,).
+    Prefix doubling (Larsson and Sadakane 2007): suffixes sorted by their first k tokens are sorted by 2k by the ranks
+    of the suffixes that begin k tokens later.
     """
     count = len(tokens)
     padded = np.zeros(count + 2, dtype=np.int64)
-    padded[:count] = np.unique(tokens, return_inverse=True)[1] + 1  # small numbers: three fit into one of 64 bits
+    padded[:count] = np.unique(tokens, return_inverse=True)[1] + 1  # small numbers, of which three fit into 64 bits
     size = int(padded.max(initial=0)) + 1
+    # Begin with the first three tokens, or with one in a large vocabulary.
     keys = (padded[:count] * size + padded[1 : count + 1]) * size + padded[2:]
     if size > 2**21:
         keys = padded[:count]
     known, order = 3 if size <= 2**21 else 1, np.argsort(keys)
-    # The rank of a token is the first slot of those that are alike so far.
+    # The rank of a suffix is the first slot of its group, the suffixes with equal first tokens so far.
     slots = np.arange(count)
     ranks = np.empty(count + 1, dtype=np.int64)
     ranks[count] = -1
     ranks[order] = np.maximum.accumulate(np.where(np.diff(keys[order], prepend=-1) != 0, slots, 0))
-    alike = slots
+    tied = slots
     while known < DEPTH:
-        behind = ranks[order[alike]]
-        several = np.bincount(behind, minlength=count)[behind] > 1
-        alike = alike[several]
-        if not len(alike):
+        group = ranks[order[tied]]
+        # A suffix alone in its group has its final slot.
+        is_tied = np.bincount(group, minlength=count)[group] > 1
+        tied = tied[is_tied]
+        if not len(tied):
             break
-        members, groups = order[alike], behind[several]
+        members, groups = order[tied], group[is_tied]
         keys = groups * (count + 1) + ranks[np.minimum(members + known, count)] + 1
         within = np.argsort(keys)
-        members, keys, groups = members[within], keys[within], groups[within]
-        order[alike] = members
-        ranks[members] = np.maximum.accumulate(np.where(np.diff(keys, prepend=-1) != 0, alike, 0))
+        members, keys = members[within], keys[within]
+        order[tied] = members
+        ranks[members] = np.maximum.accumulate(np.where(np.diff(keys, prepend=-1) != 0, tied, 0))
         known *= 2
     return array("i", (BYTES * order[order > 0]).astype(np.int32).tobytes())
 
 
 def _shared(one: bytes, other: Bytes) -> int:
-    """Return how many tokens two lists of bytes begin with together."""
+    """Return the number of equal tokens at the beginning of two keys."""
     width = min(len(one), len(other))
     differing = int.from_bytes(one[:width], "big") ^ int.from_bytes(other[:width], "big")
     return (width - (differing.bit_length() + 7) // 8) // BYTES
 
 
-def _edge(order: Sequence[int], before: Callable[[int], Any], bound: bytes, start: int, direction: int) -> int:
-    """Return where in the order `bound` would be, looked for from `start` on in steps that double: matches are few."""
+def _edge(order: Sequence[int], key: Callable[[int], Any], bound: bytes, start: int, direction: int) -> int:
+    """Return the insertion point of `bound`, searched from `start` in steps that double, as matches are few."""
     step, low, high = 1, start, start
     if direction < 0:
-        while low > 0 and before(order[low - 1]) >= bound:
+        while low > 0 and key(order[low - 1]) >= bound:
             high, low, step = low - 1, max(0, low - step), 2 * step
     else:
-        while high < len(order) and before(order[high]) < bound:
+        while high < len(order) and key(order[high]) < bound:
             low, high, step = high + 1, min(len(order), high + step), 2 * step
-    return bisect_left(order, bound, low, high, key=before)
+    return bisect_left(order, bound, low, high, key=key)

@@ -1,4 +1,4 @@
-"""Drafts copied from the text and earlier ones, by how often each token followed what stands at the text's end."""
+"""SuffixDecoding: drafts copied from the text and earlier texts, by the frequencies of continuations."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,27 +18,26 @@ from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.tree import ROOT, Tree
 
 MOST = 64
-"""Occurrences that are looked at, at most; of more at least half as many, evenly spaced in the index's order."""
+"""The greatest number of occurrences that are counted: see `Index.following`."""
 
 
 class SuffixProposer(CopyProposer):
-    """Drafts what followed the longest match of the text's end, in the text itself or in earlier ones.
+    """A proposer of continuations of the longest match with the text's end, in the text or in earlier ones.
 
-    SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975): a token's score is the product of frequencies on the path to
-    it, each the share of the occurrences so far that go on with the token; of equally frequent tokens the latest wins.
-    Of a match that occurs very often a part of the occurrences is counted. The draft's score, the sum over its tokens,
-    says how many of them may be accepted. Of the text's own longest match and the store's the longer one is taken, of
-    equal ones the text's. The draft is deterministic.
+    SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975). A token's score is the product of frequencies along its path,
+    each the share of the occurrences that continue with the token; among equally frequent tokens the latest wins. The
+    sum of the tokens' scores is the expected accepted length. Of the longest matches in the text and in the store the
+    longer one is used, and the text's if they are equal. The draft is deterministic.
 
     Args:
         min_match: the shortest match, in tokens.
-        max_draft: the deepest draft; the draft length may be less.
-        store: earlier texts; none if None.
-        min_score: the least score of a token that is drafted.
-        nodes: tokens of a tree at most, which has those of the greatest scores; chains if None.
+        max_draft: the greatest depth of a draft; the draft length may be less.
+        store: earlier texts.
+        min_score: the least score of a drafted token.
+        nodes: the number of nodes of a tree, those with the greatest scores; None drafts chains.
 
     Raises:
-        InputError: an option out of range, or in `start` a store of another vocabulary.
+        InputError: an option out of range; in `start`, a store with a larger vocabulary.
     """
 
     nested = True
@@ -71,7 +70,7 @@ class SuffixProposer(CopyProposer):
     def replay(
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
-        """Replay certain drafts."""
+        """Replay as `CopyProposer` does."""
         self._check_store(task)
         return super().replay(task, texts, distributions)
 
@@ -82,75 +81,75 @@ class SuffixProposer(CopyProposer):
             )
 
     def nodes(self, draft_length: int) -> int:
-        """Return the tokens of a draft at most."""
+        """Return the greatest number of tokens of a draft."""
         depth = min(draft_length, self.max_draft)
         return depth if self.most_nodes is None or not depth else self.most_nodes
 
     def finder(self, max_length: int) -> Finder:
-        """Return what finds a chain or a tree behind one text, of which it keeps an index."""
+        """Return a function that drafts for one text and keeps an index of it."""
         return partial(self._find, Index(max_length))
 
     def _find(self, own: Index, text: np.ndarray, draft_length: int) -> Found:
         own.extend(text[len(own) :])
-        wanted, best, where = own.last(), None, own
+        key, best, best_index = own.last(), None, own
         for index in (own, *(() if self.store is None else self.store.indexes)):
-            match = index.longest(wanted)
+            match = index.longest(key)
             if match is not None and match.length > (self.min_match - 1 if best is None else best.length):
-                best, where = match, index
+                best, best_index = match, index
         if best is None:
             return Found([], Tree.chain(0), Evidence(0, 0.0, len(text)))
-        # The whole draft: what there is evidence for does not depend on the draft length.
-        behind = where.following(best, MOST, self.max_draft)
-        draft = self._chain(behind) if self.most_nodes is None else self._tree(behind, self.most_nodes)
+        # Draft to full depth before cutting, so that the evidence does not depend on the draft length.
+        following = best_index.following(best, MOST, self.max_draft)
+        draft = self._chain(following) if self.most_nodes is None else self._tree(following, self.most_nodes)
         tokens, tree = draft.cut(draft_length)
         match_length = best.length if draft.tokens else 0
         return Found(tokens, tree, Evidence(match_length, sum(draft.scores), len(text)))
 
-    def _chain(self, behind: list[list[int]]) -> "_Draft":
-        """Return the most frequent tokens behind some places, each given those before it."""
+    def _chain(self, following: list[list[int]]) -> "_Draft":
+        """Return the chain of most frequent tokens, each given the tokens before it."""
         draft, score = _Draft(), 1.0
         for depth in range(self.max_draft):
-            if len(behind) == 1:  # as most often
-                (tokens,) = behind
+            if len(following) == 1:  # the usual case
+                (tokens,) = following
                 for place in range(depth, tokens.index(0) if 0 in tokens else len(tokens)):
                     draft.add(tokens[place] - 1, place - 1, score)
                 break
-            # Of equally frequent ones the first that is met, which is the latest.
-            token, times = max(Counter(tokens[depth] for tokens in behind).items(), key=lambda item: item[1])
-            score *= times / len(behind)
-            if not token or score < self.min_score:
+            # `max` returns the first of equally frequent tokens, which is the latest.
+            token, count = max(Counter(tokens[depth] for tokens in following).items(), key=lambda item: item[1])
+            score *= count / len(following)
+            if not token or score < self.min_score:  # token 0 is the end of a text
                 break
             draft.add(token - 1, depth - 1, score)
-            if times < len(behind):
-                behind = [tokens for tokens in behind if tokens[depth] == token]
+            if count < len(following):
+                following = [tokens for tokens in following if tokens[depth] == token]
         return draft
 
-    def _tree(self, behind: list[list[int]], most: int) -> "_Draft":
-        """Return the tokens of the greatest scores behind some places."""
+    def _tree(self, following: list[list[int]], most: int) -> "_Draft":
+        """Return the tree of at most `most` tokens with the greatest scores."""
         draft = _Draft()
-        # By score, then in the order in which they were found; what lies behind a node, once it is drafted.
+        # (−score, order of insertion, token, parent, continuations after it, their depth) of nodes not drafted yet.
         heap: list[tuple[float, int, int, int, list[list[int]], int]] = []
-        count = 0
+        pushed = 0
 
-        def push(parent: int, depth: int, behind: list[list[int]], score: float) -> None:
-            nonlocal count
-            for token, times in Counter(tokens[depth] for tokens in behind).most_common():
-                if token and (its := score * times / len(behind)) >= self.min_score:
-                    count += 1
-                    rest = [tokens for tokens in behind if tokens[depth] == token]
-                    heappush(heap, (-its, count, token - 1, parent, rest, depth + 1))
+        def push(parent: int, depth: int, following: list[list[int]], score: float) -> None:
+            nonlocal pushed
+            for token, count in Counter(tokens[depth] for tokens in following).most_common():
+                if token and (token_score := score * count / len(following)) >= self.min_score:
+                    pushed += 1
+                    rest = [tokens for tokens in following if tokens[depth] == token]
+                    heappush(heap, (-token_score, pushed, token - 1, parent, rest, depth + 1))
 
-        push(ROOT, 0, behind, 1.0)
+        push(ROOT, 0, following, 1.0)
         while heap and len(draft.tokens) < most:
-            score, _, token, parent, behind, depth = heappop(heap)
+            score, _, token, parent, following, depth = heappop(heap)
             draft.add(token, parent, -score)
             if depth < self.max_draft:
-                push(len(draft.tokens) - 1, depth, behind, -score)
+                push(len(draft.tokens) - 1, depth, following, -score)
         return draft
 
 
 class _Draft:
-    """What may be copied, node by node."""
+    """The nodes of a copied draft, with their scores."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -158,13 +157,13 @@ class _Draft:
         self.scores: list[float] = []
 
     def add(self, token: int, parent: int, score: float) -> None:
-        """Draft a token behind a node."""
+        """Add a token as a child of a node."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.scores.append(score)
 
     def cut(self, depth: int) -> tuple[list[int], Tree]:
-        """Return tokens and tree without what lies deeper."""
+        """Return tokens and tree without the nodes deeper than `depth`."""
         if self.parents == list(range(ROOT, len(self.parents) - 1)):
             tokens = self.tokens[:depth]
             return tokens, Tree.chain(len(tokens))

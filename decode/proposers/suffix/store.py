@@ -1,4 +1,4 @@
-"""Earlier texts that drafts are copied from, in bounded memory."""
+"""A bounded store of earlier texts from which drafts are copied."""
 
 import os
 from array import array
@@ -15,28 +15,25 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.suffix.index import BYTES, LARGEST, Index, in_order
 
 PER_TOKEN = 2 * BYTES
-"""Bytes: the token, and its place."""
+"""The bytes of a token and its place."""
 FEWEST = 4096
-"""Tokens that a store must have room for."""
+"""The least capacity of a store in tokens."""
 MOST_BYTES = 1 << 32
-"""Of a store: places are 32-bit numbers."""
+"""The greatest size of a store: places are 32-bit numbers."""
 FRESH = 1 << 16
-"""Tokens of new texts that are put into their places one by one; then all are sorted."""
+"""The number of new tokens that are inserted one by one before all are sorted."""
 
 
 class SuffixStore:
-    """Texts that were written before, such as a server's answers to other requests, for `SuffixProposer`.
+    """A store of earlier texts for `SuffixProposer`, for example a server's answers to other requests.
 
-    Most of them lie in one index. New ones go to a small one, some microseconds a token; when that is full all are
-    sorted together, a second or so a million tokens, which whoever adds the text waits for. The oldest are dropped.
+    Most texts are in one large index. New texts go to a small one, at some microseconds a token. When it is full, `add`
+    sorts all texts together, at about a second per million tokens, and drops the oldest.
 
     Args:
-        vocab_size: of the texts' tokenizer.
-        most_bytes: 8 a token; while it sorts a store takes several times as much.
-        tokenizer: what tells the texts' tokenizer from others of its size, such as a digest of its vocabulary.
-
-    Raises:
-        InputError: limits that hold nothing.
+        vocab_size: the size of the texts' vocabulary.
+        most_bytes: the limit, at 8 bytes a token; sorting takes several times as much for a moment.
+        tokenizer: an identifier of the texts' tokenizer, for example a digest of its vocabulary.
     """
 
     def __init__(self, vocab_size: int, most_bytes: int = 1 << 27, tokenizer: str = ""):
@@ -52,7 +49,7 @@ class SuffixStore:
 
     @property
     def indexes(self) -> tuple[Index, Index]:
-        """What is looked through: the older texts, and the latest."""
+        """The indexes of the older texts and of the latest ones."""
         return self._sorted, self._fresh
 
     @property
@@ -61,14 +58,14 @@ class SuffixStore:
         return self._sorted.nbytes + self._fresh.nbytes
 
     def __len__(self) -> int:
-        """Return how many tokens it holds, the ends of texts counted in."""
+        """Return the number of tokens, including the ends of texts."""
         return len(self._sorted) + len(self._fresh)
 
     def add(self, tokens: Tensor | np.ndarray | Sequence[int]) -> None:
-        """Add a text, (N,) of ids; of one that is longer than the store its end.
+        """Add a text of token ids, (N,), or its end if it is longer than the store.
 
         Raises:
-            InputError: a token that is not in the vocabulary.
+            InputError: an id outside the vocabulary.
         """
         text = np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens, dtype=np.int64)
         outside = text[(text < 0) | (text >= self.vocab_size)]
@@ -83,10 +80,10 @@ class SuffixStore:
         self._fresh.end_text()
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file, under another name first.
+        """Write the store to a file, under a temporary name first.
 
         Raises:
-            OSError: the disk is full, or cannot be written.
+            OSError: a full or read-only disk.
         """
         self._sort()
         tensors = {
@@ -97,33 +94,34 @@ class SuffixStore:
         try:
             save_file(tensors, aside, {"vocab_size": str(self.vocab_size), "tokenizer": self.tokenizer})
             os.replace(aside, path)
-        except SafetensorError as error:  # the system's errors, in its own class
+        except SafetensorError as error:  # safetensors wraps the system's errors
             raise OSError(f"{path}: {error}") from error
         finally:
             aside.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path, vocab_size: int, most_bytes: int = 1 << 27, tokenizer: str = "") -> "SuffixStore":
-        """Read a store from a file; of one that is larger than `most_bytes` the latest texts.
+        """Read a store from a file; if it is larger than `most_bytes`, keep the latest texts.
 
         Raises:
-            InputError: no store, one that is cut or damaged, or of another tokenizer.
+            InputError: no store, a damaged one, or one of another tokenizer.
         """
         store = cls(vocab_size, most_bytes, tokenizer)
         try:
             with safe_open(path, "numpy") as file:
-                about = file.metadata() or {}
+                metadata = file.metadata() or {}
                 tokens, places = file.get_tensor("tokens"), file.get_tensor("places")
         except (OSError, SafetensorError) as error:
             raise InputError(f"store: expected a store in {path}, found {str(error).splitlines()[0]}") from error
         if {tokens.dtype, places.dtype} != {np.dtype(np.int32)} or tokens.ndim + places.ndim != 2:
             raise InputError(f"store: expected tokens and places of 32 bits in {path}, found others")
-        found = about.get("vocab_size"), about.get("tokenizer")
-        if found != (str(vocab_size), tokenizer):
+        stored_size, stored_tokenizer = metadata.get("vocab_size"), metadata.get("tokenizer")
+        if (stored_size, stored_tokenizer) != (str(vocab_size), tokenizer):
             raise InputError(
                 f"store: expected texts of the target's tokenizer ({vocab_size} tokens) in {path}, found those of "
-                f"another ({found[0]} tokens)"
+                f"another ({stored_size} tokens)"
             )
+        # A damaged store would make searches read outside of it.
         damaged = bool((places % BYTES).any()) or (
             tokens.min(initial=0) < 0 or tokens.max(initial=0) > vocab_size or len(places) != max(0, len(tokens) - 1)
         )
@@ -139,11 +137,12 @@ class SuffixStore:
         self._fresh = Index(min(FRESH, self._capacity // 4))
 
     def _sort(self, text: np.ndarray | None = None) -> None:
-        """Sort all texts together, and perhaps one more, without the oldest that there is no room for."""
+        """Sort all texts together with an optional new one, and drop the oldest beyond the capacity."""
         last = Index(0 if text is None else len(text) + 1)
         if text is not None:
             last.extend(text, sort=False)
             last.end_text()
+        # Tokens are stored from the last to the first, so a cut at the end drops the oldest.
         most = self._capacity - self._fresh.room
         tokens = np.concatenate([last.tokens, self._fresh.tokens, self._sorted.tokens])[:most]
         self._begin(tokens.astype(">u4").tobytes(), in_order(tokens))
