@@ -1,1 +1,1 @@
-"""Replay's sums: from a proposer's acceptance on a text to the rounds that would have written it."""
+"""Replay: from a drafter's acceptance on written texts to the expected rounds of decoding them."""

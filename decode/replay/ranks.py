@@ -1,7 +1,7 @@
 """Acceptance of fixed trees at T=0 from the ranks of a text's tokens among a drafter's logits.
 
-A token is accepted where the path so far lies in the tree and its rank is one of the node's children: the ranks of the
-true tokens alone replay every chain and every fixed tree, count for count as the decoder has them.
+A token is accepted if the path to it is in the tree and the node has a child for its rank. So the ranks of the true
+tokens suffice to replay every chain and every fixed tree, with the decoder's exact counts.
 
 Shape suffixes: N tokens of the text, K depths.
 """
@@ -17,23 +17,16 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import ROOT, Tree
 
 NONE = torch.iinfo(torch.int16).max
-"""The rank of a token that is not drafted, or beyond the ranks that were looked at: no tree is as wide."""
+"""The rank of a token that is not drafted, or beyond the inspected ranks: no tree is as wide."""
 MOST_RANKS = 10
 
 
 def ranks_of(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """Return the rank of each token among its scores, 0 for the greatest, `NONE` from `most` on or at −∞.
+    """Return the rank of each token, (…), among its scores, (…, V), int16: 0 is the greatest score.
 
-    Equal scores are in the order of `torch.topk(most)`, which need not be that of another k.
-
-    Args:
-        scores: (…, V).
-        tokens: (…) int64.
-        most: ranks to look at.
-
-    Returns:
-        (…) int16.
+    Ranks from `most` on, and those of scores of −∞, are `NONE`.
     """
+    # Ties are in the order of this `topk`, which need not be that of another k.
     top = scores.topk(min(most, scores.shape[-1]))
     matches = (top.indices == tokens[..., None]) & top.values.isfinite()
     ranks = matches.to(torch.int16).argmax(-1).to(torch.int16)
@@ -42,16 +35,16 @@ def ranks_of(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TextRanks:
-    """The ranks of one text's tokens among a drafter's logits: acceptance of every fixed tree at T=0."""
+    """The ranks of one text's tokens among a drafter's logits, from which every fixed tree's acceptance at T=0 follows."""
 
     ranks: np.ndarray
-    """Of x_{s+i} at depth i + 1 of a round from s, (N, K) int16; `NONE` where nothing is drafted."""
+    """The rank of x_{s+i} at depth i + 1 of a round from s, (N, K) int16; `NONE` where nothing is drafted."""
     most: tuple[int, ...]
-    """For each depth, how many ranks were looked at."""
+    """The number of inspected ranks at each depth."""
     limit: int
-    """Tokens that the text might have had: a round drafts no token past the last but one of them."""
+    """The length limit of the text; its last token is the target's own, so it is never drafted."""
     first: int = 1
-    """Rounds that start before this token draft nothing: 1 for heads on the target's states, 0 for a model."""
+    """The first token at which a round drafts: 1 for heads on the target's states, 0 for a model."""
 
     def __len__(self) -> int:
         """Return N."""
@@ -59,24 +52,24 @@ class TextRanks:
 
     @property
     def drafted(self) -> np.ndarray:
-        """Which tokens of the text are drafted from each start, (N, K) bool."""
+        """The mask of the tokens that are drafted from each start, (N, K) bool."""
         return drafted_from(len(self), self.ranks.shape[1], self.limit, self.first)
 
     @property
     def agreement(self) -> Tensor:
-        """Whether the drafter's first choice is the token, 1 or 0 for each start that drafts it, (≤ N,) float32."""
+        """1 where the drafter's first choice is the token, else 0, for each start that drafts, (≤ N,) float32."""
         return torch.from_numpy(self.ranks[:, 0] == 0).float()[torch.from_numpy(self.drafted[:, 0])]
 
     def up_to(self, tokens: int) -> "TextRanks":
-        """Return the ranks of a number of tokens, those after the known ones not drafted."""
+        """Return the ranks padded to a number of tokens, the additional ones not drafted."""
         missing = ((0, tokens - len(self)), (0, 0))
         return replace(self, ranks=np.pad(self.ranks, missing, constant_values=NONE))
 
     def nodes(self, tree: Tree) -> np.ndarray:
-        """Return the node that the text reaches at each depth, from each start, (N, depth); `ROOT` once it has left.
+        """Return the node that the text reaches at each depth, from each start, (N, depth); `ROOT` outside the tree.
 
         Raises:
-            InputError: a tree deeper than the drafts, or wider than the ranks that were looked at.
+            InputError: a tree deeper than the drafts, or wider than the inspected ranks.
         """
         if tree.depth > self.ranks.shape[1]:
             raise InputError(f"tree: expected a depth up to the {self.ranks.shape[1]} heads, found {tree.depth}")
@@ -86,7 +79,7 @@ class TextRanks:
                     f"tree: expected at most {most} siblings at depth {depth + 1}, the ranks that were looked at, "
                     f"found {width}"
                 )
-        # Row n + 1 holds the children of node n, and ROOT where it has fewer.
+        # Row n + 1 holds the children of node n by rank, padded with ROOT. All starts walk down together.
         table = np.full((len(tree) + 1, max(tree.widths, default=0) + 1), ROOT)
         for row, children in enumerate(tree.children):
             table[row, : len(children)] = children
@@ -100,11 +93,11 @@ class TextRanks:
         return reached
 
     def accepted(self, tree: Tree) -> np.ndarray:
-        """Return how many tokens a round from each start accepts, (N,)."""
+        """Return the number of tokens that a round from each start accepts, (N,)."""
         return (self.nodes(tree) != ROOT).sum(1)
 
     def starts(self, tree: Tree) -> list[int]:
-        """Return where the rounds of a decoder with this tree start, at T=0."""
+        """Return the starts of a decoder's rounds with this tree at T=0."""
         return _walk(self.accepted(tree))
 
     def rounds(self, tree: Tree) -> int:
@@ -112,7 +105,7 @@ class TextRanks:
         return len(self.starts(tree))
 
     def counts(self, tree: Tree) -> Counts:
-        """Return the decoder's counts at T=0, integer for integer (where both forwards round alike)."""
+        """Return the decoder's counts at T=0, exact unless the forwards of replay and decoder round differently."""
         accepted, n = self.accepted(tree), len(self)
         counts = Counts()
         for start in _walk(accepted):
@@ -123,15 +116,15 @@ class TextRanks:
 
 
 def _walk(accepted: np.ndarray) -> list[int]:
-    starts, at = [], 0
-    steps = (accepted + 1).tolist()
-    while at < len(steps):
-        starts.append(at)
-        at += steps[at]
+    starts, start = [], 0
+    steps = (accepted + 1).tolist()  # accepted tokens, and one of the target's
+    while start < len(steps):
+        starts.append(start)
+        start += steps[start]
     return starts
 
 
 def drafted_from(tokens: int, depth: int, limit: int, first: int = 1) -> np.ndarray:
-    """Return which tokens of a text are drafted from each start, by offset, (N, K) bool: see `TextRanks`."""
+    """Return the mask of a text's tokens that are drafted, by start and offset, (N, K) bool: see `TextRanks`."""
     start, offset = np.arange(tokens)[:, None], np.arange(depth)[None, :]
     return (start >= first) & (start + offset < min(tokens, limit - 1))

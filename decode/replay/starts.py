@@ -1,7 +1,7 @@
-"""Acceptance from every start of a text, by a drafter that gives logits for a round's start and an offset behind it.
+"""Acceptance from every start of a text, for drafters whose logits depend on the round's start and an offset.
 
-Of the text's tokens x_0 … x_{N−1}, a round from s has written x_{<s}, and drafts x_{s+j} at offset j. A text's first
-round, s = 0, drafts nothing: these drafters need what the target computed of the text.
+The text's tokens are x_0 … x_{N−1}. A round from s knows x_{<s} and drafts x_{s+j} at offset j. A text's first round,
+s = 0, drafts nothing, because these drafters need the target's states.
 
 Shape suffixes: N tokens of the text, C of a chunk, K offsets, V vocabulary.
 """
@@ -17,25 +17,25 @@ from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler, argmax
 
 CHUNK = 512
-"""Positions whose logits are held at a time, of the target and one offset."""
+"""The number of positions whose logits are in memory at a time, for the target and one offset."""
 LogitsAt = Callable[[int, int, int], Tensor]
-"""(offset j, first start s ≥ 1, end) → the drafter's logits of x_{s+j} for each of these starts, (C, V)."""
+"""(offset j, first start s ≥ 1, end) → the drafter's logits for x_{s+j} from each of these starts, (C, V)."""
 DistributionsAt = Callable[[int, int], Tensor]
-"""(first, end) → the target's distributions of these tokens of the text, (C, V)."""
+"""(first, end) → the target's distributions at these tokens of the text, (C, V)."""
 
 
 def ranks_by_start(
     text: WrittenText, sampler: Sampler, most: Sequence[int], logits_at: LogitsAt, by_argmax: bool = False
 ) -> TextRanks:
-    """Return the ranks of a text's tokens among a drafter's logits, which give every tree's counts at T=0.
+    """Return the ranks of a text's tokens among a drafter's logits, from which every tree's counts at T=0 follow.
 
     Args:
-        text: what the target wrote, at T=0.
+        text: a text that the target wrote at T=0.
         sampler: the processors of T=0.
-        most: ranks to look at, for each of K offsets. Where logits tie, give the tree's widths, for the drafter breaks
-            ties among as many.
+        most: the number of ranks to inspect at each of K offsets. Pass a tree's widths if logits may tie, because the
+            order of ties depends on this number.
         logits_at: the drafter.
-        by_argmax: ranks of 0 are those of `argmax`, which some chains are drafted by, and there are no others.
+        by_argmax: inspect only rank 0, as `argmax` finds it, by which some chains are drafted.
     """
     home = text.sequence.device
     ranks_NK = torch.full((len(text), len(most)), NONE, dtype=torch.int16, device=home)
@@ -43,10 +43,10 @@ def ranks_by_start(
         for j, begin, scores_CV in _scores(text, sampler, len(most), logits_at, first, end):
             tokens = text.tokens[begin:end].to(scores_CV.device)
             if by_argmax:
-                found = torch.full_like(tokens, NONE).masked_fill(argmax(scores_CV) == tokens, 0)
+                ranks_C = torch.full_like(tokens, NONE).masked_fill(argmax(scores_CV) == tokens, 0)
             else:
-                found = ranks_of(scores_CV, tokens, most[j])
-            ranks_NK[begin - j : end - j, j] = found.to(home)
+                ranks_C = ranks_of(scores_CV, tokens, most[j])
+            ranks_NK[begin - j : end - j, j] = ranks_C.to(home)
     ranks = ranks_NK.cpu().numpy()
     ranks[~drafted_from(len(text), len(most), text.limit)] = NONE
     return TextRanks(ranks, tuple(most), text.limit)
@@ -60,22 +60,14 @@ def acceptance_by_start(
     distributions_at: DistributionsAt,
     greedy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the acceptance probabilities of a chain on a text, a_{s,j} = min(1, q_j(x) / p(x)).
+    """Return a_{s,j} = min(1, q_j(x) / p(x)) of a chain on a sampled text, Σ_v min(p, q_j), and the mask of drafts.
 
-    Args:
-        text: what the target wrote, at a temperature above 0.
-        sampler: its warping.
-        depth: K.
-        logits_at: the drafter.
-        distributions_at: the target.
-        greedy: the draft is each distribution's argmax, for certain.
-
-    Returns:
-        a_{s,j}, (N, K), Σ_v min(p, q_j) of the same contexts, (N, K), both 0 where nothing is drafted; and where
-        something is, (N, K) bool. All on the host.
+    All are (N, K) on the host; the first two are 0 where nothing is drafted. If `greedy`, the draft is each
+    distribution's argmax.
     """
     a_NK, common_NK = torch.zeros(2, len(text), depth, device=text.sequence.device)
     for first, end in _chunks(len(text)):
+        # p of a chunk of tokens is computed once, for all offsets at which they are drafted.
         p_CV = distributions_at(first, end)
         x_C = text.tokens[first:end].to(p_CV.device)
         for j, begin, scores_CV in _scores(text, sampler, depth, logits_at, first, end):
@@ -93,12 +85,12 @@ def acceptance_by_start(
 
 
 def contexts_of(text: WrittenText, sampler: Sampler, first: int, end: int) -> list[Tensor]:
-    """Return what stands before each of these tokens of a text; nothing where the sampler does not look at it."""
+    """Return the contexts of tokens `first` … `end` − 1 of a text; an empty list if the sampler ignores them."""
     return [] if sampler.context_free else [text.sequence[: text.prompt_length + t] for t in range(first, end)]
 
 
 def _chunks(tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield the tokens that can be drafted, from the second on, a chunk at a time."""
+    """Yield the bounds of chunks of the tokens that can be drafted, from the second on."""
     for first in range(1, tokens, CHUNK):
         yield first, min(first + CHUNK, tokens)
 
@@ -106,7 +98,7 @@ def _chunks(tokens: int) -> Iterator[tuple[int, int]]:
 def _scores(
     text: WrittenText, sampler: Sampler, depth: int, logits_at: LogitsAt, first: int, end: int
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield, offset by offset, the first of the tokens `first` … `end` − 1 that is drafted there, and the scores."""
+    """Yield each offset, the first of the tokens `first` … `end` − 1 that is drafted there, and the scores."""
     for j in range(depth):
         begin = max(first, j + 1)  # rounds start at 1
         if begin >= end:

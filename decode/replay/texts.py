@@ -1,4 +1,4 @@
-"""Texts that the target wrote, and what models predict of their tokens in ordinary forwards, without a cache of ours.
+"""Texts that the target wrote, and models' predictions of their tokens by ordinary forwards of the library.
 
 Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens of a text without its prompt, V vocabulary.
 """
@@ -17,8 +17,8 @@ from draftsmith.decode.cache import own_positions, positions_of
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 
 Distributions = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
-"""(texts (B, T), which of their tokens are wanted (B, T) bool, C) → for each C columns from column 1 on, the
-distributions of the wanted tokens, (N, V), column after column."""
+"""(texts (B, T), mask of wanted tokens (B, T) bool, C) → for each block of C columns from column 1 on, the distributions
+of the wanted tokens, (N, V), column by column."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class WrittenText:
     sequence: Tensor
     """Prompt and text, (T,) int64."""
     prompt_length: int
-    """Tokens of the prompt, at least 1 and less than T."""
+    """The length of the prompt, at least 1 and less than T."""
     limit: int
-    """Tokens that the text might have had; T − `prompt_length` where the limit ended it."""
+    """The length limit of the text; T − `prompt_length` if the limit ended it."""
 
     def __len__(self) -> int:
-        """Return N, the tokens of the text."""
+        """Return N, the length of the text."""
         return len(self.sequence) - self.prompt_length
 
     @property
@@ -43,11 +43,9 @@ class WrittenText:
 
 
 def drafted_parts(texts: Sequence[WrittenText], positions: int | None) -> tuple[list[WrittenText], list[WrittenText]]:
-    """Return the beginnings of texts that a drafter drafts, and the texts with the limits up to which it does.
+    """Return the parts of texts that fit a drafter's positions, and the whole texts with limits that end drafts there.
 
-    Args:
-        texts: what the target wrote.
-        positions: the longest text after which anything is drafted; None where there is no such limit.
+    `positions` is the longest text that is drafted for; None for no limit.
     """
     if positions is None:
         return list(texts), list(texts)
@@ -58,7 +56,7 @@ def drafted_parts(texts: Sequence[WrittenText], positions: int | None) -> tuple[
 
 
 def filled(parts: Sequence[Tensor], texts: Sequence[WrittenText], value: float) -> list[Tensor]:
-    """Return what is known of the first tokens of texts, (≤ N, …) each, with a value for the others, (N, …)."""
+    """Return values of the first tokens of texts, (≤ N, …), padded with `value` to all tokens, (N, …)."""
     missing = [len(text) - len(part) for part, text in zip(parts, texts, strict=True)]
     return [
         torch.cat([part, part.new_full((n, *part.shape[1:]), value)]) for part, n in zip(parts, missing, strict=True)
@@ -66,43 +64,43 @@ def filled(parts: Sequence[Tensor], texts: Sequence[WrittenText], value: float) 
 
 
 def readable(model: PreTrainedModel, texts: Sequence[Tensor]) -> list[Tensor]:
-    """Return texts, (T_b,) int64, with a model's last token for those that it has no embedding for.
+    """Return texts, (T_b,) int64, with tokens that have no embedding replaced by the model's last token.
 
-    A target with padded logits may write a token that its tokenizer does not have, and a draft with fewer rows reads
-    another. A view over other ids (`renumbered`) has a forward of its own, which reads any.
+    A target with padded logits may write tokens beyond its tokenizer, which a draft with fewer rows cannot read.
     """
     embeddings: Any = model.get_input_embeddings()
     last = len(embeddings.weight) - 1
+    # A view over other ids (`renumbered`) overrides `forward` and reads any id.
     return list(texts) if "forward" in vars(model) else [text.clamp(max=last) for text in texts]
 
 
 @contextmanager
 def fixed_packing(packed: bool) -> Iterator[None]:
-    """Tell the library's masks whether rows are packed, in place of a look at the positions.
+    """Tell the library's masks whether rows are packed, so that they need not inspect the positions.
 
-    The library looks in each forward, and waits for the device. Where nothing is packed no mask is made.
+    The inspection synchronises with the device in each forward. Without packing no mask is made.
     """
 
-    def texts_of(position_ids: Tensor) -> Tensor | None:
+    def sequence_indices(position_ids: Tensor) -> Tensor | None:
         before_B1 = position_ids[:, :1] - 1
         return (position_ids.diff(prepend=before_B1, dim=-1) != 1).cumsum(-1) if packed else None
 
-    found, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, texts_of
+    original, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, sequence_indices
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = found
+        masking_utils.find_packed_sequence_indices = original
 
 
 def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list[Tensor]:
-    """Return a model's logits of each text's tokens on their true prefixes, (N, V) each, from one forward."""
+    """Return a model's logits for each text's tokens on their true prefixes, (N, V) each, from one forward."""
     device, written = model.device, [text for text in texts if len(text)]
     if not written:
         return [torch.zeros(0, model.config.get_text_config().vocab_size, device=device) for _ in texts]
     first = min(text.prompt_length for text in written) - 1
     fed = readable(model, [text.sequence[:-1] for text in written])
     padded = torch.nn.utils.rnn.pad_sequence(fed, batch_first=True).to(device)
-    # Padding lies behind the texts, where a causal model does not see it.
+    # Padding follows the texts, where a causal model does not see it.
     keep: dict[str, Any] = (
         {"logits_to_keep": padded.shape[1] - first} if "logits_to_keep" in signature(model.forward).parameters else {}
     )
@@ -117,25 +115,25 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
 
 
 def lengths_of(wanted_BT: Tensor) -> list[int]:
-    """Return how many tokens a model reads of each text whose last token is the last wanted one."""
+    """Return the number of tokens that a model reads of each text to predict its last wanted one."""
     places_T = torch.arange(wanted_BT.shape[1], device=wanted_BT.device)
     return (wanted_BT * places_T).amax(1).tolist()
 
 
 def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: int | None = None) -> Distributions:
-    """Return a model's distributions under a sampler, in ordinary forwards of the library; as wide as `vocab_size`."""
+    """Return a model's distributions under a sampler, by ordinary forwards; padded or cut to `vocab_size`."""
 
     def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
         length, past = ids_BT.shape[1], None
         fed_BT, most = torch.stack(readable(model, list(ids_BT))), positions_of(model.config)
         positions = own_positions(model, lengths_of(wanted_BT), ids_BT)
-        if most is not None and length > most:  # where a draft drafts nothing, and any distribution will do
+        if most is not None and length > most:  # nothing is drafted there, so any distribution will do
             places = positions.get("position_ids", torch.arange(length, device=ids_BT.device)[None])
             positions = {"position_ids": places.clamp(max=most - 1)}
         for start in range(1, length, columns):
             stop = min(start + columns, length)
             # Texts are padded on the right, and attention is causal: no mask is needed.
-            block = {name: each[:, start - 1 : stop - 1] for name, each in positions.items()}
+            block = {name: places[:, start - 1 : stop - 1] for name, places in positions.items()}
             output = model(
                 input_ids=fed_BT[:, start - 1 : stop - 1], past_key_values=past, use_cache=columns < length - 1, **block
             )
@@ -147,7 +145,7 @@ def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: in
             if sampler.context_free:
                 yield sampler.probabilities(logits_CBV[block_CB], [])
                 continue
-            # All rows of a column have contexts of one length: one call of the processors for all of them.
+            # All rows of a column have contexts of one length, so one call of the processors serves them.
             parts = [logits_CBV.new_zeros(0, logits_CBV.shape[-1])]
             for column, rows in enumerate(block_CB):
                 if bool(rows.any()):
