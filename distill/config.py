@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftsmith.decode.errors import SHARE, InputError, at_least, one_of, require
-from draftsmith.distill.parallel.config import ParallelOptions
+from draftsmith.decode.errors import DECAY, SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
+from draftsmith.decode.options import Options
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.memory.setting import TrainingMachines
 from draftsmith.train.options import LoraOptions
@@ -14,43 +14,76 @@ from draftsmith.train.teacher.cache_config import refuse_beside_cache
 if TYPE_CHECKING:
     from draftsmith.train.losses.objective import Objective
 
+MOST = 256
+"""The greatest number of tokens that a draft learns to draft in one forward."""
+
+
+@dataclass
+class ParallelOptions(Options):
+    """Training of a draft that drafts several tokens in one forward."""
+
+    parallel: int = 0
+    """K: the draft learns to draft K tokens in one forward (PARD, arXiv 2504.18583): the next one as any draft does,
+    and K − 1 more at mask tokens after it. 0 for a plain draft."""
+    parallel_retention: float = 0.5
+    """r: the share r^j of the places that learn has a mask for the j-th token after the next, so that a step takes
+    about 1 ÷ (1 − r) times a plain draft's arithmetic."""
+    parallel_minimum: float = 0.05
+    """The least share of places that have a mask for a token at any distance."""
+    parallel_decay: float = 1.0
+    """The loss weighs the j-th token after the next one by decay^j."""
+    parallel_importance: bool = False
+    """Divide a mask's weight by the share of places that have it. The loss is then, on average, that of all masks, but
+    its gradients vary more."""
+    parallel_mask_token: int | str | None = None
+    """The mask token of a parallel draft, as an id or as the tokenizer writes it. No text may contain it. By default it
+    is the initial draft's, or else the first row beyond the tokenizer, or an unused special token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel == 1 or not 0 <= self.parallel <= MOST:
+            raise InputError(f"parallel: expected 0, or between 2 and {MOST} tokens, found {self.parallel}")
+        require(self, more_than(0) & at_most(1), "parallel_retention")
+        require(self, SHARE, "parallel_minimum")
+        require(self, finite(more_than(0)) & DECAY, "parallel_decay")
+
 
 @dataclass
 class DraftInit:
-    """How a draft begins, where it is not a given model; and what is done to either."""
+    """The initial draft, unless it is an existing model, and changes to it."""
 
     layers: int | list[int] | None = None
-    """Carve the draft from the target: the indices of the decoder layers to keep, ascending from 0, or how many: then
-    evenly spaced ones (layer round(i·(L − 1) ÷ (n − 1)) of L for i = 0…n − 1), the first n, or the first n − 1 and the
-    last, by the loss on a few of the completions. These also say how much smaller the last norm begins."""
+    """Carve the draft from the target: the ascending indices of the decoder layers to keep, from 0, or their number n.
+    For a number, the loss on a few of the completions decides between evenly spaced layers (round(i·(L − 1) ÷ (n − 1))
+    of L for i = 0…n − 1), the first n, and the first n − 1 with the last. It also sets the scale of the last norm."""
     hidden_size: int | None = None
-    """Residual channels of a carved draft: those with the largest norm of what attention and MLPs write into them. The
-    costliest cut of all: a quarter fewer cost the embedded target's 6 layers more than 4 of the layers do. Embeddings
+    """Residual channels of a carved draft: those into which attention and MLPs write with the largest norm. This is the
+    costliest cut: a quarter fewer channels cost the embedded target's 6 layers more than 4 of the layers do. Embeddings
     that a family scales by the hidden size (Gemma) are scaled by the new one."""
     attention_heads: int | None = None
-    """Query heads of a carved draft, in whole groups that share a key-value head, so that their ratio stays: in each
-    layer those with the largest norm of their columns of the output projection. Heads keep their width; vLLM takes
-    it to be hidden_size ÷ heads in Qwen 2, so cut both alike there."""
+    """Query heads of a carved draft, in whole groups that share a key-value head: in each layer those whose columns of
+    the output projection have the largest norm. Heads keep their width; vLLM assumes hidden_size ÷ heads for Qwen 2,
+    so cut both in proportion there."""
     intermediate_size: int | None = None
-    """MLP channels of a carved draft: in each layer those with the largest norm of their columns of the down
-    projection (cf. Minitron, Muralidharan et al. 2024, section 2.2, which ranks by activations)."""
+    """MLP channels of a carved draft: in each layer those whose columns of the down projection have the largest norm
+    (cf. Minitron, Muralidharan et al. 2024, section 2.2, which ranks by activations)."""
     config: dict[str, Any] | None = None
-    """Random weights: what differs from the target's config, such as {num_hidden_layers: 2, hidden_size: 512}; what is
-    not named stays the target's, the width of heads (head_dim) included. Tokenizer and family are the target's."""
+    """Random weights: changes to the target's config, such as {num_hidden_layers: 2, hidden_size: 512}. All other
+    fields, including the width of heads (head_dim), the tokenizer and the family are the target's."""
     share: str = "none"
-    """"embeddings": a carved or random draft has the target's embeddings and head, which are not trained and are saved
-    with it all the same; "none": it trains its own, copied (carved) or random."""
+    """"embeddings": a carved or random draft has the target's embeddings and head, which are saved with it but not
+    trained; "none": it trains its own, copied (carved) or random."""
     seed: int = 0
     """The seed of random weights, adapters included."""
     draft_vocabulary: int | None = None
-    """D: the draft's head knows the D tokens alone that the completions hold most often, those that end a text among
-    them (FR-Spec, arXiv 2502.14856): less to read for each drafted token, and other tokens are never accepted. All if
-    not given, or those that a given draft has. Saved are the whole embeddings and head all the same."""
+    """D: the draft's head proposes only the D most frequent tokens of the completions, including those that end a text
+    (FR-Spec, arXiv 2502.14856). Fewer rows are read for each drafted token, and other tokens are never accepted. By
+    default all tokens, or those of an existing draft. Embeddings and head are still saved whole."""
     pad_vocabulary: bool = True
-    """Give the draft's head as many rows as the target's, as vLLM and `generate(assistant_model=…)` demand; rows that
-    are no token get low logits."""
+    """Give the draft's head as many rows as the target's, as vLLM and `generate(assistant_model=…)` demand; rows
+    beyond the tokenizer get low logits."""
     lora: LoraOptions | None = None
-    """Train low-rank adapters alone; they are merged into the saved draft."""
+    """Train only low-rank adapters, which are merged into the saved draft."""
 
     def __post_init__(self) -> None:
         if self.layers is not None and self.config is not None:
@@ -68,11 +101,7 @@ class DraftInit:
             raise InputError("init.share: expected none for embeddings that init.hidden_size narrows, found embeddings")
 
     def check_source(self, draft: str | None) -> None:
-        """Require one beginning.
-
-        Raises:
-            InputError: none, or a given model beside another.
-        """
+        """Raise an InputError unless there is exactly one of a draft model, `layers` and `config`."""
         if (draft is not None) == (self.layers is not None or self.config is not None):
             found = "more than one" if draft is not None else "none"
             raise InputError(f"draft: expected one of a draft model, init.layers and init.config, found {found}")
@@ -85,21 +114,20 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
     acceptance_metrics: ClassVar[tuple[str, ...]] = ("mean_acceptance_length", "alpha", "greedy_alpha", "agreement")
 
     draft: str | None = None
-    """The student to start from: a causal LM with the target's tokenizer. Without one `init` says what to make."""
+    """The initial draft: a causal LM with the target's tokenizer. Without it `init` makes one."""
     init: DraftInit = field(default_factory=DraftInit)
-    """A draft carved from the target or random, LoRA, and the vocabulary's padding."""
+    """A carved or random draft, LoRA, and the vocabulary."""
     curriculum: float = 0.0
     """The share of the steps over which the objective moves from the forward KL to `divergence`, linearly."""
     draft_length: int = 4
     """γ of the replayed mean acceptance length, and of the block terms expected_length and reached_tvd."""
     teacher_cache: list[str] = field(default_factory=list)
-    """Teacher caches (`draftsmith cache`) that together cover `completions` and `heldout`. With them the target's
-    weights are not read: of `target` a config and a tokenizer are enough."""
+    """Teacher caches (`draftsmith cache`) that together cover `completions` and `heldout`. With them `target` needs only
+    a config and a tokenizer: its weights are not read."""
     on_policy: float = 0.0
-    """λ: the share of the batches whose completions the draft writes itself, for the target to score; the target's
-    completions in the others."""
+    """λ: the share of the batches whose completions the draft writes itself, for the target to score."""
     on_policy_tokens: int = 128
-    """Tokens of a completion that the draft writes, at most."""
+    """The greatest length of a completion that the draft writes, in tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,34 +148,34 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
 
     @property
     def defaults(self) -> Defaults:
-        """A draft that was trained before is changed a little; one carved or random must learn fast."""
+        """A low learning rate for an existing draft, and a high one for a carved or random draft."""
         if self.init.lora is not None:
             return Defaults(rate=2e-3)
         return Defaults(rate=5e-4) if self.draft is not None else Defaults(rate=1e-2, muon=True)
 
     @property
     def stored_as(self) -> str:
-        """The model whose dtype "auto" saves in: the draft that was given, or the target."""
+        """The model whose dtype "auto" saves in: the initial draft, or the target."""
         return self.draft or self.target
 
     def make_objective(self, **fields: Any) -> "Objective":
-        """Make what is minimised; blocks have the length that is replayed."""
+        """Make the objective; its blocks have the length `draft_length`."""
         return super().make_objective(draft_length=self.draft_length, **fields)
 
 
 @dataclass
 class DistillPlanConfig(TrainingMachines, DistillConfig):
-    """Say whether a run fits its GPUs and how long it takes, from the config that it will be started with.
+    """Predict whether a run fits its GPUs and how long it takes, from the run's own config.
 
-    The fields of the run are read as its command does; another `--recipe` has those of its own.
+    Other recipes (`--recipe`) have other fields.
     """
 
     plan_class = "draftsmith.distill.parallel.memory:plan_of"
 
     draft_config: str | None = None
-    """The draft's config.json, where the draft itself cannot be reached."""
+    """The draft's config.json, if the draft itself is not available."""
     cache_k: int = 32
-    """Tokens of a distribution in the teacher cache whose size is reported."""
+    """The number of tokens of a distribution in the teacher cache whose size is reported."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

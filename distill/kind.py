@@ -25,26 +25,30 @@ DISTILL = Recipe(
     made=("init.",),
 )
 SERVERS = ("vllm", "sglang")
-"""What loads a draft model as it is."""
+"""The servers that load a draft model unchanged."""
+CHEAP = 0.5
+"""A draft with more than this share of the target's parameters hardly pays."""
 
 
 class Draft(CausalKind):
-    """A draft model in any way of drafting; servers load its directory as it is."""
+    """A draft model with any way of drafting; servers load its directory unchanged."""
 
     def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
         """Compare sizes and tokenizers."""
-        from draftsmith.distill.checks import compare
+        from draftsmith.train.kinds.parts import Side
 
-        yield from compare(target, part)
+        assert isinstance(part, Side)
+        yield _compare_sizes(target, part)
+        yield _compare_tokenizers(target, part)
 
     def check_export(self, config: "ExportOptions") -> None:
-        """Refuse what would change the model."""
+        """Refuse options that would change the model."""
         from draftsmith.distill.export import check
 
         check(self, config)
 
     def export(self, config: "ExportOptions", path: str) -> list[str]:
-        """Return the lines by which a server loads it."""
+        """Return the lines that launch a server with it."""
         from draftsmith.distill.export import export
 
         return export(self, config, path)
@@ -52,24 +56,24 @@ class Draft(CausalKind):
     def served(
         self, config: "ExportOptions", path: str
     ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
-        """Return vLLM's method for draft models, greedy and drawing."""
+        """Return vLLM's method for draft models, with greedy and sampled drafts."""
         from draftsmith.distill.export import served
 
         return served(self, config, path)
 
     def drafting(self, config: "ExportOptions", model: "PretrainedConfig") -> dict[str, Any]:
-        """Return the fields of vLLM's speculative config beside method and model: γ, and how it drafts."""
+        """Return the fields of vLLM's speculative config other than method and model."""
         from draftsmith.distill.export import GAMMA
 
         return {"num_speculative_tokens": config.draft_length or GAMMA}
 
     def notes(self, model: "PreTrainedModel", server: str) -> list[str]:
-        """Return what a reader should know of it in a server, a line each."""
+        """Return notes on its use in a server, a line each."""
         return []
 
 
 class _OneByOne(Draft):
-    """Drafts a token a forward."""
+    """A draft that drafts one token in each forward."""
 
     grows_trees = True
     by_token = True
@@ -90,7 +94,7 @@ class _OneByOne(Draft):
 
 
 class DraftModel(_OneByOne):
-    """The usual one: a smaller model with the target's tokenizer."""
+    """A smaller model with the target's tokenizer."""
 
     name, title = "draft", "draft model"
     flags = ("draft",)
@@ -99,11 +103,11 @@ class DraftModel(_OneByOne):
     verifiable = ("vllm",)
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Say so of any model of the library's that is not of another kind."""
+        """Return whether it is a model of the library, of any type."""
         return "model_type" in config
 
     def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
-        """Carve an eighth and a quarter of the target's layers."""
+        """Return drafts carved from an eighth and a quarter of the target's layers."""
         layers = target.get_text_config().num_hidden_layers
         sizes = sorted({max(1, round(layers / part)) for part in (8, 4)})
         cut = drafted_tokens(target, "init.draft_vocabulary")
@@ -111,12 +115,12 @@ class DraftModel(_OneByOne):
 
 
 class ReencodedDraft(_OneByOne):
-    """Drafts with a model of any tokenizer: unless it is the target's, ids are renumbered or text is encoded again."""
+    """A draft with any tokenizer; unless it is the target's, ids are renumbered or text is re-encoded."""
 
     name, title = "reencoded", "re-encoded draft"
 
     def field(self, spec: DrafterSpec) -> str:
-        """Return what errors call it: a draft model."""
+        """Return the name of a draft model."""
         return DraftModel.name
 
     def recounts(self, spec: DrafterSpec) -> bool:
@@ -124,7 +128,7 @@ class ReencodedDraft(_OneByOne):
         return True
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
-        """Load the model and compare the tokenizers."""
+        """Load the model and compare tokenizers."""
         from draftsmith.decode import RetokenizedProposer
 
         tokenizer = loading.tokenizers[str(spec.path)]
@@ -136,7 +140,7 @@ class ReencodedDraft(_OneByOne):
 
 
 class RunAheadDraft(_OneByOne):
-    """Drafts on in a second thread while the target verifies, one text at a time."""
+    """A draft that runs ahead in a second thread while the target verifies, one text at a time."""
 
     name, title = "run_ahead", "draft that runs ahead"
     grows_trees = False
@@ -147,3 +151,48 @@ class RunAheadDraft(_OneByOne):
 
         model = self.model(spec, loading)
         return self.drafter(spec, RunAheadProposer(model), model=model)
+
+
+def _compare_sizes(target: "Side", draft: "Side") -> "Finding":
+    from draftsmith.train.kinds.findings import Finding
+
+    p, q = target.model.num_parameters(), draft.model.num_parameters()
+    text = f"the draft has {q / p:.1%} of the target's parameters"
+    if q > CHEAP * p:
+        return Finding("warning", "sizes", text, "a draft pays by being far cheaper: --costs true says from which α on")
+    return Finding("ok", "sizes", text)
+
+
+def _compare_tokenizers(target: "Side", draft: "Side") -> "Finding":
+    from draftsmith.decode.errors import InputError
+    from draftsmith.decode.proposers.renumbered import matching_ids
+    from draftsmith.train.kinds.findings import Finding
+    from draftsmith.train.models import check_same_tokenizer
+
+    name, alike = "tokenizers", matching_ids(draft.tokenizer, target.tokenizer) is not None
+    try:
+        check_same_tokenizer(target.tokenizer, draft.tokenizer, target.path, draft.path, vocab_size=target.head)
+    except InputError as error:
+        difference = str(error).rpartition("found ")[2]
+        if alike:
+            text = f"the same pieces under other ids: {difference}"
+            remedy = (
+                "generate and RetokenizedProposer renumber them at any temperature; distill and measure want one "
+                "tokenizer for both"
+            )
+            return Finding("warning", name, text, remedy)
+        remedy = (
+            "generate and RetokenizedProposer encode the draft's text again, at T=0 alone; to distill and measure take "
+            "a draft with the target's tokenizer"
+        )
+        return Finding("warning", name, difference, remedy)
+    size = len(target.tokenizer)
+    # Slow tokenizers do not show how they split.
+    if not alike and target.tokenizer.is_fast and draft.tokenizer.is_fast:
+        return Finding(
+            "warning",
+            name,
+            f"the same {size} tokens with the same ids, but text is split into them otherwise",
+            "copy the target's tokenizer.json into the draft's directory; drafts read text as the target splits it",
+        )
+    return Finding("ok", name, f"the same {size} tokens with the same ids")

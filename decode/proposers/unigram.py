@@ -62,7 +62,7 @@ class BlindProposer(StatelessProposer):
     def replay(
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
-        """Replay deterministic drafts at T=0; under sampling, drafts drawn from the frequencies at the round's start."""
+        """Replay deterministic drafts at T=0; under sampling, those drawn from the frequencies at the round's start."""
         if distributions is None:
             return super().replay(task, texts, distributions)
         self.start(task)

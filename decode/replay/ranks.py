@@ -35,7 +35,7 @@ def ranks_of(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TextRanks:
-    """The ranks of one text's tokens among a drafter's logits, from which every fixed tree's acceptance at T=0 follows."""
+    """The ranks of one text's tokens among a drafter's logits, which give every fixed tree's acceptance at T=0."""
 
     ranks: np.ndarray
     """The rank of x_{s+i} at depth i + 1 of a round from s, (N, K) int16; `NONE` where nothing is drafted."""

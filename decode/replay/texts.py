@@ -17,8 +17,8 @@ from draftsmith.decode.cache import own_positions, positions_of
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 
 Distributions = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
-"""(texts (B, T), mask of wanted tokens (B, T) bool, C) → for each block of C columns from column 1 on, the distributions
-of the wanted tokens, (N, V), column by column."""
+"""(texts (B, T), mask of wanted tokens (B, T) bool, C) → for each C columns from column 1 on, the distributions of the
+wanted tokens, (N, V), column by column."""
 
 
 @dataclass(frozen=True)

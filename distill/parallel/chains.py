@@ -1,10 +1,10 @@
-"""The masks behind a text's tokens, and the token that each learns (PARD, arXiv 2504.18583).
+"""The mask tokens of training texts, and the token that each mask learns (PARD, arXiv 2504.18583).
 
-Every place where a loss is taken is an anchor. Behind anchor a stand masks j = 1, 2, … at positions a + j, and mask j
-learns the token after its position, x_{a+j+1}, as the place a + j of the text does. An anchor and its masks are a
-chain, which is the block that a parallel draft proposes. A chain ends where the next token carries no loss.
+Every place with a loss is an anchor. Anchor a has masks j = 1, 2, … at positions a + j, and mask j learns the token
+x_{a+j+1}, like the text's own place a + j. An anchor and its masks form a chain, the block that a parallel draft
+proposes. A chain ends where the next token carries no loss.
 
-Long chains cost most and teach least, so few of them are long (the paper's conditional drop of tokens): a mask is kept
+Long chains cost most and teach least, so few chains are long (the paper's conditional drop of tokens). A mask is kept
 only with all masks before it, since it attends to them.
 
 Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N places of the text, E entries: all places and
@@ -29,25 +29,25 @@ from draftsmith.train.losses.distributions import (
 )
 
 ALIGNED = 8
-"""Rows with masks have a multiple of this many entries, which matrix kernels prefer."""
+"""The lengths of rows with masks are multiples of this, which matrix kernels prefer."""
 
 
 def kept_shares(length: int, retention: float, minimum: float) -> np.ndarray:
-    """Return the share of anchors that keep mask j = 1…K − 1: max(retention^j, minimum), (K − 1,)."""
+    """Return the shares of anchors that keep mask j = 1…K − 1, max(retention^j, minimum), (K − 1,)."""
     return np.maximum(retention ** np.arange(1, length), minimum)
 
 
 def drawn_lengths(count: int, shares: np.ndarray, *seeds: int | str) -> np.ndarray:
-    """Draw how many masks each of some anchors keeps, (count,) int64: at least j with the probability `shares[j − 1]`.
+    """Draw the number of masks that each of `count` anchors keeps, (count,) int64: P(l ≥ j) = `shares[j − 1]`.
 
-    The seeds alone decide, so that neither a resumed run nor another number of processes draws otherwise.
+    The result depends only on the seeds, so that a resumed run or another number of processes draws the same.
     """
     u = np.random.default_rng(mixed_seed(*seeds)).random(count)
     return (u[:, None] < shares).sum(1)
 
 
 def most_masks(tokens: int, shares: np.ndarray) -> int:
-    """Return the masks of a row of `tokens` that all carry a loss: the mean and three standard deviations."""
+    """Return a bound for the masks of a row of `tokens` anchors: the mean plus three standard deviations."""
     mean = shares.sum()
     squares = (shares * (2 * np.arange(len(shares)) + 1)).sum()  # E[l²] = Σ_j (2j − 1) P(l ≥ j)
     return math.ceil(tokens * mean + 3 * math.sqrt(tokens * (squares - mean**2)))
@@ -55,45 +55,46 @@ def most_masks(tokens: int, shares: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Chains:
-    """The masks of a batch, and the entries that learn. All are int64."""
+    """The masks of a batch, and the entries that learn. All tensors are int64."""
 
     positions_BM: Tensor
     """The masks' positions in their texts."""
     anchors_BM: Tensor
-    """Their anchors' positions; −1 of what fills up a row, which sees no text and is seen by none."""
+    """The positions of the masks' anchors; −1 for padding, which neither sees nor is seen."""
     texts_BL: Tensor | None
-    """Which text of a packed row an entry belongs to; None where rows are single texts."""
+    """The index of each entry's text in a packed row; None if rows are single texts."""
     entries_E: Tensor
-    """Where the entries lie in a flattened (B, L)."""
+    """The indices of the entries in a flattened (B, L)."""
     places_E: Tensor
-    """Of the N places, the one whose next token an entry learns."""
+    """The index, among the N places, of the one whose next token an entry learns."""
     spans_E: Tensor
-    """The same, on the CPU for good."""
+    """A copy of `places_E` that stays on the CPU."""
     offsets_E: Tensor
-    """0 of an anchor, j of its mask j."""
+    """0 for an anchor, j for its mask j."""
 
     def to(self, device: torch.device) -> "Chains":
-        """Return them on a device, without waiting for it: a GPU copies from pinned memory while the host goes on."""
+        """Return a copy on a device."""
 
-        def sent(value: Tensor | None) -> Tensor | None:
+        def send(value: Tensor | None) -> Tensor | None:
             if value is None:
                 return None
+            # From pinned memory a GPU copies while the host continues.
             return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
 
-        moved: Any = {field.name: sent(getattr(self, field.name)) for field in fields(self) if field.name != "spans_E"}
+        moved: Any = {field.name: send(getattr(self, field.name)) for field in fields(self) if field.name != "spans_E"}
         return Chains(**moved, spans_E=self.spans_E)
 
     def take(self, values_BLX: Tensor) -> Tensor:
-        """Return what a tensor has at the entries, (B, L, …) → (E, …)."""
+        """Select the values at the entries, (B, L, …) → (E, …)."""
         return values_BLX.flatten(0, 1).index_select(0, self.entries_E)
 
     def gathered(self, teacher: LiveDistributions | WholeDistributions | CachedDistributions) -> GatheredDistributions:
-        """Return the distributions that the entries learn, of those of the N places."""
+        """Return the distributions that the entries learn, gathered from those of the N places."""
         return GatheredDistributions(teacher, self.places_E, self.spans_E)
 
     @property
     def work(self) -> tuple[int, int, int]:
-        """How many masks there are, how many tokens they see in all, themselves included, and how many learn."""
+        """The numbers of masks, of tokens that they see in total, themselves included, and of masks that learn."""
         return self.positions_BM.numel(), int((self.positions_BM + 1).sum()), int((self.offsets_E > 0).sum())
 
 
@@ -103,41 +104,42 @@ def chained(flat_N: Tensor, shape: Sequence[int], lengths_N: Tensor, positions_B
     Args:
         flat_N: the anchors, `LossPositions.flat_N`.
         shape: B and T.
-        lengths_N: masks that each may have; fewer where the tokens that carry a loss end. −1 for a place that is left
-            out, which learns nothing.
-        positions_BT: of packed rows, restarting at 0 with each text.
+        lengths_N: the greatest number of masks of each anchor; −1 leaves out the anchor too.
+        positions_BT: the positions of packed rows, which restart at 0 with each text.
     """
     rows, width = shape
     lengths_N = torch.minimum(lengths_N, _room(flat_N))
     sizes_N = lengths_N + 1  # with the anchor
+    # Entries are listed chain by chain; an entry's offset is its index less that of its anchor.
     anchor_E = torch.repeat_interleave(torch.arange(len(flat_N)), sizes_N)
     offsets_E = torch.arange(len(anchor_E)) - (sizes_N.cumsum(0) - sizes_N)[anchor_E]
     is_mask_E = offsets_E > 0
-    of_row_E = flat_N[anchor_E] // width
-    # The number of each mask in its row: how many there are before it, less those of earlier rows.
-    number_E = is_mask_E.cumsum(0) - is_mask_E.long()
-    in_row_B = torch.bincount(of_row_E[is_mask_E], minlength=rows)
-    column_E = number_E - (in_row_B.cumsum(0) - in_row_B)[of_row_E]
-    masks = int(in_row_B.max()) if rows else 0
+    row_E = flat_N[anchor_E] // width
+    # A mask's column in its row: the number of masks before it, less those of earlier rows.
+    before_E = is_mask_E.cumsum(0) - is_mask_E.long()
+    count_B = torch.bincount(row_E[is_mask_E], minlength=rows)
+    column_E = before_E - (count_B.cumsum(0) - count_B)[row_E]
+    masks = int(count_B.max()) if rows else 0
     masks += -(width + masks) % ALIGNED
     position_E = flat_N[anchor_E] % width if positions_BT is None else positions_BT.flatten()[flat_N[anchor_E]]
-    at = of_row_E[is_mask_E], column_E[is_mask_E]
+    mask_cells = row_E[is_mask_E], column_E[is_mask_E]
 
-    def filled(value_E: Tensor, other: int) -> Tensor:
-        out_BM = torch.full((rows, masks), other)
-        out_BM[at] = value_E[is_mask_E]
+    def scatter(value_E: Tensor, padding: int) -> Tensor:
+        out_BM = torch.full((rows, masks), padding)
+        out_BM[mask_cells] = value_E[is_mask_E]
         return out_BM
 
     texts_BL = None
     if positions_BT is not None:
         texts_BT = (positions_BT == 0).cumsum(1)
-        texts_BL = torch.cat([texts_BT, filled(texts_BT.flatten()[flat_N[anchor_E]], 0)], dim=1)
+        texts_BL = torch.cat([texts_BT, scatter(texts_BT.flatten()[flat_N[anchor_E]], 0)], dim=1)
+    # In a row of L entries the masks follow the T tokens.
     column_E = torch.where(is_mask_E, width + column_E, flat_N[anchor_E] % width)
     return Chains(
-        filled(position_E + offsets_E, 0),
-        filled(position_E, -1),
+        scatter(position_E + offsets_E, 0),
+        scatter(position_E, -1),
         texts_BL,
-        of_row_E * (width + masks) + column_E,
+        row_E * (width + masks) + column_E,
         anchor_E + offsets_E,
         anchor_E + offsets_E,
         offsets_E,
@@ -145,7 +147,7 @@ def chained(flat_N: Tensor, shape: Sequence[int], lengths_N: Tensor, positions_B
 
 
 def _room(flat_N: Tensor) -> Tensor:
-    """Return how many places follow each without a gap."""
+    """Return the number of places that follow each place without a gap."""
     number_N = torch.arange(len(flat_N))
     ends_N = torch.ones(len(flat_N), dtype=torch.bool)
     ends_N[:-1] = flat_N.diff() != 1

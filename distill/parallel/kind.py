@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ParallelDraft(Draft):
-    """Drafts several tokens in one forward, at mask tokens behind the text."""
+    """A draft of several tokens in one forward, at mask tokens after the text."""
 
     name, title = "parallel_draft", "parallel draft"
     flags = ("parallel_draft",)
@@ -27,7 +27,7 @@ class ParallelDraft(Draft):
     verifiable = ("vllm",)
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Say so of a model whose config names a mask token."""
+        """Return whether the config names a mask token."""
         return config.get("pard_token") is not None
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
@@ -50,11 +50,11 @@ class ParallelDraft(Draft):
         return self.drafter(spec, proposer, greedy=greedy, model=model, draft_lengths=lengths)
 
     def chain(self, drafter: Drafter, draft_length: int) -> "tuple[Proposer, int]":
-        """Return chains no longer than it was trained for."""
+        """Return chains no longer than the trained length."""
         return drafter.proposer, min(draft_length, drafter.proposer.longest or draft_length)
 
     def most_drafted(self, config: Mapping[str, Any]) -> int | None:
-        """Return the tokens that it was trained to propose."""
+        """Return the trained length."""
         from transformers import PretrainedConfig
 
         from draftsmith.distill.parallel.layout import length_of
@@ -68,27 +68,70 @@ class ParallelDraft(Draft):
         return ParallelDraftProposer(model)
 
     def at_once(self, model: "PreTrainedModel") -> int | None:
-        """Return the tokens that it was trained to propose, or 4."""
+        """Return the trained length, or 4."""
         from draftsmith.distill.export import GAMMA
         from draftsmith.distill.parallel.layout import length_of
 
         return length_of(model.config) or GAMMA
 
     def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
-        """Compare sizes and tokenizers, and look at the mask token."""
-        from draftsmith.distill.parallel.checks import check_masks
-
+        """Compare sizes and tokenizers, and check the mask token."""
         yield from super().compare(target, part)
-        yield check_masks(part)
+        yield _check_masks(part)
 
     def drafting(self, config: "ExportOptions", model: "PretrainedConfig") -> dict[str, Any]:
-        """Return γ, and that all tokens are drafted in one forward."""
-        from draftsmith.distill.parallel.export import drafting
+        """Return γ, by default the trained length, and the flag of parallel drafts.
 
-        return drafting(config, model)
+        vLLM 0.32 reads `pard_token` of the draft's config (`v1/spec_decode/llm_base_proposer.py`), but no length.
+        """
+        from draftsmith.distill.export import GAMMA
+        from draftsmith.distill.parallel.layout import length_of
+
+        longest = length_of(model)
+        draft_length = config.draft_length or longest or GAMMA
+        if longest is not None and draft_length > longest:
+            raise InputError(
+                f"draft_length: expected at most the {longest} tokens that the draft was trained to propose, "
+                f"found {draft_length}"
+            )
+        return {"num_speculative_tokens": draft_length, "parallel_drafting": True}
 
     def notes(self, model: "PreTrainedModel", server: str) -> list[str]:
-        """Say how a server drafts with it."""
-        from draftsmith.distill.parallel.export import notes
+        """Return how a server drafts with it.
 
-        return notes(model, server)
+        Raises:
+            InputError: a config without its mask token.
+        """
+        from draftsmith.distill.parallel.layout import mask_token_of, tree_of
+
+        if server == "sglang":
+            return ["SGLang's STANDALONE drafts a token a forward, with this draft too: measure it as --draft"]
+        mask_token_of(model)
+        lines = ["it drafts all tokens in one forward; measure it as --parallel_draft"]
+        if (tree := tree_of(model.config)) is not None:
+            lines.append(f"the tree of {len(tree)} tokens in its config.json is not for vLLM, which drafts chains")
+        return lines
+
+
+def _check_masks(draft: "Part") -> "Finding":
+    """Check the fields of the config that training wrote."""
+    from draftsmith.distill.parallel.layout import is_unused, length_of, mask_token_of, tree_of
+    from draftsmith.train.kinds.findings import Finding
+    from draftsmith.train.kinds.parts import Side
+
+    assert isinstance(draft, Side)
+    try:
+        mask, length = mask_token_of(draft.model), length_of(draft.model.config)
+        tree = tree_of(draft.model.config)
+    except InputError as error:
+        text = str(error).removeprefix("parallel draft: ")
+        return Finding("error", "parallel", text, "write into its config.json what it was trained with")
+    tokens = "tokens" if length is None else f"{length} tokens"
+    text = f"drafts {tokens} in one forward (--parallel_draft), with token {mask} for a mask"
+    if tree is not None:
+        text += f", and a tree of {len(tree)}, {tree.depth} deep"
+    if is_unused(draft.tokenizer, mask):
+        return Finding("ok", "parallel", text)
+    remedy = "drafts stay lossless, but it can't tell a mask from text: train with an unused token"
+    written = draft.tokenizer.convert_ids_to_tokens(mask)
+    return Finding("warning", "parallel", f"{text}, which texts may contain: {written!r}", remedy)

@@ -1,4 +1,4 @@
-"""A draft that learns to draft in parallel: its mask token, and its forward over texts with masks beside them."""
+"""The mask token of a draft that learns to draft in parallel, and its forward over texts with masks."""
 
 import functools
 import os
@@ -13,44 +13,31 @@ from draftsmith.decode.cache.attention import implementation_of
 from draftsmith.decode.cache.kernels import additive_mask
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.parallel.layout import (
-    LENGTH,
-    MASK_TOKEN,
-    TREE,
-    mask_token_of,
-    unused_token,
-    visible_entries,
-)
+from draftsmith.distill.parallel.layout import LENGTH, MASK_TOKEN, TREE, mask_token_of, unused_token, visible_entries
 from draftsmith.distill.vocabulary import ties_embeddings
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import set_attention, takes_bounds
 
 COMPILED_ON = {"cuda"}
-"""Devices that block masks are compiled for."""
+"""Device types on which block masks are compiled."""
 
 
 def make_parallel(
     draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, token: int | str | None = None
 ) -> None:
-    """Give a draft a mask token, and say so in its config, in place.
+    """Make an unsharded draft learn to draft K = `length` tokens in one forward: set its config and mask token.
 
-    The token's embedding becomes the mean of all tokens'. A parallel draft keeps the one that it has. The tree
-    that was searched for it is dropped, for it will not fit what it learns.
-
-    Args:
-        draft: the draft model, whole.
-        tokenizer: its tokenizer.
-        length: K, the tokens that it learns to draft in one forward.
-        token: its mask token, as an id or as the tokenizer writes it; what the draft has, or an unused one, if None.
+    `token` is an id, or a token as the tokenizer writes it; None keeps the draft's own, or takes an unused one. A new
+    mask token's embedding is set to the mean of all tokens'.
 
     Raises:
         InputError: no such token, or no unused one.
     """
     config = draft.config.get_text_config()
     own_token, embeddings = getattr(config, MASK_TOKEN, None), cast(Any, draft.get_input_embeddings())
-    embeddings.padding_idx = None  # the row of padding, which may serve as mask, would have no gradient
+    embeddings.padding_idx = None  # the padding row, which may serve as mask, would get no gradient
     setattr(config, LENGTH, length)
-    config.__dict__.pop(TREE, None)
+    config.__dict__.pop(TREE, None)  # a tree that was searched for the draft will no longer fit
     if own_token is not None and token is None:
         mask_token_of(draft)
         return
@@ -69,45 +56,38 @@ def make_parallel(
 
 
 def loss_vocabulary(draft: PreTrainedModel, tokens: int) -> int:
-    """Return how many rows of the head the loss takes: those of tokens, and that of the mask token where it is trained.
-
-    Tied to its embedding, the row moves with what the mask learns, and must learn besides that no text has it.
-    """
+    """Return the number of the head's rows in the loss: the tokens', and the mask token's if embeddings are tied."""
+    # A tied row moves with the mask's embedding, so it must also learn that no text contains it.
     return max(tokens, mask_token_of(draft) + 1) if ties_embeddings(draft) else tokens
 
 
 def choose_attention(draft: PreTrainedModel, name: str | None) -> None:
-    """Have a draft compute attention by a named implementation, or by sdpa in place of one that takes no mask.
+    """Set a draft's attention implementation, with sdpa in place of one that takes no masks.
 
     Raises:
-        InputError: the model or this machine has no such implementation.
+        InputError: an implementation that the model or this machine does not have.
     """
     set_attention(draft, name)
     if takes_bounds(draft):
-        found = implementation_of(draft)
+        refused = implementation_of(draft)
         set_attention(draft, "sdpa")
         if os.environ.get("RANK", "0") == "0":
-            print(f"attn_implementation: the draft learns under sdpa, for {found} takes no masks", file=sys.stderr)
+            print(f"attn_implementation: the draft learns under sdpa, for {refused} takes no masks", file=sys.stderr)
 
 
 def parallel_hidden(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, anchors: Tensor, texts: Tensor | None = None
 ) -> Tensor:
-    """Return the last hidden states of texts and of the masks beside them, (B, L, H).
+    """Return the last hidden states of texts and masks, (B, L) each, by a causal LM whose attention takes masks.
 
-    Args:
-        model: a causal LM whose attention takes masks.
-        input_ids: tokens of the texts and mask tokens, (B, L).
-        position_ids: as in `visible_entries`, like the others.
-        anchors: (B, L).
-        texts: (B, L).
+    The result is (B, L, H). Positions, anchors and texts are those of `visible_entries`.
     """
     mask = _attention_mask(model, position_ids, anchors, texts)
     return last_hidden(model, input_ids=input_ids, position_ids=position_ids, attention_mask=mask)
 
 
 def _attention_mask(model: PreTrainedModel, positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None) -> Any:
-    """Return the mask of a forward, by layer type where a family's layers differ, as the library hands masks out."""
+    """Return the mask of a forward in the library's format: a dict by layer type if the family's layers differ."""
     config = model.config.get_text_config()
     window: int = getattr(config, "sliding_window", None) or 0
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -134,7 +114,7 @@ def _additive(model: PreTrainedModel, visible_BLL: Tensor) -> Tensor:
 
 
 def _blocks(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None, window: int) -> Any:
-    """Return what flex attention skips empty blocks by: the rule of `visible_entries`, entry by entry."""
+    """Return the block mask of flex attention, by the rule of `visible_entries` for one pair of entries."""
 
     def visible(b: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         position_q, position_k, anchor_q, anchor_k = (
@@ -142,10 +122,10 @@ def _blocks(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None, w
         )  # fmt: skip
         is_text = anchor_k == position_k
         same_draft = (anchor_k == anchor_q) & (anchor_q != position_q) & (position_k <= position_q)
-        seen = torch.where(is_text, position_k <= anchor_q, same_draft)
+        is_visible = torch.where(is_text, position_k <= anchor_q, same_draft)
         if texts_BL is not None:
-            seen = seen & (texts_BL[b, q] == texts_BL[b, k])
-        return seen & (position_q - position_k < window) if window else seen
+            is_visible = is_visible & (texts_BL[b, q] == texts_BL[b, k])
+        return is_visible & (position_q - position_k < window) if window else is_visible
 
     rows, length = positions_BL.shape
     device = positions_BL.device
@@ -154,26 +134,22 @@ def _blocks(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None, w
 
 @functools.cache
 def _create_block_mask(compiled: bool) -> Any:
-    """Return the library's function: as it is it makes numbers for each pair of entries, compiled it does not.
-
-    Lengths change with each step, and one graph serves them all.
-    """
     from torch.nn.attention.flex_attention import create_block_mask
 
+    # The eager function stores numbers for each pair of entries; the compiled one does not. It is dynamic, since
+    # lengths change with each step.
     return torch.compile(create_block_mask, dynamic=True) if compiled else create_block_mask
 
 
 @torch.no_grad()
 def require_masks(draft: PreTrainedModel) -> None:
-    """Require that texts with masks beside them have the hidden states that they have alone, by trying it.
+    """Try a forward with masks on a draft with the device and attention of its training.
 
-    And that masks have those of a plain forward over their prefix and themselves.
-
-    Args:
-        draft: a parallel draft, on the device and with the attention that it will be trained with.
+    Texts must have the hidden states that they have without masks, and masks those of a plain forward over their prefix
+    and themselves.
 
     Raises:
-        InputError: the family's attention does not keep to the mask.
+        InputError: a family whose attention does not respect the mask.
     """
     training, alike = draft.training, False
     draft.eval()
@@ -184,16 +160,16 @@ def require_masks(draft: PreTrainedModel) -> None:
         )
         masks = torch.full((4,), token)
         ids = torch.cat([text, masks])[None].to(device)
-        # Two masks behind x_3, and two behind x_5.
+        # Two masks after x_3, and two after x_5.
         positions = torch.cat([torch.arange(7), torch.tensor([4, 5, 6, 7])])[None].to(device)
         anchors = torch.cat([torch.arange(7), torch.tensor([3, 3, 5, 5])])[None].to(device)
         hidden = parallel_hidden(draft, ids, positions, anchors)[0]
         tolerance = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 0.05
         close = []
-        for prefix, found in ((7, hidden[:7]), (4, hidden[7:9]), (6, hidden[9:])):
+        for prefix, states in ((7, hidden[:7]), (4, hidden[7:9]), (6, hidden[9:])):
             alone = torch.cat([text[:prefix], masks[: 0 if prefix == 7 else 2]])[None].to(device)
-            expected = last_hidden(draft, input_ids=alone)[0, -len(found) :]
-            close.append(bool((found - expected).norm() <= tolerance * expected.norm()))
+            expected = last_hidden(draft, input_ids=alone)[0, -len(states) :]
+            close.append(bool((states - expected).norm() <= tolerance * expected.norm()))
         alike = all(close)
     except (AttributeError, TypeError, ValueError):
         pass

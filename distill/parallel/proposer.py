@@ -23,22 +23,22 @@ from draftsmith.distill.parallel.replay import text_acceptance, text_ranks
 
 
 class ParallelDraftProposer(TreeProposer, DraftModelProposer):
-    """Drafts K tokens with one forward of a draft trained for it: see `draftsmith.distill.parallel.layout`.
+    """A proposer of K tokens in one forward of a parallel draft: see `draftsmith.distill.parallel.layout`.
 
-    Fed are the tokens of the text that the cache lacks, and K − 1 mask tokens behind them. What was drafted is never
-    fed as itself: of a round's accepted tokens the cache holds masks, in whose slots they are fed in the next round.
+    A forward feeds the uncached tokens of the text and K − 1 masks. Drafted tokens are not fed in their own round: the
+    cache holds masks for them, whose slots the accepted tokens overwrite in the next round.
 
-    Each token is drawn from its own q_j, which knows the text and not what was drafted before it. Processors that look
-    at the text see the drafted tokens, too: that is the q_j which is handed over.
+    Each token is drawn from its own q_j, which depends on the text but not on the tokens drafted before it. Processors
+    do see the drafted tokens; the returned q_j includes their effect.
 
     Args:
         draft_model: a parallel draft.
-        tree: None drafts chains; a `Tree` has one shape for every round. The children of all nodes of one depth are
-            those of one distribution: the most likely tokens at T=0, drawn without replacement under sampling.
+        tree: None drafts chains. A `Tree` is the shape of every draft. All nodes of one depth draw their children from
+            one distribution: the most likely tokens at T=0, and without replacement under sampling.
         greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
 
     Raises:
-        InputError: a draft whose config names no mask token, or a tree deeper than the draft was trained for.
+        InputError: a config without a mask token, or a tree deeper than the trained length.
     """
 
     at_once = True
@@ -67,43 +67,40 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
     def start(self, task: DraftTask) -> int:
         """Begin with an empty cache."""
         self._depth = self._cut(task.draft_length)
-        lacking = 1 << self._depth.bit_length()  # K + 1 tokens, or of fixed shapes the next power of two
-        self._begin(task, lacking + self._depth - 1)
+        uncached = 1 << self._depth.bit_length()  # K + 1 tokens, rounded up to a power of two for fixed shapes
+        self._begin(task, uncached + self._depth - 1)
         return self.nodes(task.draft_length)
 
     def nodes(self, draft_length: int) -> int:
-        """Return the nodes of the tree that are no deeper, or the length of a chain."""
+        """Return the number of nodes of the tree down to this depth, or the length of a chain."""
         return super().nodes(self._cut(draft_length))
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Forget all that was drafted: masks stand in its place, and the next round feeds what was accepted."""
+        """Keep nothing: the cache holds masks, and the next round feeds the accepted tokens."""
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse trees under sampling, whose siblings' draws are not known."""
+        """Refuse trees under sampling, since their draws are not known."""
         return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
 
     def replay(
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
-        """Replay chains, and at T=0 trees of one shape; of longer drafts than it can make, its longest.
-
-        See `draftsmith.decode.measurement.replay`.
-        """
+        """Replay chains, and at T=0 trees of fixed shape, up to the trained length."""
         drafted, texts = drafted_parts(texts, self.positions)
         depth, sampler, v = self._cut(task.draft_length), task.sampler, task.vocab_size
         tree = Tree.chain(depth) if self.tree is None else self._shape(depth)
         if distributions is not None:
-            each = [
+            pairs = [
                 text_acceptance(self.draft_model, text, sampler, p_NV[: len(text)], tree.depth, self.greedy)
                 for text, p_NV in zip(drafted, distributions, strict=True)
             ]
-            acceptance = filled([a_NK for a_NK, _ in each], texts, 0.0)
-            return replay_by_start(texts, acceptance, [common_N for _, common_N in each])
-        # Behind the tree the most likely tokens, for servers that draft chains.
-        widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
-        ranked = [text_ranks(self.draft_model, text, sampler, v, widths, chains) for text in drafted]
-        ranks = [of_text.up_to(len(text)) for (of_text, _), text in zip(ranked, texts, strict=True)]
-        return replay_by_start_ranks(ranks, tree, [agrees for _, agrees in ranked])
+            acceptance = filled([a_NK for a_NK, _ in pairs], texts, 0.0)
+            return replay_by_start(texts, acceptance, [overlap_N for _, overlap_N in pairs])
+        # Depths below the tree are replayed with width 1, for servers that draft chains.
+        widths, is_chain = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
+        ranked = [text_ranks(self.draft_model, text, sampler, v, widths, is_chain) for text in drafted]
+        ranks = [part.up_to(len(text)) for (part, _), text in zip(ranked, texts, strict=True)]
+        return replay_by_start_ranks(ranks, tree, [agreement_N for _, agreement_N in ranked])
 
     def _cut(self, draft_length: int) -> int:
         return draft_length if self.longest is None else min(draft_length, self.longest)
@@ -117,6 +114,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         depth = max(lengths)
         masks = torch.full((depth - 1,), self._mask, device=texts[0].device)
         logits_BKV = self._feed_texts(texts, masks)[:, :depth]
+        # Without processors that read drafted tokens, all tokens of a chain are chosen at once.
         if self.tree is None and self._samplers[0].context_free and not self._task.row_samplers:
             return self._chains_at_once(lengths, logits_BKV)
         tree, drawn = Tree.chain(depth), self._draws
@@ -134,7 +132,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         )
 
     def _chains_at_once(self, draft_lengths: Sequence[int], logits_BKV: Tensor) -> Drafts:
-        """Draft what `draft_static_tree` does of chains, where no distribution waits for a token before it."""
+        """Draft the chains that `draft_static_tree` would, in one step for all depths."""
         scores = self._samplers[0].scores(logits_BKV.flatten(0, 1), [])
         drawn_BKV: Tensor | None = None
         if self._draws:

@@ -1,8 +1,7 @@
-"""Proposals of a parallel draft from every start of a text, in one pass: the text's keys are computed once.
+"""A parallel draft's proposals from every start of a text, in one pass that computes the text's keys once.
 
-Of the text's tokens x_0 … x_{N−1}, a round that starts at s knows x_{<s}. The logits of x_{s−1}, or of the prompt's
-last token, are of the draft for x_s, and those of the j-th mask behind it of the draft for x_{s+j}: what is drafted
-depends on where the round began, so there are two indices, start and offset.
+The text's tokens are x_0 … x_{N−1}. A round that starts at s knows x_{<s}. It drafts x_s from the logits at x_{s−1},
+and x_{s+j} from those at the j-th mask, so a draft has two indices, start and offset.
 
 Shape suffixes: N tokens of the text, T tokens with the prompt, E drafts, K offsets, V vocabulary.
 """
@@ -22,14 +21,14 @@ from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax
 from draftsmith.distill.parallel.layout import mask_token_of, visible_entries
 
 DRAFTS_AT_A_TIME = 512
-"""Drafts that are computed in one forward at most."""
+"""The greatest number of drafts in one forward."""
 LOGITS_AT_A_TIME = 2**26
-"""Their logits that are held at a time."""
+"""The greatest number of logits in memory."""
 
 
 @dataclass(frozen=True)
 class _ScoredDrafts:
-    """Some of a text's drafts: of the token at `starts` + `offsets`, given the text before `starts`."""
+    """Some of a text's drafts: the token at `starts` + `offsets`, given the text before `starts`."""
 
     starts: Tensor
     """(E,) int64, on the host."""
@@ -40,7 +39,7 @@ class _ScoredDrafts:
 
     @property
     def drafted(self) -> Tensor:
-        """The places of the tokens in the text, (E,)."""
+        """The places of the drafted tokens in the text, (E,)."""
         return self.starts + self.offsets
 
 
@@ -52,19 +51,10 @@ def text_ranks(
     most: Sequence[int],
     by_argmax: bool = False,
 ) -> tuple[TextRanks, Tensor]:
-    """Return the ranks of a text's tokens among a parallel draft's logits: acceptance of every tree at T=0.
+    """Return the ranks of a text's tokens among a parallel draft's logits, and the agreement of first drafts.
 
-    Args:
-        model: the draft.
-        text: what the target wrote.
-        sampler: the processors of T=0.
-        vocab_size: V of the target.
-        most: ranks to look at, for each of K offsets. Where logits tie, give the tree's widths, for the drafter breaks
-            ties among as many.
-        by_argmax: ranks of 0 are those of `argmax`, which a chain is drafted by, and there are no others.
-
-    Returns:
-        The ranks, and where the first draft from each start is the token, (N,) float32.
+    The agreement is 1 where the first draft from a start is the token, (N,) float32. `most` and `by_argmax` are as in
+    `draftsmith.decode.replay.starts.ranks_by_start`.
     """
     home = text.sequence.device
     ranks_NK = torch.full((len(text), len(most)), NONE, dtype=torch.int16, device=home)
@@ -75,10 +65,10 @@ def text_ranks(
             scores = drafts.scores[places.to(device)]
             tokens = text.tokens.to(device)[drafts.drafted[places].to(device)]
             if by_argmax:
-                found = torch.full_like(tokens, NONE).masked_fill(argmax(scores) == tokens, 0)
+                ranks_E = torch.full_like(tokens, NONE).masked_fill(argmax(scores) == tokens, 0)
             else:
-                found = ranks_of(scores, tokens, most[offset])
-            ranks_NK[drafts.starts[places].to(home), offset] = found.to(ranks_NK)
+                ranks_E = ranks_of(scores, tokens, most[offset])
+            ranks_NK[drafts.starts[places].to(home), offset] = ranks_E.to(ranks_NK)
     ranks = ranks_NK.cpu().numpy()
     first = torch.from_numpy(ranks[:, 0] == 0).float()
     ranks[~drafted_from(len(text), len(most), text.limit, first=0)] = NONE
@@ -88,18 +78,9 @@ def text_ranks(
 def text_acceptance(
     model: PreTrainedModel, text: WrittenText, sampler: Sampler, p_NV: Tensor, depth: int, greedy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the acceptance probabilities of a chain on a text that was written by sampling.
+    """Return a_{s,j} = min(1, q_j(x) / p(x)) of a chain on a sampled text, (N, K), and Σ_v min(p, q_0), (N,).
 
-    Args:
-        model: the draft.
-        text: what the target wrote.
-        sampler: its warping.
-        p_NV: the target's distributions.
-        depth: K.
-        greedy: the draft is each distribution's argmax, for certain.
-
-    Returns:
-        a_{s,j} = min(1, q_j(x) / p(x)), (N, K), 0 where nothing is drafted; and Σ_v min(p, q) of offset 0, (N,).
+    a is 0 where nothing is drafted. If `greedy`, the draft is each distribution's argmax.
     """
     a_NK, common_N = p_NV.new_zeros(len(text), depth), p_NV.new_zeros(len(text))
     for drafts in _drafts(model, text, sampler, p_NV.shape[1], depth):
@@ -123,41 +104,42 @@ def text_acceptance(
 def _drafts(
     model: PreTrainedModel, text: WrittenText, sampler: Sampler, vocab_size: int, depth: int
 ) -> Iterator[_ScoredDrafts]:
-    """Yield the drafts for the text's own tokens: offset 0 of all starts, then the masks' of some starts at a time."""
+    """Yield the drafts of the text's tokens: offset 0 from all starts, then the masks' from some starts at a time."""
     at_a_time = max(1, min(DRAFTS_AT_A_TIME, LOGITS_AT_A_TIME // vocab_size))
     (sequence,), device = readable(model, [text.sequence.to(model.device)]), model.device
     n, known = len(text), len(sequence) - 1
     if not n:
         return
-    # All of the text stays at hand in layers with a window, too: a block may go back to its beginning.
+    # The block spans the whole text, so that layers with a window keep all of it: masks go back to its beginning.
     cached = CachedModel(model, 1, known + 1, block=known + max(at_a_time, depth))
     logits_NV = cached.prefill(sequence[None, :-1], keep=n)[0]
 
-    def scored(starts_E: Tensor, offsets_E: Tensor, logits_EV: Tensor) -> _ScoredDrafts:
+    def score(starts_E: Tensor, offsets_E: Tensor, logits_EV: Tensor) -> _ScoredDrafts:
         ends = [] if sampler.context_free else (text.prompt_length + starts_E + offsets_E).tolist()
         contexts = [text.sequence[:end] for end in ends]
         logits_EV = align_vocabulary(logits_EV, vocab_size).to(text.sequence.device)
         return _ScoredDrafts(starts_E, offsets_E, sampler.scores(logits_EV, contexts).to(device))
 
-    every = torch.arange(n)
-    for starts in every.split(at_a_time):
-        yield scored(starts, torch.zeros_like(starts), logits_NV[int(starts[0]) : int(starts[-1]) + 1])
+    all_starts = torch.arange(n)
+    for starts in all_starts.split(at_a_time):
+        yield score(starts, torch.zeros_like(starts), logits_NV[int(starts[0]) : int(starts[-1]) + 1])
     del logits_NV
     if depth == 1:
         return
     mask, places = mask_token_of(model), torch.arange(known)
-    for starts in every.split(max(1, at_a_time // (depth - 1))):
+    for starts in all_starts.split(max(1, at_a_time // (depth - 1))):
         starts_E = starts.repeat_interleave(depth - 1)
         offsets_E = torch.arange(1, depth).repeat(len(starts))
-        inside = starts_E + offsets_E < n  # what would be drafted behind the text is compared with nothing
+        inside = starts_E + offsets_E < n  # drafts past the text's end have no token to compare with
         starts_E, offsets_E = starts_E[inside], offsets_E[inside]
         if not len(starts_E):
             return
         anchors_E = text.prompt_length - 1 + starts_E
         positions_E = anchors_E + offsets_E
+        # The masks of all these starts are one block in the cache; visibility keeps the drafts apart.
         anchors_L, positions_L = torch.cat([places, anchors_E]), torch.cat([places, positions_E])
         entries = positions_L[None].to(device), anchors_L[None].to(device)
         visible = visible_entries(*entries, last=len(starts_E))[0]
         masks = torch.full((1, len(starts_E)), mask, device=device)
         logits = cached.feed(masks, [known], visible=visible, depths=(positions_E - known).to(device))
-        yield scored(starts_E, offsets_E, logits[0])
+        yield score(starts_E, offsets_E, logits[0])

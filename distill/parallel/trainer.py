@@ -1,8 +1,8 @@
-"""Training of parallel drafts: the loss of a plain draft at every place, and at the masks behind it.
+"""Training of parallel drafts, with the loss of a plain draft at every place and at its masks.
 
-The target's forward runs on the texts alone, for what a mask learns is the target's distribution at a place of the
-text. Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N places where a loss is taken, E entries:
-these places and the masks that learn, chain by chain; H hidden, V vocabulary, K tokens of a chain, F features.
+The target's forward runs on the texts alone, since a mask learns the target's distribution at a place of the text.
+Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N places with a loss, E entries: these places
+and the masks that learn, chain by chain; H hidden, V vocabulary, K tokens of a chain, F features.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from transformers import EvalPrediction
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
-from draftsmith.distill.parallel.chains import Chains, chained, drawn_lengths
+from draftsmith.distill.parallel.chains import Chains, chained, drawn_lengths, kept_shares
 from draftsmith.distill.parallel.layout import mask_token_of
 from draftsmith.distill.parallel.model import loss_vocabulary, parallel_hidden
 from draftsmith.distill.trainer import DistillTrainer
@@ -29,13 +29,13 @@ from draftsmith.train.replay_metrics import COLUMNS, acceptance_metrics, replay_
 
 
 class ParallelTrainer(DistillTrainer):
-    """Minimises an objective at the completions' positions and at mask tokens behind them (PARD, arXiv 2504.18583).
+    """A trainer that minimises an objective at the completions' positions and their masks (PARD, arXiv 2504.18583).
 
-    The loss is summed over each place's chain, with the weight decay^j at its mask j, and its mean taken over places.
-    Block terms take the chain of an anchor as the drafted block. Evaluation replays rounds of one forward each:
-    `mean_acceptance_length` is that of blocks of `draft_length` tokens, or of K if they are fewer, and `alpha_j` is
-    Σ_v min(p, q) of the token j behind the next. `alpha` and the others are of the next token, so those of the same
-    weights as a plain draft, whose τ is `plain_mean_acceptance_length`.
+    The loss is summed over each place's chain with weights decay^j, and averaged over places. Block terms take a chain
+    as the drafted block. Evaluation replays rounds of one forward each: `mean_acceptance_length` is that of blocks of
+    min(`draft_length`, K) tokens, and `alpha_j` is Σ_v min(p, q) of the j-th token after the next one. `alpha` and the
+    other metrics are those of the next token, as for a plain draft with these weights, whose τ is
+    `plain_mean_acceptance_length`.
     """
 
     needs_host_arrays = True
@@ -54,24 +54,25 @@ class ParallelTrainer(DistillTrainer):
                 f"found {self.mask_token}"
             )
         self.length = config.parallel
-        self.shares = config.kept_shares
-        decayed = config.parallel_decay ** np.arange(self.length)
-        thinned = decayed / np.concatenate([[1.0], self.shares]) if config.parallel_importance else decayed
-        self._decayed_K = torch.tensor(decayed, dtype=torch.float32, device=self.args.device)
-        self._weights_K = torch.tensor(thinned, dtype=torch.float32, device=self.args.device)
-        self._beside = np.zeros(3)
-        """Of the masks since the last line of the log: their number, the tokens that they see, and those that learn."""
+        self.shares = kept_shares(config.parallel, config.parallel_retention, config.parallel_minimum)
+        decay = config.parallel_decay ** np.arange(self.length)
+        # Importance weights undo the thinning of masks, on average.
+        weights = decay / np.concatenate([[1.0], self.shares]) if config.parallel_importance else decay
+        self._decay_K = torch.tensor(decay, dtype=torch.float32, device=self.args.device)
+        self._weights_K = torch.tensor(weights, dtype=torch.float32, device=self.args.device)
+        self._mask_work = np.zeros(3)
+        """`Chains.work`, summed since the last line of the log."""
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Draw the masks of a step, behind all that the batches learn from."""
+        """Draw a step's batches, and the masks of each."""
         batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
         with self.clock.phase("data"):
-            return [{**batch, "chains": self._drawn(batch)} for batch in batches], tokens
+            return [{**batch, "chains": self._draw_chains(batch)} for batch in batches], tokens
 
-    def _drawn(self, batch: dict[str, Any]) -> Chains:
-        """Lay out the masks of a batch, on the host."""
+    def _draw_chains(self, batch: dict[str, Any]) -> Chains:
+        """Draw and lay out the masks of a batch, on the host."""
         on_host, (rows, width) = batch["host"], batch["labels"].shape
         counts = np.bincount(on_host["positions"] // width, minlength=rows)
         seeds = int(self.args.seed), self.state.global_step, "masks"
@@ -79,40 +80,39 @@ class ParallelTrainer(DistillTrainer):
             drawn_lengths(int(count), self.shares, *seeds, int(index))
             for count, index in zip(counts, on_host["index"], strict=True)
         ]
-        chains = self._chained(batch, torch.from_numpy(np.concatenate(lengths)))
-        self._beside += chains.work
+        chains = self._lay_out(batch, torch.from_numpy(np.concatenate(lengths)))
+        self._mask_work += chains.work
         return chains.to(self.args.device)
 
-    def _chained(self, batch: dict[str, Any], lengths_N: Tensor) -> Chains:
+    def _lay_out(self, batch: dict[str, Any], lengths_N: Tensor) -> Chains:
         on_host, shape = batch["host"], batch["labels"].shape
         positions = on_host.get("position_ids")
         flat_N = torch.from_numpy(on_host["positions"])
         return chained(flat_N, shape, lengths_N, None if positions is None else torch.from_numpy(positions))
 
     def _with_masks(self, inputs: dict[str, Any], chains: Chains) -> dict[str, Tensor]:
-        """Return what `parallel_hidden` reads: the texts of a batch, with masks behind them in each row."""
+        """Return the inputs of `parallel_hidden`: in each row, the text and then the masks."""
         ids_BT = inputs["input_ids"]
         positions_BT = inputs.get("position_ids")
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         masks_BM = ids_BT.new_full(chains.positions_BM.shape, self.mask_token)
-        beside = {
+        masked = {
             "input_ids": torch.cat([ids_BT, masks_BM], dim=1),
             "position_ids": torch.cat([positions_BT, chains.positions_BM], dim=1),
             "anchors": torch.cat([positions_BT, chains.anchors_BM], dim=1),
         }
-        return beside if chains.texts_BL is None else beside | {"texts": chains.texts_BL}
+        return masked if chains.texts_BL is None else masked | {"texts": chains.texts_BL}
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
-        """Return the objective summed over this part's completion tokens and the masks behind them."""
+        """Return the objective summed over this part's completion tokens and their masks."""
         chains: Chains = inputs["chains"]
         objective = self.objective_of_step() if model.training else self.objective
+        # An entry learns the label and the distribution of its place: the target never sees masks.
         labels_E = self.loss_labels(positions.next_tokens(inputs["input_ids"]))[chains.places_E]
-        p_E = (
-            chains.gathered(self.loss_distributions(self._teacher_of(inputs, positions)))
-            if objective.needs_target
-            else None
-        )
+        p_E: GatheredDistributions | None = None
+        if objective.needs_target:
+            p_E = chains.gathered(self.loss_distributions(self._teacher_of(inputs, positions)))
 
         def objective_of(learners: Sequence[Learner]) -> Tensor:
             ((hidden_EH, head),) = learners
@@ -132,14 +132,13 @@ class ParallelTrainer(DistillTrainer):
             with self.clock.phase("loss"):
                 return self.loss_beside_uniform(objective_of, (chains.take(hidden_BLH), self.loss_head(head)))
 
-        beside = self._with_masks(inputs, chains)
-        return model(**beside, inside=inside_model(self.draft, loss_of, parallel_hidden))
+        masked = self._with_masks(inputs, chains)
+        return model(**masked, inside=inside_model(self.draft, loss_of, parallel_hidden))
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
-        """Return each sample's replay sums and loss, plain rounds, and of each further token a count and Σ_v min(p, q).
+        """Return each sample's replay sums, loss, plain rounds, and two sums for each mask, (B, 7 + 2(K − 1)).
 
-        Every place is an anchor of K − 1 masks. They take as many forwards, so that a row has about as many masks as
-        tokens, and processes that share the draft's weights run the same forwards. (B, 7 + 2(K − 1)).
+        The two sums, a count and Σ_v min(p, q), are those of the j-th token after the next one.
         """
         positions = LossPositions(inputs["positions"][0])
         labels_N, p_N = positions.next_tokens(inputs["input_ids"]), self._teacher_of(inputs, positions)
@@ -150,14 +149,16 @@ class ParallelTrainer(DistillTrainer):
 
         table_EF: Tensor | None = None
         inside_BNK = torch.zeros(rows, int(counts_B.max()), self.length, dtype=torch.bool)
-        further = self.length - 1
-        for part in range(further):
-            lengths_N = torch.where(number_N % further == part, further, -1)
-            on_host = self._chained(inputs, lengths_N)
+        # Every place is an anchor of K − 1 masks. They are spread over K − 1 forwards, so that a row has about as many
+        # masks as tokens, and processes that share the draft's weights run the same number of forwards.
+        masks = self.length - 1
+        for part in range(masks):
+            lengths_N = torch.where(number_N % masks == part, masks, -1)
+            on_host = self._lay_out(inputs, lengths_N)
             chains = on_host.to(self.args.device)
             p_E, labels_E = chains.gathered(p_N), labels_N[chains.places_E]
 
-            def taken(
+            def features(
                 hidden_BLH: Tensor,
                 head: OutputHead,
                 chains: Chains = chains,
@@ -167,26 +168,27 @@ class ParallelTrainer(DistillTrainer):
                 hidden_EH, head = chains.take(hidden_BLH), self.loss_head(head)
                 return chunked_features(self.evaluation_features, labels_E, hidden_EH, head, p_E, self.evaluation_sizes)
 
-            beside = self._with_masks(inputs, chains)
-            features_EF = model(**beside, inside=inside_model(self.draft, taken, parallel_hidden)).float()
+            masked = self._with_masks(inputs, chains)
+            features_EF = model(**masked, inside=inside_model(self.draft, features, parallel_hidden)).float()
             if table_EF is None:
                 table_EF = features_EF.new_zeros(inside_BNK.numel(), features_EF.shape[1])
+            # The cells (row, place, offset) of the entries in a flattened (B, N, K).
             anchors_E = on_host.places_E - on_host.offsets_E
-            at_E = (row_N * inside_BNK.shape[1] + number_N)[anchors_E] * self.length + on_host.offsets_E
-            inside_BNK.view(-1)[at_E] = True
-            table_EF.index_copy_(0, at_E.to(table_EF.device), features_EF)
+            cells_E = (row_N * inside_BNK.shape[1] + number_N)[anchors_E] * self.length + on_host.offsets_E
+            inside_BNK.view(-1)[cells_E] = True
+            table_EF.index_copy_(0, cells_E.to(table_EF.device), features_EF)
         assert table_EF is not None
         return self._sums(table_EF.unflatten(0, inside_BNK.shape), inside_BNK.to(table_EF.device))
 
     def _sums(self, table_BNKF: Tensor, inside_BNK: Tensor) -> Tensor:
-        """Return what `replay_sums` does, from the features of each place's chain."""
+        """Return the result of `replay_sums` from the features of each place's chain."""
         anchors_K = torch.arange(self.length, device=inside_BNK.device) == 0
         losses = [
             self.objective.shortfall(table_EF[:, 4:], follows_E, weights_E, starts_E)
             for table_EF, follows_E, weights_E, starts_E in zip(
                 table_BNKF.flatten(1, 2),
                 (inside_BNK & ~anchors_K).flatten(1),
-                (inside_BNK * self._decayed_K).flatten(1),
+                (inside_BNK * self._decay_K).flatten(1),
                 (inside_BNK & anchors_K).flatten(1),
                 strict=True,
             )
@@ -194,16 +196,16 @@ class ParallelTrainer(DistillTrainer):
         plain_B5 = replay_sums(table_BNKF[:, :, 0, :4], inside_BNK[:, :, 0], self.config.draft_length)
         a_BNK = table_BNKF[..., 0].where(inside_BNK, 0.0)
         rounds_B = expected_rounds_of_starts(a_BNK, inside_BNK[:, :, 0].sum(1), self.config.draft_length)
-        further_BNK, overlap_BNK = inside_BNK[..., 1:], table_BNKF[..., 1:, 1]
+        masks_BNK, overlap_BNK = inside_BNK[..., 1:], table_BNKF[..., 1:, 1]
         columns = [
             plain_B5[:, :1], rounds_B[:, None], plain_B5[:, 2:], torch.stack(losses)[:, None], plain_B5[:, 1:2],
-            further_BNK.sum(1), overlap_BNK.where(further_BNK, 0.0).sum(1),
+            masks_BNK.sum(1), overlap_BNK.where(masks_BNK, 0.0).sum(1),
         ]  # fmt: skip
         return torch.cat([column.float() for column in columns], dim=1)
 
     @property
     def block(self) -> dict[str, Any]:
-        """The length of a block, the mask token behind it, and the field of vLLM's speculative config."""
+        """The length of a block, the mask token, and the field of vLLM's speculative config."""
         return {
             "tokens": self.length,
             "source": "PARD, arXiv 2504.18583",
@@ -213,23 +215,23 @@ class ParallelTrainer(DistillTrainer):
 
     @property
     def forbidden_tokens(self) -> list[int]:
-        """The tokens that the draft must not write: the mask is one of them."""
+        """The tokens that the draft must not write, including the mask."""
         return sorted({*super().forbidden_tokens, self.mask_token})
 
     def _work(self, positions: float, seen: float, tokens: float) -> float | None:
-        """Return the operations of some steps, of which the draft's have masks, too."""
-        (masks, seen_by_masks, learning), self._beside = self._beside, np.zeros(3)
+        """Return the operations of some steps, including those of the draft's masks."""
+        (masks, seen_by_masks, learning), self._mask_work = self._mask_work, np.zeros(3)
         work, (_, student) = super()._work(positions, seen, tokens), self._works
         return None if work is None or student is None else work + student.step(masks, seen_by_masks, learning)
 
 
 def parallel_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Turn gathered sums, (samples, 7 + 2(K − 1)), into the ratios of `acceptance_metrics` and of parallel drafts."""
-    each = np.asarray(prediction.predictions, dtype=np.float64)
+    samples = np.asarray(prediction.predictions, dtype=np.float64)
     shared = len(COLUMNS)
-    found = acceptance_metrics(EvalPrediction(each[:, :shared], each[:, :1]))
-    sums = each.sum(0)
-    found["plain_mean_acceptance_length"] = float(sums[0] / sums[shared])
+    metrics = acceptance_metrics(EvalPrediction(samples[:, :shared], samples[:, :1]))
+    sums = samples.sum(0)
+    metrics["plain_mean_acceptance_length"] = float(sums[0] / sums[shared])
     counts, overlaps = np.split(sums[shared + 1 :], 2)
     ratios = np.divide(overlaps, counts, out=np.full(len(counts), np.nan), where=counts > 0)
-    return found | {f"alpha_{j}": float(ratio) for j, ratio in enumerate(ratios, start=1) if not np.isnan(ratio)}
+    return metrics | {f"alpha_{j}": float(ratio) for j, ratio in enumerate(ratios, start=1) if not np.isnan(ratio)}
