@@ -1,4 +1,4 @@
-"""Distil a draft model from a frozen target."""
+"""Distillation of a draft model from a frozen target."""
 
 from typing import TYPE_CHECKING
 

@@ -28,12 +28,12 @@ class DistillRun(TrainingRun[DistillConfig]):
     """A run that distils a draft model."""
 
     distributions: DistributionIndex | None = None
-    """Of a teacher cache."""
+    """The index of a teacher cache."""
     draft_tokenizer: PreTrainedTokenizerBase
-    """Saved with the draft: its own where that maps all tokens as the target's does."""
+    """The tokenizer to save with the draft: its own if it maps all tokens as the target's does."""
 
     def read_small_files(self) -> None:
-        """Compare the tokenizers, and look what a cache holds."""
+        """Compare the tokenizers, and read the index of a cache."""
         config = self.config
         if config.draft is not None:
             stored = load_tokenizer(config.draft, field="draft", trust_remote_code=config.trust_remote_code)
@@ -46,7 +46,7 @@ class DistillRun(TrainingRun[DistillConfig]):
 
     @property
     def positions(self) -> int | None:
-        """As of the target, or of the draft, where its own end before."""
+        """The positions of the target or of the draft, whichever has fewer."""
         config = self.config
         changed = (config.init.config or {}).get("max_position_embeddings")
         own = changed if config.draft is None else positions_of(self._config_of(config.draft))
@@ -57,15 +57,15 @@ class DistillRun(TrainingRun[DistillConfig]):
         return super().load_target() if self.distributions is None else None
 
     def make_model(self) -> PreTrainedModel:
-        """Return the draft that training starts from."""
+        """Return the initial draft."""
         config, init = self.config, self.config.init
-        looks = config.target_device != "auto"  # layers of several devices are not rearranged
+        chooses = config.target_device != "auto"  # layers on several devices are not rearranged
         draft, self.draft_tokenizer = make_draft(
             config.draft,
             init,
             config.target if self.target is None or config.target_sharded else self.target,
             self.tokenizer,
-            self.choose_layers if looks else None,
+            self.choose_layers if chooses else None,
             trained_padding=() if config.draft is None else mask_tokens(self._config_of(config.draft)),
             trust_remote_code=config.trust_remote_code,
         )
@@ -85,21 +85,21 @@ class DistillRun(TrainingRun[DistillConfig]):
         return draft
 
     def choose_layers(self, ways: Sequence[list[int]], view: Callable[[list[int]], PreTrainedModel]) -> Carving:
-        """Choose the layers of a carved draft by a few of the completions, or as this run did before it was stopped."""
+        """Choose the layers of a carved draft on a few completions; a resumed run reads its earlier choice."""
         file = Path(str(self.config.training.output_dir)) / CHOICE
-        if not self.begins and (chosen := Carving.read(file)) is not None:
-            return chosen
-        chosen = choose(ways, view, few_texts(self.data), self.tokens)
+        if not self.begins and (carving := Carving.read(file)) is not None:
+            return carving
+        carving = choose(ways, view, few_texts(self.data), self.tokens)
         if self.config.training.should_save:
-            chosen.write(file)
-        return chosen
+            carving.write(file)
+        return carving
 
     def packed_models(self, model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-        """Return the draft, unless masks tell its samples apart, and the target."""
+        """Return the target and, unless its masks separate samples, the draft."""
         return ({} if self.config.parallel else {"draft": model}) | super().packed_models(model)
 
     def make_trainer(self, model: PreTrainedModel) -> DistillTrainer:
-        """Return the trainer of a plain draft, or of one that drafts in parallel."""
+        """Return the trainer of a plain or a parallel draft."""
         kind = ParallelTrainer if self.config.parallel else DistillTrainer
         trainer = kind(model, self.target, self.draft_tokenizer, self.config, self.data, self.heldout)
         if self.distributions is not None:
@@ -107,7 +107,7 @@ class DistillRun(TrainingRun[DistillConfig]):
         return trainer
 
     def finish(self, trainer: DistillTrainer, output: Path) -> None:
-        """Silence the padding of the draft's head, and write its card."""
+        """Silence the padding of the saved draft's head, and write its card."""
         if self.config.init.pad_vocabulary:
             spared, code = mask_tokens(self._config_of(output)), self.config.trust_remote_code
             finish_draft(output, self.tokens, spared, trust_remote_code=code)
@@ -118,10 +118,7 @@ class DistillRun(TrainingRun[DistillConfig]):
 
 
 def distill(config: DistillConfig, kept: KeptStates | None = None) -> DistillTrainer:
-    """Distil as the config says; the draft is in `config.training.output_dir` when this returns.
-
-    Where the target's states are `kept`, no text needs a second forward of it.
-    """
+    """Distil a draft into `config.training.output_dir`; `kept` target states spare further forwards of it."""
     run = DistillRun(config)
     run.kept = kept
     return run.train()  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The model card of a draft: what it was made from, what it accepts, and the lines that serve it."""
+"""The model card of a draft, with its origin, acceptance, and launch lines."""
 
 import math
 from pathlib import Path
@@ -17,28 +17,23 @@ TEMPLATE = Path(__file__).with_name("card.md.j2")
 
 
 def authors(config: DistillConfig) -> str:
-    """Say who wrote what a draft learned from: the target, another model, or whoever gave the answers."""
-    found = list[str]()
+    """Return the authors of the completions: the target, another model, or answers that were given."""
+    names = list[str]()
     for path in config.completions:
         source = (read_manifest(Path(path)) or {}).get("source")
         if isinstance(source, dict) and source.get("answers") == "given":
-            found.append("answers that were given")
+            names.append("answers that were given")
         elif (other := other_target(path, config.target, config.trust_remote_code)) is not None:
-            found.append(f"written by `{other}`")
+            names.append(f"written by `{other}`")
         else:
-            found.append("written by the target")
-    return ", ".join(dict.fromkeys(found))
+            names.append("written by the target")
+    return ", ".join(dict.fromkeys(names))
 
 
 def card(trainer: DistillTrainer, output: Path) -> ModelCard:
-    """Return the card of a draft that was trained and saved; its text is `str(card)`.
-
-    Args:
-        trainer: that trained it. The card says which step is kept, and what it accepts where that was measured.
-        output: the draft's directory, whose weights are counted.
-    """
+    """Return the card of a trained draft that is saved in `output`; its text is `str(card)`."""
     config, args, init = trainer.config, trainer.args, trainer.config.init
-    made = "some of the target's layers" if init.layers is not None else "random weights"
+    origin = "some of the target's layers" if init.layers is not None else "random weights"
     tensors = stored_tensors(output, "draft").values()
     block = trainer.block
     draft_length = min(config.draft_length, block["tokens"]) if block else config.draft_length
@@ -53,7 +48,7 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
         ),
         str(TEMPLATE),
         target=config.target,
-        start=f"`{config.draft}`" if config.draft else made,
+        start=f"`{config.draft}`" if config.draft else origin,
         parameters=sum(math.prod(shape) for _, shape in tensors),
         kept=None if trainer.cut is None else len(trainer.cut.tokens_D),
         dtype=str(trainer.save_dtype).removeprefix("torch."),

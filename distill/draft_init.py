@@ -1,8 +1,8 @@
-"""Where a draft comes from: a given model, some of the target's layers, or random weights; LoRA on any of them.
+"""The initial draft: an existing model, some of the target's layers, or random weights; optionally with LoRA.
 
-Carving keeps weights, so that a short training has less to repair: from the embedded target of 12 layers, 4 evenly
-spaced ones begin with an acceptance rate of 0.48 on Python sources, the first 4 with 0.43, random weights with 0.10.
-Which layers, and how loud, `carving.py` chooses.
+Carving keeps weights, so a short training has less to repair. Of the embedded target's 12 layers, 4 evenly spaced ones
+begin with an acceptance rate of 0.48 on Python sources, the first 4 with 0.43, and random weights with 0.10.
+`carving.py` chooses the layers.
 """
 
 import copy
@@ -39,7 +39,7 @@ from draftsmith.train.models import (
     whole_weights,
 )
 
-# What narrowing knows to cut: the decoder layer of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
+# The projections that narrowing cuts, in the layers of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -55,25 +55,24 @@ def make_draft(
     trained_padding: Sequence[int] = (),
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the draft that training starts from, and the tokenizer to save with it.
+    """Return the initial draft, in eval mode on the CPU in float32, and the tokenizer to save with it.
+
+    Only trainable parameters have `requires_grad`. The tokenizer is the draft's if both map all tokens alike, and the
+    target's otherwise.
 
     Args:
-        draft: a model directory or hub id; None for one made from the target.
-        init: what to make.
-        target: the target, whole (not sharded), which is left as it is and shares no memory with the draft; or where to
-            find it: its weights are then read as they are stored, and only where the draft gets some of them.
+        draft: a model directory or hub id; None for a draft made from the target.
+        init: how to make or change the draft.
+        target: the unsharded target, which shares no memory with the draft; or its path, whose weights are read in
+            their stored dtype, and only if the draft needs some of them.
         tokenizer: the target's.
-        choose: of the ways to keep layers, and of what makes the draft of one, the way to take and the scale of its
-            last norm (`carving.choose`); None for evenly spaced layers and the target's norm.
-        trained_padding: as in `silence_padding`, of a given draft.
-        trust_remote_code: run code that a given draft's repository ships.
-
-    Returns:
-        A draft on the CPU in float32, in eval mode, whose trainable parameters alone have `requires_grad`; and its
-        tokenizer: the draft's where both map all tokens alike, the target's otherwise.
+        choose: (candidate layers, a function that makes a draft of them) → the choice, as `carving.choose`; None for
+            evenly spaced layers and the target's norm.
+        trained_padding: as in `silence_padding`, for an existing draft.
+        trust_remote_code: run code of the draft's repository.
 
     Raises:
-        InputError: no or two beginnings, another tokenizer, or a shape that the target cannot be cut to.
+        InputError: no or two sources, another tokenizer, or a shape that the target cannot be cut to.
     """
     init.check_source(draft)
     draft_tokenizer = tokenizer
@@ -111,10 +110,10 @@ def make_draft(
 
 
 def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
-    """Return the layers to keep of `depth`, by the rule of `DraftInit.layers`.
+    """Return the indices of the layers to keep of `depth`, evenly spaced if `layers` is a number.
 
     Raises:
-        InputError: fewer than one or more than there are; indices that do not ascend or that the target lacks.
+        InputError: a number or indices out of range, or indices that do not ascend.
     """
     if isinstance(layers, int):
         if not 1 <= layers <= depth:
@@ -127,13 +126,14 @@ def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
 
 
 def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrainedModel:
-    """Return a new model of some of the target's layers, narrowed: built from its config, then filled."""
+    """Return a new model of some of the target's layers, narrowed."""
     _check_plain(target)
     depth: int = target.config.num_hidden_layers
     carving = Carving(layer_indices(init.layers or 0, depth))
     if choose is not None:
         ways = ways_to_keep(carving.layers, depth) if isinstance(init.layers, int) else [carving.layers]
         carving = choose(ways, partial(_view, target, init))
+    # Build the model from its config and copy the view's weights: the view shares the target's tensors.
     view = _view(target, init, carving.layers)
     draft = _built(target, view.config.to_dict(), "init")
     try:
@@ -148,14 +148,14 @@ def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrained
 
 
 def _view(target: PreTrainedModel, init: DraftInit, layers: list[int]) -> PreTrainedModel:
-    """Return some of the target's layers, narrowed, as a model that shares its tensors where they are not cut."""
+    """Return a model of some of the target's layers, narrowed, that shares all tensors that are not cut."""
     view = early_exit(target, layers)
     config = view.config
     if getattr(config, "scale_attn_by_inverse_layer_idx", False) and layers != list(range(len(layers))):
         raise InputError(
             f"init.layers: expected the first {len(layers)}, as the target scales by depth, found {layers}"
         )
-    if getattr(config, "max_window_layers", None) is not None:  # Qwen 2: those from this one on have windows
+    if getattr(config, "max_window_layers", None) is not None:  # Qwen 2: layers from this one on have windows
         config.max_window_layers = sum(index < config.max_window_layers for index in layers)
     if init.hidden_size or init.attention_heads or init.intermediate_size:
         _narrow(view, init)
@@ -164,10 +164,10 @@ def _view(target: PreTrainedModel, init: DraftInit, layers: list[int]) -> PreTra
 
 @torch.no_grad()
 def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
-    """Cut channels and heads out of a model in place, its tensors replaced and not written to.
+    """Cut channels and heads out of a model in place, replacing its tensors.
 
-    A criterion sees one output projection at a time (attention's o, the MLP's down), W (out, in): the norms of its
-    columns say what a head or an MLP channel contributes, those of its rows what a residual channel receives.
+    The criterion is the norms of the output projections (attention's o, the MLP's down), W (out, in). The norm of a
+    column measures the contribution of a head or MLP channel, and that of a row the input of a residual channel.
     """
     config = view.config
     decoder = decoder_of(view)
@@ -181,6 +181,7 @@ def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
                 f"init: expected a target with {', '.join(ATTENTION + MLP)} to narrow, found {type(layer).__name__}; "
                 "init.layers alone works"
             )
+    # Heads are cut in groups that share a key-value head, so that their ratio does not change.
     heads: int = config.num_attention_heads
     groups: int = getattr(config, "num_key_value_heads", None) or heads
     width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -196,14 +197,15 @@ def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
             f"found {init.attention_heads}"
         )
 
-    writers = [module.weight for layer in layers for module in (layer.self_attn.o_proj, layer.mlp.down_proj)]
-    channels = _largest(torch.stack([_energy(weight, 1) for weight in writers]).sum(0), sizes["hidden_size"])
+    # Residual channels are the same in all layers, while heads and MLP channels are chosen in each layer.
+    outputs = [module.weight for layer in layers for module in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    channels = _largest(torch.stack([_energy(weight, 1) for weight in outputs]).sum(0), sizes["hidden_size"])
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
-        of_groups = _energy(attention.o_proj.weight, 0).view(groups, -1).sum(1)
-        chosen = _largest(of_groups, sizes["attention_heads"] // shared)
-        keys = torch.arange(groups * width, device=chosen.device).view(groups, -1)[chosen].flatten()
-        queries = torch.arange(heads * width, device=chosen.device).view(groups, -1)[chosen].flatten()
+        group_energy = _energy(attention.o_proj.weight, 0).view(groups, -1).sum(1)
+        kept = _largest(group_energy, sizes["attention_heads"] // shared)
+        keys = torch.arange(groups * width, device=kept.device).view(groups, -1)[kept].flatten()
+        queries = torch.arange(heads * width, device=kept.device).view(groups, -1)[kept].flatten()
         inner = _largest(_energy(mlp.down_proj.weight, 0), sizes["intermediate_size"])
         for linear, out, into in (
             (attention.q_proj, queries, channels),
@@ -219,8 +221,8 @@ def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
                 linear.bias = nn.Parameter(linear.bias[out])
         _cut_norms(layer.children(), channels)
     _cut_norms(decoder.children(), channels)
-    for end in {view.get_input_embeddings(), view.get_output_embeddings()}:
-        end.weight = nn.Parameter(end.weight[:, channels])  # type: ignore[union-attr]
+    for matrix in {view.get_input_embeddings(), view.get_output_embeddings()}:  # one module if they are tied
+        matrix.weight = nn.Parameter(matrix.weight[:, channels])  # type: ignore[union-attr]
     config.head_dim, config.num_key_value_heads = width, sizes["attention_heads"] // shared
     for name, size in sizes.items():
         setattr(config, {"attention_heads": "num_attention_heads"}.get(name, name), size)
@@ -232,12 +234,12 @@ def _energy(weight: Tensor, dim: int) -> Tensor:
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Return the places of the largest of (N,) scores, ascending."""
+    """Return the indices of the largest scores, ascending."""
     return scores.topk(count).indices.sort().values
 
 
 def _cut_norms(modules: Iterable[Any], channels: Tensor) -> None:
-    """Cut the norms among a layer's or decoder's direct children; those of heads lie deeper and keep their width."""
+    """Cut the norms among a layer's or decoder's direct children; norms of heads are deeper and keep their width."""
     for module in modules:
         weight = getattr(module, "weight", None)
         if weight is not None and weight.ndim == 1:
@@ -256,7 +258,7 @@ def _random(target: PreTrainedModel, overrides: dict[str, Any]) -> PreTrainedMod
     name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     depth = values[name]
     if changes.get(name, depth) != depth:
-        # Lists with an entry for each layer, such as layer_types: the config makes them anew, in its family's pattern.
+        # Drop lists with an entry for each layer, such as layer_types: the config derives them in its family's pattern.
         values = {
             key: value
             for key, value in values.items()
@@ -268,11 +270,9 @@ def _random(target: PreTrainedModel, overrides: dict[str, Any]) -> PreTrainedMod
 
 
 def _built(target: PreTrainedModel, values: dict[str, Any], field: str) -> PreTrainedModel:
-    """Return a model of the target's class with random weights in float32.
-
-    From the config as a reload reads it, so that the draft in memory and the saved one are the same.
-    """
+    """Return a model of the target's class with random weights in float32."""
     try:
+        # From a dict, as a reload reads it, so that the draft in memory and the saved one are equal.
         config = type(target.config).from_dict({**values, "dtype": "float32"})
         config._attn_implementation = target.config._attn_implementation
         return type(target)(config).float()
@@ -291,35 +291,25 @@ def _check_plain(target: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _share_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Give a draft the target's embeddings and head, frozen.
-
-    As copies: target and draft may differ in dtype and device, and are saved apart.
-    """
-    for end, source in (
+    """Copy the target's embeddings and head into a draft, and freeze them."""
+    for matrix, source in (
         (draft.get_input_embeddings(), target.get_input_embeddings()),
         (draft.get_output_embeddings(), target.get_output_embeddings()),
     ):
         try:
-            end.load_state_dict(source.state_dict())  # type: ignore[union-attr]
+            matrix.load_state_dict(source.state_dict())  # type: ignore[union-attr]
         except RuntimeError as error:
             reason = str(error).splitlines()[1].strip()
             raise InputError(f"init.share: expected embeddings of the target's shape, found: {reason}") from error
-        end.requires_grad_(False)  # type: ignore[union-attr]
+        matrix.requires_grad_(False)  # type: ignore[union-attr]
 
 
 def finish_draft(
     directory: Path, tokens: int, trained_padding: Sequence[int] = (), *, trust_remote_code: bool = False
 ) -> None:
-    """Silence the padding of a saved draft's head, which training has left behind (`silence_padding`).
+    """Silence the padding of a saved draft's head, which training left as it was: see `silence_padding`.
 
-    On disk, so that it is one and the same for drafts that were sharded. By one process; a head without padding is not
-    read.
-
-    Args:
-        directory: where the draft is.
-        tokens: rows that are tokens (`token_count`).
-        trained_padding: as in `silence_padding`.
-        trust_remote_code: run code that its repository ships.
+    It works on disk, so that sharded drafts are treated alike, and must run in one process.
     """
     config = load_config(directory, field="draft", trust_remote_code=trust_remote_code)
     if config.get_text_config().vocab_size <= tokens:

@@ -1,4 +1,4 @@
-"""`draftsmith export` of draft models: servers load their directories as they are."""
+"""`draftsmith export` of draft models, whose directories servers load unchanged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,23 +27,14 @@ GAMMA = 4
 
 
 def check(kind: Draft, config: ExportOptions) -> None:
-    """Check the options for a draft model, which stays as it is.
-
-    Raises:
-        InputError: an option that would change it, or that its kind refuses.
-    """
+    """Raise an InputError for options that would change a draft model, or that its kind refuses."""
     if config.dtype is not None:
         raise InputError("dtype: expected none with a draft model, which stays as it is, found one")
     kind.check_format(config)
 
 
 def export(kind: Draft, config: ExportOptions, path: str) -> list[str]:
-    """Check a draft model, and return the lines by which a server loads it; write it where its vocabulary is cut.
-
-    Args:
-        kind: whose draft it is.
-        config: as of the command.
-        path: its directory.
+    """Check a draft model, and return the lines that launch a server with it; write it if its vocabulary is cut.
 
     Raises:
         InputError: a model that cannot be loaded, or that the server does not load for this target.
@@ -67,10 +58,10 @@ def export(kind: Draft, config: ExportOptions, path: str) -> list[str]:
             f"{len(kept_D):,} of {draft.config.get_text_config().vocab_size:,} tokens; found none, give --output"
         )
     if config.target is not None:
-        other = load_tokenizer(config.target, field="target", trust_remote_code=code)
+        target_tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
         target = empty_model(config.target, field="target", trust_remote_code=code)
         sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
-        check_same_tokenizer(other, tokenizer, config.target, path, vocab_size=sizes[0])
+        check_same_tokenizer(target_tokenizer, tokenizer, config.target, path, vocab_size=sizes[0])
         if sizes[0] != sizes[1]:
             server = {"vllm": "vLLM", "sglang": "SGLang"}[str(config.format)]
             raise InputError(
@@ -93,19 +84,19 @@ def export(kind: Draft, config: ExportOptions, path: str) -> list[str]:
     if config.format == "sglang":
         # SGLang 0.5.23, `arg_groups/speculative_hook.py` and `speculative/standalone_worker_v2.py`: STANDALONE refuses
         # rejection sampling, and a draft of another vocab_size or another map of tokens than the target's.
-        drawn = "it drafts the most likely token and cannot sample: compare with the report's figures of greedy drafts"
-        lines += [f"# {note}" for note in [drawn, *kind.notes(draft, "sglang")]]
+        method = "it drafts the most likely token and cannot sample: compare with the report's figures of greedy drafts"
+        lines += [f"# {note}" for note in [method, *kind.notes(draft, "sglang")]]
         return [*lines, sglang_command(name, path, config.draft_length or GAMMA)]
-    drawn = 'it drafts greedily; with "draft_sample_method":"probabilistic" it samples the draft, as measure does'
-    lines += [f"# {note}" for note in [*kind.notes(draft, "vllm"), drawn]]
+    method = 'it drafts greedily; with "draft_sample_method":"probabilistic" it samples the draft, as measure does'
+    lines += [f"# {note}" for note in [*kind.notes(draft, "vllm"), method]]
     return [*lines, vllm_command(name, speculative(kind, config, path, draft.config))]
 
 
 def served(kind: Draft, config: ExportOptions, path: str) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
-    """Return how vLLM is to use a draft, both ways of sampling, and what drafts here."""
+    """Return vLLM's configs for both ways of sampling, and a function that makes our own proposer."""
     code = config.trust_remote_code
-    written = config.output or path  # of a cut vocabulary
-    fields = speculative(kind, config, written, load_config(path, field="draft", trust_remote_code=code))
+    exported = config.output or path  # a cut vocabulary was written to the output
+    fields = speculative(kind, config, exported, load_config(path, field="draft", trust_remote_code=code))
     ways = [
         Served(f"the draft, {method}", {**fields, "draft_sample_method": method})
         for method in ("greedy", "probabilistic")
@@ -118,5 +109,5 @@ def served(kind: Draft, config: ExportOptions, path: str) -> tuple[list[Served],
 
 
 def speculative(kind: Draft, config: ExportOptions, path: str, model: PretrainedConfig) -> dict[str, Any]:
-    """Return vLLM's speculative config of a draft model in a directory."""
+    """Return vLLM's speculative config for a draft model."""
     return {"method": "draft_model", "model": path, **kind.drafting(config, model)}

@@ -1,7 +1,7 @@
-"""On-policy text: the draft continues the prompts of a batch itself, and the target scores what it wrote.
+"""On-policy text: the draft continues the prompts of a batch, and the target scores the continuations.
 
 Generalized knowledge distillation (Agarwal et al. 2023, algorithm 1) and DistillSpec (Zhou et al. 2023, section 4.2)
-train a student on text that it wrote itself, so that it meets its mistakes.
+train a student on its own text, so that it meets its mistakes.
 """
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from draftsmith.train.losses.positions import IGNORED
 
 
 def prompts_of(batch: dict[str, Tensor]) -> list[Tensor]:
-    """Return the token ids of each sample up to its first loss token, packed rows taken apart."""
+    """Return the token ids of each sample before its first loss token; packed rows are separated."""
     prompts = []
     for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
         starts = [0]
@@ -20,7 +20,7 @@ def prompts_of(batch: dict[str, Tensor]) -> list[Tensor]:
             starts = (batch["position_ids"][row] == 0).nonzero()[:, 0].tolist()
         for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
             inside = (labels[start:end] != IGNORED).nonzero()[:, 0]
-            if len(inside):  # padding behind packed samples has none
+            if len(inside):  # padding after packed samples has no loss tokens
                 prompts.append(ids[start : start + int(inside[0])])
     return prompts
 
@@ -33,20 +33,12 @@ def continued(
     seed: int,
     synced: bool,
 ) -> list[dict[str, list[int]]]:
-    """Let the draft continue prompts by batched, cached sampling, and return samples to train on.
+    """Sample the draft's continuations of prompts, and return `input_ids` and `labels`, which are −100 on prompts.
 
-    Args:
-        draft: in any mode; it samples in eval mode and is handed back as it was.
-        prompts: B prompts, each at least one token long.
-        generation: says how to sample; `eos_token_id` is a list, or None.
-        max_length: of prompt and continuation together.
-        seed: of the sampling, which depends on nothing else.
-        synced: continue with empty forwards until every process is done, for a draft that is sharded over them.
-
-    Returns:
-        `input_ids` and `labels` of B samples; labels are −100 on prompts.
+    `eos_token_id` of the generation config is a list or None. `max_length` limits prompt and continuation together.
+    `synced` runs empty forwards until every process is done, for a sharded draft.
     """
-    # `generate` fills what a config leaves open from the model's: its penalties are no part of our sampling.
+    # `generate` takes missing fields from the model's own config, whose penalties are not part of our sampling.
     training, config = draft.training, draft.generation_config
     draft.eval().generation_config = generation
     ids = [prompt.tolist() for prompt in prompts]

@@ -1,7 +1,7 @@
-"""The Trainer, with a frozen teacher and acceptance as its metric.
+"""The trainer of draft models, with a frozen teacher and acceptance as its metric.
 
 Shape suffixes: B rows, T positions, N loss positions, H hidden, V vocabulary, K features. A position is that of the
-token before the one to predict, so that rows have T − 1 of them.
+token before the predicted one, so a row has T − 1 positions.
 """
 
 import time
@@ -37,10 +37,10 @@ from draftsmith.train.trainer import RecipeTrainer, texts
 
 
 class DistillTrainer(RecipeTrainer):
-    """Minimises an objective against a frozen target on the completions' positions.
+    """A trainer that minimises an objective against a frozen target on the completions' positions.
 
-    The loss is the mean over completion tokens. Neither model's logits are ever held whole. Evaluation replays held-out
-    completions and reports `alpha`, `greedy_alpha`, `agreement` and `mean_acceptance_length`.
+    The loss is the mean over completion tokens. Neither model's logits are ever in memory as a whole. Evaluation
+    replays held-out completions and reports `alpha`, `greedy_alpha`, `agreement` and `mean_acceptance_length`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DistillTrainer(RecipeTrainer):
         **kwargs: Any,
     ):
         require_split(draft, "draft")
-        open_forward(draft, draft.get_output_embeddings())  # the loss runs inside of both: `inside_forward.py`
+        open_forward(draft, draft.get_output_embeddings())  # the loss runs inside both: see `inside_forward.py`
         self.draft, self.config = draft, config
         self.objective: Objective = config.objective
         super().__init__(
@@ -69,17 +69,17 @@ class DistillTrainer(RecipeTrainer):
         )
         kept_D = kept_tokens(draft.config)
         self.cut = None if kept_D is None else CutVocabulary(kept_D.to(self.args.device), self.vocab_size)
-        """The tokens that the draft proposes; None of all."""
+        """The tokens that the draft proposes; None for all."""
         self.objective = replace(self.objective, partial=self.cut is not None)
         self._written = {"on_policy_tokens": 0.0, "on_policy_seconds": 0.0}
 
     def step_batches(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Have the draft write the completions of a share of the batches anew."""
-        # The same coin on every process: sampling from a sharded draft takes all of them.
+        """Replace the completions of a share of the batches by the draft's own."""
+        # The seed is the same on every process, since sampling from a sharded draft takes all of them.
         seeds = [(int(self.args.seed), self.state.global_step, part) for part in range(len(batches))]
-        chosen = [part for part, seed in enumerate(seeds) if mixed_seed(*seed) < self.config.on_policy * 2**63]
+        on_policy = [part for part, seed in enumerate(seeds) if mixed_seed(*seed) < self.config.on_policy * 2**63]
         start = time.perf_counter()
-        for part in chosen:
+        for part in on_policy:
             batches[part] = self._on_policy(self._prepare_inputs(batches[part]), seeds[part])
             self._written["on_policy_tokens"] += float((batches[part]["labels"] != IGNORED).sum())
         self._written["on_policy_seconds"] += time.perf_counter() - start
@@ -118,17 +118,17 @@ class DistillTrainer(RecipeTrainer):
 
     @property
     def forbidden_tokens(self) -> list[int]:
-        """The tokens that the draft must not write: padding rows of its head, and tokens that it can't propose."""
+        """The tokens that the draft must not write: padding rows of its head, and tokens that it cannot propose."""
         rows: int = self.draft.config.get_text_config().vocab_size
-        written = range(self.vocab_size) if self.cut is None else self.cut.tokens_D.tolist()
-        return sorted(set(range(rows)) - set(written))
+        allowed = range(self.vocab_size) if self.cut is None else self.cut.tokens_D.tolist()
+        return sorted(set(range(rows)) - set(allowed))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with what sampling from the draft has cost since the last time."""
+        """Log, and add the cost of sampling from the draft since the last log."""
         if "loss" in logs and self.config.on_policy:
             tokens, seconds = self._written.values()
-            each = self.accelerator.gather(torch.tensor([[tokens, seconds]], device=self.args.device))
-            logs |= {"on_policy_tokens": float(each[:, 0].sum()), "on_policy_seconds": float(each[:, 1].max())}
+            ranks = self.accelerator.gather(torch.tensor([[tokens, seconds]], device=self.args.device))
+            logs |= {"on_policy_tokens": float(ranks[:, 0].sum()), "on_policy_seconds": float(ranks[:, 1].max())}
             self._written = dict.fromkeys(self._written, 0.0)
         super().log(logs, start_time)
 
@@ -150,12 +150,12 @@ class DistillTrainer(RecipeTrainer):
 
     @property
     def block(self) -> dict[str, Any]:
-        """What the card says of a draft that drafts a block of tokens in one forward; nothing of any other."""
+        """The card's fields for a draft that drafts several tokens in one forward; empty for others."""
         return {}
 
     @property
     def cause_of_bad_start(self) -> str:
-        """What a draft may have lost before it came here."""
+        """The likely cause of a bad first loss."""
         if self.config.draft is not None:
             return f"look whether {self.config.draft} was made for text like this, and loads whole (draftsmith doctor)"
         if self.config.init.config is not None:
@@ -163,7 +163,7 @@ class DistillTrainer(RecipeTrainer):
         return "the layers that are left do not follow each other; try other init.layers, or more of them"
 
     def objective_of_step(self) -> Objective:
-        """Return what this step minimises: the curriculum begins with the forward KL and ends with the objective."""
+        """Return this step's objective; a curriculum moves from the forward KL to the configured one."""
         steps = self.config.curriculum * self.state.max_steps
         return self.objective.after(self.state.global_step / steps) if steps else self.objective
 
@@ -172,14 +172,16 @@ class DistillTrainer(RecipeTrainer):
         positions = LossPositions(inputs["positions"][0])
         labels_N, teacher = positions.next_tokens(inputs["input_ids"]), self._teacher_of(inputs, positions)
 
-        def taken(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
+        def features(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             hidden_NH, head = positions.take(hidden_BTH), self.loss_head(head)
             return chunked_features(self.evaluation_features, labels_N, hidden_NH, head, teacher, self.evaluation_sizes)
 
-        features_NK = model(**texts(inputs), inside=inside_model(self.draft, taken)).float()
+        features_NK = model(**texts(inputs), inside=inside_model(self.draft, features)).float()
+        # Back to rows, without the last position, which predicts no token of the text.
         features_BTK = features_NK.new_zeros(*inputs["input_ids"].shape, features_NK.shape[1])
         features_BTK.flatten(0, 1).index_copy_(0, positions.flat_N, features_NK)
         features_BTK = features_BTK[:, :-1]
+        # Positions whose predecessor is a loss position too: blocks of the objective continue there.
         follows_BT = chosen_BT & torch.nn.functional.pad(chosen_BT[:, :-1], (1, 0))
         losses = [
             self.objective.shortfall(features_TK[:, 4:], follows_T, chosen_T.float(), chosen_T)
@@ -189,17 +191,17 @@ class DistillTrainer(RecipeTrainer):
         return torch.cat([sums, torch.stack(losses)[:, None]], dim=1)
 
     def loss_head(self, head: OutputHead) -> OutputHead:
-        """Return what the loss takes of the draft's head: the rows of the tokens that it proposes."""
+        """Return the rows of the draft's head for the tokens that it proposes."""
         return head.cut(self.vocab_size) if self.cut is None else self.cut.of_head(head)
 
     def loss_labels(self, labels_N: Tensor) -> Tensor:
-        """Return the text's tokens as the loss numbers them: of a cut vocabulary the places there."""
+        """Return the text's tokens as indices of the loss's vocabulary."""
         return labels_N if self.cut is None else self.cut.labels(labels_N)
 
     def loss_distributions(
         self, teacher: LiveDistributions | CachedDistributions
     ) -> LiveDistributions | WholeDistributions | CachedDistributions:
-        """Return what the loss compares the draft with: p over the tokens that it proposes."""
+        """Return p over the tokens that the draft proposes."""
         if self.cut is None:
             return teacher
         if isinstance(teacher, CachedDistributions):
@@ -213,11 +215,11 @@ class DistillTrainer(RecipeTrainer):
 
     @property
     def training_sizes(self) -> ChunkSizes:
-        """Of the chunks of the loss."""
+        """The chunk sizes of the loss."""
         return self.sizes if self.cut is None else self.cut.training_sizes(self.sizes, self.objective)
 
     def evaluation_features(self, p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return the four features of replay, over all tokens, and behind them those of the loss."""
+        """Return the four features of replay, over all tokens, followed by those of the loss."""
         cut, wide_PV = self.cut, q_logits_PV if self.cut is None else self.cut.widened(q_logits_PV)
         replayed_PK = replay_features(p, wide_PV, labels_P, self.sampler)
         teacher = p if cut is None else cut.of_distributions(p)
@@ -227,10 +229,10 @@ class DistillTrainer(RecipeTrainer):
 
     @property
     def evaluation_sizes(self) -> ChunkSizes:
-        """Of the chunks of an evaluation, which holds all tokens' p beside the q of those that the draft proposes."""
+        """The chunk sizes of an evaluation, which holds p of all tokens and q of those that the draft proposes."""
         return self.sizes if self.cut is None else self.cut.sizes(self.sizes)
 
     def _teacher_of(self, inputs: dict[str, Any], positions: LossPositions) -> LiveDistributions | CachedDistributions:
-        if "teacher" in inputs:  # read from a cache, in the order of the chosen positions
+        if "teacher" in inputs:  # read from a cache, in the order of the loss positions
             return cached_distributions(inputs["teacher"])
         return LiveDistributions(positions.take(self.target_hidden(inputs)), self.target_head)

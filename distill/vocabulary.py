@@ -1,7 +1,7 @@
-"""Fitting a draft's vocabulary to its target's: the tokens it lacks, and head rows that are no token.
+"""Fitting a draft's vocabulary to its target's: missing tokens, and head rows beyond the tokenizer.
 
-Verification compares token ids, so draft and target must mean the same by an id. How many rows their heads have beyond
-the tokenizer is padding; some servers demand that it be equal all the same.
+Verification compares token ids, so an id must mean the same token to draft and target. Rows beyond the tokenizer are
+padding, but some servers demand equal numbers of them.
 """
 
 import copy
@@ -15,56 +15,52 @@ from draftsmith.decode.draft_models.cut_vocabulary import KEPT_TOKENS, kept_toke
 from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.models import empty_model
 
-# Contexts on which the least likely token is found: random tokens, which the usual contexts of no token dominate.
+# Random contexts on which the least likely token is determined; no token's usual contexts dominate them.
 TEXTS, LENGTH = 4, 64
 
 
 def fit_vocabulary(draft: PreTrainedModel, tokens: int, size: int | None, trained_padding: Sequence[int] = ()) -> None:
-    """Give a draft an embedding and a logit for each token that the target can write, in place.
+    """Give a draft an embedding and a logit for each of the target's tokens, in place; tied embeddings stay tied.
 
-    Rows of tokens that it lacks are drawn as `resize_token_embeddings` does, around the mean of the others (Hewitt
-    2021, "Initializing New Word Embeddings for Pretrained Language Models").
+    Rows of missing tokens are drawn as by `resize_token_embeddings`, around the mean of the others (Hewitt 2021,
+    "Initializing New Word Embeddings for Pretrained Language Models").
 
     Args:
-        draft: the draft model; tied embeddings stay tied.
-        tokens: the target's (`token_count`).
-        size: the rows that the head is to have, the target's `vocab_size`; those beyond the tokens are silenced (see
-            `silence_padding`). vLLM's method `draft_model` (`SpeculativeConfig.verify_equal_vocab_size_if_draft_model`)
-            and `generate(assistant_model=…)` refuse pairs of unequal sizes, though ids beyond the tokenizer mean
-            nothing. None leaves a head alone that has a row for each token.
+        draft: the draft model.
+        tokens: the number of the target's tokens (`token_count`).
+        size: the number of rows of the head, the target's `vocab_size`; rows beyond the tokens are silenced. vLLM's
+            method `draft_model` (`SpeculativeConfig.verify_equal_vocab_size_if_draft_model`) and
+            `generate(assistant_model=…)` refuse unequal sizes. None keeps the rows of a head that has all tokens.
         trained_padding: as in `silence_padding`.
     """
     rows: int = draft.config.get_text_config().vocab_size
     wanted = max(tokens, rows if size is None else size)
     if wanted != rows:
-        # Drawing around the mean takes a covariance: not for rows that are padding.
+        # Drawing around the mean computes a covariance, which padding rows do not need.
         draft.resize_token_embeddings(wanted, mean_resizing=rows < tokens)
     if size is not None:
         silence_padding(draft, tokens, trained_padding)
 
 
 def keep_tokens(draft: PreTrainedModel, tokens: Sequence[int]) -> None:
-    """Have a draft propose these ascending tokens alone: its config says so (`decode.draft_models.cut_vocabulary`)."""
+    """Limit a draft to ascending tokens, by its config: see `decode.draft_models.cut_vocabulary`."""
     setattr(draft.config.get_text_config(), KEPT_TOKENS, list(tokens))
     kept_tokens(draft.config)
 
 
 @torch.no_grad()
 def with_whole_head(draft: PreTrainedModel) -> PreTrainedModel:
-    """Return a draft of all tokens that drafts what one with a cut vocabulary does, where it drafts the most likely.
+    """Return a model of all tokens with the same greedy drafts as a draft with a cut vocabulary, for servers.
 
-    For servers, which read every row of a head: those that the draft lacks become the mean of the others, as
-    `whole_rows` does. Embeddings that were the head are no longer. Beside the head all tensors are the draft's own.
-
-    Args:
-        draft: as `load_model` returns it, with a cut vocabulary.
+    Rows that the draft lacks become the mean of the others: see `whole_rows`. Embeddings are no longer tied to the
+    head; all other tensors are shared with the draft.
     """
     tokens_D = kept_tokens(draft.config)
     assert tokens_D is not None
     config = copy.deepcopy(draft.config)
     delattr(config.get_text_config(), KEPT_TOKENS)
-    for each in {id(c): c for c in (config, config.get_text_config())}.values():
-        each.tie_word_embeddings = False
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
     whole = empty_model(config, field="draft", dtype=draft.dtype)
     head, tensors = draft.get_output_embeddings(), draft.state_dict()
     (place,) = [name for name, module in draft.named_modules() if module is head]
@@ -77,16 +73,12 @@ def with_whole_head(draft: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def silence_padding(model: PreTrainedModel, tokens: int, trained_padding: Sequence[int] = ()) -> None:
-    """Give the head's rows beyond the tokenizer logits so low that they are never drafted, in place.
+    """Give an unsharded head's rows beyond the first `tokens` logits so low that they are never drafted, in place.
 
-    The losses cut them off, so that training leaves them where they are while the hidden states move on: without this
-    their logits could rise above all others. With w₀ the row of the token whose mean logit is the lowest and w̄ the mean
-    of all tokens' rows, they become 2w₀ − w̄, whose logit lies as far below w₀'s as that lies below the mean.
-
-    Args:
-        model: a causal LM, whole on its device.
-        tokens: rows that are tokens, from the first.
-        trained_padding: rows beyond them whose embeddings training uses: where these are the head's rows, they stay.
+    The losses ignore these rows, so training does not move them with the hidden states, and their logits could rise
+    above all others. Let w₀ be the row of the token with the lowest mean logit, and w̄ the mean of all tokens' rows. The
+    rows become 2w₀ − w̄, whose logit is as far below w₀'s as w₀'s is below the mean. `trained_padding` are rows whose
+    embeddings training uses; tied ones stay.
     """
     head = model.get_output_embeddings()
     if head is None or next(head.parameters()).shape[0] <= tokens:
@@ -104,6 +96,6 @@ def silence_padding(model: PreTrainedModel, tokens: int, trained_padding: Sequen
 
 
 def ties_embeddings(model: PreTrainedModel) -> bool:
-    """Say whether a causal LM's head is its embeddings, one tensor in two places."""
-    embeddings, head = (cast(Any, end) for end in (model.get_input_embeddings(), model.get_output_embeddings()))
+    """Return whether a causal LM's head and embeddings are one tensor."""
+    embeddings, head = (cast(Any, part) for part in (model.get_input_embeddings(), model.get_output_embeddings()))
     return head is not None and embeddings.weight is head.weight
