@@ -27,8 +27,7 @@ from draftsmith.train.teacher.kept_states import KeptStates
 class DistillRun(TrainingRun[DistillConfig]):
     """A run that distils a draft model."""
 
-    distributions: DistributionIndex | None = None
-    """The index of a teacher cache."""
+    distributions: DistributionIndex | None = None  # the index of a teacher cache
     draft_tokenizer: PreTrainedTokenizerBase
     """The tokenizer to save with the draft: its own if it maps all tokens as the target's does."""
 

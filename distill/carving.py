@@ -19,8 +19,7 @@ from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_o
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.provenance import write_json
 
-CHOICE = ".carving.json"
-"""The file next to a run's checkpoints that records the choice."""
+CHOICE = ".carving.json"  # the file next to a run's checkpoints that records the choice
 
 
 @dataclass(frozen=True)

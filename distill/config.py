@@ -122,8 +122,8 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
     draft_length: int = 4
     """γ of the replayed mean acceptance length, and of the block terms expected_length and reached_tvd."""
     teacher_cache: list[str] = field(default_factory=list)
-    """Teacher caches (`draftsmith cache`) that together cover `completions` and `heldout`. The target's weights are then
-    not read: it needs only a config and a tokenizer."""
+    """Teacher caches (`draftsmith cache`) that together cover `completions` and `heldout`. The target's weights are
+    then not read: it needs only a config and a tokenizer."""
     on_policy: float = 0.0
     """λ: the share of the batches whose completions the draft writes itself, for the target to score."""
     on_policy_tokens: int = 128

@@ -24,10 +24,8 @@ DISTILL = Recipe(
     begun="draft",
     made=("init.",),
 )
-SERVERS = ("vllm", "sglang")
-"""The servers that load a draft model unchanged."""
-CHEAP = 0.5
-"""A draft with more than this share of the target's parameters hardly pays."""
+SERVERS = ("vllm", "sglang")  # the servers that load a draft model unchanged
+CHEAP = 0.5  # a draft with more than this share of the target's parameters hardly pays
 
 
 class Draft(CausalKind):

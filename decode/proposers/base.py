@@ -23,14 +23,11 @@ class SiblingDraws:
     Shape suffixes: F distributions, M tokens of each, K nodes.
     """
 
-    support: Tensor
-    """The distinct tokens of each distribution, (F, M) int64."""
-    q: Tensor
-    """Their probabilities, (F, M), which sum to 1."""
+    support: Tensor  # the distinct tokens of each distribution, (F, M) int64
+    q: Tensor  # their probabilities, (F, M), which sum to 1
     of: tuple[int, ...]
     """The index of the distribution from which the children of the root and of each node were drawn, (K + 1,)."""
-    places: Tensor
-    """The place of each node's token in the support of its parent's distribution, (K,)."""
+    places: Tensor  # the place of each node's token in the support of its parent's distribution, (K,)
 
     def to(self, device: torch.device) -> "SiblingDraws":
         """Return a copy on a device."""
@@ -52,19 +49,15 @@ class SiblingDraws:
 class Proposal:
     """One row's draft, a chain or a tree, and the distributions that it was drawn from."""
 
-    tokens: Tensor
-    """Drafted tokens, (K,) int64, K ≥ 0: a proposer may draft fewer than the draft length."""
+    tokens: Tensor  # drafted tokens, (K,) int64, K ≥ 0: a proposer may draft fewer than the draft length
     probabilities: Tensor | None
     """Each token's distribution, (K, V) with the target's V. A later sibling's is renormalised without the earlier
     siblings' tokens, and all zero where no token is left. None if `siblings` is set, or if the draft is deterministic,
     as at T=0; siblings are then distinct."""
     tree: Tree
-    confidence: Tensor | None = None
-    """max q in each token's context, (K,)."""
-    siblings: SiblingDraws | None = None
-    """The distributions of a tree's siblings, in place of `probabilities`."""
-    source: int = 0
-    """The index of the drafter that drafted it, where several take turns."""
+    confidence: Tensor | None = None  # max q in each token's context, (K,)
+    siblings: SiblingDraws | None = None  # the distributions of a tree's siblings, in place of `probabilities`
+    source: int = 0  # the index of the drafter that drafted it, where several take turns
 
     def dense(self, vocab_size: int) -> "Proposal":
         """Return the draft with `probabilities` in place of `siblings`."""
@@ -158,21 +151,14 @@ class DraftTask:
 
     sampler: Sampler
     """The warping of the target's logits, which the drafter applies to its own; the first row's where rows differ."""
-    vocab_size: int
-    """V, the width of the target's logits."""
-    generators: Sequence[torch.Generator | None]
-    """Each row's random generator; None is torch's global one."""
-    max_length: int
-    """The greatest length of a row, in tokens, prompt included."""
-    draft_length: int
-    """γ, the greatest depth of a draft."""
-    draw_siblings: bool
-    """Whether siblings of a tree may be drawn under sampling; a lossy rule wants them deterministic."""
+    vocab_size: int  # V, the width of the target's logits
+    generators: Sequence[torch.Generator | None]  # each row's random generator; None is torch's global one
+    max_length: int  # the greatest length of a row, in tokens, prompt included
+    draft_length: int  # γ, the greatest depth of a draft
+    draw_siblings: bool  # whether siblings of a tree may be drawn under sampling; a lossy rule wants them deterministic
     compiled: bool
-    target: PreTrainedModel | None = None
-    """The target, for drafters that use its weights."""
-    fixed_length: bool = False
-    """Whether each draft is as deep as `draft_length`, unless the row has less room."""
+    target: PreTrainedModel | None = None  # the target, for drafters that use its weights
+    fixed_length: bool = False  # whether each draft is as deep as `draft_length`, unless the row has less room
     round_length: int = 0
     """The greatest γ of drafters that take turns with this one: its cache may lack that many tokens."""
     row_samplers: Sequence[Sampler] = ()
@@ -188,10 +174,8 @@ class DraftTask:
 class Outcome:
     """The result of one row's draft."""
 
-    path: list[int]
-    """The accepted nodes, from the root's child down; one more token of the target follows them."""
-    logits: Tensor
-    """The target's logits at the root and then at the nodes, (K + 1, V)."""
+    path: list[int]  # the accepted nodes, from the root's child down; one more token of the target follows them
+    logits: Tensor  # the target's logits at the root and then at the nodes, (K + 1, V)
     hidden: Tensor | None = None
     """The hidden states that gave those logits, (K + 1, H), for a proposer that `wants_hidden`."""
     features: Tensor | None = None
@@ -211,17 +195,13 @@ class Proposer(ABC):
     * all random numbers come from the task's generators.
     """
 
-    wants_hidden: bool = False
-    """Whether outcomes hold the target's hidden states."""
+    wants_hidden: bool = False  # whether outcomes hold the target's hidden states
     wants_features: Sequence[int] = ()
     """Ascending depths in the target's layers, whose features outcomes hold concatenated: F = H × their number. A
     proposer wants these or hidden states, not both."""
-    at_once: bool = False
-    """Whether a draft costs about the same at any length."""
-    positions: int | None = None
-    """The longest text that it drafts for, in tokens; None for no limit."""
-    longest: int | None = None
-    """The greatest depth of its drafts at any draft length; None for no limit."""
+    at_once: bool = False  # whether a draft costs about the same at any length
+    positions: int | None = None  # the longest text that it drafts for, in tokens; None for no limit
+    longest: int | None = None  # the greatest depth of its drafts at any draft length; None for no limit
 
     def start(self, task: DraftTask) -> int:
         """Begin with new rows, and return the greatest number of tokens of a draft."""

@@ -19,12 +19,10 @@ from draftsmith.decode.tree import Tree
 class Evidence:
     """A text's evidence for a copied draft, known before the draft is verified."""
 
-    match: int
-    """The number of last tokens that occurred earlier; 0 without a match."""
+    match: int  # the number of last tokens that occurred earlier; 0 without a match
     score: float
     """The expected number of accepted tokens, from frequencies of continuations; `inf` where none are counted."""
-    length: int
-    """T, the length of the text in tokens."""
+    length: int  # T, the length of the text in tokens
 
 
 @dataclass(frozen=True)

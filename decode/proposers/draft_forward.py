@@ -18,8 +18,7 @@ from draftsmith.decode.proposers.draft_tree import LogitsAfter, StaticDraft, cho
 from draftsmith.decode.sampling import uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
 
-MOST_LAYERS = 16
-"""The greatest number of layers in all steps of a program: each takes a second to compile."""
+MOST_LAYERS = 16  # the greatest number of layers in all steps of a program: each takes a second to compile
 
 
 class DraftForward(Forward):

@@ -29,8 +29,7 @@ from draftsmith.decode.replay.texts import (
 from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax, draw_rows, prefixes, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
 
-Stop = Callable[[Tensor], bool]
-"""The next token's q, (V,) → whether drafting stops before the token is drawn."""
+Stop = Callable[[Tensor], bool]  # the next token's q, (V,) → whether drafting stops before the token is drawn
 
 
 def stop_below_confidence(level: float) -> Stop:

@@ -37,15 +37,13 @@ class DynamicTree:
             raise InputError(f"dynamic tree: expected 1 ≤ width ≤ nodes, found width {self.width}, nodes {self.nodes}")
 
 
-DEEPEST = 8
-"""The depth of the deepest tree of a drafter without a limit of its own."""
+DEEPEST = 8  # the depth of the deepest tree of a drafter without a limit of its own
 
 
 class TreeProposer(Proposer):
     """A proposer that drafts any tree of fixed shape: `measurement.tree_search` finds the best one."""
 
-    tree: Tree | DynamicTree | None
-    """The shape of its drafts; None for chains."""
+    tree: Tree | DynamicTree | None  # the shape of its drafts; None for chains
 
     @property
     def depth(self) -> int:
@@ -70,8 +68,7 @@ class TreeProposer(Proposer):
 LogitsAfter = Callable[[Level, Tensor], Tensor]
 """(a level, the tokens drafted so far (B, K)) → the drafter's logits after each of its P parents, (B, P, V), or
 (B, 1, V) if these are alike for all parents."""
-ScoresAfter = Callable[[Level, Tensor], Tensor]
-"""A `LogitsAfter` of processed logits."""
+ScoresAfter = Callable[[Level, Tensor], Tensor]  # a `LogitsAfter` of processed logits
 Uniforms = Callable[[Level, int, torch.dtype], Tensor]
 """(a level, numbers for each parent, dtype) → uniform numbers on [0, 1), (B, P × numbers)."""
 SUPPORT = 1024
@@ -83,17 +80,13 @@ whole vocabulary would take much memory. Flat drafters need a large M (docs/log/
 class StaticDraft:
     """The tokens of all rows' trees of one shape."""
 
-    tokens: Tensor
-    """(B, K) int64."""
-    probabilities: Tensor | None = None
-    """The distributions of a chain's tokens, (B, K, V)."""
+    tokens: Tensor  # (B, K) int64
+    probabilities: Tensor | None = None  # the distributions of a chain's tokens, (B, K, V)
     siblings: tuple[Tensor, Tensor, Tensor] | None = None
     """The distributions of a tree's siblings: the M tokens of each of F distributions, (B, F, M), their probabilities,
     (B, F, M), and the place of each node's token among them, (B, K)."""
-    confidence: Tensor | None = None
-    """max q in each node's context, (B, K)."""
-    block: Tensor | None = None
-    """See `Drafts`."""
+    confidence: Tensor | None = None  # max q in each node's context, (B, K)
+    block: Tensor | None = None  # see `Drafts`
 
     def drafts(self, tree: Tree, draft_lengths: Sequence[int]) -> list[Proposal]:
         """Return the rows' drafts, cut to their lengths."""

@@ -21,10 +21,8 @@ from draftsmith.decode.tree import ROOT, Tree
 class Switch:
     """A rule that takes a copied draft if its match and score are large enough: see `Evidence`."""
 
-    match: int = 3
-    """The shortest match, in tokens."""
-    score: float = 0.0
-    """The least score."""
+    match: int = 3  # the shortest match, in tokens
+    score: float = 0.0  # the least score
 
     def __post_init__(self) -> None:
         for name, value in (("match", self.match), ("score", self.score)):
@@ -209,10 +207,8 @@ class _DrafterReplays:
 
     def __init__(self) -> None:
         self._texts: object = None
-        self.replays: list[BatchReplay] = []
-        """One replay for each drafter."""
-        self.evidence: list[list[list[Evidence]]] = []
-        """The evidence at each start, by text and copying drafter."""
+        self.replays: list[BatchReplay] = []  # one replay for each drafter
+        self.evidence: list[list[list[Evidence]]] = []  # the evidence at each start, by text and copying drafter
         self.hybrids: dict[tuple[bytes, int | None], BatchReplay] = {}
         """Replays of hybrids, by their sources at each start and `last_length`."""
 

@@ -49,12 +49,10 @@ class _Window:
     """One row's pool, and the guesses that become its next N-grams."""
 
     pool: NgramPool
-    levels: list[list[int]] = field(default_factory=list)
-    """N − 1 levels of W tokens, the oldest first."""
+    levels: list[list[int]] = field(default_factory=list)  # N − 1 levels of W tokens, the oldest first
     ends: list[int | None] = field(default_factory=list)
     """The last node of each column in the present draft; None if the length limit cut it off."""
-    pooled: int = 0
-    """The number of the text's tokens whose N-grams are in the pool."""
+    pooled: int = 0  # the number of the text's tokens whose N-grams are in the pool
 
 
 class LookaheadProposer(Proposer):

@@ -35,21 +35,15 @@ TRIES = 16
 class _DraftText:
     """One text as the draft reads it."""
 
-    ids: list[int] = field(default_factory=list)
-    """The text's ids."""
-    fed: list[int] = field(default_factory=list)
-    """The ids in the cache."""
+    ids: list[int] = field(default_factory=list)  # the text's ids
+    fed: list[int] = field(default_factory=list)  # the ids in the cache
     settled: list[int] = field(default_factory=list)
     """The ids of the target's first `anchor` tokens, which are not encoded again."""
     anchor: int = 0
-    window: int = 2 * WINDOW
-    """The least number of tokens that are re-encoded each round."""
-    tail: list[int] = field(default_factory=list)
-    """The target's last tokens, which drafted text continues."""
-    text: str = ""
-    """The text of `tail`, up to the last whole character."""
-    before: list[int] = field(default_factory=list)
-    """The draft's last ids."""
+    window: int = 2 * WINDOW  # the least number of tokens that are re-encoded each round
+    tail: list[int] = field(default_factory=list)  # the target's last tokens, which drafted text continues
+    text: str = ""  # the text of `tail`, up to the last whole character
+    before: list[int] = field(default_factory=list)  # the draft's last ids
 
 
 class ReencodingProposer(Proposer):

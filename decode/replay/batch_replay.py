@@ -25,10 +25,8 @@ from draftsmith.decode.tree import ROOT, Tree
 class StartRounds:
     """The rounds that would start at each token of a text, for one draft length γ."""
 
-    acceptance: Tensor
-    """The probability that a round accepts a token at each depth, given the tokens before it, (N, γ)."""
-    widths: Tensor
-    """The number of tokens drafted at each depth, (N, γ); 0 where the text has no room."""
+    acceptance: Tensor  # the probability that a round accepts a token at each depth, given the tokens before it, (N, γ)
+    widths: Tensor  # the number of tokens drafted at each depth, (N, γ); 0 where the text has no room
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,7 @@ class BatchReplay:
     """For each text, the probability that a round from each token accepts that token, (N,); 0 if it drafts none."""
     overlaps: list[Tensor]
     """For each text, Σ_v min(p, q) = 1 − TV(p, q) of the contexts in which such a round drafts, (≤ N,)."""
-    counts: Callable[[int], Sequence[Ratios]]
-    """(draft length) → a decoder's expected counts on each text."""
+    counts: Callable[[int], Sequence[Ratios]]  # (draft length) → a decoder's expected counts on each text
     chains: Callable[[int], list[Tensor]] | None = None
     """(draft length) → for each text, the probability that a chain from each token has its j-th token accepted, given
     the tokens before it, (N, γ); None if drafts are not chains."""

@@ -39,12 +39,9 @@ class TextRanks:
 
     ranks: np.ndarray
     """The rank of x_{s+i} at depth i + 1 of a round from s, (N, K) int16; `NONE` where nothing is drafted."""
-    most: tuple[int, ...]
-    """The number of inspected ranks at each depth."""
-    limit: int
-    """The length limit of the text; its last token is the target's own, so it is never drafted."""
-    first: int = 1
-    """The first token at which a round drafts: 1 for heads on the target's states, 0 for a model."""
+    most: tuple[int, ...]  # the number of inspected ranks at each depth
+    limit: int  # the length limit of the text; its last token is the target's own, so it is never drafted
+    first: int = 1  # the first token at which a round drafts: 1 for heads on the target's states, 0 for a model
 
     def __len__(self) -> int:
         """Return N."""

@@ -16,8 +16,7 @@ from draftsmith.decode.replay.rounds import acceptance_probabilities, on_host, o
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler, argmax
 
-CHUNK = 512
-"""The number of positions whose logits are in memory at a time, for the target and one offset."""
+CHUNK = 512  # the number of positions whose logits are in memory at a time, for the target and one offset
 LogitsAt = Callable[[int, int, int], Tensor]
 """(offset j, first start s ≥ 1, end) → the drafter's logits for x_{s+j} from each of these starts, (C, V)."""
 DistributionsAt = Callable[[int, int], Tensor]

@@ -25,12 +25,9 @@ wanted tokens, (N, V), column by column."""
 class WrittenText:
     """A text that the target wrote."""
 
-    sequence: Tensor
-    """Prompt and text, (T,) int64."""
-    prompt_length: int
-    """The length of the prompt, at least 1 and less than T."""
-    limit: int
-    """The length limit of the text; T − `prompt_length` if the limit ended it."""
+    sequence: Tensor  # prompt and text, (T,) int64
+    prompt_length: int  # the length of the prompt, at least 1 and less than T
+    limit: int  # the length limit of the text; T − `prompt_length` if the limit ended it
 
     def __len__(self) -> int:
         """Return N, the length of the text."""

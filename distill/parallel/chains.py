@@ -28,8 +28,7 @@ from draftsmith.train.losses.distributions import (
     WholeDistributions,
 )
 
-ALIGNED = 8
-"""The lengths of rows with masks are multiples of this, which matrix kernels prefer."""
+ALIGNED = 8  # the lengths of rows with masks are multiples of this, which matrix kernels prefer
 
 
 def kept_shares(length: int, retention: float, minimum: float) -> np.ndarray:
@@ -57,20 +56,13 @@ def most_masks(tokens: int, shares: np.ndarray) -> int:
 class Chains:
     """The masks of a batch, and the entries that learn. All tensors are int64."""
 
-    positions_BM: Tensor
-    """The masks' positions in their texts."""
-    anchors_BM: Tensor
-    """The positions of the masks' anchors; −1 for padding, which neither sees nor is seen."""
-    texts_BL: Tensor | None
-    """The index of each entry's text in a packed row; None if rows are single texts."""
-    entries_E: Tensor
-    """The indices of the entries in a flattened (B, L)."""
-    places_E: Tensor
-    """The index, among the N places, of the one whose next token an entry learns."""
-    spans_E: Tensor
-    """A copy of `places_E` that stays on the CPU."""
-    offsets_E: Tensor
-    """0 for an anchor, j for its mask j."""
+    positions_BM: Tensor  # the masks' positions in their texts
+    anchors_BM: Tensor  # the positions of the masks' anchors; −1 for padding, which neither sees nor is seen
+    texts_BL: Tensor | None  # the index of each entry's text in a packed row; None if rows are single texts
+    entries_E: Tensor  # the indices of the entries in a flattened (B, L)
+    places_E: Tensor  # the index, among the N places, of the one whose next token an entry learns
+    spans_E: Tensor  # a copy of `places_E` that stays on the CPU
+    offsets_E: Tensor  # 0 for an anchor, j for its mask j
 
     def to(self, device: torch.device) -> "Chains":
         """Return a copy on a device."""

@@ -15,12 +15,10 @@ from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
 
-MASK_TOKEN = "pard_token"
-"""The config key of the mask token; vLLM reads it."""
+MASK_TOKEN = "pard_token"  # the config key of the mask token; vLLM reads it
 LENGTH = "parallel_length"
 """The config key of K, the number of tokens that the draft was trained to propose in one forward."""
-TREE = "parallel_tree"
-"""The config key of the tree that was searched for the draft: see `Tree.from_choices`."""
+TREE = "parallel_tree"  # the config key of the tree that was searched for the draft: see `Tree.from_choices`
 
 
 def length_of(config: PretrainedConfig) -> int | None:

@@ -20,10 +20,8 @@ from draftsmith.train.memory.setting import MemorySetting
 class MaskedBatch(BatchShape):
     """The shape of rows with mask tokens after their texts, which the target does not see."""
 
-    masks: int = 0
-    """The number of mask tokens in a row."""
-    dense: bool = True
-    """Whether attention takes a mask with an entry for each query and key."""
+    masks: int = 0  # the number of mask tokens in a row
+    dense: bool = True  # whether attention takes a mask with an entry for each query and key
 
     @property
     def entries(self) -> int:

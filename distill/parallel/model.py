@@ -18,8 +18,7 @@ from draftsmith.distill.vocabulary import ties_embeddings
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import set_attention, takes_bounds
 
-COMPILED_ON = {"cuda"}
-"""Device types on which block masks are compiled."""
+COMPILED_ON = {"cuda"}  # device types on which block masks are compiled
 
 
 def make_parallel(

@@ -20,22 +20,17 @@ from draftsmith.decode.replay.texts import WrittenText, readable
 from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax
 from draftsmith.distill.parallel.layout import mask_token_of, visible_entries
 
-DRAFTS_AT_A_TIME = 512
-"""The greatest number of drafts in one forward."""
-LOGITS_AT_A_TIME = 2**26
-"""The greatest number of logits in memory."""
+DRAFTS_AT_A_TIME = 512  # the greatest number of drafts in one forward
+LOGITS_AT_A_TIME = 2**26  # the greatest number of logits in memory
 
 
 @dataclass(frozen=True)
 class _ScoredDrafts:
     """Some of a text's drafts: the token at `starts` + `offsets`, given the text before `starts`."""
 
-    starts: Tensor
-    """(E,) int64, on the host."""
-    offsets: Tensor
-    """(E,) int64, on the host."""
-    scores: Tensor
-    """Processed logits, (E, V)."""
+    starts: Tensor  # (E,) int64, on the host
+    offsets: Tensor  # (E,) int64, on the host
+    scores: Tensor  # processed logits, (E, V)
 
     @property
     def drafted(self) -> Tensor:

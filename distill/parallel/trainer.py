@@ -60,8 +60,7 @@ class ParallelTrainer(DistillTrainer):
         weights = decay / np.concatenate([[1.0], self.shares]) if config.parallel_importance else decay
         self._decay_K = torch.tensor(decay, dtype=torch.float32, device=self.args.device)
         self._weights_K = torch.tensor(weights, dtype=torch.float32, device=self.args.device)
-        self._mask_work = np.zeros(3)
-        """`Chains.work`, summed since the last line of the log."""
+        self._mask_work = np.zeros(3)  # `Chains.work`, summed since the last line of the log
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

@@ -15,27 +15,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-DEPTH = 32
-"""The number of tokens before a place that it is sorted by, hence the greatest match length."""
-BYTES = 4
-"""The size of a token."""
+DEPTH = 32  # the number of tokens before a place that it is sorted by, hence the greatest match length
+BYTES = 4  # the size of a token
 WIDTH = BYTES * DEPTH
-Bytes: TypeAlias = Any
-"""`bytes` or a `bytearray`, which compare with each other."""
-STRIDE, SAMPLED = 256, 4 * BYTES
-"""A read-only index keeps the first SAMPLED bytes of every STRIDE-th place together."""
-AT_ONCE = 8
-"""All places are sorted anew when at least one token in AT_ONCE is new."""
-LARGEST = 2**32 - 2
-"""The greatest token id."""
+Bytes: TypeAlias = Any  # `bytes` or a `bytearray`, which compare with each other
+STRIDE, SAMPLED = 256, 4 * BYTES  # a read-only index keeps the first SAMPLED bytes of every STRIDE-th place together
+AT_ONCE = 8  # all places are sorted anew when at least one token in AT_ONCE is new
+LARGEST = 2**32 - 2  # the greatest token id
 
 
 @dataclass(frozen=True)
 class Match:
     """The places of an index that share the most last tokens with a text: `first` … `end` − 1 in the index's order."""
 
-    length: int
-    """The number of shared tokens, at most `DEPTH`."""
+    length: int  # the number of shared tokens, at most `DEPTH`
     first: int
     end: int
 
@@ -61,8 +54,7 @@ class Index:
         self._bytes: Bytes = bytearray(BYTES * self._slots) if tokens is None else tokens
         self._all = np.frombuffer(self._bytes, dtype=">u4")  # shares memory with the bytes
         self._length = 0 if tokens is None else room
-        self.order = array("i") if order is None else order
-        """The offset of each place's key in the bytes."""
+        self.order = array("i") if order is None else order  # the offset of each place's key in the bytes
         # A closure is faster than a method; it is called about twenty times a token.
         key_bytes = self._bytes
         self._key: Callable[[int], Any] = lambda at: key_bytes[at : at + WIDTH]

@@ -17,8 +17,7 @@ from draftsmith.decode.replay.batch_replay import BatchReplay
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.tree import ROOT, Tree
 
-MOST = 64
-"""The greatest number of occurrences that are counted: see `Index.following`."""
+MOST = 64  # the greatest number of occurrences that are counted: see `Index.following`
 
 
 class SuffixProposer(CopyProposer):

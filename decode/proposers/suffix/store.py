@@ -14,14 +14,10 @@ from torch import Tensor
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.suffix.index import BYTES, LARGEST, Index, in_order
 
-PER_TOKEN = 2 * BYTES
-"""The bytes of a token and its place."""
-FEWEST = 4096
-"""The least capacity of a store in tokens."""
-MOST_BYTES = 1 << 32
-"""The greatest size of a store: places are 32-bit numbers."""
-FRESH = 1 << 16
-"""The number of new tokens that are inserted one by one before all are sorted."""
+PER_TOKEN = 2 * BYTES  # the bytes of a token and its place
+FEWEST = 4096  # the least capacity of a store in tokens
+MOST_BYTES = 1 << 32  # the greatest size of a store: places are 32-bit numbers
+FRESH = 1 << 16  # the number of new tokens that are inserted one by one before all are sorted
 
 
 class SuffixStore:
