@@ -60,16 +60,9 @@ def make_draft(
     Only trainable parameters have `requires_grad`. The tokenizer is the draft's if both map all tokens alike, and the
     target's otherwise.
 
-    Args:
-        draft: a model directory or hub id; None for a draft made from the target.
-        init: how to make or change the draft.
-        target: the unsharded target, which shares no memory with the draft; or its path, whose weights are read in
-            their stored dtype, and only if the draft needs some of them.
-        tokenizer: the target's.
-        choose: (candidate layers, a function that makes a draft of them) → the choice, as `carving.choose`; None for
-            evenly spaced layers and the target's norm.
-        trained_padding: as in `silence_padding`, for an existing draft.
-        trust_remote_code: run code of the draft's repository.
+    `target` is the unsharded model, which shares no memory with the draft, or its path; weights are read only if the
+    draft needs them. `choose` is like `carving.choose`, given candidate layers and a function that makes a draft of
+    them; None takes evenly spaced layers. `trained_padding` is as in `silence_padding`, for an existing draft.
 
     Raises:
         InputError: no or two sources, another tokenizer, or a shape that the target cannot be cut to.

@@ -58,14 +58,7 @@ class DistillTrainer(RecipeTrainer):
         self.draft, self.config = draft, config
         self.objective: Objective = config.objective
         super().__init__(
-            draft,
-            target,
-            tokenizer,
-            config,
-            train_dataset,
-            eval_dataset,
-            compute_metrics=acceptance_metrics,
-            **kwargs,
+            draft, target, tokenizer, config, train_dataset, eval_dataset, compute_metrics=acceptance_metrics, **kwargs
         )
         kept_D = kept_tokens(draft.config)
         self.cut = None if kept_D is None else CutVocabulary(kept_D.to(self.args.device), self.vocab_size)

@@ -23,15 +23,10 @@ def fit_vocabulary(draft: PreTrainedModel, tokens: int, size: int | None, traine
     """Give a draft an embedding and a logit for each of the target's tokens, in place; tied embeddings stay tied.
 
     Rows of missing tokens are drawn as by `resize_token_embeddings`, around the mean of the others (Hewitt 2021,
-    "Initializing New Word Embeddings for Pretrained Language Models").
-
-    Args:
-        draft: the draft model.
-        tokens: the number of the target's tokens (`token_count`).
-        size: the number of rows of the head, the target's `vocab_size`; rows beyond the tokens are silenced. vLLM's
-            method `draft_model` (`SpeculativeConfig.verify_equal_vocab_size_if_draft_model`) and
-            `generate(assistant_model=…)` refuse unequal sizes. None keeps the rows of a head that has all tokens.
-        trained_padding: as in `silence_padding`.
+    "Initializing New Word Embeddings for Pretrained Language Models"). `size`, the target's `vocab_size`, is the number
+    of rows of the head; rows beyond the tokens are silenced. vLLM's method `draft_model`
+    (`SpeculativeConfig.verify_equal_vocab_size_if_draft_model`) and `generate(assistant_model=…)` refuse unequal sizes.
+    None keeps the rows of a head that has all tokens.
     """
     rows: int = draft.config.get_text_config().vocab_size
     wanted = max(tokens, rows if size is None else size)

@@ -48,13 +48,10 @@ class DraftModelProposer(Proposer):
     If the padding of the two heads differs, the draft's logits are cut to the target's width, or missing entries get
     probability zero.
 
-    Args:
-        draft_model: the drafter.
-        tree: None drafts chains. A `Tree` is the shape of every draft; siblings are the most likely tokens at T=0, and
-            are drawn without replacement under sampling. A `DynamicTree` grows anew each round.
-        stop: ends a chain early; see `stop_below_confidence` and `stop_above_entropy`.
-        greedy: draft the most likely tokens under sampling too, as vLLM does by default. This is lossless; a token is
-            accepted with probability p(argmax q) instead of Σ_v min(p, q).
+    Without a `tree` it drafts chains, which `stop` may end early. A `Tree` is the shape of every draft; its siblings
+    are the most likely tokens at T=0, and are drawn without replacement under sampling. A `DynamicTree` grows anew each
+    round. `greedy` drafts the most likely tokens under sampling too, as vLLM does by default; this is lossless, and a
+    token is accepted with probability p(argmax q) instead of Σ_v min(p, q).
     """
 
     _without = 0  # tokens at a text's beginning that have no slot in the cache

@@ -41,11 +41,9 @@ class HybridProposer(Proposer):
     and replay is exact. The last drafter drafts nothing in a round of another; the tokens that its cache then lacks are
     fed when it drafts again.
 
-    Args:
-        drafters: all but the last are `CopyProposer`s, which know the evidence before they draft.
-        switch: a function from evidence to whether the draft is taken.
-        graft: add the copied tokens that the switch takes to the last drafter's tree, as a branch.
-        last_length: the longest draft of the last drafter, which pays for each token while copies are free; None for γ.
+    All drafters but the last are `CopyProposer`s, which know the evidence before they draft. `graft` adds the copied
+    tokens that the switch takes to the last drafter's tree, as a branch. `last_length` limits the drafts of the last
+    drafter, which pays for each token while copies are free.
 
     Raises:
         InputError: fewer than two drafters, a first drafter that does not copy, or `last_length` below 1.

@@ -60,12 +60,8 @@ class LookaheadProposer(Proposer):
 
     Column j of the window is a branch of the tree: the first j + 1 tokens of level 0, then its tokens of levels 1 to
     N − 2. For a draft length γ the window has W = γ − (N − 2) columns, and no branch is deeper than γ. If γ < N − 1,
-    N is γ + 1. The draft is deterministic; branches with a common beginning share its nodes.
-
-    Args:
-        ngram: N, at least 2.
-        guesses: G, the greatest number of N-grams drafted in a round (section 3.2), at least 1.
-        pool_tokens: the greatest number of first tokens in a row's pool, each with at most G N-grams; at least 1.
+    N is γ + 1. The draft is deterministic; branches with a common beginning share its nodes. At most G = `guesses`
+    N-grams are drafted in a round (section 3.2), and pooled for each of at most `pool_tokens` first tokens.
     """
 
     def __init__(self, ngram: int = 3, guesses: int = 4, pool_tokens: int = 4096):

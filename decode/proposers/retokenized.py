@@ -17,24 +17,12 @@ from draftsmith.decode.tree import Tree
 class RetokenizedProposer(Proposer):
     """A proposer that uses a causal LM with another tokenizer than the target's.
 
-    If the tokenizers differ only in ids (see `matching_ids`), ids are renumbered: the draft model becomes one over the
+    If the tokenizers differ only in ids (see `matching_ids`), it `renumbers` ids: the draft model becomes one over the
     target's ids, and drafts chains and trees at any temperature, as in `DraftModelProposer`. Otherwise the target's
     text is encoded for the draft, which continues greedily, and its text is encoded as the target's tokens (universal
     assisted decoding, Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
-    Heterogeneous Vocabularies", section 3.1). Re-encoding drafts only chains at T=0: under sampling the one-hot draft x
-    would be lossless too, but accepted with probability p(x) instead of Σ min(p, q).
-
-    Either way the output is the target's; a mistake in the mapping costs only acceptance.
-
-    Args:
-        draft_model: the drafter.
-        draft_tokenizer: its tokenizer.
-        target_tokenizer: the target's.
-        tree: as in `DraftModelProposer`; None drafts chains.
-        stop: as in `DraftModelProposer`; where text is re-encoded it receives q over the draft's vocabulary.
-
-    Attributes:
-        renumbers: whether ids are renumbered; otherwise text is re-encoded.
+    Heterogeneous Vocabularies", section 3.1). A mistake in the mapping costs acceptance, but the output is the
+    target's.
 
     Raises:
         InputError: a tree where text is re-encoded; in `start`, sampling there.
@@ -54,6 +42,8 @@ class RetokenizedProposer(Proposer):
         if ids is not None:
             view = renumbered(draft_model, ids, stand_in=stand_in(draft_tokenizer))
             self._drafter = DraftModelProposer(view, tree, stop)
+        # Re-encoding drafts only chains at T=0: under sampling a one-hot draft x would be lossless too, but accepted
+        # with probability p(x) instead of Σ min(p, q).
         elif tree is not None:
             raise InputError("tree: expected a chain from a draft whose text has to be re-encoded, found a tree")
         else:

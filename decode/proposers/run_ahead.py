@@ -29,20 +29,11 @@ class RunAheadProposer(DraftModelProposer):
     new random numbers: the spent ones did not lead to b, so they are not independent of it. Reuse depends on tokens
     only, never on which thread was faster, so a seed determines the text.
 
-    Running ahead pays if the draft has a processor of its own and drafts are often accepted whole: if a share u of
-    rounds uses the draft that was made ahead, it saves u·γ draft steps a round. Models on one device compete for it,
-    and both threads compete for the interpreter's lock, which small models hold most of the time. Both threads call
-    logits processors at once, so the draft has shallow copies.
+    It saves u·γ draft steps a round if a share u of rounds uses the draft made ahead. It pays only if the draft has a
+    processor of its own. Both threads compete for the interpreter's lock, which small models hold most of the time.
 
-    Args:
-        draft_model: the drafter, possibly on another device than the target.
-        stop: ends a chain early; see `DraftModelProposer`.
-        threads: CPU threads of the draft that runs ahead. The target uses those of the caller's thread
-            (`torch.set_num_threads`). More of both than there are cores wait for each other.
-
-    Attributes:
-        num_ahead: the number of rounds in which the draft ran ahead, over all texts.
-        num_used: the number of rounds that used a draft made ahead, over all texts.
+    `threads` are the CPU threads of the draft that runs ahead; the target has the caller's (`torch.set_num_threads`).
+    `num_ahead` counts the rounds in which the draft ran ahead, and `num_used` those that used its draft.
 
     Raises:
         InputError: `threads` below 1; in `start`, several rows or compiled forwards.

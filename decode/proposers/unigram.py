@@ -18,11 +18,8 @@ class BlindProposer(StatelessProposer):
     """A proposer of unigram frequencies, the baseline for all drafters.
 
     At T=0 it repeats the most frequent token, by the smallest id among equals. Under sampling it draws each token from
-    the frequencies, which are q: they are not warped as p is.
-
-    Args:
-        frequencies: non-negative relative frequencies or counts, (V,); a shorter vector is padded with zeros. None
-            counts the row's text so far, prompt included.
+    the frequencies, which are q: they are not warped as p is. `frequencies` are non-negative frequencies or counts,
+    (V,) or fewer; None counts the row's text so far, prompt included.
 
     Raises:
         InputError: an invalid vector; in `start`, one wider than the target's vocabulary.

@@ -91,17 +91,9 @@ def expected_counts(
 ) -> list[Ratios]:
     """Return a decoder's expected counts on each text; at T=0, where a is 0 or 1, its exact counts.
 
-    A round of a chain from t drafts min(γ, limit − t − 1) tokens, since the last token is always the target's. If an
-    accepted token ends the text before its limit, drafted tokens after it do not count.
-
-    Args:
-        a_BNK: as in `expected_rounds_of_starts`.
-        lengths_B: the texts' lengths, (B,).
-        limits_B: their length limits, (B,).
-        draft_length: γ ≤ K; K if None.
-        first: the first position at which a round drafts; a must be 0 before it.
-        widths_BNK: the number of tokens that a round from t drafts at each depth, (B, N, K); None for chains of γ
-            tokens from `first` on.
+    A round of a chain from t drafts min(γ, limit − t − 1) tokens, since the last token is always the target's, and none
+    before position `first`, where a must be 0. If an accepted token ends the text before its limit, drafted tokens
+    after it do not count. `widths_BNK`, the numbers of tokens that rounds draft at each depth, describe other drafts.
     """
     batch, n, depth = a_BNK.shape
     gamma = depth if draft_length is None else min(draft_length, depth)

@@ -26,15 +26,11 @@ DistributionsAt = Callable[[int, int], Tensor]
 def ranks_by_start(
     text: WrittenText, sampler: Sampler, most: Sequence[int], logits_at: LogitsAt, by_argmax: bool = False
 ) -> TextRanks:
-    """Return the ranks of a text's tokens among a drafter's logits, from which every tree's counts at T=0 follow.
+    """Return the ranks of a text's tokens among a drafter's logits, which give every tree's counts at T=0.
 
-    Args:
-        text: a text that the target wrote at T=0.
-        sampler: the processors of T=0.
-        most: the number of ranks to inspect at each of K offsets. Pass a tree's widths if logits may tie, because the
-            order of ties depends on this number.
-        logits_at: the drafter.
-        by_argmax: inspect only rank 0, as `argmax` finds it, by which some chains are drafted.
+    `most` are the numbers of ranks to inspect at each of K offsets. Pass a tree's widths if logits may tie, because the
+    order of ties depends on these numbers. `by_argmax` inspects only rank 0, as `argmax` finds it: some chains are
+    drafted by it.
     """
     home = text.sequence.device
     ranks_NK = torch.full((len(text), len(most)), NONE, dtype=torch.int16, device=home)

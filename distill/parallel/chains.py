@@ -91,13 +91,10 @@ class Chains:
 
 
 def chained(flat_N: Tensor, shape: Sequence[int], lengths_N: Tensor, positions_BT: Tensor | None = None) -> Chains:
-    """Lay out the chains of a batch, on the CPU.
+    """Lay out the chains of a batch of `shape` (B, T), on the CPU, with anchors `LossPositions.flat_N`.
 
-    Args:
-        flat_N: the anchors, `LossPositions.flat_N`.
-        shape: B and T.
-        lengths_N: the greatest number of masks of each anchor; −1 leaves out the anchor too.
-        positions_BT: the positions of packed rows, which restart at 0 with each text.
+    `lengths_N` are the greatest numbers of masks; −1 leaves out the anchor too. `positions_BT` are the positions of
+    packed rows, which restart at 0 with each text.
     """
     rows, width = shape
     lengths_N = torch.minimum(lengths_N, _room(flat_N))

@@ -70,12 +70,9 @@ def visible_entries(
 ) -> Tensor:
     """Return the mask of the entries to which each entry of a row attends, (B, L, L) bool: queries, then keys.
 
-    Args:
-        positions_BL: the position of each entry in its text; a + j for mask j of anchor a.
-        anchors_BL: the position of the last token of the text that an entry sees: a token's own position, and a mask's
-            anchor, which is less than its position.
-        texts_BL: the index of each entry's text, if a row has several.
-        last: the number of last entries that are queries, (B, last, L), if the others are cached.
+    Mask j of anchor a has position a + j. `anchors_BL` are the positions of the last token of the text that an entry
+    sees: a token's own position, and a mask's anchor. `texts_BL` are the entries' texts, if a row has several. With
+    `last`, only that number of last entries are queries, (B, last, L).
     """
     queries = slice(0 if last is None else positions_BL.shape[1] - last, None)
     is_text_BL = anchors_BL == positions_BL

@@ -31,11 +31,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
     Each token is drawn from its own q_j, which depends on the text but not on the tokens drafted before it. Processors
     do see the drafted tokens; the returned q_j includes their effect.
 
-    Args:
-        draft_model: a parallel draft.
-        tree: None drafts chains. A `Tree` is the shape of every draft. All nodes of one depth draw their children from
-            one distribution: the most likely tokens at T=0, and without replacement under sampling.
-        greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
+    `tree` and `greedy` are as in `DraftModelProposer`. All nodes of one depth have one distribution of children.
 
     Raises:
         InputError: a config without a mask token, or a tree deeper than the trained length.

@@ -28,12 +28,8 @@ class SuffixProposer(CopyProposer):
     sum of the tokens' scores is the expected accepted length. Of the longest matches in the text and in the store the
     longer one is used, and the text's if they are equal. The draft is deterministic.
 
-    Args:
-        min_match: the shortest match, in tokens.
-        max_draft: the greatest depth of a draft; the draft length may be less.
-        store: earlier texts.
-        min_score: the least score of a drafted token.
-        nodes: the number of nodes of a tree, those with the greatest scores; None drafts chains.
+    `min_match` is the shortest match in tokens, `max_draft` the greatest depth of a draft, `min_score` the least score
+    of a drafted token, and `nodes` the size of a tree of the greatest scores; None drafts chains.
 
     Raises:
         InputError: an option out of range; in `start`, a store with a larger vocabulary.

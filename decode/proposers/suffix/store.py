@@ -26,10 +26,8 @@ class SuffixStore:
     Most texts are in one large index. New texts go to a small one, at some microseconds a token. When it is full, `add`
     sorts all texts together, at about a second per million tokens, and drops the oldest.
 
-    Args:
-        vocab_size: the size of the texts' vocabulary.
-        most_bytes: the limit, at 8 bytes a token; sorting takes several times as much for a moment.
-        tokenizer: an identifier of the texts' tokenizer, for example a digest of its vocabulary.
+    `most_bytes` is the limit, at 8 bytes a token; sorting takes several times as much for a moment. `tokenizer`
+    identifies the texts' tokenizer, for example by a digest of its vocabulary.
     """
 
     def __init__(self, vocab_size: int, most_bytes: int = 1 << 27, tokenizer: str = ""):
