@@ -119,7 +119,6 @@ def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
 
 
 def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrainedModel:
-    """Return a new model of some of the target's layers, narrowed."""
     _check_plain(target)
     depth: int = target.config.num_hidden_layers
     carving = Carving(layer_indices(init.layers or 0, depth))
@@ -227,7 +226,6 @@ def _energy(weight: Tensor, dim: int) -> Tensor:
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Return the indices of the largest scores, ascending."""
     return scores.topk(count).indices.sort().values
 
 
@@ -240,7 +238,6 @@ def _cut_norms(modules: Iterable[Any], channels: Tensor) -> None:
 
 
 def _random(target: PreTrainedModel, overrides: dict[str, Any]) -> PreTrainedModel:
-    """Return a model of the target's family with random weights."""
     _check_plain(target)
     config = target.config
     values = config.to_dict()
@@ -284,7 +281,6 @@ def _check_plain(target: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _share_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Copy the target's embeddings and head into a draft, and freeze them."""
     for matrix, source in (
         (draft.get_input_embeddings(), target.get_input_embeddings()),
         (draft.get_output_embeddings(), target.get_output_embeddings()),

@@ -17,8 +17,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from draftsmith.decode.cache import positions_of
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.on_policy import continued, prompts_of
 from draftsmith.train.checkpoint import end_of_sequence_ids
+from draftsmith.train.data.decoding import complete
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.job.step_checks import Learner
@@ -67,7 +67,11 @@ class DistillTrainer(RecipeTrainer):
         self._written = {"on_policy_tokens": 0.0, "on_policy_seconds": 0.0}
 
     def step_batches(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Replace the completions of a share of the batches by the draft's own."""
+        """Replace the completions of a share of the batches by the draft's own, which the target scores.
+
+        Generalized knowledge distillation (Agarwal et al. 2023, algorithm 1) and DistillSpec (Zhou et al. 2023, section
+        4.2) train a student on its own text, so that it meets its mistakes.
+        """
         # The seed is the same on every process, since sampling from a sharded draft takes all of them.
         seeds = [(int(self.args.seed), self.state.global_step, part) for part in range(len(batches))]
         on_policy = [part for part, seed in enumerate(seeds) if mixed_seed(*seed) < self.config.on_policy * 2**63]
@@ -229,3 +233,45 @@ class DistillTrainer(RecipeTrainer):
         if "teacher" in inputs:  # read from a cache, in the order of the loss positions
             return cached_distributions(inputs["teacher"])
         return LiveDistributions(positions.take(self.target_hidden(inputs)), self.target_head)
+
+
+def prompts_of(batch: dict[str, Tensor]) -> list[Tensor]:
+    """Return the token ids of each sample before its first loss token; packed rows are separated."""
+    prompts = []
+    for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
+        starts = [0]
+        if "position_ids" in batch:
+            starts = (batch["position_ids"][row] == 0).nonzero()[:, 0].tolist()
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            inside = (labels[start:end] != IGNORED).nonzero()[:, 0]
+            if len(inside):  # padding after packed samples has no loss tokens
+                prompts.append(ids[start : start + int(inside[0])])
+    return prompts
+
+
+def continued(
+    draft: PreTrainedModel,
+    prompts: list[Tensor],
+    generation: GenerationConfig,
+    max_length: int | None,
+    seed: int,
+    synced: bool,
+) -> list[dict[str, list[int]]]:
+    """Sample the draft's continuations of prompts, and return `input_ids` and `labels`, which are −100 on prompts.
+
+    `eos_token_id` of the generation config is a list or None. `max_length` limits prompt and continuation together.
+    `synced` runs empty forwards until every process is done, for a sharded draft.
+    """
+    # `generate` takes missing fields from the model's own config, whose penalties are not part of our sampling.
+    training, config = draft.training, draft.generation_config
+    draft.eval().generation_config = generation
+    ids = [prompt.tolist() for prompt in prompts]
+    completions = complete(draft, generation, ids, seed, device=prompts[0].device, synced=synced)
+    draft.train(training).generation_config = config
+    return [
+        {
+            "input_ids": (prompt + completion.ids)[:max_length],
+            "labels": ([IGNORED] * len(prompt) + completion.ids)[:max_length],
+        }
+        for prompt, completion in zip(ids, completions, strict=True)
+    ]

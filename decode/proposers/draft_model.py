@@ -150,7 +150,6 @@ class DraftModelProposer(Proposer):
         return self._draft_by_steps(texts, draft_lengths)
 
     def _draft_by_steps(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft with one forward for each token of a chain, or each depth of a tree."""
         logits = self._feed_texts(texts)[:, 0]
         if self.tree is None:
             return self._chains(texts, draft_lengths, logits)
@@ -365,7 +364,6 @@ class DraftModelProposer(Proposer):
         extra_inputs: dict[str, Tensor],
         draft_lengths: Sequence[int],
     ) -> StaticDraft:
-        """Draft one tree after a block of tokens: see `_unfed_block`."""
         drawn, vocab_size = self._draws, self._task.vocab_size
         draws = draws_of(shape, vocab_size, self._temperature, self._generators, draft_lengths, block.device)
         outputs = self._model.compute(
@@ -435,7 +433,6 @@ class DraftModelProposer(Proposer):
 
 
 def _append_masks(tokens_BT: Tensor, masks: Tensor | None) -> Tensor:
-    """Append the same masks, (M,), to all rows."""
     return tokens_BT if masks is None else torch.cat([tokens_BT, masks.expand(len(tokens_BT), -1)], 1)
 
 

@@ -227,7 +227,6 @@ class _DrafterReplays:
 
 
 def _select_rounds(source_N: Tensor, members: Sequence[StartRounds]) -> StartRounds:
-    """Return the rounds of the drafter that drafts at each start."""
     depth = max(rounds.widths.shape[1] for rounds in members)
 
     def select(name: str) -> Tensor:

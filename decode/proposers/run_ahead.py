@@ -45,7 +45,7 @@ class RunAheadProposer(DraftModelProposer):
             raise InputError(f"threads: expected at least 1, found {threads}")
         self.threads = threads
         self.num_ahead = self.num_used = 0
-        self._ahead: _Ahead | None = None
+        self._ahead: _AheadThread | None = None
 
     def start(self, task: DraftTask) -> int:
         """Begin with an empty cache and a separate random generator, seeded from the row's."""
@@ -78,7 +78,7 @@ class RunAheadProposer(DraftModelProposer):
         # Leave room for the guess, and for the token that the target adds after the next draft.
         count = min(length, self._task.max_length - len(drafted) - 2)
         if count > 0 and len(draft.tokens):
-            self._ahead = _Ahead(self._draft_token, drafted, 1 + count, self.threads)
+            self._ahead = _AheadThread(self._draft_token, drafted, 1 + count, self.threads)
             self._ahead.start()
             self.num_ahead += 1
         return [draft.to(context.device)]
@@ -104,7 +104,7 @@ class RunAheadProposer(DraftModelProposer):
             self._reseed()  # how many random numbers the cancelled thread spent depends on timing
             return None
         self.num_used += 1
-        draft = _joined(parts[1 : 1 + length], text)
+        draft = _concatenate(parts[1 : 1 + length], text)
         self._cached = [min(self._cached[0], len(text) + len(draft.tokens) - 1)]
         return draft
 
@@ -125,7 +125,7 @@ class RunAheadProposer(DraftModelProposer):
             drafts.manual_seed(int(torch.randint(2**63 - 1, (), generator=row, device=device)))
 
 
-class _Ahead(threading.Thread):
+class _AheadThread(threading.Thread):
     """A thread that drafts a guess and a chain after `text`, a token at a time, until it is cancelled."""
 
     def __init__(self, draft_token: Callable[[Tensor], Proposal], text: Tensor, count: int, threads: int):
@@ -184,8 +184,7 @@ class _Ahead(threading.Thread):
         return None if bonus is None or self._guess != bonus else self._parts
 
 
-def _joined(parts: Sequence[Proposal], text: Tensor) -> Proposal:
-    """Concatenate drafts of at most one token each."""
+def _concatenate(parts: Sequence[Proposal], text: Tensor) -> Proposal:
     parts = [part for part in parts if len(part.tokens)]
     if not parts:
         return Proposal(text[:0], None, Tree.chain(0))

@@ -114,7 +114,6 @@ class ParallelDraft(Draft):
 
 
 def _check_masks(draft: "Part") -> "Finding":
-    """Check the fields of the config that training wrote."""
     from draftsmith.distill.parallel.layout import is_unused, length_of, mask_token_of, tree_of
     from draftsmith.train.kinds.findings import Finding
     from draftsmith.train.kinds.parts import Side

@@ -71,7 +71,6 @@ class ParallelTrainer(DistillTrainer):
             return [{**batch, "chains": self._draw_chains(batch)} for batch in batches], tokens
 
     def _draw_chains(self, batch: dict[str, Any]) -> Chains:
-        """Draw and lay out the masks of a batch, on the host."""
         on_host, (rows, width) = batch["host"], batch["labels"].shape
         counts = np.bincount(on_host["positions"] // width, minlength=rows)
         seeds = int(self.args.seed), self.state.global_step, "masks"
@@ -180,7 +179,6 @@ class ParallelTrainer(DistillTrainer):
         return self._sums(table_EF.unflatten(0, inside_BNK.shape), inside_BNK.to(table_EF.device))
 
     def _sums(self, table_BNKF: Tensor, inside_BNK: Tensor) -> Tensor:
-        """Return the result of `replay_sums` from the features of each place's chain."""
         anchors_K = torch.arange(self.length, device=inside_BNK.device) == 0
         losses = [
             self.objective.shortfall(table_EF[:, 4:], follows_E, weights_E, starts_E)

@@ -11,8 +11,7 @@ from transformers import GenerationConfig
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DraftInit
-from draftsmith.distill.on_policy import continued, prompts_of
-from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.distill.trainer import DistillTrainer, continued, prompts_of
 from draftsmith.train.data import decoding
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import training_examples

@@ -101,7 +101,6 @@ class SuffixProposer(CopyProposer):
         return Found(tokens, tree, Evidence(match_length, sum(draft.scores), len(text)))
 
     def _chain(self, following: list[list[int]]) -> "_Draft":
-        """Return the chain of most frequent tokens, each given the tokens before it."""
         draft, score = _Draft(), 1.0
         for depth in range(self.max_draft):
             if len(following) == 1:  # the usual case
@@ -120,7 +119,6 @@ class SuffixProposer(CopyProposer):
         return draft
 
     def _tree(self, following: list[list[int]], most: int) -> "_Draft":
-        """Return the tree of at most `most` tokens with the greatest scores."""
         draft = _Draft()
         # (−score, order of insertion, token, parent, continuations after it, their depth) of nodes not drafted yet.
         heap: list[tuple[float, int, int, int, list[list[int]], int]] = []
