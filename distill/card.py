@@ -23,8 +23,8 @@ def authors(config: DistillConfig) -> str:
         source = (read_manifest(Path(path)) or {}).get("source")
         if isinstance(source, dict) and source.get("answers") == "given":
             names.append("answers that were given")
-        elif (other := other_target(path, config.target, config.trust_remote_code)) is not None:
-            names.append(f"written by `{other}`")
+        elif (model := other_target(path, config.target, config.trust_remote_code)) is not None:
+            names.append(f"written by `{model}`")
         else:
             names.append("written by the target")
     return ", ".join(dict.fromkeys(names))

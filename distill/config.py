@@ -94,17 +94,17 @@ class DraftInit:
         require(self, one_of(("none", "embeddings")), "share", prefix="init.")
         for name in sizes:
             if getattr(self, name) is not None and self.layers is None:
-                raise InputError(f"init.layers: expected the layers to carve beside init.{name}, found none")
+                raise InputError(f"init.layers: expected the layers to carve with init.{name}, found none")
         if self.share == "embeddings" and self.layers is None and self.config is None:
-            raise InputError("init.share: expected init.layers or init.config beside it, found neither")
+            raise InputError("init.share: expected init.layers or init.config with it, found neither")
         if self.share == "embeddings" and self.hidden_size is not None:
             raise InputError("init.share: expected none for embeddings that init.hidden_size narrows, found embeddings")
 
     def check_source(self, draft: str | None) -> None:
         """Raise an InputError unless there is exactly one of a draft model, `layers` and `config`."""
         if (draft is not None) == (self.layers is not None or self.config is not None):
-            found = "more than one" if draft is not None else "none"
-            raise InputError(f"draft: expected one of a draft model, init.layers and init.config, found {found}")
+            count = "more than one" if draft is not None else "none"
+            raise InputError(f"draft: expected one of a draft model, init.layers and init.config, found {count}")
 
 
 @dataclass
@@ -138,12 +138,12 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
             refuse_beside_cache(self)
         if self.prompt_loss and (self.teacher_cache or not self.objective.needs_target):
             raise InputError(
-                "prompt_loss: expected false with teacher_cache, which has none of the prompts, and with cross_entropy "
+                "prompt_loss: expected false with teacher_cache, which has no prompts, and with cross_entropy "
                 "alone, which would learn to write prompts; found true"
             )
         if self.teacher_cache and self.on_policy:
             raise InputError(
-                f"on_policy: expected 0 with teacher_cache, which has none of new texts, found {self.on_policy}"
+                f"on_policy: expected 0 with teacher_cache, which has no new texts, found {self.on_policy}"
             )
 
     @property

@@ -85,8 +85,8 @@ def make_draft(
             draft_tokenizer = stored if stored.get_vocab() == tokenizer.get_vocab() else tokenizer
             model = load_model(draft, field="draft", trust_remote_code=trust_remote_code, device="cpu")
             if (tokens_D := kept_tokens(model.config)) is not None and init.draft_vocabulary is not None:
-                found = f"{init.draft_vocabulary} beside the draft's {len(tokens_D)}"
-                raise InputError(f"init.draft_vocabulary: expected none for a draft that has one, found {found}")
+                sizes = f"{init.draft_vocabulary} and the draft's {len(tokens_D)}"
+                raise InputError(f"init.draft_vocabulary: expected none for a draft that has one, found {sizes}")
         else:
             model = _carved(target, init, choose) if init.layers is not None else _random(target, init.config or {})
             model.generation_config = copy.deepcopy(target.generation_config)
@@ -103,11 +103,7 @@ def make_draft(
 
 
 def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
-    """Return the indices of the layers to keep of `depth`, evenly spaced if `layers` is a number.
-
-    Raises:
-        InputError: a number or indices out of range, or indices that do not ascend.
-    """
+    """Return the indices of the layers to keep of `depth`, evenly spaced if `layers` is a number."""
     if isinstance(layers, int):
         if not 1 <= layers <= depth:
             raise InputError(f"init.layers: expected between 1 and the target's {depth}, found {layers}")

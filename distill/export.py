@@ -26,19 +26,8 @@ from draftsmith.train.runs import save_model, sglang_command, vllm_command
 GAMMA = 4
 
 
-def check(kind: Draft, config: ExportOptions) -> None:
-    """Raise an InputError for options that would change a draft model, or that its kind refuses."""
-    if config.dtype is not None:
-        raise InputError("dtype: expected none with a draft model, which stays as it is, found one")
-    kind.check_format(config)
-
-
 def export(kind: Draft, config: ExportOptions, path: str) -> list[str]:
-    """Check a draft model, and return the lines that launch a server with it; write it if its vocabulary is cut.
-
-    Raises:
-        InputError: a model that cannot be loaded, or that the server does not load for this target.
-    """
+    """Check a draft model, and return the lines that launch a server with it; write it if its vocabulary is cut."""
     directory = Path(path)
     if not directory.is_dir():
         raise InputError(f"draft: expected a directory, found none at {path}")

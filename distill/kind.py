@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.decode.errors import InputError
 from draftsmith.train.kinds.causal import CausalKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
@@ -41,9 +42,9 @@ class Draft(CausalKind):
 
     def check_export(self, config: "ExportOptions") -> None:
         """Refuse options that would change the model."""
-        from draftsmith.distill.export import check
-
-        check(self, config)
+        if config.dtype is not None:
+            raise InputError("dtype: expected none with a draft model, which stays as it is, found one")
+        self.check_format(config)
 
     def export(self, config: "ExportOptions", path: str) -> list[str]:
         """Return the lines that launch a server with it."""
@@ -162,7 +163,6 @@ def _compare_sizes(target: "Side", draft: "Side") -> "Finding":
 
 
 def _compare_tokenizers(target: "Side", draft: "Side") -> "Finding":
-    from draftsmith.decode.errors import InputError
     from draftsmith.decode.proposers.renumbered import matching_ids
     from draftsmith.train.kinds.findings import Finding
     from draftsmith.train.models import check_same_tokenizer

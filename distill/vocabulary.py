@@ -29,10 +29,10 @@ def fit_vocabulary(draft: PreTrainedModel, tokens: int, size: int | None, traine
     None keeps the rows of a head that has all tokens.
     """
     rows: int = draft.config.get_text_config().vocab_size
-    wanted = max(tokens, rows if size is None else size)
-    if wanted != rows:
+    new_rows = max(tokens, rows if size is None else size)
+    if new_rows != rows:
         # Drawing around the mean computes a covariance, which padding rows do not need.
-        draft.resize_token_embeddings(wanted, mean_resizing=rows < tokens)
+        draft.resize_token_embeddings(new_rows, mean_resizing=rows < tokens)
     if size is not None:
         silence_padding(draft, tokens, trained_padding)
 

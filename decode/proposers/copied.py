@@ -77,10 +77,7 @@ class CopyProposer(Proposer):
         return [self.find_row(row, text, draft_length) for row, (text, draft_length) in rows]
 
     def find_row(self, row: int, text: np.ndarray, draft_length: int) -> Found:
-        """Return `find` for one of the present rows, given its tokens on the host, (T,) int64.
-
-        Tokens that were written since the last call for this row are indexed now.
-        """
+        """Return `find` for one of the present rows, given its tokens on the host, (T,) int64."""
         return self._rows[row](text, draft_length)
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:

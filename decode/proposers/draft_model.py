@@ -132,12 +132,9 @@ class DraftModelProposer(Proposer):
         return [draft.to(home) for draft in drafts]
 
     def _within(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[int]]:
-        """Return texts cut at the model's last position, and the draft lengths that fit before it.
-
-        A longer row drafts nothing, but stays in the batch.
-        """
+        """Return texts cut at the model's last position, and the draft lengths that fit before it."""
         most = self.positions
-        # The last drafted token needs no position: it is not fed.
+        # The last drafted token needs no position: it is not fed. A longer row stays in the batch with length 0.
         if most is None or max(map(len, texts)) + max(draft_lengths) <= most + 1:
             return texts, draft_lengths
         lengths = [max(0, min(k, most + 1 - len(text))) for text, k in zip(texts, draft_lengths, strict=True)]
@@ -167,7 +164,7 @@ class DraftModelProposer(Proposer):
             slots = slots[: slots.index(-1)] if -1 in slots else slots
             paths.append([slot + 1 for slot in slots])
             self._cached[row] = min(self._cached[row], self._lengths.host[row]) + len(slots)
-        # Chains lie in the cache as they must; only other paths are moved together.
+        # Chains are in their final slots already; only other paths are moved together.
         if any(path != list(range(1, len(path) + 1)) for path in paths):
             self._model.keep_paths(self._lengths + -1, paths)
 
@@ -204,15 +201,16 @@ class DraftModelProposer(Proposer):
                 ranks.append(ranks_of(scores, text.tokens, widest))
             guess = scores.argmax(-1)
             agrees = (guess == text.tokens).to(scores.dtype)
-            if distributions is None or self.greedy:
+            if distributions is None:
                 acceptance.append(agrees)
-                overlaps.append(
-                    agrees
-                    if distributions is None
-                    else distributions[place][: len(text)].gather(1, guess[:, None])[:, 0]
-                )
+                overlaps.append(agrees)
+                continue
+            p = distributions[place][: len(text)]
+            if self.greedy:  # q is one-hot on a token x: Σ min(p, q) is p(x)
+                acceptance.append(agrees)
+                overlaps.append(p.gather(1, guess[:, None])[:, 0])
             else:
-                p, q = distributions[place][: len(text)], scores.softmax(-1)
+                q = scores.softmax(-1)
                 acceptance.append(acceptance_probabilities(p, q, text.tokens))
                 overlaps.append(overlap(p, q))
         if not isinstance(self.tree, Tree):
@@ -220,20 +218,14 @@ class DraftModelProposer(Proposer):
         return replay_by_ranks(texts, filled(ranks, texts, NONE), self.tree, overlaps)
 
     def _feed_texts(self, contexts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
-        """Feed the uncached tokens of each text, then the same M masks, (M,), if any; return the logits, (B, 1 + M, V).
-
-        The logits are those after the text's last token and after each mask.
-        """
-        contexts = readable(self.draft_model, contexts)
+        """Feed the uncached tokens of each text, then M masks, (M,), if any; return the last logits, (B, 1 + M, V)."""
+        contexts, keep = readable(self.draft_model, contexts), 1 if masks is None else 1 + len(masks)
         if len(contexts) == 1 and not any(self._cached) and self._model.is_empty:
-            logits = self._model.prefill(
-                _append_masks(contexts[0][None, :], masks), 1 if masks is None else 1 + len(masks)
-            )
+            logits = self._model.prefill(_append_masks(contexts[0][None, :], masks), keep)
             self._cached = list(self._lengths.host)
             return self._aligned(logits)
         block, places = self._unfed(contexts)
-        logits = self._model.feed(_append_masks(block, masks), places, 1 if masks is None else 1 + len(masks))
-        return self._aligned(logits)
+        return self._aligned(self._model.feed(_append_masks(block, masks), places, keep))
 
     def _unfed(self, contexts: Sequence[Tensor]) -> tuple[Tensor, Places]:
         """Return the last tokens of each text, (B, K), and their slots, after feeding the uncached tokens before them.
@@ -337,10 +329,7 @@ class DraftModelProposer(Proposer):
         return whole.drafts(tree, draft_lengths)
 
     def _unfed_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, Tensor, dict[str, Tensor]]:
-        """Return a program's first block: tokens, (B, K), their slots, each row's last column, (B,), and extra inputs.
-
-        See `CachedModel.compute` and `ModelDraftForward`.
-        """
+        """Return a program's first block: tokens, (B, K), slots, each row's last column, (B,), and extra inputs."""
         texts = readable(self.draft_model, texts)
         # Short prompts of one length need no prefill of their own: the program feeds them.
         if not any(self._cached) and self._lengths.alike and len(texts) * len(texts[0]) <= SHORT:

@@ -144,11 +144,7 @@ class HybridProposer(Proposer):
     def replay(
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
-        """Replay rounds that start with the drafter that the switch takes there.
-
-        Raises:
-            InputError: a last drafter that cannot take turns with others.
-        """
+        """Replay rounds that start with the drafter that the switch takes there."""
         self._replays.update(self, task, texts, distributions)
         replays, hybrids = self._replays.replays, self._replays.hybrids
         if replays[-1].rounds is None:

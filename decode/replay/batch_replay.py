@@ -47,10 +47,7 @@ class BatchReplay:
     """For each text, if drafters take turns, the index of the drafter of a round from each token, (N,)."""
 
     def sizes(self, texts: Sequence[WrittenText], draft_length: int) -> list[np.ndarray] | None:
-        """Return each text's expected number of rounds, by drafter and number of drafted tokens, (S, K + 1).
-
-        The result is None if rounds from each start are not known.
-        """
+        """Return each text's expected rounds by drafter and number of drafted tokens, (S, K + 1); None if not known."""
         if self.rounds is None:
             return None
         rounds = self.rounds(draft_length)

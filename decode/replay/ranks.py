@@ -63,11 +63,7 @@ class TextRanks:
         return replace(self, ranks=np.pad(self.ranks, missing, constant_values=NONE))
 
     def nodes(self, tree: Tree) -> np.ndarray:
-        """Return the node that the text reaches at each depth, from each start, (N, depth); `ROOT` outside the tree.
-
-        Raises:
-            InputError: a tree deeper than the drafts, or wider than the inspected ranks.
-        """
+        """Return the node that the text reaches at each depth, from each start, (N, depth); `ROOT` outside the tree."""
         if tree.depth > self.ranks.shape[1]:
             raise InputError(f"tree: expected a depth up to the {self.ranks.shape[1]} heads, found {tree.depth}")
         for depth, (width, most) in enumerate(zip(tree.widths, self.most, strict=False)):

@@ -60,10 +60,7 @@ def expected_rounds_of_starts(a_BNK: Tensor, lengths_B: Tensor, draft_length: in
 
 
 def start_probabilities(a_BNK: Tensor, lengths_B: Tensor, draft_length: int | None = None) -> Tensor:
-    """Return s_t, the probability that a round starts at each position, (B, N); 0 past a text's length.
-
-    The arguments are those of `expected_rounds_of_starts`.
-    """
+    """Return s_t, the probability that a round starts at each position, (B, N); 0 past a text's length."""
     batch, n, depth = a_BNK.shape
     gamma = depth if draft_length is None else min(draft_length, depth)
     inside_BN = torch.arange(n, device=a_BNK.device)[None, :] < lengths_B[:, None]

@@ -40,10 +40,7 @@ class WrittenText:
 
 
 def drafted_parts(texts: Sequence[WrittenText], positions: int | None) -> tuple[list[WrittenText], list[WrittenText]]:
-    """Return the parts of texts that fit a drafter's positions, and the whole texts with limits that end drafts there.
-
-    `positions` is the longest text that is drafted for; None for no limit.
-    """
+    """Return the parts of texts that fit a drafter's positions, and the whole texts, with drafts limited to these."""
     if positions is None:
         return list(texts), list(texts)
     ends = [max(text.prompt_length, positions + 1) for text in texts]
@@ -95,8 +92,8 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
     if not written:
         return [torch.zeros(0, model.config.get_text_config().vocab_size, device=device) for _ in texts]
     first = min(text.prompt_length for text in written) - 1
-    fed = readable(model, [text.sequence[:-1] for text in written])
-    padded = torch.nn.utils.rnn.pad_sequence(fed, batch_first=True).to(device)
+    inputs = readable(model, [text.sequence[:-1] for text in written])
+    padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True).to(device)
     # Padding follows the texts, where a causal model does not see it.
     keep: dict[str, Any] = (
         {"logits_to_keep": padded.shape[1] - first} if "logits_to_keep" in signature(model.forward).parameters else {}

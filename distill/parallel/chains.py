@@ -37,10 +37,8 @@ def kept_shares(length: int, retention: float, minimum: float) -> np.ndarray:
 
 
 def drawn_lengths(count: int, shares: np.ndarray, *seeds: int | str) -> np.ndarray:
-    """Draw the number of masks that each of `count` anchors keeps, (count,) int64: P(l ≥ j) = `shares[j − 1]`.
-
-    The result depends only on the seeds, so that a resumed run or another number of processes draws the same.
-    """
+    """Draw the number l of masks that each anchor keeps, (count,) int64, with P(l ≥ j) = `shares[j − 1]`."""
+    # The seeds alone decide: a resumed run or another number of processes draws the same.
     u = np.random.default_rng(mixed_seed(*seeds)).random(count)
     return (u[:, None] < shares).sum(1)
 

@@ -97,11 +97,7 @@ class ParallelDraft(Draft):
         return {"num_speculative_tokens": draft_length, "parallel_drafting": True}
 
     def notes(self, model: "PreTrainedModel", server: str) -> list[str]:
-        """Return how a server drafts with it.
-
-        Raises:
-            InputError: a config without its mask token.
-        """
+        """Return how a server drafts with it."""
         from draftsmith.distill.parallel.layout import mask_token_of, tree_of
 
         if server == "sglang":

@@ -45,11 +45,7 @@ def check_depth(tree: Tree, config: PretrainedConfig) -> None:
 
 
 def mask_token_of(model: PreTrainedModel) -> int:
-    """Return a parallel draft's mask token.
-
-    Raises:
-        InputError: a config without a mask token, or with one outside the vocabulary.
-    """
+    """Return a parallel draft's mask token, or raise an InputError if its config has none in the vocabulary."""
     config = model.config.get_text_config()
     token = getattr(config, MASK_TOKEN, None)
     if not isinstance(token, int) or not 0 <= token < config.vocab_size:
@@ -90,7 +86,7 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     """Return a token that texts do not contain, to serve as mask.
 
     It is the first row beyond the tokenizer, or else the last special token that has no role but padding and does not
-    occur in the chat template. The InputError if there is none tells which option sets one.
+    occur in the chat template. If there is no such token, the InputError names the option that sets one.
     """
     beyond = max(tokenizer.get_vocab().values()) + 1
     if beyond < vocab_size:
@@ -112,10 +108,10 @@ def is_unused(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 def _unused_added(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     # The padding token may have a second role in texts: it is often the end of sequence.
     roles = [name for role, name in tokenizer.special_tokens_map.items() if role != "pad_token"]
-    named = set(tokenizer.all_special_ids)
+    with_role = set(tokenizer.all_special_ids)
     if tokenizer.pad_token not in roles:
-        named.discard(tokenizer.pad_token_id)
+        with_role.discard(tokenizer.pad_token_id)
     template = str(getattr(tokenizer, "chat_template", None) or "")
     # Read once: tokenizers rebuild this property on each access.
     added = tokenizer.added_tokens_decoder.items()
-    return [n for n, entry in added if entry.special and n not in named and entry.content not in template]
+    return [n for n, entry in added if entry.special and n not in with_role and entry.content not in template]

@@ -61,11 +61,7 @@ def loss_vocabulary(draft: PreTrainedModel, tokens: int) -> int:
 
 
 def choose_attention(draft: PreTrainedModel, name: str | None) -> None:
-    """Set a draft's attention implementation, with sdpa in place of one that takes no masks.
-
-    Raises:
-        InputError: an implementation that the model or this machine does not have.
-    """
+    """Set a draft's attention implementation, with sdpa in place of one that takes no masks."""
     set_attention(draft, name)
     if takes_bounds(draft):
         refused = implementation_of(draft)
@@ -77,10 +73,7 @@ def choose_attention(draft: PreTrainedModel, name: str | None) -> None:
 def parallel_hidden(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, anchors: Tensor, texts: Tensor | None = None
 ) -> Tensor:
-    """Return the last hidden states of texts and masks, (B, L) each, by a causal LM whose attention takes masks.
-
-    The result is (B, L, H). Positions, anchors and texts are those of `visible_entries`.
-    """
+    """Return the last hidden states of texts and masks, (B, L, H); the arguments are those of `visible_entries`."""
     mask = _attention_mask(model, position_ids, anchors, texts)
     return last_hidden(model, input_ids=input_ids, position_ids=position_ids, attention_mask=mask)
 
@@ -98,18 +91,13 @@ def _attention_mask(model: PreTrainedModel, positions_BL: Tensor, anchors_BL: Te
         visible_BLL = visible_entries(positions_BL, anchors_BL, texts_BL)
         if within:
             visible_BLL &= positions_BL[:, :, None] - positions_BL[:, None, :] < within
-        return _additive(model, visible_BLL)
+        device = visible_BLL.device.type  # the dtype of an additive mask is that of attention
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+        return additive_mask(visible_BLL[:, None], dtype, torch.finfo(dtype).min)
 
     if not kinds:
         return mask(window)
     return {kind: mask(window if kind == "sliding_attention" else 0) for kind in sorted(kinds)}
-
-
-def _additive(model: PreTrainedModel, visible_BLL: Tensor) -> Tensor:
-    """Return an additive mask in the dtype that attention computes in, (B, 1, L, L)."""
-    device = visible_BLL.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
-    return additive_mask(visible_BLL[:, None], dtype, torch.finfo(dtype).min)
 
 
 def _blocks(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None, window: int) -> Any:
@@ -142,13 +130,10 @@ def _create_block_mask(compiled: bool) -> Any:
 
 @torch.no_grad()
 def require_masks(draft: PreTrainedModel) -> None:
-    """Try a forward with masks on a draft with the device and attention of its training.
+    """Raise an InputError if a draft's attention does not respect the mask.
 
     Texts must have the hidden states that they have without masks, and masks those of a plain forward over their prefix
-    and themselves.
-
-    Raises:
-        InputError: a family whose attention does not respect the mask.
+    and themselves. The draft must have the device and attention of its training.
     """
     training, alike = draft.training, False
     draft.eval()

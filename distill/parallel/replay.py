@@ -102,11 +102,11 @@ def _drafts(
     """Yield the drafts of the text's tokens: offset 0 from all starts, then the masks' from some starts at a time."""
     at_a_time = max(1, min(DRAFTS_AT_A_TIME, LOGITS_AT_A_TIME // vocab_size))
     (sequence,), device = readable(model, [text.sequence.to(model.device)]), model.device
-    n, known = len(text), len(sequence) - 1
+    n, context = len(text), len(sequence) - 1
     if not n:
         return
     # The block spans the whole text, so that layers with a window keep all of it: masks go back to its beginning.
-    cached = CachedModel(model, 1, known + 1, block=known + max(at_a_time, depth))
+    cached = CachedModel(model, 1, context + 1, block=context + max(at_a_time, depth))
     logits_NV = cached.prefill(sequence[None, :-1], keep=n)[0]
 
     def score(starts_E: Tensor, offsets_E: Tensor, logits_EV: Tensor) -> _ScoredDrafts:
@@ -121,7 +121,7 @@ def _drafts(
     del logits_NV
     if depth == 1:
         return
-    mask, places = mask_token_of(model), torch.arange(known)
+    mask, places = mask_token_of(model), torch.arange(context)
     for starts in all_starts.split(max(1, at_a_time // (depth - 1))):
         starts_E = starts.repeat_interleave(depth - 1)
         offsets_E = torch.arange(1, depth).repeat(len(starts))
@@ -136,5 +136,5 @@ def _drafts(
         entries = positions_L[None].to(device), anchors_L[None].to(device)
         visible = visible_entries(*entries, last=len(starts_E))[0]
         masks = torch.full((1, len(starts_E)), mask, device=device)
-        logits = cached.feed(masks, [known], visible=visible, depths=(positions_E - known).to(device))
+        logits = cached.feed(masks, [context], visible=visible, depths=(positions_E - context).to(device))
         yield score(starts_E, offsets_E, logits[0])

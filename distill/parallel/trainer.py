@@ -147,8 +147,8 @@ class ParallelTrainer(DistillTrainer):
 
         table_EF: Tensor | None = None
         inside_BNK = torch.zeros(rows, int(counts_B.max()), self.length, dtype=torch.bool)
-        # Every place is an anchor of K − 1 masks. They are spread over K − 1 forwards, so that a row has about as many
-        # masks as tokens, and processes that share the draft's weights run the same number of forwards.
+        # Every place is an anchor of K − 1 masks. They are spread over K − 1 forwards, so that a row's masks
+        # are about as many as its tokens, and processes that share the draft's weights run the same number of forwards.
         masks = self.length - 1
         for part in range(masks):
             lengths_N = torch.where(number_N % masks == part, masks, -1)

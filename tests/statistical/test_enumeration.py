@@ -156,8 +156,8 @@ def test_another_warping_of_the_draft_leaves_the_law(target):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_draft_that_runs_ahead_leaves_the_law(target, monkeypatch, setting):
     """What it drafts ahead is drafted before the target verifies, for an order of two threads has no enumeration."""
-    monkeypatch.setattr(run_ahead._Ahead, "start", lambda ahead: ahead.run())
-    monkeypatch.setattr(run_ahead._Ahead, "join", lambda ahead: None)
+    monkeypatch.setattr(run_ahead._AheadThread, "start", lambda ahead: ahead.run())
+    monkeypatch.setattr(run_ahead._AheadThread, "join", lambda ahead: None)
     proposer = RunAheadProposer(tiny_gpt2(1))
 
     def ahead(path, token):

@@ -82,7 +82,7 @@ class Index:
         self._bytes[BYTES * (self._slots - self._length) : BYTES * (self._slots - before)] = written(text)
         if not sort:
             return
-        # Inserting a place moves all later ones, so many new tokens are sorted together.
+        # Inserting a place moves all later ones, so a large share of new tokens is sorted at once.
         if AT_ONCE * len(text) >= self._length:
             first = BYTES * (self._slots - self._length)
             self.order = array("i", (first + np.array(in_order(self.tokens), dtype=np.int32)).tobytes())
@@ -101,21 +101,21 @@ class Index:
         at = BYTES * (self._slots - self._length)
         return bytes(self._bytes[at : at + WIDTH])
 
-    def longest(self, wanted: bytes) -> Match | None:
-        """Return the longest match with a key that `last` returned; None if not even the last token occurs."""
+    def longest(self, last: bytes) -> Match | None:
+        """Return the longest match with a key that `last` gave; None if not even the last token occurs."""
         tokens, order, key = self._bytes, self.order, self._key
         low, high, sample = 0, len(order), self._sample
         if sample:
-            begins = wanted[:SAMPLED]
+            begins = last[:SAMPLED]
             low = STRIDE * max(0, bisect_left(sample, begins) - 1)
             high = min(high, STRIDE * bisect_right(sample, begins))
-        at = bisect_left(order, wanted, low, high, key=key)
+        at = bisect_left(order, last, low, high, key=key)
         # The most similar places are next to where the key would be inserted.
-        sides = [_shared(wanted, tokens[near : near + WIDTH]) for near in order[max(0, at - 1) : at + 1]]
+        sides = [_shared(last, tokens[near : near + WIDTH]) for near in order[max(0, at - 1) : at + 1]]
         length = max(sides, default=0)
         if not length:
             return None
-        least = wanted[: BYTES * length]
+        least = last[: BYTES * length]
         first, end = at, at
         if at and sides[0] == length:
             first = _edge(order, key, least, at, -1)
@@ -151,14 +151,14 @@ def in_order(tokens: np.ndarray) -> "array[int]":
     keys = (padded[:count] * size + padded[1 : count + 1]) * size + padded[2:]
     if size > 2**21:
         keys = padded[:count]
-    known, order = 3 if size <= 2**21 else 1, np.argsort(keys)
+    sorted_tokens, order = 3 if size <= 2**21 else 1, np.argsort(keys)
     # The rank of a suffix is the first slot of its group, the suffixes with equal first tokens so far.
     slots = np.arange(count)
     ranks = np.empty(count + 1, dtype=np.int64)
     ranks[count] = -1
     ranks[order] = np.maximum.accumulate(np.where(np.diff(keys[order], prepend=-1) != 0, slots, 0))
     tied = slots
-    while known < DEPTH:
+    while sorted_tokens < DEPTH:
         group = ranks[order[tied]]
         # A suffix alone in its group has its final slot.
         is_tied = np.bincount(group, minlength=count)[group] > 1
@@ -166,12 +166,12 @@ def in_order(tokens: np.ndarray) -> "array[int]":
         if not len(tied):
             break
         members, groups = order[tied], group[is_tied]
-        keys = groups * (count + 1) + ranks[np.minimum(members + known, count)] + 1
+        keys = groups * (count + 1) + ranks[np.minimum(members + sorted_tokens, count)] + 1
         within = np.argsort(keys)
         members, keys = members[within], keys[within]
         order[tied] = members
         ranks[members] = np.maximum.accumulate(np.where(np.diff(keys, prepend=-1) != 0, tied, 0))
-        known *= 2
+        sorted_tokens *= 2
     return array("i", (BYTES * order[order > 0]).astype(np.int32).tobytes())
 
 

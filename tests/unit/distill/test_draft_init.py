@@ -40,10 +40,10 @@ def test_init_is_read_from_yaml_and_flags(tmp_path):
     ("options", "message"),
     [
         ({"layers": 2, "config": {}}, "init: expected one of layers and config, found both"),
-        ({"hidden_size": 8}, "init.layers: expected the layers to carve beside init.hidden_size, found none"),
+        ({"hidden_size": 8}, "init.layers: expected the layers to carve with init.hidden_size, found none"),
         ({"layers": 2, "intermediate_size": 0}, "init.intermediate_size: expected at least 1, found 0"),
         ({"layers": 2, "share": "head"}, "init.share: expected one of none, embeddings, found 'head'"),
-        ({"share": "embeddings"}, "init.share: expected init.layers or init.config beside it, found neither"),
+        ({"share": "embeddings"}, "init.share: expected init.layers or init.config with it, found neither"),
         (
             {"layers": 2, "share": "embeddings", "hidden_size": 8},
             "init.share: expected none for embeddings that init.hidden_size narrows, found embeddings",

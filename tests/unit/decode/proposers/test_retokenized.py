@@ -327,7 +327,7 @@ def test_half_a_character_at_the_drafts_end_is_not_proposed(tokenizer):
     proposer = RetokenizedProposer(Scribe(train_bpe(CJK, 290), "never").model, train_bpe(CJK, 290), tokenizer)
     proposer.start(task(len(tokenizer)))
     drafter = proposer._drafter
-    drafter._reads(drafter._rows[0], torch.tensor(tokenizer.encode("a = ")))
+    drafter._encode_row(drafter._rows[0], torch.tensor(tokenizer.encode("a = ")))
     own = drafter._draft.encode("b🙂")
     assert len(own) > 2
     assert drafter._continuation(drafter._rows[0], own) == tokenizer.encode("b🙂")
