@@ -100,7 +100,7 @@ class DistillTrainer(RecipeTrainer):
             suppress_tokens=self.forbidden_tokens or None,
         )
         with self.compute_loss_context_manager():
-            samples = continued(
+            samples = continue_prompts(
                 draft,
                 prompts_of(batch),
                 generation,
@@ -249,7 +249,7 @@ def prompts_of(batch: dict[str, Tensor]) -> list[Tensor]:
     return prompts
 
 
-def continued(
+def continue_prompts(
     draft: PreTrainedModel,
     prompts: list[Tensor],
     generation: GenerationConfig,

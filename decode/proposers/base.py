@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import padded
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.replay.batch_replay import BatchReplay, replay_certain
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_deterministic
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
@@ -280,4 +280,4 @@ class StatelessProposer(Proposer):
                 rounds.append((proposal.tokens.tolist(), proposal.tree))
             return rounds
 
-        return replay_certain(texts, distributions, drafts)
+        return replay_deterministic(texts, distributions, drafts)

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from draftsmith.decode.proposers.base import DraftTask, Proposal, Proposer
-from draftsmith.decode.replay.batch_replay import BatchReplay, replay_certain
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_deterministic
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import Tree
@@ -26,7 +26,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Found:
+class CopiedDraft:
     """A copied draft, possibly empty."""
 
     tokens: Sequence[int]
@@ -37,15 +37,15 @@ class Found:
         """Return it as a proposal, with the dtype and device of `like`."""
         return Proposal(like.new_tensor(self.tokens), None, self.tree)
 
-    def cut(self, depth: int) -> "Found":
+    def cut(self, depth: int) -> "CopiedDraft":
         """Return it without the nodes deeper than `depth`."""
         if depth >= self.tree.depth:
             return self
         tree, nodes = self.tree.pruned(depth)
-        return Found([self.tokens[node] for node in nodes], tree, self.evidence)
+        return CopiedDraft([self.tokens[node] for node in nodes], tree, self.evidence)
 
 
-Finder = Callable[[np.ndarray, int], Found]
+Finder = Callable[[np.ndarray, int], CopiedDraft]
 """(the tokens of one growing text so far (T,) int64, draft length) → the draft that follows them."""
 
 
@@ -71,12 +71,12 @@ class CopyProposer(Proposer):
         """Drop all other rows' texts."""
         self._rows = [self._rows[row] for row in rows]
 
-    def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:
+    def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[CopiedDraft]:
         """Return a copied draft for each row; its evidence does not depend on the draft length."""
         rows = enumerate(zip(host_tokens(contexts), draft_lengths, strict=True))
         return [self.find_row(row, text, draft_length) for row, (text, draft_length) in rows]
 
-    def find_row(self, row: int, text: np.ndarray, draft_length: int) -> Found:
+    def find_row(self, row: int, text: np.ndarray, draft_length: int) -> CopiedDraft:
         """Return `find` for one of the present rows, given its tokens on the host, (T,) int64."""
         return self._rows[row](text, draft_length)
 
@@ -84,7 +84,7 @@ class CopyProposer(Proposer):
         """Return a copied draft for each row, possibly empty."""
         return [copied.proposal(contexts[0]) for copied in self.find(contexts, draft_lengths)]
 
-    def founds(self, text: WrittenText, draft_length: int) -> list[Found]:
+    def drafts_by_start(self, text: WrittenText, draft_length: int) -> list[CopiedDraft]:
         """Return the drafts of rounds that start at each of a text's N tokens."""
         finder, tokens = self.finder(len(text.sequence)), text.sequence.cpu().numpy()
         # The last token before the limit is the target's own, so it is never drafted.
@@ -101,15 +101,15 @@ class CopyProposer(Proposer):
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
         """Draft from every position of the texts; a round accepts the beginning that a draft shares with the text."""
-        longest: dict[int, list[Found]] = {}
+        longest: dict[int, list[CopiedDraft]] = {}
 
         def drafts(text: WrittenText, draft_length: int) -> list[tuple[Sequence[int], Tree]]:
             if not self.nested:
-                copies = self.founds(text, draft_length)
+                copies = self.drafts_by_start(text, draft_length)
             else:  # search once at the greatest length and cut
                 if id(text) not in longest:
-                    longest[id(text)] = self.founds(text, task.draft_length)
+                    longest[id(text)] = self.drafts_by_start(text, task.draft_length)
                 copies = [copied.cut(draft_length) for copied in longest[id(text)]]
             return [(copied.tokens, copied.tree) for copied in copies]
 
-        return replay_certain(texts, distributions, drafts)
+        return replay_deterministic(texts, distributions, drafts)

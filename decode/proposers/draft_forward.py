@@ -116,14 +116,14 @@ def draws_of(
     return [temperature, drawn]
 
 
-Read = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+ReadOutput = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """A model's output at P places, (B, P, …) → logits, (B, P, V), and states for the next forward, if it takes any."""
 
 
 class ModelDraftForward(DraftForward):
     """A program that drafts with a causal LM over its cache; `read` interprets the model's output."""
 
-    def __init__(self, block: BlockForward, shape: Tree, vocab_size: int, drawn: bool, read: Read):
+    def __init__(self, block: BlockForward, shape: Tree, vocab_size: int, drawn: bool, read: ReadOutput):
         super().__init__(block.model, shape, vocab_size, drawn, (block.key, read.__qualname__))
         self._block, self._read = [block], read  # in a list: a submodule would be registered
 

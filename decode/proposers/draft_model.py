@@ -20,10 +20,10 @@ from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.replay.texts import (
     Distributions,
     WrittenText,
+    clamp_tokens,
     drafted_parts,
-    filled,
     model_distributions,
-    readable,
+    pad_tokens,
     teacher_forced,
 )
 from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax, draw_rows, prefixes, scores_of_rows, uniforms
@@ -214,12 +214,12 @@ class DraftModelProposer(Proposer):
                 acceptance.append(acceptance_probabilities(p, q, text.tokens))
                 overlaps.append(overlap(p, q))
         if not isinstance(self.tree, Tree):
-            return replay_by_position(texts, filled(acceptance, texts, 0.0), overlaps)
-        return replay_by_ranks(texts, filled(ranks, texts, NONE), self.tree, overlaps)
+            return replay_by_position(texts, pad_tokens(acceptance, texts, 0.0), overlaps)
+        return replay_by_ranks(texts, pad_tokens(ranks, texts, NONE), self.tree, overlaps)
 
     def _feed_texts(self, contexts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
         """Feed the uncached tokens of each text, then M masks, (M,), if any; return the last logits, (B, 1 + M, V)."""
-        contexts, keep = readable(self.draft_model, contexts), 1 if masks is None else 1 + len(masks)
+        contexts, keep = clamp_tokens(self.draft_model, contexts), 1 if masks is None else 1 + len(masks)
         if len(contexts) == 1 and not any(self._cached) and self._model.is_empty:
             logits = self._model.prefill(_append_masks(contexts[0][None, :], masks), keep)
             self._cached = list(self._lengths.host)
@@ -303,7 +303,7 @@ class DraftModelProposer(Proposer):
         return sampler.temperature is not None and all(other is sampler for other in self._samplers)
 
     def _read(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits: see `draft_forward.Read`."""
+        """Return the logits: see `draft_forward.ReadOutput`."""
         return self._aligned(output), None
 
     def _draft_in_programs(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
@@ -330,7 +330,7 @@ class DraftModelProposer(Proposer):
 
     def _unfed_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, Tensor, dict[str, Tensor]]:
         """Return a program's first block: tokens, (B, K), slots, each row's last column, (B,), and extra inputs."""
-        texts = readable(self.draft_model, texts)
+        texts = clamp_tokens(self.draft_model, texts)
         # Short prompts of one length need no prefill of their own: the program feeds them.
         if not any(self._cached) and self._lengths.alike and len(texts) * len(texts[0]) <= SHORT:
             self._cached = list(self._lengths.host)

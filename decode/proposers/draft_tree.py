@@ -92,7 +92,7 @@ class StaticDraft:
         """Return the rows' drafts, cut to their lengths."""
         row_siblings: Sequence[SiblingDraws | None] = [None] * len(draft_lengths)
         if self.siblings is not None:
-            indices = distributions_of(tree, self.siblings[0].shape[1])
+            indices = distribution_indices(tree, self.siblings[0].shape[1])
             rows = zip(*self.siblings, strict=True)
             row_siblings = [SiblingDraws(support_FM, q_FM, indices, places_K) for support_FM, q_FM, places_K in rows]
         drafts = [
@@ -186,7 +186,7 @@ def support_size(level: Level, vocab_size: int) -> int:
     return min(max(SUPPORT, level.widest), vocab_size)
 
 
-def distributions_of(tree: Tree, count: int) -> tuple[int, ...]:
+def distribution_indices(tree: Tree, count: int) -> tuple[int, ...]:
     """Return the index of the distribution from which the children of the root and of each node are drawn.
 
     The `count` distributions belong to nodes with children, or to depths if all nodes of a depth share one.

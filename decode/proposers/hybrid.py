@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer
-from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Found
+from draftsmith.decode.proposers.copied import CopiedDraft, CopyProposer, Evidence
 from draftsmith.decode.replay.batch_replay import BatchReplay, StartRounds, counts_of_rounds
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.rows import host_tokens
@@ -120,7 +120,7 @@ class HybridProposer(Proposer):
             if not copy:
                 mixed.append(replace(draft, source=last))
             elif self.graft:
-                mixed.append(replace(grafted(draft, copy[1], self._vocab_size), source=last))
+                mixed.append(replace(graft_copy(draft, copy[1], self._vocab_size), source=last))
             else:
                 mixed.append(replace(copy[1].proposal(context), source=copy[0]))
         return mixed
@@ -177,9 +177,9 @@ class HybridProposer(Proposer):
     def _last_draft_length(self, draft_length: int) -> int:
         return draft_length if self.last_length is None else min(draft_length, self.last_length)
 
-    def _copies(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[tuple[int, Found] | None]:
+    def _copies(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[tuple[int, CopiedDraft] | None]:
         """Return for each row the first copied draft that the switch takes, with its drafter's index."""
-        copies: list[tuple[int, Found] | None] = []
+        copies: list[tuple[int, CopiedDraft] | None] = []
         for row, (text, draft_length) in enumerate(zip(host_tokens(contexts), draft_lengths, strict=True)):
             # A generator: later drafters do not search once a draft is taken.
             candidates = ((i, drafter.find_row(row, text, draft_length)) for i, drafter in enumerate(self.first))
@@ -217,7 +217,8 @@ class _DrafterReplays:
         if self._texts is not texts:
             self.replays = [drafter.replay(task, texts, distributions) for drafter in hybrid.drafters]
             self.evidence = [
-                [[copy.evidence for copy in drafter.founds(text, 1)] for drafter in hybrid.first] for text in texts
+                [[copy.evidence for copy in drafter.drafts_by_start(text, 1)] for drafter in hybrid.first]
+                for text in texts
             ]
             self._texts, self.hybrids = texts, {}
 
@@ -241,7 +242,7 @@ def _overlap_by_start(overlap: Tensor, rounds: StartRounds) -> Tensor:
     return torch.zeros(len(drafts), dtype=torch.double).masked_scatter_(drafts, overlap.double())
 
 
-def grafted(draft: Proposal, copied: Found, vocab_size: int) -> Proposal:
+def graft_copy(draft: Proposal, copied: CopiedDraft, vocab_size: int) -> Proposal:
     """Return a draft with a copied chain or tree as an additional branch; a common beginning is there once."""
     tokens, parents, nodes = draft.tokens.tolist(), list(draft.tree.parents), {ROOT: ROOT}
     children: dict[tuple[int, int], int] = {}

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Finder, Found
+from draftsmith.decode.proposers.copied import CopiedDraft, CopyProposer, Evidence, Finder
 from draftsmith.decode.replay.texts import Distributions
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.sampling import Sampler
@@ -34,7 +34,7 @@ class PromptLookupProposer(CopyProposer):
         """Return a function that drafts chains; it keeps no state."""
         return self._find
 
-    def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Found]:
+    def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[CopiedDraft]:
         """Return a chain for each row, possibly empty."""
         return [self._find(text, k) for text, k in zip(host_tokens(contexts), draft_lengths, strict=True)]
 
@@ -53,10 +53,10 @@ class PromptLookupProposer(CopyProposer):
 
         return distributions
 
-    def _find(self, text: np.ndarray, draft_length: int) -> Found:
+    def _find(self, text: np.ndarray, draft_length: int) -> CopiedDraft:
         place, match = self._continuation(text, draft_length)
         tokens = text[place]
-        return Found(tokens.tolist(), Tree.chain(len(tokens)), Evidence(match, inf if match else 0.0, len(text)))
+        return CopiedDraft(tokens.tolist(), Tree.chain(len(tokens)), Evidence(match, inf if match else 0.0, len(text)))
 
     def _continuation(self, text: np.ndarray, draft_length: int) -> tuple[slice, int]:
         """Return the slice of the text, (T,), that followed the match, and the match's length, 0 without a match."""

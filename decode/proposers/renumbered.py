@@ -83,7 +83,7 @@ def _same_roles(to: PreTrainedTokenizerBase, source: PreTrainedTokenizerBase) ->
     return {a: b for a, b in pairs if a is not None and b is not None}
 
 
-def same_specials(to: PreTrainedTokenizerBase, source: PreTrainedTokenizerBase) -> dict[int, int]:
+def map_special_tokens(to: PreTrainedTokenizerBase, source: PreTrainedTokenizerBase) -> dict[int, int]:
     """Map the special tokens of `source` that `to` has too, by name or else by role."""
     vocabulary, to_specials, source_specials = to.get_vocab(), special_tokens(to), special_tokens(source)
     ids = {token: vocabulary.get(piece) for piece, token in source.get_vocab().items() if token in source_specials}

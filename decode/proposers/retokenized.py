@@ -19,9 +19,9 @@ from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Propo
 from draftsmith.decode.proposers.draft_model import DraftModelProposer, Stop
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.proposers.renumbered import (
+    map_special_tokens,
     matching_ids,
     renumbered,
-    same_specials,
     special_tokens,
     stand_in,
 )
@@ -130,8 +130,8 @@ class ReencodingProposer(Proposer):
         self._draft_model, self._stop = draft_model, stop
         self._draft, self._target = draft_tokenizer, target_tokenizer
         self._draft_specials, self._target_specials = special_tokens(draft_tokenizer), special_tokens(target_tokenizer)
-        self._to_draft = same_specials(draft_tokenizer, target_tokenizer)
-        self._to_target = same_specials(target_tokenizer, draft_tokenizer)
+        self._to_draft = map_special_tokens(draft_tokenizer, target_tokenizer)
+        self._to_target = map_special_tokens(target_tokenizer, draft_tokenizer)
         config = draft_model.config.get_text_config()
         self._size = token_count(draft_tokenizer, config)
         self._positions = positions_of(config)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.decode.counts import Ratios
-from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from
+from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_mask
 from draftsmith.decode.replay.rounds import expected_counts, on_host, start_probabilities
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.tree import ROOT, Tree
@@ -141,7 +141,7 @@ def replay_by_ranks(
     for text, ranks_N in zip(texts, ranks, strict=True):
         padded = torch.nn.functional.pad(ranks_N, (0, tree.depth - 1), value=NONE)
         by_start = padded.unfold(0, tree.depth, 1).numpy().copy()
-        by_start[~drafted_from(len(text), tree.depth, text.limit, first=0)] = NONE
+        by_start[~drafted_mask(len(text), tree.depth, text.limit, first=0)] = NONE
         text_ranks.append(TextRanks(by_start, tuple(widths), text.limit, first=0))
     acceptance = [(ranks_N < len(tree.children[0])).float() for ranks_N in ranks]
     return BatchReplay(
@@ -162,12 +162,12 @@ def _sizes(texts: Sequence[WrittenText]) -> tuple[Tensor, Tensor]:
     return torch.tensor([len(text) for text in texts]), torch.tensor([text.limit for text in texts])
 
 
-CertainDrafts = Callable[[WrittenText, int], Sequence[tuple[Sequence[int], Tree]]]
+DeterministicDrafts = Callable[[WrittenText, int], Sequence[tuple[Sequence[int], Tree]]]
 """(text, draft length) → the tokens and shape of the draft of a round that starts at each of its tokens."""
 
 
-def replay_certain(
-    texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None, drafts: CertainDrafts
+def replay_deterministic(
+    texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None, drafts: DeterministicDrafts
 ) -> BatchReplay:
     """Replay deterministic drafts: at any temperature, a round accepts the beginning that a draft shares with the text.
 
@@ -189,7 +189,7 @@ def replay_certain(
 
     @lru_cache
     def rounds(draft_length: int) -> list[StartRounds]:
-        return [_certain_rounds(text, draft_length, drafts(text, draft_length)) for text in texts]
+        return [_draft_rounds(text, draft_length, drafts(text, draft_length)) for text in texts]
 
     return BatchReplay(acceptance, overlaps, lambda k: counts_of_rounds(texts, rounds(k)), rounds=rounds)
 
@@ -201,7 +201,7 @@ def counts_of_rounds(texts: Sequence[WrittenText], rounds: Sequence[StartRounds]
     return expected_counts(a_BNK, *_sizes(texts), widths_BNK=widths_BNK)
 
 
-def _certain_rounds(text: WrittenText, draft_length: int, drafts: Sequence[tuple[Sequence[int], Tree]]) -> StartRounds:
+def _draft_rounds(text: WrittenText, draft_length: int, drafts: Sequence[tuple[Sequence[int], Tree]]) -> StartRounds:
     written = text.tokens.tolist()
     acceptance, widths = np.zeros((len(text), draft_length), np.float32), np.zeros((len(text), draft_length), np.int64)
     for start, (tokens, tree) in enumerate(drafts):

@@ -50,7 +50,7 @@ class TextRanks:
     @property
     def drafted(self) -> np.ndarray:
         """The mask of the tokens that are drafted from each start, (N, K) bool."""
-        return drafted_from(len(self), self.ranks.shape[1], self.limit, self.first)
+        return drafted_mask(len(self), self.ranks.shape[1], self.limit, self.first)
 
     @property
     def agreement(self) -> Tensor:
@@ -117,7 +117,7 @@ def _walk(accepted: np.ndarray) -> list[int]:
     return starts
 
 
-def drafted_from(tokens: int, depth: int, limit: int, first: int = 1) -> np.ndarray:
+def drafted_mask(tokens: int, depth: int, limit: int, first: int = 1) -> np.ndarray:
     """Return the mask of a text's tokens that are drafted, by start and offset, (N, K) bool: see `TextRanks`."""
     start, offset = np.arange(tokens)[:, None], np.arange(depth)[None, :]
     return (start >= first) & (start + offset < min(tokens, limit - 1))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from, ranks_of
+from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_mask, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, on_host, overlap
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler, argmax
@@ -43,7 +43,7 @@ def ranks_by_start(
                 ranks_C = ranks_of(scores_CV, tokens, most[j])
             ranks_NK[begin - j : end - j, j] = ranks_C.to(home)
     ranks = ranks_NK.cpu().numpy()
-    ranks[~drafted_from(len(text), len(most), text.limit)] = NONE
+    ranks[~drafted_mask(len(text), len(most), text.limit)] = NONE
     return TextRanks(ranks, tuple(most), text.limit)
 
 
@@ -75,7 +75,7 @@ def acceptance_by_start(
             a_NK[begin - j : end - j, j] = a_C.to(a_NK)
             common_NK[begin - j : end - j, j] = common_C.to(a_NK)
     a_NK, common_NK = on_host(a_NK, common_NK)
-    drafted_NK = torch.from_numpy(drafted_from(len(text), depth, text.limit))
+    drafted_NK = torch.from_numpy(drafted_mask(len(text), depth, text.limit))
     return a_NK.where(drafted_NK, 0.0), common_NK.where(drafted_NK, 0.0), drafted_NK
 
 

@@ -49,7 +49,7 @@ def drafted_parts(texts: Sequence[WrittenText], positions: int | None) -> tuple[
     return [replace(text, sequence=text.sequence[:end]) for text, end in zip(whole, ends, strict=True)], whole
 
 
-def filled(parts: Sequence[Tensor], texts: Sequence[WrittenText], value: float) -> list[Tensor]:
+def pad_tokens(parts: Sequence[Tensor], texts: Sequence[WrittenText], value: float) -> list[Tensor]:
     """Return values of the first tokens of texts, (≤ N, …), padded with `value` to all tokens, (N, …)."""
     missing = [len(text) - len(part) for part, text in zip(parts, texts, strict=True)]
     return [
@@ -57,7 +57,7 @@ def filled(parts: Sequence[Tensor], texts: Sequence[WrittenText], value: float) 
     ]
 
 
-def readable(model: PreTrainedModel, texts: Sequence[Tensor]) -> list[Tensor]:
+def clamp_tokens(model: PreTrainedModel, texts: Sequence[Tensor]) -> list[Tensor]:
     """Return texts, (T_b,) int64, with tokens that have no embedding replaced by the model's last token.
 
     A target with padded logits may write tokens beyond its tokenizer, which a draft with fewer rows cannot read.
@@ -92,7 +92,7 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
     if not written:
         return [torch.zeros(0, model.config.get_text_config().vocab_size, device=device) for _ in texts]
     first = min(text.prompt_length for text in written) - 1
-    inputs = readable(model, [text.sequence[:-1] for text in written])
+    inputs = clamp_tokens(model, [text.sequence[:-1] for text in written])
     padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True).to(device)
     # Padding follows the texts, where a causal model does not see it.
     keep: dict[str, Any] = (
@@ -119,7 +119,7 @@ def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: in
 
     def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
         length, past = ids_BT.shape[1], None
-        fed_BT, most = torch.stack(readable(model, list(ids_BT))), positions_of(model.config)
+        fed_BT, most = torch.stack(clamp_tokens(model, list(ids_BT))), positions_of(model.config)
         positions = own_positions(model, lengths_of(wanted_BT), ids_BT)
         if most is not None and length > most:  # nothing is drafted there, so any distribution will do
             places = positions.get("position_ids", torch.arange(length, device=ids_BT.device)[None])

@@ -36,7 +36,7 @@ def kept_shares(length: int, retention: float, minimum: float) -> np.ndarray:
     return np.maximum(retention ** np.arange(1, length), minimum)
 
 
-def drawn_lengths(count: int, shares: np.ndarray, *seeds: int | str) -> np.ndarray:
+def draw_lengths(count: int, shares: np.ndarray, *seeds: int | str) -> np.ndarray:
     """Draw the number l of masks that each anchor keeps, (count,) int64, with P(l ≥ j) = `shares[j − 1]`."""
     # The seeds alone decide: a resumed run or another number of processes draws the same.
     u = np.random.default_rng(mixed_seed(*seeds)).random(count)
@@ -78,7 +78,7 @@ class Chains:
         """Select the values at the entries, (B, L, …) → (E, …)."""
         return values_BLX.flatten(0, 1).index_select(0, self.entries_E)
 
-    def gathered(self, teacher: LiveDistributions | WholeDistributions | CachedDistributions) -> GatheredDistributions:
+    def gather(self, teacher: LiveDistributions | WholeDistributions | CachedDistributions) -> GatheredDistributions:
         """Return the distributions that the entries learn, gathered from those of the N places."""
         return GatheredDistributions(teacher, self.places_E, self.spans_E)
 
@@ -88,7 +88,7 @@ class Chains:
         return self.positions_BM.numel(), int((self.positions_BM + 1).sum()), int((self.offsets_E > 0).sum())
 
 
-def chained(flat_N: Tensor, shape: Sequence[int], lengths_N: Tensor, positions_BT: Tensor | None = None) -> Chains:
+def make_chains(flat_N: Tensor, shape: Sequence[int], lengths_N: Tensor, positions_BT: Tensor | None = None) -> Chains:
     """Lay out the chains of a batch of `shape` (B, T), on the CPU, with anchors `LossPositions.flat_N`.
 
     `lengths_N` are the greatest numbers of masks; −1 leaves out the anchor too. `positions_BT` are the positions of

@@ -15,7 +15,7 @@ from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
-from draftsmith.decode.replay.texts import WrittenText, drafted_parts, filled
+from draftsmith.decode.replay.texts import WrittenText, drafted_parts, pad_tokens
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.parallel.layout import check_depth, length_of, mask_token_of
@@ -90,7 +90,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
                 text_acceptance(self.draft_model, text, sampler, p_NV[: len(text)], tree.depth, self.greedy)
                 for text, p_NV in zip(drafted, distributions, strict=True)
             ]
-            acceptance = filled([a_NK for a_NK, _ in pairs], texts, 0.0)
+            acceptance = pad_tokens([a_NK for a_NK, _ in pairs], texts, 0.0)
             return replay_by_start(texts, acceptance, [overlap_N for _, overlap_N in pairs])
         # Depths below the tree are replayed with width 1, for servers that draft chains.
         widths, is_chain = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from, ranks_of
+from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_mask, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
-from draftsmith.decode.replay.texts import WrittenText, readable
+from draftsmith.decode.replay.texts import WrittenText, clamp_tokens
 from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax
 from draftsmith.distill.parallel.layout import mask_token_of, visible_entries
 
@@ -66,7 +66,7 @@ def text_ranks(
             ranks_NK[drafts.starts[places].to(home), offset] = ranks_E.to(ranks_NK)
     ranks = ranks_NK.cpu().numpy()
     first = torch.from_numpy(ranks[:, 0] == 0).float()
-    ranks[~drafted_from(len(text), len(most), text.limit, first=0)] = NONE
+    ranks[~drafted_mask(len(text), len(most), text.limit, first=0)] = NONE
     return TextRanks(ranks, tuple(most), text.limit, first=0), first
 
 
@@ -91,7 +91,7 @@ def text_acceptance(
         a_NK[starts, offsets] = a_E
         first = (drafts.offsets == 0).nonzero()[:, 0].to(p_NV.device)
         common_N[starts[first]] = common_E[first]
-    inside = torch.from_numpy(drafted_from(len(text), depth, text.limit, first=0)).to(p_NV.device)
+    inside = torch.from_numpy(drafted_mask(len(text), depth, text.limit, first=0)).to(p_NV.device)
     return a_NK.where(inside, 0.0), common_N
 
 
@@ -101,7 +101,7 @@ def _drafts(
 ) -> Iterator[_ScoredDrafts]:
     """Yield the drafts of the text's tokens: offset 0 from all starts, then the masks' from some starts at a time."""
     at_a_time = max(1, min(DRAFTS_AT_A_TIME, LOGITS_AT_A_TIME // vocab_size))
-    (sequence,), device = readable(model, [text.sequence.to(model.device)]), model.device
+    (sequence,), device = clamp_tokens(model, [text.sequence.to(model.device)]), model.device
     n, context = len(text), len(sequence) - 1
     if not n:
         return

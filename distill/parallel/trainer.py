@@ -15,7 +15,7 @@ from transformers import EvalPrediction
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
-from draftsmith.distill.parallel.chains import Chains, chained, drawn_lengths, kept_shares
+from draftsmith.distill.parallel.chains import Chains, draw_lengths, kept_shares, make_chains
 from draftsmith.distill.parallel.layout import mask_token_of
 from draftsmith.distill.parallel.model import loss_vocabulary, parallel_hidden
 from draftsmith.distill.trainer import DistillTrainer
@@ -75,7 +75,7 @@ class ParallelTrainer(DistillTrainer):
         counts = np.bincount(on_host["positions"] // width, minlength=rows)
         seeds = int(self.args.seed), self.state.global_step, "masks"
         lengths = [
-            drawn_lengths(int(count), self.shares, *seeds, int(index))
+            draw_lengths(int(count), self.shares, *seeds, int(index))
             for count, index in zip(counts, on_host["index"], strict=True)
         ]
         chains = self._lay_out(batch, torch.from_numpy(np.concatenate(lengths)))
@@ -86,7 +86,7 @@ class ParallelTrainer(DistillTrainer):
         on_host, shape = batch["host"], batch["labels"].shape
         positions = on_host.get("position_ids")
         flat_N = torch.from_numpy(on_host["positions"])
-        return chained(flat_N, shape, lengths_N, None if positions is None else torch.from_numpy(positions))
+        return make_chains(flat_N, shape, lengths_N, None if positions is None else torch.from_numpy(positions))
 
     def _with_masks(self, inputs: dict[str, Any], chains: Chains) -> dict[str, Tensor]:
         """Return the inputs of `parallel_hidden`: in each row, the text and then the masks."""
@@ -110,7 +110,7 @@ class ParallelTrainer(DistillTrainer):
         labels_E = self.loss_labels(positions.next_tokens(inputs["input_ids"]))[chains.places_E]
         p_E: GatheredDistributions | None = None
         if objective.needs_target:
-            p_E = chains.gathered(self.loss_distributions(self._teacher_of(inputs, positions)))
+            p_E = chains.gather(self.loss_distributions(self._teacher_of(inputs, positions)))
 
         def objective_of(learners: Sequence[Learner]) -> Tensor:
             ((hidden_EH, head),) = learners
@@ -154,7 +154,7 @@ class ParallelTrainer(DistillTrainer):
             lengths_N = torch.where(number_N % masks == part, masks, -1)
             on_host = self._lay_out(inputs, lengths_N)
             chains = on_host.to(self.args.device)
-            p_E, labels_E = chains.gathered(p_N), labels_N[chains.places_E]
+            p_E, labels_E = chains.gather(p_N), labels_N[chains.places_E]
 
             def features(
                 hidden_BLH: Tensor,

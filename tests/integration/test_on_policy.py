@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DraftInit
-from draftsmith.distill.trainer import DistillTrainer, continued, prompts_of
+from draftsmith.distill.trainer import DistillTrainer, continue_prompts, prompts_of
 from draftsmith.train.data import decoding
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import training_examples
@@ -28,7 +28,7 @@ def sampling(**options) -> GenerationConfig:
 
 def write(draft, prompts: list[list[int]], seed: int = 0, max_length: int | None = None, **options):
     tensors = [torch.tensor(prompt) for prompt in prompts]
-    samples = continued(draft, tensors, sampling(**options), max_length, seed, synced=False)
+    samples = continue_prompts(draft, tensors, sampling(**options), max_length, seed, synced=False)
 
     def padded(name: str, value: int) -> torch.Tensor:
         return pad_sequence([torch.tensor(sample[name]) for sample in samples], True, value)

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.parallel import model as parallel_draft
-from draftsmith.distill.parallel.chains import chained
+from draftsmith.distill.parallel.chains import make_chains
 from draftsmith.distill.parallel.model import parallel_hidden, require_masks
 from draftsmith.train.losses.output_head import last_hidden
 
@@ -33,7 +33,7 @@ def test_hidden_states_are_those_of_plain_forwards(name, attention):
     require_masks(model)
     ids = torch.randint(4, 60, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     flat = torch.arange(2, LENGTH - 1)
-    chains = chained(flat, ids.shape, torch.full((len(flat),), 3))
+    chains = make_chains(flat, ids.shape, torch.full((len(flat),), 3))
     text = torch.arange(LENGTH)[None]
     masks = chains.positions_BM.shape[1]
     with torch.no_grad():

@@ -45,7 +45,7 @@ def written(tokens: np.ndarray) -> bytes:
 class Index:
     """A sorted index with room for a number of tokens; a read-only one if it begins with tokens and their order.
 
-    `tokens` are bytes in the format of `written`, and `order` is the result of `in_order`.
+    `tokens` are bytes in the format of `written`, and `order` is the result of `sort_places`.
     """
 
     def __init__(self, room: int, tokens: bytes | None = None, order: "array[int] | None" = None):
@@ -85,7 +85,7 @@ class Index:
         # Inserting a place moves all later ones, so a large share of new tokens is sorted at once.
         if AT_ONCE * len(text) >= self._length:
             first = BYTES * (self._slots - self._length)
-            self.order = array("i", (first + np.array(in_order(self.tokens), dtype=np.int32)).tobytes())
+            self.order = array("i", (first + np.array(sort_places(self.tokens), dtype=np.int32)).tobytes())
             return
         tokens, order, key = self._bytes, self.order, self._key
         for place in range(max(before, 1), self._length):
@@ -137,7 +137,7 @@ class Index:
         return self._all.take(slots, mode="clip").tolist()  # type: ignore[no-any-return]
 
 
-def in_order(tokens: np.ndarray) -> "array[int]":
+def sort_places(tokens: np.ndarray) -> "array[int]":
     """Return the sorted key offsets of the places 1 … N − 1 of an index's tokens, (N,).
 
     Prefix doubling (Larsson and Sadakane 2007): suffixes sorted by their first k tokens are sorted by 2k by the ranks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask
-from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Finder, Found
+from draftsmith.decode.proposers.copied import CopiedDraft, CopyProposer, Evidence, Finder
 from draftsmith.decode.proposers.suffix.index import Index
 from draftsmith.decode.proposers.suffix.store import SuffixStore
 from draftsmith.decode.replay.batch_replay import BatchReplay
@@ -84,7 +84,7 @@ class SuffixProposer(CopyProposer):
         """Return a function that drafts for one text and keeps an index of it."""
         return partial(self._find, Index(max_length))
 
-    def _find(self, own: Index, text: np.ndarray, draft_length: int) -> Found:
+    def _find(self, own: Index, text: np.ndarray, draft_length: int) -> CopiedDraft:
         own.extend(text[len(own) :])
         key, best, best_index = own.last(), None, own
         for index in (own, *(() if self.store is None else self.store.indexes)):
@@ -92,13 +92,13 @@ class SuffixProposer(CopyProposer):
             if match is not None and match.length > (self.min_match - 1 if best is None else best.length):
                 best, best_index = match, index
         if best is None:
-            return Found([], Tree.chain(0), Evidence(0, 0.0, len(text)))
+            return CopiedDraft([], Tree.chain(0), Evidence(0, 0.0, len(text)))
         # Draft to full depth before cutting, so that the evidence does not depend on the draft length.
         following = best_index.following(best, MOST, self.max_draft)
         draft = self._chain(following) if self.most_nodes is None else self._tree(following, self.most_nodes)
         tokens, tree = draft.cut(draft_length)
         match_length = best.length if draft.tokens else 0
-        return Found(tokens, tree, Evidence(match_length, sum(draft.scores), len(text)))
+        return CopiedDraft(tokens, tree, Evidence(match_length, sum(draft.scores), len(text)))
 
     def _chain(self, following: list[list[int]]) -> "_Draft":
         draft, score = _Draft(), 1.0

@@ -19,8 +19,8 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.proposers.base import Proposal
-from draftsmith.decode.proposers.copied import Evidence, Found
-from draftsmith.decode.proposers.hybrid import grafted
+from draftsmith.decode.proposers.copied import CopiedDraft, Evidence
+from draftsmith.decode.proposers.hybrid import graft_copy
 from draftsmith.medusa import MedusaProposer
 
 NOTHING = Evidence(0, 0.0, 1)
@@ -115,12 +115,12 @@ def test_under_sampling_replay_expects_what_the_decoder_counts(target):
 
 
 def chain(tokens, evidence=NOTHING):
-    return Found(tokens, Tree.chain(len(tokens)), evidence)
+    return CopiedDraft(tokens, Tree.chain(len(tokens)), evidence)
 
 
 def test_a_graft_shares_what_both_begin_with():
     draft = Proposal(torch.tensor([4, 5, 6]), None, Tree.chain(3))
-    both = grafted(draft, chain([4, 7, 8]), 10)
+    both = graft_copy(draft, chain([4, 7, 8]), 10)
     assert both.tokens.tolist() == [4, 5, 6, 7, 8]
     assert both.tree.parents == (-1, 0, 1, 0, 3)
     assert both.probabilities is None
@@ -128,13 +128,13 @@ def test_a_graft_shares_what_both_begin_with():
 
 def test_a_graft_is_drawn_from_itself_alone():
     q = torch.full((2, 10), 0.1)
-    both = grafted(Proposal(torch.tensor([4, 5]), q, Tree.chain(2)), chain([3]), 10)
+    both = graft_copy(Proposal(torch.tensor([4, 5]), q, Tree.chain(2)), chain([3]), 10)
     assert both.probabilities[:2].equal(q)
     assert both.probabilities[2].tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_a_graft_on_nothing_is_the_copy():
-    both = grafted(Proposal(torch.zeros(0, dtype=torch.long), None, Tree.chain(0)), chain([3, 4]), 10)
+    both = graft_copy(Proposal(torch.zeros(0, dtype=torch.long), None, Tree.chain(0)), chain([3, 4]), 10)
     assert both.tokens.tolist() == [3, 4]
     assert both.tree.is_chain
 
@@ -176,7 +176,7 @@ def test_rows_of_a_draft_with_a_window_that_copied_more_than_others_go_on(target
             following = wanted[row, len(text) : len(text) + draft_length].tolist()
             tokens = following if row == 0 else [(token + 1) % 13 for token in following]
             evidence = Evidence(5 if 20 < next(asked) // 2 < 45 else 0, 9.0, len(text))
-            return Found(tokens, Tree.chain(len(tokens)), evidence)
+            return CopiedDraft(tokens, Tree.chain(len(tokens)), evidence)
 
     hybrid = HybridProposer([Told(), DraftModelProposer(draft)])
     out = speculative_generate(target, hybrid, prompts, draft_length=4, max_new_tokens=200, do_sample=False)

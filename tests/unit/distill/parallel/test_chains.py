@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from draftsmith.distill.parallel.chains import ALIGNED, chained, drawn_lengths, kept_shares
+from draftsmith.distill.parallel.chains import ALIGNED, draw_lengths, kept_shares, make_chains
 from draftsmith.distill.parallel.layout import visible_entries
 from draftsmith.distill.parallel.model import _blocks
 from draftsmith.train.losses.positions import LossPositions
@@ -19,17 +19,17 @@ def test_shares_fall_geometrically_to_the_least():
 
 def test_lengths_follow_from_the_seeds_alone():
     shares = kept_shares(6, 0.7, 0.2)
-    one = drawn_lengths(50, shares, 0, 3, "masks", 7)
-    assert one.tolist() == drawn_lengths(50, shares, 0, 3, "masks", 7).tolist()
-    assert one.tolist() != drawn_lengths(50, shares, 0, 4, "masks", 7).tolist()
-    assert one.tolist() != drawn_lengths(50, shares, 0, 3, "masks", 8).tolist()
-    assert drawn_lengths(3, kept_shares(4, 1.0, 0.0), 1).tolist() == [3, 3, 3]
+    one = draw_lengths(50, shares, 0, 3, "masks", 7)
+    assert one.tolist() == draw_lengths(50, shares, 0, 3, "masks", 7).tolist()
+    assert one.tolist() != draw_lengths(50, shares, 0, 4, "masks", 7).tolist()
+    assert one.tolist() != draw_lengths(50, shares, 0, 3, "masks", 8).tolist()
+    assert draw_lengths(3, kept_shares(4, 1.0, 0.0), 1).tolist() == [3, 3, 3]
 
 
 def test_lengths_have_the_law_of_their_shares():
     """Chi-square over 20,000 anchors; false-alarm probability 1e-3 over the choice of seed."""
     shares = kept_shares(6, 0.6, 0.1)
-    counts = np.bincount(drawn_lengths(20_000, shares, 5), minlength=6)
+    counts = np.bincount(draw_lengths(20_000, shares, 5), minlength=6)
     law = -np.diff([1.0, *shares, 0.0])
     assert chisquare(counts[law > 0], 20_000 * law[law > 0]).pvalue > 1e-3
     assert counts[law <= 0].sum() == 0
@@ -40,7 +40,7 @@ def test_chains_end_with_the_tokens_that_carry_a_loss_and_with_the_row():
     predicted = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 1, 1, 0]]).bool()
     flat = LossPositions.before(predicted).flat_N
     assert flat.tolist() == [2, 3, 4, 5, 9, 10, 12, 13]
-    chains = chained(flat, (2, 8), torch.tensor([3, 1, 5, 5, 0, 4, 4, 4]))
+    chains = make_chains(flat, (2, 8), torch.tensor([3, 1, 5, 5, 0, 4, 4, 4]))
     assert chains.offsets_E.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 0, 0, 0, 0, 1, 0]
     assert chains.places_E.tolist() == [0, 1, 2, 3, 1, 2, 2, 3, 3, 4, 5, 6, 7, 7]
     assert chains.spans_E.tolist() == chains.places_E.tolist()
@@ -54,13 +54,13 @@ def test_chains_end_with_the_tokens_that_carry_a_loss_and_with_the_row():
 
 
 def test_places_that_are_left_out_have_no_entry():
-    chains = chained(torch.tensor([1, 2, 3]), (1, 8), torch.tensor([-1, 2, -1]))
+    chains = make_chains(torch.tensor([1, 2, 3]), (1, 8), torch.tensor([-1, 2, -1]))
     assert chains.places_E.tolist() == [1, 2] and chains.offsets_E.tolist() == [0, 1]
 
 
 def test_masks_of_packed_rows_stand_in_their_texts():
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]])
-    chains = chained(torch.tensor([1, 2, 4, 5]), (1, 8), torch.tensor([2, 2, 2, 2]), positions)
+    chains = make_chains(torch.tensor([1, 2, 4, 5]), (1, 8), torch.tensor([2, 2, 2, 2]), positions)
     assert chains.offsets_E.tolist() == [0, 1, 0, 0, 1, 0]
     assert chains.positions_BM[0, :2].tolist() == [2, 1] and chains.anchors_BM[0, :2].tolist() == [1, 0]
     assert chains.texts_BL is not None
@@ -69,7 +69,7 @@ def test_masks_of_packed_rows_stand_in_their_texts():
 
 
 def test_a_step_without_room_for_masks_has_none():
-    chains = chained(torch.tensor([3]), (1, 8), torch.tensor([7]))
+    chains = make_chains(torch.tensor([3]), (1, 8), torch.tensor([7]))
     assert chains.positions_BM.shape == (1, 0) and chains.entries_E.tolist() == [3]
 
 
@@ -78,7 +78,7 @@ def test_a_step_without_room_for_masks_has_none():
 def test_flex_attention_is_told_the_same_as_other_kinds(packed, window):
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]]) if packed else torch.arange(8)[None]
     flat = torch.tensor([1, 2, 4, 5]) if packed else torch.arange(2, 7)
-    chains = chained(flat, (1, 8), torch.full((len(flat),), 2), positions if packed else None)
+    chains = make_chains(flat, (1, 8), torch.full((len(flat),), 2), positions if packed else None)
     entries = torch.cat([positions, chains.positions_BM], dim=1), torch.cat([positions, chains.anchors_BM], dim=1)
     visible = visible_entries(*entries, chains.texts_BL)[0]
     if window:

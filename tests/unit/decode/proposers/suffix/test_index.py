@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from draftsmith.decode.proposers.suffix import index as index_module
-from draftsmith.decode.proposers.suffix.index import BYTES, DEPTH, Index, in_order, written
+from draftsmith.decode.proposers.suffix.index import BYTES, DEPTH, Index, sort_places, written
 
 
 def query(tokens):
@@ -95,7 +95,7 @@ def test_sorting_all_places_is_putting_each_into_its_place(seed):
 
 
 def test_nothing_has_no_places():
-    assert list(in_order(np.zeros(0, dtype=">u4"))) == []
+    assert list(sort_places(np.zeros(0, dtype=">u4"))) == []
     assert Index(0, b"").longest(query(np.array([1]))) is None
 
 
@@ -106,7 +106,7 @@ def test_a_sample_of_the_places_changes_nothing(seed, monkeypatch):
     text = rng.integers(0, rng.integers(1, 5), 400)
     grown = Index(400)
     grown.extend(text)
-    fixed = Index(400, grown.tokens.tobytes(), in_order(grown.tokens))
+    fixed = Index(400, grown.tokens.tobytes(), sort_places(grown.tokens))
     assert fixed._sample
     for _ in range(60):
         start = rng.integers(0, 390)
