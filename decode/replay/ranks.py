@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.sampling import argmax
 from draftsmith.decode.tree import ROOT, Tree
 
 NONE = torch.iinfo(torch.int16).max
@@ -21,11 +22,13 @@ NONE = torch.iinfo(torch.int16).max
 MOST_RANKS = 10
 
 
-def ranks_of(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
+def ranks_of(scores: Tensor, tokens: Tensor, most: int, by_argmax: bool = False) -> Tensor:
     """Return the rank of each token, (…), among its scores, (…, V), int16: 0 is the greatest score.
 
-    Ranks from `most` on, and those of scores of −∞, are `NONE`.
+    Ranks from `most` on, and those of scores of −∞, are `NONE`. `by_argmax` gives only rank 0, as `argmax` finds it.
     """
+    if by_argmax:
+        return torch.full_like(tokens, NONE, dtype=torch.int16).masked_fill(argmax(scores) == tokens, 0)
     # Ties are in the order of this `topk`, which need not be that of another k.
     top = scores.topk(min(most, scores.shape[-1]))
     matches = (top.indices == tokens[..., None]) & top.values.isfinite()

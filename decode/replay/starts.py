@@ -14,7 +14,7 @@ from torch import Tensor
 from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_mask, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, on_host, overlap
 from draftsmith.decode.replay.texts import WrittenText
-from draftsmith.decode.sampling import Sampler, argmax
+from draftsmith.decode.sampling import Sampler
 
 CHUNK = 512  # the number of positions whose logits are in memory at a time, for the target and one offset
 LogitsAt = Callable[[int, int, int], Tensor]
@@ -37,11 +37,7 @@ def ranks_by_start(
     for first, end in _chunks(len(text)):
         for j, begin, scores_CV in _scores(text, sampler, len(most), logits_at, first, end):
             tokens = text.tokens[begin:end].to(scores_CV.device)
-            if by_argmax:
-                ranks_C = torch.full_like(tokens, NONE).masked_fill(argmax(scores_CV) == tokens, 0)
-            else:
-                ranks_C = ranks_of(scores_CV, tokens, most[j])
-            ranks_NK[begin - j : end - j, j] = ranks_C.to(home)
+            ranks_NK[begin - j : end - j, j] = ranks_of(scores_CV, tokens, most[j], by_argmax).to(home)
     ranks = ranks_NK.cpu().numpy()
     ranks[~drafted_mask(len(text), len(most), text.limit)] = NONE
     return TextRanks(ranks, tuple(most), text.limit)

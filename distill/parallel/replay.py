@@ -7,7 +7,6 @@ Shape suffixes: N tokens of the text, T tokens with the prompt, E drafts, K offs
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,25 +16,11 @@ from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_mask, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.replay.texts import WrittenText, clamp_tokens
-from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax
+from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.distill.parallel.layout import mask_token_of, visible_entries
 
 DRAFTS_AT_A_TIME = 512  # the greatest number of drafts in one forward
 LOGITS_AT_A_TIME = 2**26  # the greatest number of logits in memory
-
-
-@dataclass(frozen=True)
-class _ScoredDrafts:
-    """Some of a text's drafts: the token at `starts` + `offsets`, given the text before `starts`."""
-
-    starts: Tensor  # (E,) int64, on the host
-    offsets: Tensor  # (E,) int64, on the host
-    scores: Tensor  # processed logits, (E, V)
-
-    @property
-    def drafted(self) -> Tensor:
-        """The places of the drafted tokens in the text, (E,)."""
-        return self.starts + self.offsets
 
 
 def text_ranks(
@@ -53,21 +38,18 @@ def text_ranks(
     """
     home = text.sequence.device
     ranks_NK = torch.full((len(text), len(most)), NONE, dtype=torch.int16, device=home)
-    for drafts in _drafts(model, text, sampler, vocab_size, len(most)):
-        device = drafts.scores.device
-        for offset in drafts.offsets.unique().tolist():
-            places = (drafts.offsets == offset).nonzero()[:, 0]
-            scores = drafts.scores[places.to(device)]
-            tokens = text.tokens.to(device)[drafts.drafted[places].to(device)]
-            if by_argmax:
-                ranks_E = torch.full_like(tokens, NONE).masked_fill(argmax(scores) == tokens, 0)
-            else:
-                ranks_E = ranks_of(scores, tokens, most[offset])
-            ranks_NK[drafts.starts[places].to(home), offset] = ranks_E.to(ranks_NK)
-    ranks = ranks_NK.cpu().numpy()
-    first = torch.from_numpy(ranks[:, 0] == 0).float()
-    ranks[~drafted_mask(len(text), len(most), text.limit, first=0)] = NONE
-    return TextRanks(ranks, tuple(most), text.limit, first=0), first
+    for starts_E, offsets_E, scores_EV in _drafts(model, text, sampler, vocab_size, len(most)):
+        device = scores_EV.device
+        for offset in offsets_E.unique().tolist():
+            entries = (offsets_E == offset).nonzero()[:, 0]
+            starts = starts_E[entries]
+            tokens = text.tokens.to(device)[(starts + offset).to(device)]
+            ranks = ranks_of(scores_EV[entries.to(device)], tokens, most[offset], by_argmax)
+            ranks_NK[starts.to(home), offset] = ranks.to(ranks_NK)
+    table = ranks_NK.cpu().numpy()
+    agreement = torch.from_numpy(table[:, 0] == 0).float()
+    table[~drafted_mask(len(text), len(most), text.limit, first=0)] = NONE
+    return TextRanks(table, tuple(most), text.limit, first=0), agreement
 
 
 def text_acceptance(
@@ -78,10 +60,9 @@ def text_acceptance(
     a is 0 where nothing is drafted. If `greedy`, the draft is each distribution's argmax.
     """
     a_NK, common_N = p_NV.new_zeros(len(text), depth), p_NV.new_zeros(len(text))
-    for drafts in _drafts(model, text, sampler, p_NV.shape[1], depth):
-        scores = drafts.scores.to(p_NV.device)
-        starts, offsets, drafted = (t.to(p_NV.device) for t in (drafts.starts, drafts.offsets, drafts.drafted))
-        p_EV, x_E = p_NV[drafted], text.tokens.to(p_NV.device)[drafted]
+    for batch in _drafts(model, text, sampler, p_NV.shape[1], depth):
+        starts, offsets, scores = (part.to(p_NV.device) for part in batch)
+        p_EV, x_E = p_NV[starts + offsets], text.tokens.to(p_NV.device)[starts + offsets]
         if greedy:
             guess_E = scores.argmax(-1)
             a_E, common_E = (guess_E == x_E).to(p_NV), p_EV.gather(1, guess_E[:, None])[:, 0]
@@ -89,7 +70,7 @@ def text_acceptance(
             q_EV = scores.softmax(-1).to(p_NV)
             a_E, common_E = acceptance_probabilities(p_EV, q_EV, x_E), overlap(p_EV, q_EV)
         a_NK[starts, offsets] = a_E
-        first = (drafts.offsets == 0).nonzero()[:, 0].to(p_NV.device)
+        first = (batch[1] == 0).nonzero()[:, 0].to(p_NV.device)  # on the host: `nonzero` would wait for the device
         common_N[starts[first]] = common_E[first]
     inside = torch.from_numpy(drafted_mask(len(text), depth, text.limit, first=0)).to(p_NV.device)
     return a_NK.where(inside, 0.0), common_N
@@ -98,8 +79,11 @@ def text_acceptance(
 @torch.inference_mode()
 def _drafts(
     model: PreTrainedModel, text: WrittenText, sampler: Sampler, vocab_size: int, depth: int
-) -> Iterator[_ScoredDrafts]:
-    """Yield the drafts of the text's tokens: offset 0 from all starts, then the masks' from some starts at a time."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield starts and offsets on the host, (E,) int64, and processed logits, (E, V), of the text's tokens.
+
+    Offset 0 comes first, from all starts, and then the masks' offsets, from some starts at a time.
+    """
     at_a_time = max(1, min(DRAFTS_AT_A_TIME, LOGITS_AT_A_TIME // vocab_size))
     (sequence,), device = clamp_tokens(model, [text.sequence.to(model.device)]), model.device
     n, context = len(text), len(sequence) - 1
@@ -109,11 +93,11 @@ def _drafts(
     cached = CachedModel(model, 1, context + 1, block=context + max(at_a_time, depth))
     logits_NV = cached.prefill(sequence[None, :-1], keep=n)[0]
 
-    def score(starts_E: Tensor, offsets_E: Tensor, logits_EV: Tensor) -> _ScoredDrafts:
+    def score(starts_E: Tensor, offsets_E: Tensor, logits_EV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ends = [] if sampler.context_free else (text.prompt_length + starts_E + offsets_E).tolist()
         contexts = [text.sequence[:end] for end in ends]
         logits_EV = align_vocabulary(logits_EV, vocab_size).to(text.sequence.device)
-        return _ScoredDrafts(starts_E, offsets_E, sampler.scores(logits_EV, contexts).to(device))
+        return starts_E, offsets_E, sampler.scores(logits_EV, contexts).to(device)
 
     all_starts = torch.arange(n)
     for starts in all_starts.split(at_a_time):
