@@ -1,1 +1,1 @@
-"""Proposers: what drafts the tokens that the target verifies."""
+"""Proposers: drafters of the tokens that the target verifies."""

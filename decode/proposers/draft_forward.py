@@ -6,6 +6,7 @@ Shape suffixes: B rows, K nodes of a draft or tokens of a block, P parents, V vo
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -114,6 +115,28 @@ def draws_of(
     if missing := sum(numbers) - drawn.shape[1]:
         drawn = nn.functional.pad(drawn, (0, missing), value=1.0)
     return [temperature, drawn]
+
+
+@lru_cache(maxsize=256)
+def fed_slots(tree: Tree, depth: int) -> list[int]:
+    """Return the slot after the text to which a program feeds each node down to a depth; −1 for a leaf."""
+    inner = [node for level in tree.levels(torch.device("cpu")) if level.depth for node in level.parents]
+    slots = {node: slot for slot, node in enumerate(inner)}
+    return [slots.get(node, -1) for node in tree.pruned(depth)[1]]
+
+
+@lru_cache(maxsize=256)
+def program_shapes(tree: Tree | None, depth: int, most: int, fixed: bool) -> list[Tree]:
+    """Return the shapes that consecutive program calls draft: a tree, or chains of at most `most` steps each."""
+    if tree is not None:
+        return [tree.pruned(depth)[0]]
+    chains = []
+    while depth:
+        part = min(depth, most)
+        # Where lengths vary, parts are powers of two, so that few programs are compiled.
+        chains.append(Tree.chain(part if fixed else 1 << (part.bit_length() - 1)))
+        depth -= len(chains[-1])
+    return chains
 
 
 ReadOutput = Callable[[Tensor], tuple[Tensor, Tensor | None]]

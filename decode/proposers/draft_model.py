@@ -12,7 +12,14 @@ from draftsmith.decode.cache.model import SHORT
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer, ends_of
-from draftsmith.decode.proposers.draft_forward import MOST_LAYERS, ModelDraftForward, draft_of, draws_of
+from draftsmith.decode.proposers.draft_forward import (
+    MOST_LAYERS,
+    ModelDraftForward,
+    draft_of,
+    draws_of,
+    fed_slots,
+    program_shapes,
+)
 from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, StaticDraft, draft_static_tree, grow_trees
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_position, replay_by_ranks
 from draftsmith.decode.replay.ranks import NONE, ranks_of
@@ -310,7 +317,7 @@ class DraftModelProposer(Proposer):
         """Draft chains or trees of fixed shape with one program call; a long chain takes one for each few steps."""
         task, depth = self._task, self._task.draft_length if self._task.fixed_length else max(draft_lengths)
         block, places, ends, extra_inputs = self._unfed_block(texts)
-        trees = _shapes(self.tree, depth, self._steps, task.fixed_length)
+        trees = program_shapes(self.tree, depth, self._steps, task.fixed_length)
         parts: list[StaticDraft] = []
         for shape in trees:
             before = sum(part.tokens.shape[1] for part in parts)
@@ -325,7 +332,7 @@ class DraftModelProposer(Proposer):
         if len(parts) > 1:
             q = [part.probabilities for part in parts if part.probabilities is not None]
             whole = StaticDraft(torch.cat([part.tokens for part in parts], 1), torch.cat(q, 1) if q else None)
-        self._fed = [_fed_slots(tree, k) for k in draft_lengths]
+        self._fed = [fed_slots(tree, k) for k in draft_lengths]
         return whole.drafts(tree, draft_lengths)
 
     def _unfed_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, Tensor, dict[str, Tensor]]:
@@ -429,25 +436,3 @@ def _append_masks(tokens_BT: Tensor, masks: Tensor | None) -> Tensor:
 def _last_places(rows: int, k: int, device: torch.device) -> Tensor:
     """Return k − 1 for each row, (B,) int64; cached, since creating a tensor costs as much as a small kernel."""
     return torch.full((rows,), k - 1, device=device)
-
-
-@lru_cache(maxsize=256)
-def _fed_slots(tree: Tree, depth: int) -> list[int]:
-    """Return the slot after the text to which a program feeds each node down to a depth; −1 for a leaf."""
-    inner = [node for level in tree.levels(torch.device("cpu")) if level.depth for node in level.parents]
-    slots = {node: slot for slot, node in enumerate(inner)}
-    return [slots.get(node, -1) for node in tree.pruned(depth)[1]]
-
-
-@lru_cache(maxsize=256)
-def _shapes(tree: Tree | None, depth: int, most: int, fixed: bool) -> list[Tree]:
-    """Return the shapes that consecutive program calls draft: a tree, or chains of at most `most` steps each."""
-    if tree is not None:
-        return [tree.pruned(depth)[0]]
-    chains = []
-    while depth:
-        part = min(depth, most)
-        # Where lengths vary, parts are powers of two, so that few programs are compiled.
-        chains.append(Tree.chain(part if fixed else 1 << (part.bit_length() - 1)))
-        depth -= len(chains[-1])
-    return chains
