@@ -136,7 +136,7 @@ class HybridProposer(Proposer):
             drafter.select(rows)
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse grafts, whose tokens depend on the draft, and whatever the last drafter refuses."""
+        """Refuse grafts, whose tokens depend on the draft, and replays that the last drafter refuses."""
         if self.graft:
             return "replay: expected drafters that take turns, found copies as a branch of another's tree: decode them"
         return self.last.replay_refusal(do_sample)

@@ -145,7 +145,7 @@ def sort_places(tokens: np.ndarray) -> "array[int]":
     """
     count = len(tokens)
     padded = np.zeros(count + 2, dtype=np.int64)
-    padded[:count] = np.unique(tokens, return_inverse=True)[1] + 1  # small numbers, of which three fit into 64 bits
+    padded[:count] = np.unique(tokens, return_inverse=True)[1] + 1  # small numbers: three fit into 64 bits
     size = int(padded.max(initial=0)) + 1
     # Begin with the first three tokens, or with one in a large vocabulary.
     keys = (padded[:count] * size + padded[1 : count + 1]) * size + padded[2:]
