@@ -1,4 +1,4 @@
-"""The base of all drafting heads: how they are loaded, which tokens they may draft, and whether they fit a target.
+"""The base of all drafting heads: loading, the tokens that they may draft, and checks that they fit a target.
 
 Shape suffixes: V the target's vocabulary, D the tokens that heads may draft.
 """
@@ -12,76 +12,61 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from draftsmith.decode.cache.features import check_layers, decoder_layers
 from draftsmith.decode.cache.kernels import computing_dtype
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
 from draftsmith.train.checkpoint import check_rope, check_rope_keys, load_heads, reading, require_config
 from draftsmith.train.losses.output_head import head_of
 
+SPREAD = 0.5
+"""The largest standard deviation of a random layer's logits: σ costs σ²/2 nats over a uniform distribution."""
+FEW = 8
+"""The fewest ids by which `check_distances` can tell ids from distances."""
+WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+
 
 class LMHead(nn.Linear):
-    """A linear map to logits, under a name by which sharded training wraps it."""
+    """A linear map to logits; sharded training wraps it by this class name."""
 
 
 class Norm(LlamaRMSNorm):
-    """Llama's norm, whose output has the dtype that what follows computes in.
-
-    Under autocast the library's has its weight's, float32, of which the backward would keep a copy beside one for each
-    map that follows.
-    """
+    """Llama's norm, with its output in the dtype that the next map computes in."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the hidden states, normed, (…, H)."""
+        """Return the normed hidden states, (…, H)."""
+        # Under autocast the library's norm returns float32, and the backward keeps a copy for each map after it.
         return super().forward(hidden_states).to(computing_dtype(self.weight))
-
-
-SPREAD = 0.5
-"""The most that logits of a random beginning stray by: a standard deviation of σ costs σ²/2 more than none."""
 
 
 @torch.no_grad()
 def begin_nearly_uniform(norm: nn.Module, rows: Tensor) -> None:
-    """Let the logits of random layers begin near each other: what is drafted is nearly uniform.
+    """Scale the norm before the output head, so that random layers draft from a nearly uniform distribution.
 
-    The head's rows are the target's, made for states that mean something. Of states that mean nothing their logits
-    would be as far apart, and the first loss far above that of a uniform distribution.
-
-    Args:
-        norm: before the head, which is scaled.
-        rows: of the head, (D, H).
+    The head's rows, (D, H), are the target's. On the states of random layers their logits would differ as much as on
+    real ones, and the first loss would be far above that of a uniform distribution.
     """
     spread = rows.float().square().sum(-1).mean().sqrt()
     cast(Tensor, norm.weight).div_((spread / SPREAD).clamp(min=1.0))
 
 
 class NamedConfig(PretrainedConfig):
-    """A config that is saved under the name that servers look for, in place of our class's."""
+    """A config that is saved with the architecture that servers look for, not with our class's name."""
 
     architecture: ClassVar[str]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save as the library does."""
+        """Save as the library does, with this architecture."""
         self.architectures = [self.architecture]
         super().save_pretrained(*args, **kwargs)
 
 
-FEW = 8
-"""Ids from which on a vocabulary without two neighbours is none."""
-WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
-
-
 def check_windows(raw: Mapping[str, Any], positions: int) -> None:
-    """Raise an InputError where layers are to see a window of a text alone; one of all positions is none.
-
-    Qwen's configs have a window that `use_sliding_window` turns off, or that begins after the last layer; Mistral's
-    have one where they name its size; all newer ones name the kind of each layer.
-
-    Args:
-        raw: a config as its file has it.
-        positions: how many it reads.
-    """
+    """Raise an InputError if a config.json asks for attention in a window that is shorter than its positions."""
     size, kinds = raw.get("sliding_window"), raw.get("layer_types")
     if type(size) is int and size >= positions:
         return
+    # New configs name each layer's kind. Older ones of Qwen have a window that `use_sliding_window` turns off, or that
+    # begins after the last layer; older ones of Mistral have a window if they name its size.
     other = [kind for kind in kinds or [] if kind != "full_attention"] if isinstance(kinds, list | None) else [kinds]
     if other:
         raise InputError(
@@ -98,39 +83,102 @@ def check_windows(raw: Mapping[str, Any], positions: int) -> None:
 
 
 class LayersConfig(NamedConfig):
-    """A config of decoder layers, whose rotation and attention a file may describe in several fields."""
+    """A config of decoder layers: a file may describe rotation and attention in several fields."""
 
     if TYPE_CHECKING:
         max_position_embeddings: int
+        vocab_size: int
+        draft_vocab_size: int
+        num_attention_heads: int
+        num_key_value_heads: int | None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config of fields as a file has them.
+        """Return the config from the fields of a file.
 
         Raises:
-            InputError: they contradict each other, or ask for attention in a window, which no heads of ours have.
+            InputError: contradictory fields, or attention in a window, which our heads do not have.
         """
         check_rope_keys(config_dict)
         check_rope(config_dict)
         check_windows(config_dict, config_dict.get("max_position_embeddings") or cls.max_position_embeddings)
         return super().from_dict({k: v for k, v in config_dict.items() if k not in WINDOWS}, **kwargs)
 
+    def check_shape(self, *sizes: str) -> None:
+        """Raise an InputError that names the first impossible field; `sizes` are the subclass's own ones."""
+        sizes = ("hidden_size", "vocab_size", "draft_vocab_size", "intermediate_size", *sizes)
+        for allowed in (at_least(1), SIZE):
+            require(self, allowed, *sizes, "num_attention_heads", "num_key_value_heads", "head_dim")
+        require(self, at_most(2**12), "num_attention_heads", "head_dim")
+        require(self, at_least(1) & at_most(2**40), "max_position_embeddings")
+        require(self, finite(more_than(0)), "rms_norm_eps")
+        queries, keys = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if queries % keys:
+            raise InputError(f"num_key_value_heads: expected a divisor of {queries} heads, found {keys}")
+        if self.draft_vocab_size > self.vocab_size:
+            raise InputError(
+                f"draft_vocab_size: expected at most the vocabulary's {self.vocab_size} tokens, found "
+                f"{self.draft_vocab_size}"
+            )
+
+
+def rope_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the last layer's rotary positions as `rope_parameters` that rotate the whole of a head.
+
+    Raises:
+        InputError: a config without rotary positions.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope:  # a family whose kinds of layers rotate by different angles, or not at all
+        kind = (getattr(config, "layer_types", None) or [None])[-1]
+        rope = rope.get(kind) or next((values for values in rope.values() if isinstance(values, dict)), {})
+    if "rope_theta" not in rope:
+        raise InputError(
+            f"target: expected rotary positions, whose rope_theta rope_parameters have, found none in its config "
+            f"({config.model_type})"
+        )
+    return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+
+
+def layer_fields(target: PreTrainedModel, token_map: Tensor | None) -> dict[str, Any]:
+    """Return the fields of a `LayersConfig` with the target's sizes, for drafts of the tokens in `token_map`.
+
+    Raises:
+        InputError: a target without rotary positions.
+    """
+    text = target.config.get_text_config()
+    vocab_size, hidden_size = head_of(target).weight.shape
+    heads, inner = text.num_attention_heads, getattr(text, "intermediate_size", None) or 4 * hidden_size
+    return {
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": vocab_size if token_map is None else len(token_map),
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or hidden_size // heads,
+        # Gemma 3n has a size for each layer.
+        "intermediate_size": inner[-1] if isinstance(inner, list | tuple) else inner,
+        "max_position_embeddings": text.max_position_embeddings,
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "rope_parameters": rope_of(text),
+    }
+
 
 class DraftingHeads(PreTrainedModel):
-    """Heads that draft for a target, which stays an ordinary model and is no part of them.
+    """Heads that draft for a target, which stays an ordinary model outside of them.
 
     `save_pretrained`, `from_pretrained` and `push_to_hub` are the library's, in safetensors.
     """
 
     base_model_prefix = ""
     title: ClassVar[str]
-    """What messages call them."""
+    """Their name in messages."""
     field: ClassVar[str]
     """The option that names them."""
     width: ClassVar[str]
-    """The field of their config that is the target's hidden size."""
+    """The field of their config that holds the target's hidden size."""
     tokens: ClassVar[str]
-    """The tensor that says which tokens they may draft."""
+    """The tensor that lists the tokens that they may draft."""
 
     if TYPE_CHECKING:
 
@@ -143,8 +191,7 @@ class DraftingHeads(PreTrainedModel):
         """Load heads that `save_pretrained` wrote, or others under the same names.
 
         Raises:
-            InputError: no such directory, a file that is damaged or no safetensors, another format, a config that
-                cannot be, or tensors that are missing, not expected, of another shape or type, or not finite.
+            InputError: a directory, file, config or tensor that is missing, damaged or does not match.
         """
         heads: Self = load_heads(cls, super().from_pretrained, path, cls.title, *args, **kwargs)
         heads.check_tokens(f"{path}: {cls.tokens}")
@@ -152,10 +199,10 @@ class DraftingHeads(PreTrainedModel):
 
     @classmethod
     def without_weights(cls, path: str | Path) -> Self:
-        """Return heads of the shape that a directory's config.json says, on the meta device.
+        """Return heads on the meta device, in the shape that a directory's config.json describes.
 
         Raises:
-            InputError: no such directory, or a config that cannot be.
+            InputError: no such directory, or an impossible config.
         """
         require_config(path, cls.title)
         with reading(str(path), f"{cls.title} (config.json)"):
@@ -168,13 +215,13 @@ class DraftingHeads(PreTrainedModel):
         return None
 
     def check_tokens(self, field: str) -> None:
-        """Raise an InputError that names the field where the ids that they may draft are not different ones of V."""
+        """Raise an InputError that names the field unless the ids that they may draft are distinct and below V."""
         ids = self.token_map
         if ids is not None and ids.device.type != "meta":
             check_ids(ids, self.config.vocab_size, field)
 
     def check_fits(self, target: PreTrainedModel) -> None:
-        """Raise an InputError where a target has another hidden size or vocabulary than they were made for."""
+        """Raise an InputError if the target's hidden size or vocabulary is not the one that they were made for."""
         vocab_size, hidden_size = head_of(target).weight.shape
         for name, found, expected in (
             ("hidden_size", getattr(self.config, self.width), hidden_size),
@@ -184,7 +231,7 @@ class DraftingHeads(PreTrainedModel):
                 raise InputError(f"{self.field}: expected heads with the target's {name} {expected}, found {found}")
 
     def widened(self, logits: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, (…, V), of those over the heads' vocabulary, (…, D)."""
+        """Return logits over the target's vocabulary, (…, V), from logits over the heads' vocabulary, (…, D)."""
         ids = self.token_map
         if ids is None:
             return logits
@@ -193,23 +240,57 @@ class DraftingHeads(PreTrainedModel):
         return wide
 
 
+class FeatureHeads(DraftingHeads):
+    """Heads on the features of some of the target's layers.
+
+    Where D < V, the buffer `d2t`, (D,) int64, holds each drafted id's distance to the target's id.
+    """
+
+    depths: ClassVar[str]
+    """The field of their config that names the target's layers."""
+    d2t: Tensor | None
+
+    if TYPE_CHECKING:
+
+        @property
+        def layer_ids(self) -> list[int]:
+            """The depths of the target's features, ascending: the number of layers before each."""
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """The target's ids that they may draft, ascending, (D,) int64; None where they may draft all."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def check_fits(self, target: PreTrainedModel) -> None:
+        """Raise an InputError if the target's width, vocabulary or number of layers does not fit."""
+        super().check_fits(target)
+        check_layers(self.layer_ids, len(decoder_layers(target)), self.depths)
+
+    @staticmethod
+    def sorted_tokens(target: PreTrainedModel, token_map: Tensor | None) -> Tensor | None:
+        """Return checked ids of a draft vocabulary, ascending; None for the whole vocabulary."""
+        vocab_size = len(head_of(target).weight)
+        if token_map is None:
+            return None
+        check_ids(token_map, vocab_size, "token_map")
+        return None if len(token_map) == vocab_size else token_map.sort().values
+
+
 def check_ids(ids: Tensor, vocab_size: int, field: str) -> None:
-    """Raise an InputError where ids of a cut vocabulary name a token twice, or one out of range."""
+    """Raise an InputError if ids of a draft vocabulary are out of range or not distinct."""
     if bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) != len(ids):
         raise InputError(f"{field}: expected different ids below {vocab_size}, found others")
 
 
 def check_named(ids: Tensor, t2d: Tensor, field: str) -> None:
-    """Raise an InputError where `t2d`, (V,) bool, names other tokens than the ids of a cut vocabulary."""
+    """Raise an InputError if `t2d`, (V,) bool, names other tokens than the ids of a draft vocabulary."""
     if not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
         raise InputError(f"{field}: expected the tokens that t2d names, found others")
 
 
 def check_distances(d2t: Tensor, field: str) -> None:
-    """Raise an InputError where `d2t`, (D,), of which no `t2d` tells, holds ids in place of distances to places.
-
-    Distances stay the same from one id to the next one of the target's, and so do those of any vocabulary of use.
-    """
+    """Raise an InputError if `d2t`, (D,), holds ids in place of distances; for files without a `t2d`."""
+    # Between neighbouring ids the distance stays the same, and each useful vocabulary has such neighbours.
     if len(d2t) >= FEW and bool((d2t.diff() > 0).all()):
         raise InputError(
             f"{field}: expected each id's distance to its place, found numbers that always grow, as ids do"

@@ -1,4 +1,4 @@
-"""Files of checkpoints: a config's fields, tensors of safetensors or pickled ones, every tensor accounted for."""
+"""Files of checkpoints: the fields of a config, and tensors, all of which must be expected."""
 
 import pickle
 from collections.abc import Callable, Mapping
@@ -22,17 +22,17 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 def matched(
     directory: Path, what: str, empty: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Return tensors under our names, in one floating-point type, the widest of theirs.
+    """Return tensors under our names, in the widest of their floating-point types.
 
     Args:
-        directory: in messages.
-        what: they are of, in messages.
-        empty: the expected tensors by our names: their shapes, and whether they are floating-point.
-        tensors: of the file.
-        names: theirs by ours, where they differ.
+        directory: for messages.
+        what: what the tensors belong to, for messages.
+        empty: the expected tensors by our names; only shape and kind of dtype count.
+        tensors: the file's.
+        names: the file's names by ours, where they differ.
 
     Raises:
-        InputError: a tensor that is missing, not expected, of another shape or kind.
+        InputError: a tensor that is missing, not expected, or of another shape or kind.
     """
     expected = {names.get(name, name): (name, tensor) for name, tensor in empty.items()}
     for kind, odd in (("missing", expected.keys() - tensors), ("not expected", tensors.keys() - expected)):
@@ -47,40 +47,40 @@ def matched(
             wanted = "a floating-point type" if tensor.is_floating_point() else "integers"
             raise InputError(f"{directory}: expected {name} in {wanted}, found {dtype_name(tensors[name].dtype)}")
     ours = {name: tensors[theirs] for theirs, (name, _) in expected.items()}
-    # One dtype for all, which must lose nothing: float16 blocks before a bfloat16 head become float32.
+    # One dtype that loses nothing: float16 blocks with a bfloat16 head become float32.
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in ours.values() if tensor.is_floating_point()))
     return {k: tensor.to(dtype if tensor.is_floating_point() else empty[k].dtype) for k, tensor in ours.items()}
 
 
 def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors on the CPU, those of floating point in a type.
+    """Return tensors on the CPU, floating-point ones rounded to a dtype.
 
     Raises:
-        InputError: one has numbers that are not finite in it.
+        InputError: a number that is not finite in this dtype.
     """
-    found = {}
+    copies = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            found[name] = tensor.cpu()
+            copies[name] = tensor.cpu()
             continue
-        # A copy each: safetensors takes no two names for one memory, and converters drop such names.
-        found[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        if not found[name].isfinite().all():
+        # Copies, because safetensors refuses two names for one memory, and converters drop such names.
+        copies[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        if not copies[name].isfinite().all():
             raise InputError(f"heads: expected weights that are finite in {dtype_name(dtype)}, found others in {name}")
-    return found
+    return copies
 
 
 def read_pickled(pickled: Path) -> dict[str, Tensor]:
     """Return the tensors of a file that torch.save wrote.
 
     Raises:
-        InputError: a file that is missing or damaged, or holds other objects than tensors.
+        InputError: a file that is missing or damaged, or holds anything but tensors.
     """
     try:
         tensors = torch.load(pickled, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(f"{pickled}: expected pickled tensors alone, found other objects or damage") from error
-    except Exception as error:  # a damaged archive raises whatever its reader stumbles over
+    except Exception as error:  # a damaged archive raises any error of its reader
         raise InputError(f"{pickled}: expected a whole file of tensors, found: {first_line(error)}") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise InputError(f"{pickled}: expected a state dict, found {type(tensors).__name__} of other things")
@@ -93,7 +93,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_dtype(dtype: str) -> str:
-    """Return the name of a dtype that weights can have, or raise an InputError."""
+    """Return the dtype's name, or raise an InputError if weights cannot have it."""
     if dtype not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
     return dtype
@@ -103,7 +103,7 @@ def read_config(directory: Path, what: str = "Medusa heads") -> dict[str, Any]:
     """Return a directory's config.json.
 
     Raises:
-        InputError: no directory, no file, or no JSON object; `what` was expected.
+        InputError: the directory or the file is missing, or it is no JSON object; the message names `what`.
     """
     path = directory / CONFIG
     if not directory.is_dir():
@@ -115,10 +115,10 @@ def read_config(directory: Path, what: str = "Medusa heads") -> dict[str, Any]:
 
 
 def field(config: dict[str, Any], path: Path, name: str, kind: type, default: Any = ...) -> Any:
-    """Return a field of a config, or a default where it has none.
+    """Return a field of a config, or the default if it is missing.
 
     Raises:
-        InputError: none and no default, or one of another type than `kind`.
+        InputError: no field and no default, or a value of another type than `kind`.
     """
     value = config.get(name)
     value = default if value is None else value
@@ -131,10 +131,10 @@ def field(config: dict[str, Any], path: Path, name: str, kind: type, default: An
 
 
 def shards(directory: Path) -> list[Path]:
-    """Return the paths of a directory's safetensors: one, or those that its index names.
+    """Return the paths of a directory's safetensors: one file, or those in its index.
 
     Raises:
-        InputError: the index is none, or leads out of the directory.
+        InputError: a damaged index, or one with paths outside of the directory.
     """
     index = directory / f"{WEIGHTS}.index.json"
     if not index.is_file():
@@ -143,7 +143,7 @@ def shards(directory: Path) -> list[Path]:
 
 
 def read_safetensors(paths: list[Path], keep: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """Return the tensors of some files, those whose names pass `keep`.
+    """Return the tensors of some files, only those whose names pass `keep`.
 
     Raises:
         InputError: a file that is missing or damaged.

@@ -1,4 +1,4 @@
-"""Checks of `draftsmith doctor` for all kinds of heads: whether heads fit the target, and the tree the heads."""
+"""Checks of `draftsmith doctor` for all kinds of heads: whether they fit the target, their tree and their files."""
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.checkpoint_files import read_safetensors, shards
@@ -14,22 +15,22 @@ from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import SEARCH, Part, Side
 
 WIDE, RATES = 1024, (1e-5, 1e-3)
-"""From this hidden size on, learning rates of AdamW that are usual; the embedded target's heads learn at 1e-2."""
+"""Usual learning rates of AdamW from this hidden size on; the embedded target's narrow heads learn at 1e-2."""
 
 
 def unfit(
     name: str, kind: str, target: Side, heads: Part, tree: Tree | None, tokens: int, remedy: str
 ) -> Finding | None:
-    """Return why heads do not fit this target, or the tree the heads; None if all fits.
+    """Return why heads do not fit the target, or the tree does not fit the heads; None if all fits.
 
     Args:
-        name: of the finding.
-        kind: that errors of such heads begin with.
+        name: the finding's name.
+        kind: the beginning of these heads' errors.
         target: without weights.
         heads: without weights.
-        tree: that they draft.
-        tokens: that they can draft.
-        remedy: where they are of another target.
+        tree: the tree that they draft, if any.
+        tokens: the size of their vocabulary.
+        remedy: the way out if they are another target's.
     """
     try:
         heads.model.check_fits(target.model)
@@ -42,19 +43,42 @@ def unfit(
     return Finding("error", name, text, SEARCH)
 
 
+def feature_heads(name: str, target: Side, part: Part, tree_key: str, reads: str, remedy: str) -> Finding:
+    """Return whether heads on features fit the target, and their config's tree them; `reads` is "they read" or so."""
+    model, config = part.model, part.model.config
+    try:
+        tree = searched_tree(config, tree_key)
+    except InputError as error:
+        return Finding("error", name, str(error), SEARCH)
+    wrong = unfit(name, model.field, target, part, tree, config.draft_vocab_size, remedy)
+    if wrong is not None:
+        return wrong
+    size = getattr(config, model.width)
+    text = f"made for this target's hidden size {size} and {config.vocab_size} logits; draft "
+    text += "chains" if tree is None else shape(tree)
+    if config.draft_vocab_size < config.vocab_size:
+        text += f" of {config.draft_vocab_size} tokens"
+    text += trained_on(target, part)
+    most = config.max_position_embeddings
+    if target.positions is None or most >= target.positions:
+        return Finding("ok", name, text)
+    text += f"; {reads} {most} positions, the target {target.positions}"
+    return Finding("warning", name, text, f"keep prompt and text within {most} tokens, past which nothing is drafted")
+
+
 def shape(tree: Tree) -> str:
     """Return a tree in words."""
     return f"a tree of {len(tree)}, {tree.depth} deep"
 
 
 def trained_on(target: Side, heads: Part) -> str:
-    """Say on which target heads were trained, where that is another by its path."""
+    """Return a clause that names the target that heads were trained on, if its path is another one."""
     base = heads.model.config.base_model_name_or_path
     return f"; trained on {base}, which should be the same model" if base and Path(base) != Path(target.path) else ""
 
 
 def learning_rate(rate: float, width: int) -> Finding:
-    """Compare the rate with those that work for heads of this width."""
+    """Compare a learning rate with those that work for heads of this width."""
     name, text = "learning rate", f"{rate:g} for heads {width} wide"
     if width < WIDE:
         return Finding("ok", name, f"{text}: narrow ones take up to 1e-2")
@@ -65,28 +89,23 @@ def learning_rate(rate: float, width: int) -> Finding:
 
 
 def rotation(name: str, raw: Mapping[str, Any]) -> Finding:
-    """Say by which angles places turn, and whether the config says so.
-
-    Args:
-        name: of the finding.
-        raw: config.json, of any tool.
-    """
+    """Report the angles of rotary positions, and whether config.json (`raw`, of any tool) gives them."""
     layer = raw.get("transformer_layer_config") or raw
     fields = [layer, layer.get("rope_parameters") or {}, layer.get("rope_scaling") or {}]
-    theta = next((each["rope_theta"] for each in fields if each.get("rope_theta") is not None), None)
-    said = "the library's rope_theta, for its config has none" if theta is None else f"a rope_theta of {theta:g}"
-    return Finding("ok", name, f"the halves of a head turn together (neox), by {said}")
+    theta = next((part["rope_theta"] for part in fields if part.get("rope_theta") is not None), None)
+    source = "the library's rope_theta, for its config has none" if theta is None else f"a rope_theta of {theta:g}"
+    return Finding("ok", name, f"the halves of a head turn together (neox), by {source}")
 
 
 def whole_files(name: str, target: Side, heads: Part, read: Callable[..., Any], remedy: str) -> Iterator[Finding]:
-    """Read the files as `export --import_from` does, weights and copies of the target's own included.
+    """Read the files as `export --import_from` does: weights, and copies of the target's embedding and head.
 
     Args:
-        name: of the finding.
-        target: without weights; its embedding and its head are read from its files.
+        name: the finding's name.
+        target: without weights; its embedding and head are read from its files.
         heads: without weights.
-        read: takes their directory and the target.
-        remedy: where they are not taken.
+        read: a function of their directory and the target.
+        remedy: the way out if the files are refused.
     """
     directory = Path(heads.path)
     if not directory.is_dir():

@@ -15,12 +15,12 @@ class HeadsConfig(ObjectiveConfig):
     acceptance_metrics: ClassVar[tuple[str, ...]] = ("mean_acceptance_length", "alpha", "accuracy_1")
 
     heads: str | None = None
-    """Heads to start from: a directory that an earlier run left. Without one the fields below say what to make."""
+    """Heads to start from: the directory of an earlier run. Without it the fields below describe new heads."""
     draft_vocabulary: int | None = None
-    """D: draft among the D tokens alone that are most frequent in `completions`; all of them if not given. Where the
-    completions hold fewer, all of theirs."""
+    """D: draft only the D most frequent tokens of `completions`, or all of theirs if they hold fewer. If not given, the
+    whole vocabulary."""
     decay: float = 0.8
-    """decay^k is the weight of the loss of guess k, from 0 (Medusa, Cai et al. 2024, section 2.2.1)."""
+    """The loss of guess k, from 0, has the weight decay^k (Medusa, Cai et al. 2024, section 2.2.1)."""
 
     def __post_init__(self) -> None:
         from draftsmith.train.losses.objective import BLOCK_TERMS
@@ -32,11 +32,11 @@ class HeadsConfig(ObjectiveConfig):
         require(self, more_than(0), "decay")
         require(self, DECAY, "decay")
         if self.heads is not None and self.draft_vocabulary is not None:
-            raise InputError("draft_vocabulary: expected none beside heads, which have theirs, found one")
+            raise InputError("draft_vocabulary: expected none with heads, which have their own, found one")
 
     @property
     def defaults(self) -> Defaults:
-        """Heads that were trained before are changed less."""
+        """A lower learning rate for heads of an earlier run."""
         return Defaults(rate=4e-3 if self.heads is None else 1e-3)
 
 
@@ -46,7 +46,7 @@ class FeaturesConfig(HeadsConfig):
 
     teacher_cache: list[str] = field(default_factory=list)
     """Caches of features (`draftsmith cache --features true`) that together cover `completions` and `heldout`. With
-    them the target is not loaded: of `target` a config and a tokenizer are enough."""
+    them the target is not loaded: `target` needs only a config and a tokenizer."""
 
     def __post_init__(self) -> None:
         from draftsmith.train.teacher.cache_config import refuse_beside_cache

@@ -1,8 +1,8 @@
 """The base of proposers that draft from the features of a target.
 
-The target's features of what stands are fused as soon as they are known, and fed to the drafter's cache when it drafts
-next: over what it drafted there before. Of a text of T tokens the target has not seen the last, so T − 1 places have
-features.
+The target's features of accepted tokens are fused as soon as they are known. The drafter's next draft feeds them to its
+cache, over what it drafted there before. In a text of T tokens the target has not seen the last one, so T − 1 places
+have features.
 
 Shape suffixes: B rows, L places, H hidden.
 """
@@ -32,13 +32,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     """Drafts chains or trees with heads that see the target's features.
 
     The first round of a text has no features to draft from: it drafts nothing, and emits the token that the prompt's
-    forward gives.
-
-    Args:
-        heads: of this target.
-        model: the heads in the form of a causal LM, for `CachedModel`; its `draft_for` takes a target.
-        tree: see `DraftModelProposer`.
-        greedy: see `DraftModelProposer`.
+    forward gives. `model` is the heads in the form of a causal LM, for `CachedModel`; its `draft_for` takes a target.
     """
 
     _without = 1
@@ -55,13 +49,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
 
     @abstractmethod
     def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
-        """Return the heads' logits by guess and start of a round, from one forward of the target.
-
-        Args:
-            target: the model that wrote the text.
-            text: what it wrote.
-            depth: K, how many tokens a round drafts.
-        """
+        """Return the heads' logits by guess and start of a round of K = `depth` tokens, from one target forward."""
 
     def ranks(
         self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
@@ -75,7 +63,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         """Draft for a target from here on, with an empty cache and no features.
 
         Raises:
-            InputError: heads that do not fit the target, or a tree with more siblings than they know tokens.
+            InputError: heads that do not fit the target, or a tree with more siblings than their vocabulary.
         """
         if task.target is None:
             raise InputError(f"{self.heads.field}: expected the target that the heads were trained on, found none")
@@ -86,7 +74,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
             raise InputError(
                 f"tree: expected at most {vocabulary} siblings, as many as the heads have tokens, found {widest}"
             )
-        self._states: list[Tensor] = []  # of each row, (L, H): fused, and not fed yet
+        self._states: list[Tensor] = []  # for each row, (L, H): fused, but not fed yet
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
@@ -97,7 +85,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
 
     @torch.inference_mode()
     def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Fuse the features of what stands; the next draft feeds it, over what was drafted."""
+        """Fuse the features of accepted tokens; the next draft feeds them over what was drafted."""
         heads = self.heads
         places = [outcome.features for outcome in outcomes if outcome.features is not None]
         assert len(places) == len(outcomes), "the target's features"
@@ -112,43 +100,38 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         self._states = states
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows alone."""
+        """Keep only these rows."""
         super().select(rows)
         self._states = [self._states[row] for row in rows]
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse drafts that grow, and under sampling trees, whose siblings' draws are not known."""
+        """Refuse growing trees, and trees under sampling: the draws of their siblings are not known."""
         return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
 
     def replay(
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
-        """Replay chains, and at T=0 trees of one shape; of drafts longer than the heads know their longest."""
+        """Replay chains, and at T=0 trees of one shape; drafts are cut to the longest that the heads know."""
         target, depth, sampler = task.target, min(task.draft_length, self.longest or task.draft_length), task.sampler
         assert target is not None
         self.heads.check_fits(target)
         _, texts = drafted_parts(texts, self.positions)
         tree = self.tree.pruned(depth)[0] if isinstance(self.tree, Tree) else Tree.chain(depth)
         if distributions is not None:
-            each = [
+            acceptances = [
                 self._acceptance(target, text, sampler, p_NV, tree.depth)
                 for text, p_NV in zip(texts, distributions, strict=True)
             ]
-            overlaps = [common_NK[:, 0][drafted_NK[:, 0]] for _, common_NK, drafted_NK in each]
-            return replay_by_start(texts, [a_NK for a_NK, _, _ in each], overlaps, first=1)
-        # Behind the tree the most likely tokens, for servers that draft chains.
+            overlaps = [common_NK[:, 0][drafted_NK[:, 0]] for _, common_NK, drafted_NK in acceptances]
+            return replay_by_start(texts, [a_NK for a_NK, _, _ in acceptances], overlaps, first=1)
+        # Deeper than the tree only the most likely token counts, for servers that draft chains.
         widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
         ranks = [self._ranks(target, text, sampler, widths, chains) for text in texts]
         return replay_by_start_ranks(ranks, tree, [r.agreement for r in ranks])
 
     @torch.inference_mode()
     def _ranks(
-        self,
-        target: PreTrainedModel,
-        text: WrittenText,
-        sampler: Sampler,
-        most: Sequence[int],
-        by_argmax: bool = False,
+        self, target: PreTrainedModel, text: WrittenText, sampler: Sampler, most: Sequence[int], by_argmax: bool = False
     ) -> TextRanks:
         return ranks_by_start(text, sampler, most, self.logits_at(target, text, len(most)), by_argmax)
 
@@ -156,12 +139,12 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     def _acceptance(
         self, target: PreTrainedModel, text: WrittenText, sampler: Sampler, p_NV: Tensor, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a, Σ_v min(p, q) and where something is drafted: see `acceptance_by_start`."""
+        """Return a, Σ_v min(p, q) and whether a token is drafted: see `acceptance_by_start`."""
         logits_at = self.logits_at(target, text, depth)
         return acceptance_by_start(text, sampler, depth, logits_at, lambda first, end: p_NV[first:end], self.greedy)
 
     def _widest(self, draft_length: int) -> int:
-        """Return the most siblings of a draft."""
+        """Return the largest number of siblings in a draft."""
         if isinstance(self.tree, DynamicTree):
             return self.tree.width
         depth = min(draft_length, self.longest or draft_length)
@@ -169,5 +152,5 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
 
 
 def stacked(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Return rows of at most `width` states together, (B, width, H), with zeros behind them."""
+    """Return rows of at most `width` states as one tensor, (B, width, H), padded with zeros at the end."""
     return torch.stack([nn.functional.pad(states, (0, 0, 0, width - len(states))) for states in rows])

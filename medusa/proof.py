@@ -1,4 +1,4 @@
-"""The proof of exported heads: another process, which knows the format alone, computes the same logits."""
+"""The proof of exported heads: another process, which knows only the format, computes the same logits."""
 
 import subprocess
 import sys
@@ -9,31 +9,31 @@ from types import ModuleType
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-TOLERANCE = 1e-5  # of the largest logit: float32 sums of a few thousand terms, in another order
+TOLERANCE = 1e-5  # relative to the largest logit: float32 sums of a few thousand terms, in another order
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two tensors over the largest of the expected numbers."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+def relative_error(values: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of two tensors over the largest expected number."""
+    return float((values - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
-def read_apart(readers: ModuleType, reader: str, directory: Path, given_NF: Tensor, embeddings_NKH: Tensor) -> Tensor:
+def read_apart(readers: ModuleType, reader: str, directory: Path, inputs_NF: Tensor, embeddings_NKH: Tensor) -> Tensor:
     """Return the logits that a reader computes in a fresh process, (N, K, V).
 
     Args:
-        readers: a module that runs as a file, imports nothing of this package, and knows some readers by their names.
+        readers: a module with readers by name that runs as a file and imports nothing of this package.
         reader: the name of one.
-        directory: holds the exported heads.
-        given_NF: what the heads read of the target, float32.
-        embeddings_NKH: the embeddings of the tokens behind, float32.
+        directory: the exported heads.
+        inputs_NF: the target's states that the heads read, float32.
+        embeddings_NKH: the embeddings of the next tokens, float32.
 
     Raises:
-        RuntimeError: it could not read them.
+        RuntimeError: the process failed.
     """
     with tempfile.TemporaryDirectory() as scratch:
         inputs, output = Path(scratch) / "inputs.safetensors", Path(scratch) / "output.safetensors"
-        save_file({"hidden": given_NF, "embeddings": embeddings_NKH}, inputs)
-        # -P keeps the folder of the file, which has other modules, out of the path.
+        save_file({"hidden": inputs_NF, "embeddings": embeddings_NKH}, inputs)
+        # -P keeps the file's folder, whose modules could shadow others, out of the path.
         command = [sys.executable, "-P", str(readers.__file__), reader, str(directory), str(inputs), str(output)]
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode:

@@ -3,8 +3,10 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,31 +18,32 @@ from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.launch import TrainingRun
 from draftsmith.train.models import check_head, whole_weights
+from draftsmith.train.runs import hub_name
 from draftsmith.train.teacher.feature_reader import FeatureCollator, FeatureIndex, find_features
 
 Config = TypeVar("Config", bound=HeadsConfig)
 
 
 class HeadsRun(TrainingRun[Config]):
-    """A run that trains heads: those of an earlier run, or new ones."""
+    """A run that trains new heads, or those of an earlier run."""
 
     heads_class: type[DraftingHeads]
     heads: Any = None
 
     def read_small_files(self) -> None:
-        """Load the heads that are given."""
+        """Load the heads of an earlier run, if the config names them."""
         if self.config.heads is not None:
             with whole_weights():
                 self.heads = self.heads_class.from_pretrained(self.config.heads).float()
 
     @property
     def positions(self) -> int | None:
-        """As of the target, or of heads that are given, where theirs end before."""
+        """The positions of the target, or of an earlier run's heads if those are fewer."""
         own = None if self.heads is None else positions_of(self.heads.config)
         return min(filter(None, [own, super().positions]), default=None)
 
     def make_model(self) -> PreTrainedModel:
-        """Return the given heads, or new ones, in float32."""
+        """Return new heads, or those of an earlier run, in float32."""
         new = self.config.heads is None
         with whole_weights():
             if new:
@@ -52,14 +55,14 @@ class HeadsRun(TrainingRun[Config]):
 
     @abstractmethod
     def new_heads(self) -> DraftingHeads:
-        """Return new heads for the target, in float32, as the config says."""
+        """Return new heads for the target, in float32."""
 
     def check_heads(self) -> None:
-        """Require that the heads fit what else the run reads."""
+        """Require that the heads fit the run's other inputs."""
 
     @abstractmethod
     def first_look(self) -> None:
-        """Scale new heads by a look at a few texts, and say how they begin."""
+        """Scale new heads by their loss on a few texts, and print how they begin."""
 
     @property
     def token_map(self) -> Tensor | None:
@@ -72,19 +75,18 @@ FeatureConfig = TypeVar("FeatureConfig", bound=FeaturesConfig)
 
 
 class FeatureRun(HeadsRun[FeatureConfig]):
-    """A run that trains heads on features of a target, or on a cache of them."""
+    """A run that trains heads on features of a target, live or from a cache."""
 
-    features: FeatureIndex | None = None
-    """Of a teacher cache."""
+    features: FeatureIndex | None = None  # of a teacher cache
 
     def read_small_files(self) -> None:
-        """Look what a cache holds, and load the heads that are given."""
+        """Read the cache's index, and load the heads of an earlier run."""
         if self.config.teacher_cache:
             self.features = find_features(self.config.teacher_cache, self.config, self.tokens)
         super().read_small_files()
 
     def load_target(self) -> PreTrainedModel | None:
-        """Load the target, or its ends alone where a cache has its features."""
+        """Load the target; with a cache only its embeddings and head."""
         if self.features is None:
             return super().load_target()
         target = self.features.load_target(self.config)
@@ -92,19 +94,19 @@ class FeatureRun(HeadsRun[FeatureConfig]):
         return target
 
     def check_heads(self) -> None:
-        """Require that a cache has the features that the heads see."""
+        """Require a cache with the features that the heads see."""
         if self.features is not None:
             self.features = self.features.of_layers(self.heads.layer_ids)
 
     def seen_of(self, texts: Sequence[Text]) -> Callable[[Text], TargetStates]:
-        """Return what says what the target leaves of some texts, before training begins: itself, or a cache."""
+        """Return a function from one of these texts to its states, from the target or from the cache."""
         if self.features is None:
             return partial(seen_now, self.target, self.heads.layer_ids)
         self.features.look_at([text.sample for text in texts])
         return partial(seen_before, self.target, self.features)
 
     def packed_models(self, model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-        """Return the target, unless a cache stands for its forwards."""
+        """Return the target, unless a cache replaces its forwards."""
         return super().packed_models(model) if self.features is None else {}
 
     @abstractmethod
@@ -112,7 +114,7 @@ class FeatureRun(HeadsRun[FeatureConfig]):
         """Return the trainer of these heads."""
 
     def make_trainer(self, model: PreTrainedModel) -> Any:
-        """Return the trainer; its batches have what a cache has of them."""
+        """Return the trainer; with a cache its batches hold the cached states."""
         trainer = self.new_trainer(model)
         if self.features is not None:
             trainer.data_collator = FeatureCollator(trainer.data_collator, self.features)
@@ -120,3 +122,19 @@ class FeatureRun(HeadsRun[FeatureConfig]):
                 trainer.known_order = True
                 self.features.window.follow(trainer)
         return trainer
+
+    def write_card(self, trainer: Any, output: Path, template: Path, tag: str, **fields: Any) -> None:
+        """Write the model card, with the kept step and its acceptance if it was measured."""
+        config = trainer.heads.config
+        base, tags = config.base_model_name_or_path, [tag, "speculative-decoding"]
+        card = ModelCard.from_template(
+            ModelCardData(base_model=hub_name(base), library_name="draftsmith", tags=tags),
+            str(template),
+            config=config,
+            base=base,
+            parameters=f"{trainer.heads.num_parameters():,}",
+            dtype=str(trainer.save_dtype).removeprefix("torch."),
+            **fields,
+            **trainer.acceptance,
+        )
+        card.save(output / "README.md")

@@ -1,4 +1,4 @@
-"""The trainer of heads that draft chains: the loss of each guess, and replay.
+"""The trainer of heads that draft chains: the loss of each guess, and replay in evaluations.
 
 Shape suffixes: B rows, T positions, N chosen positions, K guesses or features of a position, H hidden, V vocabulary.
 """
@@ -22,6 +22,7 @@ from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.distributions import LiveDistributions, WholeDistributions
+from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.replay_metrics import replay_features
@@ -29,22 +30,14 @@ from draftsmith.train.teacher.feature_reader import cached_states
 from draftsmith.train.trainer import RecipeTrainer
 
 FeaturesOf = Callable[[Tensor, OutputHead], Tensor]
-"""From what a language-model head sees, (N, H), and that head, to the features of N places, (N, K)."""
+"""A function from the states that a language-model head sees, (N, H), and that head to features, (N, K)."""
 
 
 class HeadsTrainer(RecipeTrainer, ABC):
-    """Minimises Σ_i decay^i · objective of guess i, and replays chains of K guesses.
+    """Minimises Σ_i decay^i · objective of guess i, and replays chains of K = `count` guesses.
 
-    Args:
-        heads: in training.
-        model: what the optimizer steps: the heads, or a module that holds them.
-        target: frozen, whole; with a teacher cache its layers may be without weights.
-        tokenizer: the target's, and so the others as in `RecipeTrainer`.
-        count: K.
-        live: whether the target's forward is taken in each step.
-
-    Raises:
-        InputError: heads for another target.
+    The optimizer steps `model`: the heads, or a module that holds them. Without `live` no step runs the target, whose
+    layers may then be without weights.
     """
 
     def __init__(
@@ -76,26 +69,26 @@ class HeadsTrainer(RecipeTrainer, ABC):
             **kwargs,
         )
         self._cut: CutVocabulary | None = None
-        """The tokens of a cut vocabulary."""
         if heads.token_map is not None:
             self._cut = CutVocabulary(heads.token_map.to(self.args.device), heads.config.vocab_size)
+            # A teacher without the other tokens has less than all of the probability.
             self.objective = replace(self.objective, partial=True)
 
     @property
     def ahead(self) -> int:  # type: ignore[override]
-        """Guess i looks i + 1 tokens further than the target's own head."""
+        """The number of guesses: guess i looks i + 1 tokens further than the target's own head."""
         return self.count
 
     @property
     def acceptance(self) -> dict[str, Any]:
-        """What a card says: the share of tokens that each guess puts first, [] if unknown, τ, and of which step."""
-        found = self.kept_evaluation
-        top_1 = [found[f"eval_accuracy_{i}"] for i in range(1, self.count + 1)] if found else []
-        return {"top_1": top_1, "tau": found.get("eval_mean_acceptance_length"), "step": self.kept_step}
+        """Figures for the card: each guess's share of tokens that it puts first, [] if unknown, τ, and their step."""
+        metrics = self.kept_evaluation
+        top_1 = [metrics[f"eval_accuracy_{i}"] for i in range(1, self.count + 1)] if metrics else []
+        return {"top_1": top_1, "tau": metrics.get("eval_mean_acceptance_length"), "step": self.kept_step}
 
     @property
     def cause_of_bad_start(self) -> str:
-        """Whose heads they are."""
+        """A likely cause of a first loss above that of a uniform distribution."""
         if self.config.heads is not None:
             return f"look whether {self.config.heads} were trained for this target"
         return self.cause_of_bad_new_heads
@@ -103,7 +96,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
     @property
     @abstractmethod
     def cause_of_bad_new_heads(self) -> str:
-        """Why the loss of new heads may begin above the uniform one, and what to do."""
+        """The same for new heads, and a remedy."""
 
     def chain_loss(
         self,
@@ -115,11 +108,10 @@ class HeadsTrainer(RecipeTrainer, ABC):
         """Return Σ_i decay^i · the objective summed over guess i's tokens; called inside of the heads' forwards.
 
         Args:
-            at: the places.
-            states: what the language-model head of each guess sees, (N, H).
-            head_for: the head of each guess, over the tokens that the heads know.
-            teacher: what the teacher's head sees, (B, T, H), and that head, as `teacher_rows` returns it; None where
-                labels are hard.
+            at: the places to learn at.
+            states: the input of each guess's language-model head, (N, H).
+            head_for: the head of each guess, over the heads' vocabulary.
+            teacher: the input of the teacher's head, (B, T, H), and its `teacher_rows`; None for hard labels.
         """
         labels, sizes, cut = at.labels, self.sizes, self._cut
         if cut is not None:
@@ -130,26 +122,22 @@ class HeadsTrainer(RecipeTrainer, ABC):
             p = live if cut is None else cut.of_teacher(live, self.objective)
 
         def losses(learners: Sequence[Learner]) -> Tensor:
-            weighed = [(*each, at.weights[i], self.config.decay**i) for i, each in enumerate(learners)]
-            return chunked_objectives(self.objective, labels, weighed, p, sizes)
+            weighted = [(*learner, at.weights[i], self.config.decay**i) for i, learner in enumerate(learners)]
+            return chunked_objectives(self.objective, labels, weighted, p, sizes)
 
         with self.clock.phase("loss"):
-            return self.loss_beside_uniform(losses, *((seen, head_for(i)) for i, seen in enumerate(states)))
+            return self.loss_beside_uniform(losses, *((state, head_for(i)) for i, state in enumerate(states)))
 
     def chain_sums(
-        self,
-        at: ChainPlaces,
-        chosen_BT: Tensor,
-        p: LiveDistributions,
-        features: Callable[[int, FeaturesOf], Tensor],
+        self, at: ChainPlaces, chosen_BT: Tensor, p: LiveDistributions, features: Callable[[int, FeaturesOf], Tensor]
     ) -> Tensor:
-        """Return each sample's tokens, rounds and loss, and three sums a guess, (B, 3 + 3K).
+        """Return each sample's tokens, rounds and loss, and three sums for each guess, (B, 3 + 3K).
 
         Args:
-            at: the places.
+            at: the places to learn at.
             chosen_BT: as in `replay_sums`.
-            p: the target's distributions at the places, over its whole vocabulary.
-            features: of guess i and a function, what that returns of guess i's states and head.
+            p: the target's distributions at these places, over its whole vocabulary.
+            features: calls the function that it is given with guess i's states and head.
         """
         rows, width = chosen_BT.shape
         sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
@@ -159,12 +147,13 @@ class HeadsTrainer(RecipeTrainer, ABC):
 
         accepted, sums, loss_B = list[Tensor](), list[Tensor](), torch.zeros(rows, device=chosen_BT.device)
         for index in range(self.count):
+            # Columns of `_guess_features`: a, Σ_v min(p, q), right, the objective's features, and last the weight.
             table = at.table(index, features(index, features_of), (rows, width + 1))
             losses = [self.objective.shortfall(row[:, 3:-1], weights_N=row[:, -1]) for row in table]
             loss_B += self.config.decay**index * torch.stack(losses)
             accepted.append(table[:, :-1, 0])
             sums.append(table[..., [-1, 1, 2]].sum(1))
-        # Completions begin at different columns: the chain starts at the first token of each.
+        # Completions begin at different columns: sort each row's chosen tokens to the front.
         order = torch.argsort(~chosen_BT, dim=1, stable=True)
         a_BTK = torch.stack(accepted, dim=-1).gather(1, order[..., None].expand(-1, -1, self.count))
         tokens_B = chosen_BT.sum(1)
@@ -172,44 +161,35 @@ class HeadsTrainer(RecipeTrainer, ABC):
         return torch.cat([torch.stack([tokens_B.float(), rounds_B, loss_B], dim=1), *sums], dim=1)
 
     def _guess_features(self, p: Tensor, q_logits_ND: Tensor, tokens_N: Tensor) -> Tensor:
-        """Return how likely a guess is accepted, Σ_v min(p, q), whether it is right, and the objective's features."""
+        """Return each guess's acceptance, Σ_v min(p, q), correctness and the objective's features, (N, 3 + …)."""
         wide_NV = self.heads.widened(q_logits_ND)[..., : self.vocab_size]
         replayed_N4 = replay_features(p, wide_NV, tokens_N, self.sampler)
         right_N = (wide_NV.argmax(-1) == tokens_N).float()
         teacher, labels_N = (
             (p, tokens_N) if self._cut is None else (self._cut.of_distributions(p), self._cut.labels(tokens_N))
         )
-        of_loss = self.objective.features(teacher, q_logits_ND, labels_N)
-        return torch.cat([replayed_N4[:, :2], right_N[:, None], of_loss], dim=1)
+        objective_features = self.objective.features(teacher, q_logits_ND, labels_N)
+        return torch.cat([replayed_N4[:, :2], right_N[:, None], objective_features], dim=1)
 
     @cached_property
     def teacher_head(self) -> OutputHead:
-        """What the objective needs of the target's head."""
+        """The rows of the target's head that the objective needs."""
         return self.teacher_rows(self.target_head)
 
     def teacher_rows(self, head: OutputHead) -> OutputHead:
-        """Return what the objective needs of a head of all tokens; of a cut vocabulary often its rows alone."""
+        """Return the rows of a whole head that the objective needs: for a draft vocabulary often only its own."""
         return head if self._cut is None else self._cut.teacher_head(head, self.objective)
 
     def loss_head(self, head: OutputHead) -> OutputHead:
-        """Return a trained head over the tokenizer's tokens; a cut vocabulary has no others."""
+        """Return a trained head over the tokenizer's tokens; a draft vocabulary has no others."""
         return head if self._cut is not None else head.cut(self.vocab_size)
 
 
 class FeatureTrainer(HeadsTrainer):
-    """Trains heads on what one forward of the target leaves of a batch, or on what a cache has of it.
+    """Trains heads on the target's states of a batch: one forward in each step, or a cache of them.
 
-    These are the features of some depths, the embeddings, and the last hidden states that its distributions are made
-    of. With a cache the target's embeddings and head are enough.
-
-    Args:
-        heads: in training.
-        target: frozen; with a teacher cache its layers may be without weights.
-        tokenizer: the target's, and so the others as in `RecipeTrainer`.
-        count: K.
-
-    Raises:
-        InputError: heads for another target.
+    The states are features of some depths, embeddings, and the last hidden states, from which the target's
+    distributions are computed. With a cache only the target's embeddings and head are needed.
     """
 
     def __init__(
@@ -220,22 +200,32 @@ class FeatureTrainer(HeadsTrainer):
         config: FeaturesConfig,
         train_dataset: TrainingData,
         eval_dataset: TrainingData | None = None,
-        *,
-        count: int,
         **kwargs: Any,
     ):
         heads.check_fits(target)
-        live = not config.teacher_cache
+        # Losses run inside of these forwards: `train/losses/inside_forward.py`.
+        open_forward(heads, *self.loss_maps(heads))
+        live, count = not config.teacher_cache, self.guesses(heads, config)
         super().__init__(
             heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, live=live, **kwargs
         )
         self.embed: Any = target.get_input_embeddings()
-        if not live:  # these two are all that stays of it
+        if not live:  # the target itself is not moved: only these two are used
             self.embed.to(self.args.device)
             self.target_head = head_of(target).cut(self.vocab_size).to(self.args.device)
 
+    @staticmethod
+    @abstractmethod
+    def guesses(heads: Any, config: Any) -> int:
+        """Return K."""
+
+    @staticmethod
+    @abstractmethod
+    def loss_maps(heads: Any) -> list[nn.Module]:
+        """Return the maps whose weights the loss reads inside of their forwards."""
+
     def seen(self, inputs: dict[str, Any]) -> TargetStates:
-        """Run the target once on a batch, or look up what a cache has of it."""
+        """Run the target once on a batch, or take its states from the batch."""
         if "teacher" in inputs:
             states = cached_states(inputs["teacher"])
             hidden = states["hidden"].to(self.target_head.weight.dtype)

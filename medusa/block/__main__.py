@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.block.card import card
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.initial import RANK, beginning, mask_token, new_drafter
 from draftsmith.medusa.block.look_back import TEXTS, TOKENS, begin_looking_back
@@ -17,6 +16,8 @@ from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 from draftsmith.train.losses.output_head import head_of
 
+CARD = Path(__file__).with_name("card.md.j2")
+
 
 class BlockRun(FeatureRun[BlockTrainingConfig]):
     """A run that trains a block drafter."""
@@ -24,7 +25,7 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
     heads_class = BlockDrafter
 
     def new_heads(self) -> BlockDrafter:
-        """Return a drafter that begins as the target's last layers, or at random."""
+        """Return a new drafter: the target's last layers, or random ones."""
         config, target = self.config, self.target
         rows, width = head_of(target).weight.shape
         mask = mask_token(self.tokenizer, rows) if config.mask_token is None else config.mask_token
@@ -32,7 +33,7 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
         return new_drafter(config, target, mask, self.token_map, rank)
 
     def check_heads(self) -> None:
-        """Require a cache's features, and a confidence head where its loss is wanted; let it be where it is not."""
+        """Require a cache's features, and a confidence head if its loss is wanted; freeze the head if it is not."""
         super().check_heads()
         head = self.heads.confidence_head
         if self.config.confidence and head is None:
@@ -43,7 +44,7 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
             head.requires_grad_(False)
 
     def first_look(self) -> None:
-        """Say how it begins, and let the first layer look back where it is to."""
+        """Print how the drafter begins, and fit the first layer's look back if it has one."""
         shape, (start, clause) = self.heads.config, beginning(self.config, self.heads, self.target)
         say_once(
             f"init: {shape.num_hidden_layers} layers {clause}, on the outputs of the target's layers "
@@ -59,7 +60,8 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
 
     def finish(self, trainer: Any, output: Path) -> None:
         """Write the card."""
-        card(trainer).save(output / "README.md")
+        name = "DSpark" if trainer.heads.config.markov_rank else "DFlash"
+        self.write_card(trainer, output, CARD, name.lower(), name=name)
 
 
 def train_block(config: BlockTrainingConfig) -> BlockTrainer:

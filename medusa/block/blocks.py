@@ -1,9 +1,8 @@
-"""The blocks behind many anchors of a text at once: what a decoder computes of one round, for all rounds.
+"""The blocks after many anchors of a text at once: training and replay compute all rounds as a decoder computes one.
 
-A block that begins with the anchor at place a sees the target's features of the places before a, and its own slots. Its
-guess k is of token a + 1 + k. Whether a round drafts token a + 1 + k counts only where those before it were accepted:
-then the tokens before it, which the Markov head sees, are the text's own. So guesses made beside the text's tokens are
-what the decoder makes, and training does the same.
+A block whose anchor is at place a sees the target's features of the places before a, and its own slots. Its guess k is
+token a + 1 + k. A draft of that token only counts if the tokens before it were accepted; then the tokens before it,
+which the Markov head sees, are the text's own. So guesses made with the text's tokens are the decoder's.
 
 Shape suffixes: B rows, T places, N anchors, S slots, K guesses, Q = N · S, F features, H hidden.
 """
@@ -13,15 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import collected, decoder_of
 from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, fused_attention
+from draftsmith.decode.replay.starts import LogitsAt
+from draftsmith.decode.replay.texts import WrittenText, fixed_packing
 from draftsmith.medusa.block.model import Attend, BlockDrafter
 from draftsmith.medusa.seen import KeysValues, TargetStates
 from draftsmith.train.job.flops import Work
 
 SHARE = 4
-"""One out of so many places of a row that can be anchors is one in a step, unless told."""
+"""By default a step draws one of every four places of a row that can be anchors."""
 SCORES = 2**25
+"""The most entries of a mask at a time, when anchors are computed in parts."""
 """Entries of a mask that are held at a time, where anchors are computed in parts."""
 
 
@@ -29,17 +33,17 @@ class Anchors(NamedTuple):
     """Anchors of blocks in rows of text."""
 
     places: Tensor
-    """Where they are, (B, N) int64."""
+    """(B, N) int64."""
     tokens: Tensor
-    """What stands there, (B, N)."""
+    """The tokens at these places, (B, N)."""
     positions: Tensor
-    """And at which position of its text, (B, N)."""
+    """Their positions in their texts, (B, N)."""
     texts: Tensor | None = None
-    """Of packed rows the number of the text, (B, N)."""
+    """The numbers of their texts in packed rows, (B, N)."""
 
     @classmethod
     def at(cls, places_BN: Tensor, ids_BT: Tensor, positions_BT: Tensor, texts_BT: Tensor | None = None) -> "Anchors":
-        """Return anchors at some places of rows."""
+        """Return the anchors at some places of rows."""
         tokens_BN, positions_BN = (part.expand_as(ids_BT).gather(1, places_BN) for part in (ids_BT, positions_BT))
         return cls(places_BN, tokens_BN, positions_BN, None if texts_BT is None else texts_BT.gather(1, places_BN))
 
@@ -51,14 +55,14 @@ def block_states(
     anchors: Anchors,
     texts_BT: Tensor | None = None,
 ) -> Tensor:
-    """Return what the output head sees of every guess of the blocks behind some anchors, (B, N, K, H).
+    """Return the output head's inputs for all guesses of the blocks after some anchors, (B, N, K, H).
 
     Args:
         drafter: with gradients or without.
         embed: the target's embedding.
         context: each layer's keys and values of the T places that have features: `BlockDrafter.context`.
-        anchors: of the blocks.
-        texts_BT: a number for each text of packed rows; None: each row is one.
+        anchors: the blocks' anchors.
+        texts_BT: a number for each text of packed rows; None: one text a row.
     """
     attend, positions_BQ = attend_to(drafter, context, anchors, texts_BT)
     states_BQH = drafter.block(anchors.tokens, embed).flatten(1, 2)
@@ -69,9 +73,9 @@ def block_states(
 def attend_to(
     drafter: BlockDrafter, context: Sequence[KeysValues], anchors: Anchors, texts_BT: Tensor | None = None
 ) -> tuple[Callable[[int], Attend], Tensor]:
-    """Return what slots of blocks attend to in each layer, and their positions, (B, N·S): see `block_states`."""
+    """Return each layer's attention of the slots of blocks, and the slots' positions, (B, N·S): see `block_states`."""
     slots, places = drafter.config.block_size, context[0].keys.shape[2]
-    behind_S = torch.arange(slots, device=anchors.places.device)
+    order_S = torch.arange(slots, device=anchors.places.device)
     mask = additive_mask(visible(anchors, places, slots, texts_BT), computing_dtype(context[0].keys))
 
     def attend(layer: int) -> Attend:
@@ -81,13 +85,13 @@ def attend_to(
 
         return attended
 
-    return attend, (anchors.positions[..., None] + behind_S).flatten(1)
+    return attend, (anchors.positions[..., None] + order_S).flatten(1)
 
 
 def visible(anchors: Anchors, places: int, slots: int, texts_BT: Tensor | None = None) -> Tensor:
-    """Return where slots of blocks see places and slots, (B, 1, N·S, T + N·S) bool.
+    """Return the mask of slots of blocks, (B, 1, N·S, T + N·S) bool.
 
-    They see the places before their anchor in its text, and all slots of their block.
+    A slot sees the places before its anchor in the same text, and all slots of its own block.
     """
     rows, count = anchors.places.shape
     before_BNT = torch.arange(places, device=anchors.places.device) < anchors.places[..., None]
@@ -100,13 +104,13 @@ def visible(anchors: Anchors, places: int, slots: int, texts_BT: Tensor | None =
 
 
 def anchors_at_once(places: int, slots: int) -> int:
-    """Return how many anchors' blocks are computed together: those whose mask is of bounded size."""
-    slots_at_once = (-places + (places**2 + 4 * SCORES) ** 0.5) / 2
+    """Return how many anchors' blocks to compute together, so that their mask has at most `SCORES` entries."""
+    slots_at_once = (-places + (places**2 + 4 * SCORES) ** 0.5) / 2  # of q · (places + q) = SCORES
     return max(1, int(slots_at_once) // slots)
 
 
 def anchors_of(most: int | None, length: int) -> int:
-    """Return how many anchors of a row of some tokens a step of training computes, of so many at most if not None."""
+    """Return the number of anchors that a step computes in a row of `length` tokens; `most` limits it if not None."""
     return max(1, length // SHARE) if most is None else min(most, length)
 
 
@@ -118,15 +122,15 @@ def states_of_blocks(
     position_ids: Tensor | None,
     places_BN: Tensor,
 ) -> Tensor:
-    """Return what the output head sees of every guess of the blocks behind some anchors, (B, N, K, H).
+    """Return the output head's inputs for all guesses of the blocks after some anchors, (B, N, K, H).
 
     Args:
         drafter: with gradients or without.
         embed: the target's embedding.
-        seen: what the target left of the batch, (B, T, …).
+        seen: the target's states of the batch, (B, T, …).
         ids_BT: the batch.
-        position_ids: of packed rows, (B, T); None where each row is one text.
-        places_BN: of the anchors.
+        position_ids: the positions of packed rows, (B, T); None: one text a row.
+        places_BN: the anchors' places.
     """
     positions_BT, texts_BT = position_ids, None
     if positions_BT is None:
@@ -139,22 +143,48 @@ def states_of_blocks(
 
 
 def work_of_blocks(drafter: BlockDrafter, share: float) -> Work:
-    """Return the arithmetic of a token of the text, where a share of all tokens are anchors.
-
-    Args:
-        drafter: whose layers are computed.
-        share: of the tokens.
-    """
+    """Return the arithmetic of a token of the text, if a share of all tokens are anchors."""
     layers: Any = list(drafter.layers)
-    of_context = Work.of_maps(
-        drafter.fc, *(map_ for each in layers for map_ in (each.self_attn.k_proj, each.self_attn.v_proj))
+    context = Work.of_maps(
+        drafter.fc, *(map_ for layer in layers for map_ in (layer.self_attn.k_proj, layer.self_attn.v_proj))
     )
-    attended = sum(2 * each.self_attn.q_proj.out_features for each in layers)
+    attended = sum(2 * layer.self_attn.q_proj.out_features for layer in layers)
     slots, guesses = share * drafter.config.block_size, share * drafter.config.guesses
-    decoder = of_context.head + slots * Work.of_maps(*layers).head
-    logits = (
-        guesses * drafter.config.draft_vocab_size * drafter.config.hidden_size
-    )  # the target's head, which is frozen
+    decoder = context.head + slots * Work.of_maps(*layers).head
+    logits = guesses * drafter.config.draft_vocab_size * drafter.config.hidden_size  # the target's frozen head
     if drafter.markov_head is not None:
         logits += guesses * drafter.markov_head.markov_w2.weight.numel()
     return Work(round(decoder), round(logits), round(slots * attended), decoder / (decoder + logits))
+
+
+def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: WrittenText) -> LogitsAt:
+    """Return the drafter's logits by guess and start for replay, from one target forward and the blocks of all rounds.
+
+    After a prompt of P tokens, the round from s ≥ 1 has the anchor x_{s−1}, at place P + s − 1; its guess j is x_{s+j}.
+    """
+    if len(text) < 2:  # nothing is drafted
+        return lambda guess, first, end: torch.empty(0)
+    ids_1T = text.sequence[None].to(target.device)
+    # The last anchor that drafts a token of the text is its last token but one, whose own features no block sees.
+    with collected(target, drafter.layer_ids) as features, fixed_packing(False):
+        decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
+    home, embed = drafter.device, target.get_input_embeddings()
+    states_1TH, ids_T = drafter.fuse(features.pop().to(home, drafter.dtype)), ids_1T[0].to(home)
+    places = states_1TH.shape[1]
+    context = drafter.context(states_1TH, torch.arange(places, device=home)[None])
+    rounds_N = torch.arange(text.prompt_length, len(ids_T) - 1, device=home)
+    hidden_NKH = torch.cat(
+        [
+            block_states(drafter, embed, context, Anchors(at[None], ids_T[at][None], at[None]))[0]
+            for at in rounds_N.split(anchors_at_once(places, drafter.config.block_size))
+        ]
+    )
+    head = drafter.head_for(target).to(home)
+
+    def logits_at(guess: int, first: int, end: int) -> Tensor:
+        begin = text.prompt_length - 1 + guess  # the Markov head sees the token before the guessed one
+        return drafter.widened(
+            drafter.logits(hidden_NKH[first - 1 : end - 1, guess], ids_T[begin + first : begin + end], head)
+        )
+
+    return logits_at

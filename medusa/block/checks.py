@@ -1,8 +1,8 @@
-"""Checks of `draftsmith doctor` for block drafters: files of any tool, their target, a run that trains them.
+"""Checks of `draftsmith doctor` for block drafters: files of any tool, their target, and runs that train them.
 
-What files leave unsaid fails in silence: a reader that counts layers otherwise, a mask that texts hold, a rotation by
-another angle. So it is said what their trainer meant, and what vLLM does with them (0.32, `models/qwen3_dflash.py`,
-`models/qwen3_dspark.py`, `worker/gpu/spec_decode/eagle/eagle3_utils.py`).
+Files that leave something out fail silently: a reader that counts layers differently, a mask token that texts hold, a
+rotation by another angle. So these checks report what the trainer meant, and what vLLM does (0.32,
+`models/qwen3_dflash.py`, `models/qwen3_dspark.py`, `worker/gpu/spec_decode/eagle/eagle3_utils.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,30 +12,29 @@ from typing import Any
 import torch
 
 from draftsmith.decode.cache.features import decoder_layers
-from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, at_most
 from draftsmith.medusa.block.blocks import SHARE
 from draftsmith.medusa.block.config import BlockTrainingConfig
-from draftsmith.medusa.block.formats.importing import OF_TARGET, TRAINING_ALONE, import_block, read_block_config
+from draftsmith.medusa.block.formats.importing import TARGET_TENSORS, TRAINING_ALONE, import_block, read_block_config
 from draftsmith.medusa.block.formats.writing import is_dflash
 from draftsmith.medusa.block.initial import RANK, beginning, mask_token, new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import read_config, read_safetensors, shards
-from draftsmith.medusa.checks import learning_rate, rotation, shape, trained_on, unfit, whole_files
+from draftsmith.medusa.checks import feature_heads, learning_rate, rotation, whole_files
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
-from draftsmith.train.kinds.parts import SEARCH, Part, Side, load_part
+from draftsmith.train.kinds.parts import Part, Side, load_part
 from draftsmith.train.kinds.quantities import count
 from draftsmith.train.losses.output_head import head_of
 
 TREE = "block_tree"
 OWN = "anchor_guesses"
-"""The field that our configs have, and no others."""
+"""A field that only our configs have."""
 
 
 def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
-    """Load a drafter without its weights, and say what it is; None where it does not load."""
+    """Load a drafter without its weights, and describe it; None if it does not load."""
     remedy = "give a drafter of ours, z-lab's, SpecForge's, DeepSpec's or speculators', whole"
 
     def described(model: BlockDrafter) -> str:
@@ -45,65 +44,46 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
 
     def ours(name: str) -> str | None:
         name = name.removeprefix("model.")
-        return None if name in OF_TARGET or TRAINING_ALONE.match(name) else name
+        return None if name in TARGET_TENSORS or TRAINING_ALONE.match(name) else name
 
     return load_part(spec, _empty, described, remedy, lambda model: model.cached_numbers, ours)
 
 
 def _empty(path: str) -> BlockDrafter:
-    """Return the drafter with no data but for the tokens that it drafts."""
+    """Return the drafter without data, except for the tokens that it may draft."""
     config = read_block_config(Path(path))
     with torch.device("meta"):
         model = BlockDrafter(config)
     if model.d2t is None:
         return model
     try:
-        known = read_safetensors(shards(Path(path)), {"d2t", "t2d", "lm_head.weight"}.__contains__)
+        stored = read_safetensors(shards(Path(path)), {"d2t", "t2d", "lm_head.weight"}.__contains__)
     except InputError:
-        return model  # its checkpoint's finding says so
-    if "d2t" in known and known["d2t"].shape == model.d2t.shape:
-        model.d2t = known["d2t"].long()
-        model.check_tokens("d2t", known)
+        return model  # the finding about its checkpoint reports this
+    if "d2t" in stored and stored["d2t"].shape == model.d2t.shape:
+        model.d2t = stored["d2t"].long()
+        model.check_tokens("d2t", stored)
     return model
 
 
 def compare(target: Side, part: Part) -> Iterator[Finding]:
-    """Check whether a drafter fits the target, its tree it, and what its files say to their readers."""
-    name, drafter = "block drafter", part.model
-    config = drafter.config
+    """Check whether a drafter fits the target, the tree fits it, and servers read its files as meant."""
+    drafter = part.model
     remedy = "take a drafter of this target, or train one: draftsmith block --target TARGET"
-    try:
-        tree = searched_tree(config, TREE)
-    except InputError as error:
-        yield Finding("error", name, str(error), SEARCH)
+    fits = feature_heads("block drafter", target, part, TREE, "it reads", remedy)
+    yield fits
+    if fits.state == "error":
         return
-    wrong = unfit(name, "block", target, part, tree, config.draft_vocab_size, remedy)
-    if wrong is not None:
-        yield wrong
-        return
-    text = f"made for this target's hidden size {config.hidden_size} and {config.vocab_size} logits; draft "
-    text += "chains" if tree is None else shape(tree)
-    if config.draft_vocab_size < config.vocab_size:
-        text += f" of {config.draft_vocab_size} tokens"
-    text += trained_on(target, part)
-    most = config.max_position_embeddings
-    if target.positions is not None and most < target.positions:
-        text += f"; it reads {most} positions, the target {target.positions}"
-        yield Finding(
-            "warning", name, text, f"keep prompt and text within {most} tokens, past which nothing is drafted"
-        )
-    else:
-        yield Finding("ok", name, text)
     raw = read_config(Path(part.path), "a block drafter")
     yield layers_seen(raw, drafter, target)
-    yield mask(target, config.mask_token_id)
+    yield mask(target, drafter.config.mask_token_id)
     yield rotation("block rotation", raw)
     yield slots(raw, drafter)
     yield from whole_files("block files", target, part, import_block, "train a drafter on the target's own embedding")
 
 
 def layers_seen(raw: Mapping[str, Any], drafter: BlockDrafter, target: Side) -> Finding:
-    """Compare the layers that the trainer meant with those that vLLM takes."""
+    """Compare the trainer's layers with those that vLLM takes."""
     name, meant = "block layers", drafter.layer_ids
     text = f"features after layers {_listed(meant)}"
     if OWN in raw:
@@ -124,10 +104,10 @@ def layers_seen(raw: Mapping[str, Any], drafter: BlockDrafter, target: Side) -> 
 
 
 def mask(target: Side, token: int) -> Finding:
-    """Say what stands for a mask, and whether texts hold it."""
-    name, known = "block mask", len(target.tokenizer)
-    if token >= known:
-        return Finding("ok", name, f"row {token} of the target's embedding, behind its {known} tokens")
+    """Report the token that stands for a mask, and whether texts hold it."""
+    name, size = "block mask", len(target.tokenizer)
+    if token >= size:
+        return Finding("ok", name, f"row {token} of the target's embedding, after its {size} tokens")
     piece = f"{target.tokenizer.convert_ids_to_tokens(token)!r} ({token})"
     if token in target.ends:
         return Finding("warning", name, f"{piece}, which ends texts", "train with another mask_token")
@@ -139,9 +119,9 @@ def mask(target: Side, token: int) -> Finding:
 
 
 def slots(raw: Mapping[str, Any], drafter: BlockDrafter) -> Finding:
-    """Say how many tokens a block drafts, and how a server is to be told."""
+    """Report how many tokens a block drafts, and what a server must be told."""
     name, config = "block slots", drafter.config
-    guesses = "the anchor's guesses the token behind it" if config.anchor_guesses else "the anchor's guesses nothing"
+    guesses = "the anchor's guesses the next token" if config.anchor_guesses else "the anchor's guesses nothing"
     text = f"{config.block_size} slots, {guesses}: num_speculative_tokens is to be {config.guesses}, as trained"
     if not config.markov_rank and config.anchor_guesses:
         return Finding("warning", name, f"{text}; no server decodes that", "train with a markov_rank for one")
@@ -149,7 +129,7 @@ def slots(raw: Mapping[str, Any], drafter: BlockDrafter) -> Finding:
         text += "; its config does not say sample_from_anchor, which the library takes for true, and vLLM for false"
         return Finding("error", name, text, "write sample_from_anchor there, as it was trained")
     if not is_dflash(config):
-        text += "; vLLM 0.32 decodes with it on GPUs alone"
+        text += "; vLLM 0.32 decodes with it only on GPUs"
     return Finding("ok", name, text)
 
 
@@ -158,11 +138,7 @@ def _listed(layers: Any) -> str:
 
 
 def check_run(target: Side, config: BlockTrainingConfig) -> tuple[str, list[Finding]]:
-    """Return in words what a run trains, and further findings.
-
-    Args:
-        target: without weights.
-        config: of the run.
+    """Return a description of a training run on this target, and further findings.
 
     Raises:
         InputError: a drafter that cannot begin on this target.
@@ -173,11 +149,11 @@ def check_run(target: Side, config: BlockTrainingConfig) -> tuple[str, list[Find
     else:
         tokens, rows = config.draft_vocabulary, len(head_of(target.model).weight)
         at_most(token_count(target.tokenizer, target.config)).check("draft_vocabulary", tokens or 0)
-        kept = None if tokens is None else torch.arange(tokens)
+        token_map = None if tokens is None else torch.arange(tokens)
         token = mask_token(target.tokenizer, rows) if config.mask_token is None else config.mask_token
         rank = min(RANK, target.config.hidden_size) if config.markov_rank is None else config.markov_rank
         with torch.device("meta"):
-            drafter = new_drafter(config, target.model, token, kept, rank)
+            drafter = new_drafter(config, target.model, token, token_map, rank)
         begun = f", {beginning(config, drafter, target.model)[1]}"
     findings = []
     if config.training.learning_rate is not None:

@@ -8,7 +8,7 @@ from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "look_back", "last_layers", "random")
 MADE = ("layer_ids", "mask_token", "markov_rank")
-"""Fields that say what a new drafter is like, where they are given."""
+"""Fields that describe only new drafters."""
 
 
 @dataclass
@@ -16,33 +16,33 @@ class BlockTrainingConfig(FeaturesConfig):
     """Train a block drafter on a target, on completions that the target wrote (`draftsmith prepare`)."""
 
     layers: int = 1
-    """Decoder layers of a new drafter."""
+    """The number of decoder layers of a new drafter."""
     block_size: int = 7
-    """Slots of a block, each of which guesses a token; with `anchor_guesses: false` one guesses nothing."""
+    """S, slots of a block. Each slot guesses a token, except the anchor's with `anchor_guesses: false`."""
     anchor_guesses: bool = True
-    """Whether the anchor's slot guesses the token behind it, as DSpark's does; DFlash's guesses nothing."""
+    """Whether the anchor's slot guesses the next token, as in DSpark; in DFlash it guesses nothing."""
     init: str = "auto"
-    """How the layers begin: as the target's "last_layers", which see its deepest features at first; as these, but that
-    half of the first one's heads "look_back" at the token before the block; at "random"; or "auto", the second where
-    ours can have such weights (Llama, Mistral, Qwen 3), the first beside a sharded target, and otherwise at random."""
+    """The layers' first weights: the target's "last_layers", which see its deepest features at first; the same with
+    half of the first layer's heads fitted to "look_back" at the token before the block; "random"; or "auto": look_back
+    for families with such weights (Llama, Mistral, Qwen 3), last_layers if their target is sharded, else random."""
     markov_rank: int | None = None
-    """The rank of the Markov head, which tells each guess the token before it (DSpark); 0 for none (DFlash); 256 if not
-    given, or the target's width where that is less."""
+    """The rank of the Markov head, which tells each guess the token before it (DSpark); 0 for none (DFlash). If not
+    given, 256 or the target's width if that is less."""
     layer_ids: list[int] = field(default_factory=list)
-    """The target's layers whose outputs it sees, ascending, counted from 0; if not given as many as `layers`, but two
-    at least, evenly from the second to the last but three."""
+    """The target's layers whose outputs it sees, ascending, counted from 0. If not given as many as `layers` and at
+    least two, spread evenly from the second layer to the third from the end."""
     mask_token: int | None = None
-    """The token whose embedding stands for a mask; if not given one that the tokenizer never gives: a row behind its
+    """The token whose embedding stands for a mask. If not given one that texts never hold: a row after the tokenizer's
     tokens, or its token for padding or unknown text."""
     dpace: float | None = None
-    """In place of `decay`, weigh each guess by how likely a round comes to it and beyond (D-PACE): how far to smooth
-    these probabilities, 0.5 in the speculators library; 0 not at all. None if not given."""
+    """In place of `decay`, weigh each guess by the probability that a round comes to it and beyond (D-PACE). The value
+    smooths these probabilities: 0 not at all, 0.5 as in the speculators library. Off if not given."""
     confidence: float = 0.0
-    """The weight of the confidence head's loss, beside 1 of the guesses'; DSpark's is 1. With 0 a new drafter has no
+    """The weight of the confidence head's loss; the guesses' loss has 1. DSpark's is 1. With 0 a new drafter has no
     such head."""
     anchors: int | None = None
-    """Blocks of a row that a step learns from at most, drawn anew each step; if not given as many as a quarter of the
-    tokens that a block can begin at."""
+    """The most blocks of a row in a step, drawn anew each step. If not given, a quarter of the tokens that a block can
+    begin at."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,9 +54,9 @@ class BlockTrainingConfig(FeaturesConfig):
         if not self.anchor_guesses and self.block_size < 2:
             raise InputError(f"block_size: expected at least 2 without anchor_guesses, found {self.block_size}")
         if self.heads is not None:
-            given = [name for name in MADE if getattr(self, name) not in (None, [])]
-            if given:
-                raise InputError(f"{given[0]}: expected none beside heads, which have theirs, found one")
+            first = next((name for name in MADE if getattr(self, name) not in (None, [])), None)
+            if first is not None:
+                raise InputError(f"{first}: expected none with heads, which have their own, found one")
 
 
 @dataclass

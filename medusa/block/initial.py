@@ -1,4 +1,4 @@
-"""The first weights of a block drafter: random ones, or the target's last layers, on its deepest features.
+"""The first weights of a block drafter: random, or the target's last layers on its deepest features.
 
 Shape suffix: H hidden.
 """
@@ -18,29 +18,24 @@ from draftsmith.medusa.block.model import BlockDrafter, BlockLayer
 from draftsmith.medusa.seen import whole
 
 LIKE_OURS = ("llama", "mistral", "qwen3")
-"""Families whose decoder layers compute what ours do, but for norms of queries and keys that some have not."""
+"""Families whose decoder layers match ours, apart from norms of queries and keys that some do not have."""
 RANK = 256
-"""Of a Markov head, unless told (DSpark)."""
+"""The default rank of a Markov head (DSpark)."""
 MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 NORMS = ("input_layernorm", "post_attention_layernorm")
-OF_HEADS = ("self_attn.q_norm", "self_attn.k_norm")
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 @phase("making the drafter")
 def new_drafter(
     config: BlockTrainingConfig, target: PreTrainedModel, mask_token: int, token_map: Tensor | None, rank: int
 ) -> BlockDrafter:
-    """Return a drafter in float32 as the fields of a training run say; its seed alone decides what is random.
+    """Return a drafter in float32 for a training run, whose seed alone decides the random weights.
 
-    Args:
-        config: of the run.
-        target: that it will draft for.
-        mask_token: the token whose embedding stands for a mask.
-        token_map: as in `BlockDrafter.of_target`.
-        rank: of the Markov head; 0 for none.
+    `rank` is the Markov head's, 0 for none; the other arguments are those of `BlockDrafter.of_target`.
 
     Raises:
-        InputError: as `BlockDrafter.of_target`, or layers that it is to begin as and cannot.
+        InputError: as `BlockDrafter.of_target` and `beginning`.
     """
     torch.manual_seed(config.training.seed)  # the same weights on all processes
     drafter = BlockDrafter.of_target(
@@ -55,7 +50,7 @@ def new_drafter(
         enable_confidence_head=config.confidence > 0,
         base_model_name_or_path=config.target,
     ).float()
-    if drafter.markov_head is not None:  # which adds nothing at first
+    if drafter.markov_head is not None:  # it adds nothing at first
         nn.init.zeros_(drafter.markov_head.markov_w2.weight)
     if beginning(config, drafter, target)[0] != "random":
         begin_as_last_layers(drafter, target)
@@ -64,14 +59,12 @@ def new_drafter(
 
 
 def mask_token(tokenizer: Any, rows: int) -> int:
-    """Return a token that texts do not hold: a row of the embedding behind the tokenizer's, or one for padding.
+    """Return a token that texts do not hold: an embedding row after the tokenizer's tokens, or one for padding.
 
-    Args:
-        tokenizer: the target's.
-        rows: of the target's embedding.
+    `rows` is the number of rows of the target's embedding.
 
     Raises:
-        InputError: there is none.
+        InputError: every row may be in texts.
     """
     if len(tokenizer) < rows:
         return len(tokenizer)
@@ -81,37 +74,35 @@ def mask_token(tokenizer: Any, rows: int) -> int:
             return int(token)
     others = sorted(set(tokenizer.all_special_ids) - ends)
     if not others:
-        raise InputError("mask_token: expected one, for the tokenizer has none that texts do not hold, found none")
+        raise InputError("mask_token: expected one, because the tokenizer has none that texts do not hold, found none")
     return int(others[-1])
 
 
 def beginning(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreTrainedModel) -> tuple[str, str]:
-    """Return how a drafter begins, one of `INITS` but "auto", and a clause that says so, and why.
+    """Return the first weights, one of `INITS` but not "auto", and a clause that says so, with the reason.
 
     Raises:
-        InputError: it is to begin as layers that it cannot be.
+        InputError: the config asks for layers that the drafter cannot hold.
     """
     reason = None if config.init == "random" else other_layers(drafter, target)
     if config.init in ("look_back", "last_layers") and reason is not None:
         raise InputError(f"init: expected auto or random for a target like this, found {config.init}, and {reason}")
     if config.init == "random" or reason is not None:
-        return "random", "begun at random" + (f", for {reason}" if reason else "")
+        return "random", "begun at random" + (f", because {reason}" if reason else "")
     layers = len(drafter.layers)
     clause = "begun as the target's last layer" + (f"s, {layers} of them" if layers > 1 else "")
-    spread = config.target_sharded or config.target_device == "auto"
-    if config.init == "look_back" and spread:
-        raise InputError(
-            "init: expected auto, last_layers or random beside a target on several devices, found look_back"
-        )
-    if config.init == "last_layers" or spread:
+    scattered = config.target_sharded or config.target_device == "auto"
+    if config.init == "look_back" and scattered:
+        raise InputError("init: expected auto, last_layers or random with a target on several devices, found look_back")
+    if config.init == "last_layers" or scattered:
         return "last_layers", clause
-    return "look_back", f"{clause}, but that the first one looks back at the token before the block"
+    return "look_back", f"{clause}, except that the first one looks back at the token before the block"
 
 
 def other_layers(drafter: BlockDrafter, target: PreTrainedModel) -> str | None:
-    """Return what keeps the drafter's layers from having the weights of the target's last; None if nothing does.
+    """Return why the drafter's layers cannot have the weights of the target's last, or None.
 
-    Shapes alone are looked at, so that tensors without data will do.
+    Only shapes and the config decide, so tensors without data will do.
     """
     text, layers = target.config.get_text_config(), list(decoder_layers(target))
     if text.model_type not in LIKE_OURS:
@@ -122,12 +113,12 @@ def other_layers(drafter: BlockDrafter, target: PreTrainedModel) -> str | None:
         return f"the target has {len(layers)} layers"
     last = layers[-len(drafter.layers) :]
     if not drafter.norm.weight.is_meta and any(weight.is_meta for layer in last for weight in layer.parameters()):
-        return "of the target's layers a cache has the last one alone"
+        return "the cache has only the last of the target's layers"
     expected = {f"{name}.weight" for name in (*MAPS, *NORMS)}
     for theirs, ours in zip(last, drafter.layers, strict=True):
         weights, our_weights = dict(theirs.named_parameters()), dict(ours.named_parameters())
-        if further := sorted(weights.keys() - expected - {f"{name}.weight" for name in OF_HEADS}):
-            return f"the target's last layers have {further[0]}, which ours have not"
+        if others := sorted(weights.keys() - expected - {f"{name}.weight" for name in HEAD_NORMS}):
+            return f"the target's last layers have {others[0]}, which ours do not have"
         for name in sorted(expected):
             weight = weights.get(name)
             if weight is None or not weight.is_floating_point() or weight.shape != our_weights[name].shape:
@@ -137,32 +128,27 @@ def other_layers(drafter: BlockDrafter, target: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def begin_as_last_layers(drafter: BlockDrafter, target: PreTrainedModel) -> None:
-    """Make the drafter's layers the target's last ones, whose keys and values see the deepest features alone.
-
-    Args:
-        drafter: whose layers can be these: see `other_layers`.
-        target: with its weights.
-    """
+    """Copy the target's last layers to a drafter that can hold them (`other_layers`), on the deepest features only."""
     last = list(decoder_layers(target))[-len(drafter.layers) :]
     size = drafter.config.hidden_size
     with whole(*last, decoder_of(target)):
         for ours, theirs in zip(cast(Any, drafter.layers), last, strict=True):
             for name in (*MAPS, *NORMS):
                 ours.get_submodule(name).weight.copy_(theirs.get_submodule(name).weight)
-            begin_norms_of_heads(ours, theirs)
+            copy_head_norms(ours, theirs)
         drafter.hidden_norm.weight.copy_(cast(Any, last[-1]).input_layernorm.weight)
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -size:].copy_(torch.eye(size))
 
 
-def begin_norms_of_heads(ours: BlockLayer, theirs: nn.Module) -> None:
-    """Copy the norms of queries and keys, or where theirs has none scale them as its queries and keys are."""
-    of_states = cast(Any, theirs).input_layernorm.weight
-    for name in OF_HEADS:
+def copy_head_norms(ours: BlockLayer, theirs: nn.Module) -> None:
+    """Copy the norms of queries and keys; without such norms, match the scale of the target's queries and keys."""
+    state_weight = cast(Any, theirs).input_layernorm.weight
+    for name in HEAD_NORMS:
         norm = cast(Any, ours.get_submodule(name))
         try:
             norm.weight.copy_(cast(Any, theirs.get_submodule(name)).weight)
         except AttributeError:
-            # A normed state's entries have the mean square 1, before the norm's weight.
+            # Before the norm's weight, the entries of a normed state have a mean square of 1.
             weight = cast(Any, theirs.get_submodule(name.replace("norm", "proj"))).weight
-            norm.weight.fill_((weight * of_states).float().pow(2).sum(1).mean().sqrt())
+            norm.weight.fill_((weight * state_weight).float().pow(2).sum(1).mean().sqrt())

@@ -1,15 +1,15 @@
-"""A beginning for a drafter's first layer: it looks back at the token before its block, where the target's state is.
+"""First weights that let a drafter's first layer look back at the token before its block, for the target's state.
 
-A slot's own state is an embedding alone; what the target made of the text comes by attention. The target's last layer
-attends for ends of its own, so that a drafter that begins as it does must first learn where to look. Here half of the
-first layer's key-value heads begin by attending to the nearest place of the text, and hand on its deepest features: the
-rest of the layer then does from there what it does in the target.
+A slot's own state is only an embedding; the target's states of the text come through attention. The target's last layer
+attends for purposes of its own, so a drafter that begins as its copy must first learn where to look. Here half of the
+first layer's key-value heads begin by attending to the nearest place of the text, and pass on its deepest features. The
+rest of the layer then computes from there what it computes in the target.
 
-All of it is weights. Keys are one vector at every place, turned by the place, of one sign for fused features and of the
-other for slots; queries are one vector for all slots. So a score is Σ cos(ω Δ) over the rotary frequencies: greatest at
-the nearest place of the text, and least at the block's own slots.
+All of this is done by weights. Each key is one vector, rotated by its place, with one sign for fused features and the
+other for slots; each query is one vector for all slots. So a score is Σ cos(ω Δ) over the rotary frequencies: greatest
+at the nearest place of the text, and least at the block's own slots.
 
-Shape suffixes: N places, H hidden, D a key-value head's width, C what key-value heads hand on together.
+Shape suffixes: N places, H hidden, D a key-value head's width, C the width of all heads that look back.
 """
 
 import math
@@ -30,28 +30,28 @@ from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.positions import IGNORED
 
 TEXTS, TOKENS = 32, 64
-"""How many texts are looked at, and how many tokens of the completion of each."""
+"""The number of texts to fit on, and of tokens of each completion."""
 SHARPNESS = 4.0
-"""What the norms of queries and keys multiply scores by at least: with less a head looks at many places."""
+"""The least factor on scores from the norms of queries and keys: with less a head attends to many places."""
 MIDDLE = 0.08, 0.5
-"""Frequencies, in radians a token, of every second head: these see the last dozen tokens alike."""
+"""The frequencies, in radians a token, of every second query head: these see the last dozen tokens alike."""
 RIDGE = 0.01
-"""Of a fit, beside the mean square of what it is fitted on."""
+"""The ridge of a fit, relative to the mean square of its inputs."""
 MASKS = 3
-"""One mask for so many tokens, among what slots are."""
+"""One mask for each three tokens, among the slots of a fit."""
 
 
 class LookBack(NamedTuple):
-    """What the maps of heads that look back are made of."""
+    """The vectors and matrices that make up the maps of heads that look back."""
 
     query: Tensor
-    """(H,), about 1 on what slots are behind the layer's norm."""
+    """(H,), with a product of about 1 with normed slots."""
     key: Tensor
-    """(H,), about 1 on fused features and −1 on slots."""
+    """(H,), with a product of about 1 with fused features, and −1 with normed slots."""
     values: Tensor
     """The principal directions of fused features, (C, H)."""
     outputs: Tensor
-    """From these to the deepest features, (H, C)."""
+    """A map from these directions to the deepest features, (H, C)."""
 
 
 @phase("looking at a few texts")
@@ -62,16 +62,16 @@ def begin_looking_back(
     texts: Sequence[Text],
     tokens: int,
 ) -> None:
-    """Let the first layer look back, and scale the last norm so that the loss on some texts is the least.
+    """Let the first layer look back, and scale the last norm by the factor with the least loss on some texts.
 
-    The same weights on all processes, of which the first looks at the texts.
+    The first process looks at the texts; all processes get the same weights.
 
     Args:
-        drafter: begun as the target's last layers.
+        drafter: a copy of the target's last layers.
         target: with embeddings and head.
-        seen_of: what the target leaves of a text.
-        texts: what to look at.
-        tokens: of the tokenizer; the target's head may have more rows.
+        seen_of: returns the target's states of a text.
+        texts: a few texts.
+        tokens: the tokenizer's size; the target's head may have more rows.
     """
     embed: Any = target.get_input_embeddings()
     layer: Any = drafter.layers[0]
@@ -80,15 +80,15 @@ def begin_looking_back(
 
     def fit() -> LookBack:
         seen = [seen_of(text) for text in texts]
-        nn.Module.to(drafter, seen[0].features.device)  # on the host a large layer is slow
-        fused_NH = torch.cat([drafter.fuse(each.features.float())[0] for each in seen])
-        deepest_NH = torch.cat([each.features[0, :, -drafter.config.hidden_size :].float() for each in seen])
-        tokens_NH = torch.cat([each.embeddings[0] for each in seen])
+        nn.Module.to(drafter, seen[0].features.device)  # on the CPU a large layer is slow
+        fused_NH = torch.cat([drafter.fuse(states.features.float())[0] for states in seen])
+        deepest_NH = torch.cat([states.features[0, :, -drafter.config.hidden_size :].float() for states in seen])
+        tokens_NH = torch.cat([states.embeddings[0] for states in seen])
         mask = embed(torch.tensor([drafter.config.mask_token_id], device=embed.weight.device)).to(tokens_NH)
         slots_NH = layer.input_layernorm(torch.cat([tokens_NH, mask.expand(len(tokens_NH) // MASKS, -1)]).float())
-        known_N = deepest_NH.any(1)  # a cache has nothing of a text's last place
-        made = fitted(fused_NH[known_N], deepest_NH[known_N], slots_NH, width)
-        return LookBack(*(part.cpu() for part in made))
+        known_N = deepest_NH.any(1)  # a cache holds zeros for a text's last place
+        parts = fitted(fused_NH[known_N], deepest_NH[known_N], slots_NH, width)
+        return LookBack(*(part.cpu() for part in parts))
 
     def scale() -> float:
         states, labels = list[Tensor](), list[Tensor]()
@@ -100,8 +100,8 @@ def begin_looking_back(
             states.append(
                 states_of_blocks(drafter, embed, seen_of(text), ids_T[None], None, places_N[None]).flatten(0, 2)
             )
-            behind_K = torch.arange(1, guesses + 1, device=drafter.device)
-            labels.append(ids_T[places_N[:, None] + behind_K].flatten())
+            order_K = torch.arange(1, guesses + 1, device=drafter.device)
+            labels.append(ids_T[places_N[:, None] + order_K].flatten())
         cut = None if drafter.token_map is None else CutVocabulary(drafter.token_map, drafter.config.vocab_size)
         return best_scale(states, torch.cat(labels), drafter.head_for(target), cut, tokens)
 
@@ -115,12 +115,12 @@ def begin_looking_back(
 
 
 def fitted(fused_NH: Tensor, deepest_NH: Tensor, slots_NH: Tensor, width: int) -> LookBack:
-    """Return what heads that look back are made of, in float32.
+    """Fit the heads that look back, C = `width` wide, in float32.
 
     Args:
         fused_NH: fused features of places.
-        deepest_NH: the deepest features of the same, as the target left them.
-        slots_NH: what slots are behind the first layer's norm.
+        deepest_NH: the target's deepest features of the same places.
+        slots_NH: slots after the first layer's norm.
         width: C.
     """
     fused, deepest, slots = fused_NH.double(), deepest_NH.double(), slots_NH.double()
@@ -128,7 +128,7 @@ def fitted(fused_NH: Tensor, deepest_NH: Tensor, slots_NH: Tensor, width: int) -
     signs = torch.cat([fused.new_ones(len(fused)), -slots.new_ones(len(slots))])
     key = _fit(torch.cat([fused, slots]), signs)
     values = torch.linalg.eigh(fused.T @ fused).eigenvectors[:, -width:].T
-    # As large at all places: where a text begins, features can be a hundred times larger, and would decide the fit.
+    # Give all places the same weight: where a text begins, features can be a hundred times larger.
     squares_N1 = deepest.square().mean(1, keepdim=True)
     alike = deepest * (squares_N1.median() / squares_N1).sqrt()
     outputs = _fit(fused @ values.T, alike, ridge=1e-6).T
@@ -136,7 +136,7 @@ def fitted(fused_NH: Tensor, deepest_NH: Tensor, slots_NH: Tensor, width: int) -
 
 
 def _fit(inputs: Tensor, outputs: Tensor, ridge: float = RIDGE) -> Tensor:
-    """Return the weights of least squares, with a little of a ridge."""
+    """Return the weights of a ridge regression."""
     squares = inputs.T @ inputs
     squares.diagonal().add_(ridge * squares.diagonal().mean())
     return torch.linalg.solve(squares, inputs.T @ outputs)
@@ -151,30 +151,31 @@ def _heads(drafter: BlockDrafter) -> int:
 
 
 @torch.no_grad()
-def look_back(drafter: BlockDrafter, made: LookBack) -> None:
+def look_back(drafter: BlockDrafter, parts: LookBack) -> None:
     """Write the weights of the first layer's heads that look back."""
     attention: Any = drafter.layers[0].self_attn
     width = attention.head_dim
     group = attention.q_proj.out_features // attention.k_proj.out_features
     for norm in (attention.q_norm, attention.k_norm):
-        norm.weight.clamp_(min=norm.weight.mean() / 8)  # what cannot be divided by
-    # The norms' weights stand behind a vector of length 1 a number; these vectors come out of them as one number each.
+        norm.weight.clamp_(min=norm.weight.mean() / 8)  # the weights below are divided by these
+    # A norm scales a vector to a mean square of 1 and multiplies it by its weight; these are the lengths that result.
     scales = [norm.weight.reciprocal().square().mean().rsqrt() for norm in (attention.q_norm, attention.k_norm)]
     sharper = max(1.0, SHARPNESS / float(scales[0] * scales[1]))
     frequencies = drafter.rotary_emb.inv_freq
+    # Every second query head of a group uses only the middle frequencies.
     bands = [torch.ones_like(frequencies), ((frequencies > MIDDLE[0]) & (frequencies < MIDDLE[1])).float()]
     if not bands[1].any():
         bands[1] = bands[0]
     for kv in range(_heads(drafter)):
         rows = slice(kv * width, (kv + 1) * width)
-        attention.k_proj.weight[rows] = torch.outer(attention.k_norm.weight.reciprocal(), made.key.to(drafter.device))
-        attention.v_proj.weight[rows] = made.values[rows].to(drafter.device)
+        attention.k_proj.weight[rows] = torch.outer(attention.k_norm.weight.reciprocal(), parts.key.to(drafter.device))
+        attention.v_proj.weight[rows] = parts.values[rows].to(drafter.device)
         for member in range(group):
             columns = slice((kv * group + member) * width, (kv * group + member + 1) * width)
             band = bands[member % 2].to(drafter.device).repeat(2)
             attention.q_proj.weight[columns] = torch.outer(
-                band / attention.q_norm.weight, made.query.to(drafter.device)
+                band / attention.q_norm.weight, parts.query.to(drafter.device)
             )
-            attention.o_proj.weight[:, columns] = made.outputs[:, rows].to(drafter.device) / group
+            attention.o_proj.weight[:, columns] = parts.outputs[:, rows].to(drafter.device) / group
     for norm in (attention.q_norm, attention.k_norm):
         norm.weight.mul_(math.sqrt(sharper))

@@ -1,4 +1,4 @@
-"""The memory plan of a training run of a block drafter: a forward of the target, and the blocks behind some anchors."""
+"""The memory plan of a training run of a block drafter: a forward of the target, and the blocks after some anchors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ class BlockPlan(FeaturePlan):
     config: BlockPlanConfig
 
     def build(self, lm_heads: str) -> BlockDrafter:
-        """Return the drafter that the run begins with."""
+        """Return the run's drafter."""
         config = self.config
 
         def new(target: PreTrainedModel, tokens: Tensor | None) -> BlockDrafter:
@@ -42,20 +42,20 @@ class BlockPlan(FeaturePlan):
         return [] if drafter.markov_head is None else [drafter.markov_head]
 
     def vocabulary(self, heads: BlockDrafter) -> int:
-        """Return the tokens that it drafts among."""
+        """Return the drafter's vocabulary size."""
         return heads.config.draft_vocab_size
 
     @property
     def anchors(self) -> int:
-        """Of a row."""
+        """The anchors of a row."""
         return anchors_of(self.config.anchors, self.batch.length)
 
     def places(self, rows: int) -> int:
-        """Return the guesses of the drawn blocks."""
+        """Return the number of guesses in the drawn blocks."""
         return rows * self.anchors * self.drafter(self.setting).config.guesses  # type: ignore[no-any-return]
 
     def forward(self, dtype: str) -> Forward:
-        """Return the blocks behind the anchors that a step draws."""
+        """Return a forward of the blocks that a step draws."""
         return self._blocks(dtype, self.anchors)
 
     def _blocks(self, dtype: str, anchors: int) -> Forward:
@@ -72,19 +72,19 @@ class BlockPlan(FeaturePlan):
         return forward
 
     def evaluated(self, setting: MemorySetting) -> float:
-        """Return the bytes of an evaluation, which keeps what the head sees of all anchors, made some at a time."""
+        """Return the bytes of an evaluation, which computes blocks in parts and keeps all of their outputs."""
         drafter, rows, length = self.drafter(setting), setting.rows, self.batch.length
         together = min(length, max(1, anchors_at_once(rows * length, drafter.config.block_size)))
         forward = self._blocks(setting.target_dtype, together)
-        made = self.forward_bytes(drafter, self.batch, setting.precision, forward)(rows)
+        peak = self.forward_bytes(drafter, self.batch, setting.precision, forward)(rows)
         with self.mode, precision_of(setting.precision):
             size = computing_dtype(drafter.fc.weight).itemsize
-        return made + rows * length * drafter.config.guesses * drafter.config.hidden_size * size  # type: ignore[no-any-return]
+        return peak + rows * length * drafter.config.guesses * drafter.config.hidden_size * size  # type: ignore[no-any-return]
 
     def traced_losses(
         self, heads: BlockDrafter, target: PreTrainedModel, precision: Precision, positions: int
     ) -> tuple[float, float]:
-        """Return `trace_losses` at a number of guesses, without the states, which are counted with the blocks."""
+        """Return `trace_losses` without the states, which are counted with the blocks."""
         with self.mode, precision_of(precision):
             dtype = computing_dtype(heads.fc.weight)
             hidden = torch.zeros(positions, heads.config.hidden_size, dtype=dtype)
@@ -106,7 +106,7 @@ class BlockPlan(FeaturePlan):
         return work_of_blocks(self.drafter(setting), self.anchors / self.batch.length)
 
     def notes(self) -> list[str]:
-        """Return what is trained."""
+        """Return a line that describes the drafter."""
         shape = self.drafter(self.setting).config
         layers = ", ".join(map(str, shape.target_layer_ids))
         return [
@@ -115,7 +115,7 @@ class BlockPlan(FeaturePlan):
         ]
 
     def known_changes(self) -> list[tuple[str, str, Any]]:
-        """A quantised layer is no beginning for the drafter's."""
+        """Return changes that may help; a quantised layer cannot be copied."""
         config, known = self.config, super().known_changes()
         if config.heads is None and config.init in ("last_layers", "look_back"):
             begin = {"8bit": ", init random", "4bit": ", init random"}

@@ -1,16 +1,16 @@
 """Block drafters: DFlash and DSpark.
 
-A few decoder layers draft a whole block in one forward. They see the target's features of the text, fused into one
-state a token, and a block of slots: the embedding of the text's last token, the anchor, and of B − 1 masks. Inside the
-block attention goes both ways. Every layer's keys and values of the text are maps of the fused states, which no layer
-changes: so they are computed once, when the target has seen a token.
+A few decoder layers draft a whole block in one forward. They see the target's features of the text, fused to one state
+for each token, and a block of slots: the embeddings of the text's last token, the anchor, and of S − 1 masks. Attention
+inside the block goes both ways. Every layer's keys and values of the text are maps of the fused states, which no layer
+changes, so they are computed once, when the target has seen a token.
 
-DFlash (Chen et al. 2026) reads the guesses off the slots behind the anchor. DSpark (DeepSpec, 2026) reads one off
-each slot, and its Markov head adds to a slot's logits what follows the token before: W2 · W1[x]. So a guess knows the
-one before it, though all slots were computed at once.
+DFlash (Chen et al. 2026) reads its guesses from the slots after the anchor. DSpark (DeepSpec, 2026) reads one from each
+slot, and its Markov head adds W2 · W1[x] to a slot's logits, where x is the token before. So a guess knows the previous
+one although all slots are computed at once.
 
-Embedding and output head are the target's own, frozen, and no part of the drafter; where it drafts few tokens alone,
-their rows of the head.
+Embedding and output head are the target's own, frozen, and not part of the drafter. With a cut vocabulary it uses only
+these tokens' rows of the head.
 
 Shape suffixes: B rows, T tokens of the text, N anchors, S slots, K guesses, F features, H hidden, R the Markov head's
 rank, V the target's vocabulary, D the drafter's.
@@ -28,9 +28,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedd
 
 from draftsmith.decode.cache.features import check_layers, decoder_layers
 from draftsmith.decode.cache.kernels import computing_dtype
-from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
-from draftsmith.medusa.base import DraftingHeads, LayersConfig, LMHead, Norm, check_distances, check_ids, check_named
-from draftsmith.medusa.seen import KeysValues, rope_of
+from draftsmith.decode.errors import InputError, at_least, at_most, require
+from draftsmith.medusa.base import FeatureHeads, LayersConfig, LMHead, Norm, check_distances, check_named, layer_fields
+from draftsmith.medusa.seen import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 
@@ -40,25 +40,25 @@ class BlockConfig(LayersConfig, Qwen3Config):
     architecture = "Qwen3DSparkModel"
 
     draft_vocab_size: int = None  # type: ignore[assignment]
-    """D, tokens that it can draft; V if None is given."""
+    """D, the drafter's vocabulary size; V if None is given."""
     block_size: int = 8
     """S, slots of a block."""
     target_layer_ids: list[int] = None  # type: ignore[assignment]
     """The target's layers whose outputs it sees, ascending, counted from 0."""
     num_target_layers: int = None  # type: ignore[assignment]
-    """How many layers the target has."""
+    """The target's number of layers."""
     mask_token_id: int = None  # type: ignore[assignment]
-    """The token whose embedding stands in the slots behind the anchor."""
+    """The token whose embedding is in the slots after the anchor."""
     markov_rank: int = 0
     """R, the rank of the Markov head; 0 for none."""
     enable_confidence_head: bool = False
-    """Whether it says how likely each guess is accepted."""
+    """Whether it has a confidence head: the probability that each guess is accepted."""
     confidence_head_with_markov: bool = True
-    """Whether the confidence head sees what the Markov head knows of the token before, where there is a Markov head."""
+    """Whether the confidence head sees the Markov head's embedding of the token before, if there is a Markov head."""
     anchor_guesses: bool = True
-    """Whether the anchor's slot guesses the token behind it, as DSpark's does; DFlash's guesses nothing."""
+    """Whether the anchor's slot guesses the next token, as in DSpark; in DFlash it guesses nothing."""
     base_model_name_or_path: str | None = None
-    """The target that it was trained on."""
+    """The target that it was trained with."""
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -67,27 +67,15 @@ class BlockConfig(LayersConfig, Qwen3Config):
 
     @property
     def guesses(self) -> int:
-        """K, tokens that a block drafts."""
+        """K, the number of tokens that a block drafts."""
         return self.block_size - (not self.anchor_guesses)
 
     def check(self) -> "BlockConfig":
-        """Return the config, or raise an InputError that names the first field that cannot be."""
-        sizes = ("hidden_size", "vocab_size", "draft_vocab_size", "intermediate_size", "num_hidden_layers")
-        for allowed in (at_least(1), SIZE):
-            require(self, allowed, *sizes, "num_attention_heads", "num_key_value_heads", "head_dim")
-        require(self, at_most(2**12), "num_attention_heads", "head_dim", "num_hidden_layers")
+        """Return the config, or raise an InputError that names the first impossible field."""
+        self.check_shape("num_hidden_layers")
+        require(self, at_most(2**12), "num_hidden_layers")
         require(self, at_least(1 if self.anchor_guesses else 2) & at_most(256), "block_size")
-        require(self, at_least(1) & at_most(2**40), "max_position_embeddings")
         require(self, at_least(0) & at_most(2**14), "markov_rank")
-        require(self, finite(more_than(0)), "rms_norm_eps")
-        queries, keys = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
-        if queries % keys:
-            raise InputError(f"num_key_value_heads: expected a divisor of {queries} heads, found {keys}")
-        if self.draft_vocab_size > self.vocab_size:
-            raise InputError(
-                f"draft_vocab_size: expected at most the vocabulary's {self.vocab_size} tokens, found "
-                f"{self.draft_vocab_size}"
-            )
         if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
             raise InputError(
                 f"mask_token_id: expected a token below {self.vocab_size}, a row of the target's embedding, found "
@@ -100,10 +88,10 @@ class BlockConfig(LayersConfig, Qwen3Config):
 
 
 def default_target_layers(layers: int, count: int) -> list[int]:
-    """Return the target's layers that a drafter of some layers sees, counted from 0: those of DFlash and DSpark.
+    """Return the target's layers, counted from 0, that a drafter of `count` layers sees, as in DFlash and DSpark.
 
-    From the second to the last but three, evenly, as many as the drafter has layers; one in the middle for one layer.
-    Shallow targets, which have not as many there, give the ones that they have.
+    They are spread evenly from the second layer to the third from the end; for one layer it is the middle one. Shallow
+    targets give fewer.
     """
     if count == 1 or layers < 5:
         return [layers // 2]
@@ -111,11 +99,11 @@ def default_target_layers(layers: int, count: int) -> list[int]:
 
 
 Attend = Callable[[Tensor, KeysValues], Tensor]
-"""From queries of slots, and keys and values of the same, to what they attend to, (B, heads, Q, width)."""
+"""A function from the queries of slots, and the slots' keys and values, to attended values, (B, heads, Q, width)."""
 
 
 class BlockAttention(nn.Module):
-    """Qwen3's attention: queries and keys are normed a head."""
+    """Qwen3's attention: the queries and keys of each head are normed."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -142,13 +130,13 @@ class BlockAttention(nn.Module):
 
 
 def rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Return queries or keys, (B, heads, T, width), turned to their places; cosines and sines are (B, T, width)."""
+    """Return queries or keys, (B, heads, T, width), rotated to their positions; `rotation` is (B, T, width) twice."""
     cosines, sines = (part[:, None].to(heads.dtype) for part in rotation)
     return heads * cosines + rotate_half(heads) * sines
 
 
 class BlockLayer(GradientCheckpointingLayer):
-    """A decoder layer of the Qwen3 kind over a block's slots; the caller says what they attend to."""
+    """A decoder layer like Qwen3's over the slots of a block; the caller decides which keys they see."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -157,7 +145,7 @@ class BlockLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Return the layer's output for slots, (B, Q, H)."""
+        """Return the layer's outputs for slots, (B, Q, H)."""
         normed = self.input_layernorm(states)
         queries, own = self.self_attn.queries(normed, rotation), self.self_attn.keys_values(normed, rotation)
         states = states + self.self_attn.o_proj(attend(queries, own).transpose(1, 2).flatten(2))
@@ -165,7 +153,7 @@ class BlockLayer(GradientCheckpointingLayer):
 
 
 class MarkovHead(nn.Module):
-    """What a token adds to the logits of the one behind it, of rank R (DSpark)."""
+    """A map of rank R from a token to logits that are added to those of the next token (DSpark)."""
 
     def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int):
         super().__init__()
@@ -174,24 +162,22 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely a guess is accepted (DSpark)."""
+    """A map to the logit of a guess's acceptance (DSpark)."""
 
     def __init__(self, width: int):
         super().__init__()
         self.proj = nn.Linear(width, 1)
 
 
-class BlockDrafter(DraftingHeads):
-    """The layers of DFlash and DSpark, whose embedding and output head are the target's.
-
-    `d2t`, (D,) int64, is each drafted id's distance to the target's id, where D < V.
-    """
+class BlockDrafter(FeatureHeads):
+    """The layers of DFlash and DSpark; embedding and output head are the target's."""
 
     config_class = BlockConfig
     title, field, width, tokens = "a block drafter", "block", "hidden_size", "d2t"
+    depths = "target_layer_ids"
     main_input_name = "states"
     supports_gradient_checkpointing = True
-    # Its layers are no units of FSDP: their keys and values of the text are computed outside of their forwards.
+    # Its layers are not FSDP units, because their keys and values of the text are computed outside of their forwards.
     _no_split_modules = ["LMHead"]  # noqa: RUF012
 
     def __init__(self, config: BlockConfig):
@@ -207,7 +193,6 @@ class BlockDrafter(DraftingHeads):
         self.confidence_head: ConfidenceHead | None = None
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(size + config.markov_rank * config.confidence_head_with_markov)
-        self.d2t: Tensor | None
         cut = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if cut else None)
         self.post_init()
@@ -227,167 +212,114 @@ class BlockDrafter(DraftingHeads):
         Args:
             target: a causal LM.
             mask_token: the token whose embedding stands for a mask.
-            layers: n.
-            token_map: ids of the target's that it may draft, ascending, (D,) int64; all if None.
-            layer_ids: the target's layers that it sees, counted from 0; `default_target_layers` of two if None.
+            layers: the number of layers.
+            token_map: the target's ids that it may draft, (D,) int64; all if None.
+            layer_ids: the target's layers that it sees, counted from 0; `default_target_layers` of two or more if None.
             **shape: further fields of `BlockConfig`, such as `block_size` or `markov_rank`.
 
         Raises:
-            InputError: layers that the target does not have, a token map with an id twice or beyond the vocabulary, a
-                mask token beyond it, or a target without rotary positions.
+            InputError: layers that the target does not have, tokens that are out of range or not distinct, or a target
+                without rotary positions.
         """
-        head, text = head_of(target), target.config.get_text_config()
-        vocab_size, hidden_size = head.weight.shape
         count = len(decoder_layers(target))
-        seen = default_target_layers(count, max(2, layers)) if layer_ids is None else layer_ids
-        check_layers([layer + 1 for layer in seen], count, "target_layer_ids")
-        if token_map is not None:
-            check_ids(token_map, vocab_size, "token_map")
-            token_map = None if len(token_map) == vocab_size else token_map.sort().values
-        heads, inner = text.num_attention_heads, getattr(text, "intermediate_size", None) or 4 * hidden_size
+        depths = default_target_layers(count, max(2, layers)) if layer_ids is None else layer_ids
+        check_layers([layer + 1 for layer in depths], count, "target_layer_ids")
+        token_map = cls.sorted_tokens(target, token_map)
         fields = {
-            "hidden_size": hidden_size,
-            "vocab_size": vocab_size,
-            "draft_vocab_size": vocab_size if token_map is None else len(token_map),
-            "target_layer_ids": list(seen),
+            **layer_fields(target, token_map),
+            "target_layer_ids": list(depths),
             "num_target_layers": count,
             "mask_token_id": mask_token,
             "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(text, "head_dim", None) or hidden_size // heads,
-            "intermediate_size": inner[-1] if isinstance(inner, list | tuple) else inner,
-            "max_position_embeddings": text.max_position_embeddings,
-            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
-            "rope_parameters": rope_of(text),
         }
-        made = cls(BlockConfig(**{**fields, **shape}))
+        drafter = cls(BlockConfig(**{**fields, **shape}))
         if token_map is not None:
-            assert made.d2t is not None
-            made.d2t.copy_(token_map - torch.arange(len(token_map), device=token_map.device))
-        return made
+            assert drafter.d2t is not None
+            drafter.d2t.copy_(token_map - torch.arange(len(token_map), device=token_map.device))
+        return drafter
 
     @property
     def cached_numbers(self) -> int:
-        """How many numbers the cache of the layers holds for a token."""
+        """The size of the layers' cache for a token, in numbers."""
         attention: Any = self.layers[0].self_attn
         return len(self.layers) * (attention.k_proj.out_features + attention.v_proj.out_features)
 
     @property
     def layer_ids(self) -> list[int]:
-        """After how many of the target's layers its features are taken, ascending."""
+        """The depths of the target's features, ascending: the number of layers before each."""
         return [layer + 1 for layer in self.config.target_layer_ids]
 
-    @property
-    def token_map(self) -> Tensor | None:
-        """The target's ids that it may draft, ascending, (D,) int64; None where it may draft all."""
-        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
     def check_tokens(self, field: str = "d2t", tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Check `d2t` as ids of all heads are, and with the other tensors of its file whether it holds distances."""
+        """Check the ids of `d2t`, and with the other tensors of its file that it holds distances."""
         super().check_tokens(field)
         ids, tensors = self.token_map, tensors or {}
         if ids is None or self.d2t is None or ids.device.type == "meta":
             return
         if "t2d" in tensors:
             check_named(ids, tensors["t2d"].bool(), field)
-        elif "lm_head.weight" not in tensors:  # whose rows are compared with those of the target
+        elif "lm_head.weight" not in tensors:  # a file's own head is compared with the target's rows instead
             check_distances(self.d2t, field)
 
-    def check_fits(self, target: PreTrainedModel) -> None:
-        """Raise an InputError where a target has another width, vocabulary or number of layers than it needs."""
-        super().check_fits(target)
-        count = len(decoder_layers(target))
-        check_layers(self.layer_ids, count, "target_layer_ids")
-
     def head_for(self, target: PreTrainedModel) -> OutputHead:
-        """Return the target's output head, of the tokens that it may draft alone."""
+        """Return the target's output head, with only the rows of the tokens that it may draft."""
         head, ids = head_of(target), self.token_map
         return head if ids is None else head.of(ids.to(head.weight.device))
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
-        """Return one state a token, (B, T, H), of the target's features."""
+        """Return one state for each token, (B, T, H), from the target's features."""
         return self.hidden_norm(self.fc(features_BTF))
 
     def block(self, anchors: Tensor, embed: nn.Module) -> Tensor:
-        """Return what stands in the slots of blocks, (…, S, H).
-
-        Args:
-            anchors: the tokens in the first slots, (…) int64.
-            embed: the target's embedding.
-        """
+        """Return the embeddings in the slots of blocks, (…, S, H); `anchors` are the tokens of the first slots, (…)."""
         slots = anchors[..., None].repeat_interleave(self.config.block_size, dim=-1)
         slots[..., 1:] = self.config.mask_token_id
         return embed(slots).to(self.norm.weight.device, computing_dtype(self.norm.weight))  # type: ignore[no-any-return]
 
-    def forward(
-        self,
-        states: Tensor,
-        positions: Tensor,
-        attend: Callable[[int], Attend],
-    ) -> Tensor:
-        """Run the layers over blocks.
+    def forward(self, states: Tensor, positions: Tensor, attend: Callable[[int], Attend]) -> Tensor:
+        """Return the output head's inputs for all slots of blocks, (B, Q, H).
 
-        Args:
-            states: of the slots, (B, Q, H): `block`.
-            positions: of the slots in the text, (B, Q) int64.
-            attend: for each layer what its slots attend to.
-
-        Returns:
-            What the output head sees of each slot, (B, Q, H).
+        `states` are from `block`, (B, Q, H); `positions` are in the text, (B, Q); `attend` returns a layer's attention.
         """
         return self.hidden(states, positions, attend)
 
     def hidden(self, states: Tensor, positions: Tensor, attend: Callable[[int], Attend]) -> Tensor:
-        """Run the layers over blocks, as `forward` does, inside of a forward of the drafter.
-
-        A forward inside of a forward would leave autocast on: accelerate enters one context for both.
-        """
+        """Run the layers over blocks, as `forward` does, for calls inside of a forward of the drafter."""
+        # A nested forward would leave autocast on: accelerate enters the same context for both.
         rotation = self.rotary_emb(states, positions)
         for place, layer in enumerate(self.layers):
             states = layer(states, rotation, attend(place))
         return self.norm(states)
 
     def context(self, states: Tensor, positions: Tensor) -> list[KeysValues]:
-        """Return every layer's keys and values of the text.
-
-        Args:
-            states: fused, (B, T, H).
-            positions: of the tokens, (B or 1, T) int64.
-        """
+        """Return each layer's keys and values of the text, from fused states, (B, T, H), and positions, (B or 1, T)."""
         rotation, layers = self.rotary_emb(states, positions), list[Any](self.layers)
         return [layer.self_attn.keys_values(states, rotation) for layer in layers]
 
     def guessing(self, hidden: Tensor) -> Tensor:
-        """Return the slots that guess, (…, K, H), of all slots, (…, S, H)."""
+        """Return the slots that guess, (…, K, H), from all slots, (…, S, H)."""
         return hidden if self.config.anchor_guesses else hidden[..., 1:, :]
 
     def head_states(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return what `whole_head` sees of guesses, (…, H + R), or (…, H) without a Markov head.
+        """Return the inputs of `whole_head`, (…, H + R), or (…, H) without a Markov head.
 
-        Args:
-            hidden: of the slots that guess, (…, H).
-            before: the tokens before those that are guessed, (…) int64.
+        `hidden` are the slots that guess, (…, H); `before` the token before each guess, (…) int64.
         """
         if self.markov_head is None:
             return hidden
         return torch.cat([hidden, self.markov_head.markov_w1(before).to(hidden.dtype)], dim=-1)
 
     def whole_head(self, head: OutputHead) -> OutputHead:
-        """Return the target's head of the tokens that are drafted, and beside it the Markov head's second map.
+        """Return the target's head of the drafted tokens, with the Markov head's second map next to it.
 
-        The logits of guesses are one linear map of `head_states`, so that losses take the Markov head as it is.
+        So the logits of guesses are one linear map of `head_states`, and losses need not know the Markov head.
         """
         return head if self.markov_head is None else replace(head, beside=self.markov_head.markov_w2.weight)
 
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return the logit of how likely each guess is accepted where those before it were, (…) (DSpark).
+        """Return the logit of each guess's acceptance, if those before it were accepted, (…) (DSpark).
 
-        It knows the tokens before the guess, and not the guess: a draft may be cut by it and stay lossless.
-
-        Args:
-            hidden: of the slots that guess, (…, H).
-            before: the tokens before those that are guessed, (…) int64.
+        It depends on the tokens before the guess but not on the guess, so cutting drafts by it is lossless. Arguments
+        are those of `head_states`.
         """
         assert self.confidence_head is not None
         if self.markov_head is not None and self.config.confidence_head_with_markov:

@@ -1,8 +1,8 @@
-"""A block drafter at work: one forward a round, and a walk along its guesses.
+"""A block drafter as a proposer: one forward in each round, and a walk along its guesses.
 
-Slot i of the cache holds the keys and values of token i, maps of the target's features of it. Of a text of T tokens the
-target has not seen the last, the anchor: its block lies in the slots from T − 1 on, and what the target sees of them is
-written over it.
+Slot i of the cache holds token i's keys and values, which are maps of the target's features. In a text of T tokens the
+target has not seen the last one, the anchor. Its block is in the slots from T − 1 on; keys and values of the target's
+features overwrite it later.
 
 Shape suffixes: B rows, L places, K guesses, S slots, H hidden, V vocabulary, D tokens that are drafted.
 """
@@ -28,15 +28,15 @@ from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Level, Tree
+from draftsmith.medusa.block.blocks import logits_of_blocks
 from draftsmith.medusa.block.model import Attend, BlockConfig, BlockDrafter
-from draftsmith.medusa.block.replay import logits_of_blocks
 from draftsmith.medusa.on_features import FeatureProposer, stacked
 from draftsmith.medusa.seen import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 
 class BlockModel(PreTrainedModel):
-    """The drafter in the form of a causal LM, for `CachedModel`: it is fed states of a text, or a block."""
+    """The drafter in the form of a causal LM, for `CachedModel`: it is fed either states of a text, or a block."""
 
     config_class = BlockConfig
 
@@ -49,10 +49,10 @@ class BlockModel(PreTrainedModel):
         for name in ("rows", "bias"):
             self.register_buffer(name, None, persistent=False)
         self._head = OutputHead(torch.empty(0))
-        self._of: tuple[Any, ...] = ()
+        self._source: tuple[Any, ...] = ()
 
     def draft_for(self, target: PreTrainedModel) -> None:
-        """See the embeddings and the head of this target.
+        """Use this target's embeddings and head from here on.
 
         Raises:
             InputError: a drafter of another width, vocabulary or depth.
@@ -60,34 +60,32 @@ class BlockModel(PreTrainedModel):
         self.drafter.check_fits(target)
         weight = head_of(target).weight
         version = 0 if weight.is_inference() else weight._version
-        of = weight, (weight.data_ptr(), version, self.drafter.device)
-        # The weight itself is kept: another target's may come to lie where one that is gone lay.
-        if self._of and self._of[0] is weight and self._of[1] == of[1]:
-            return  # programs are of these very rows
+        identity = weight, (weight.data_ptr(), version, self.drafter.device)
+        # `_source` holds the weight itself, so that no other target's weight can get its address.
+        if self._source and self._source[0] is weight and self._source[1] == identity[1]:
+            return  # the compiled programs have these very rows
         self.embed, self._head = target.get_input_embeddings(), self.drafter.head_for(target).to(self.drafter.device)
-        self.rows, self.bias, self._of = self._head.weight.detach(), self._head.bias, of
+        self.rows, self.bias, self._source = self._head.weight.detach(), self._head.bias, identity
 
     @property
     def head(self) -> OutputHead:
-        """The target's head of the tokens that are drafted, its tensors those of this module."""
+        """The target's head of the drafted tokens, with this module's tensors."""
         assert self.rows is not None
         return replace(self._head, weight=self.rows, bias=self.bias)
 
     def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return the logits of guesses over all tokens, (B, P, V).
+        """Return one guess's logits over all tokens, (B, P, V), after each of the tokens `before`, (B, P).
 
-        Args:
-            hidden: what the head sees of one guess, (B, H).
-            before: the tokens before it, (B, P) int64.
+        `hidden`, (B, H), is the guess's state.
         """
         hidden = hidden[:, None].expand(-1, before.shape[1], -1)
         return self.drafter.widened(self.drafter.logits(hidden, before, self.head))
 
     def reached(self, hidden_BKH: Tensor, anchors: Tensor, tokens_BK: Tensor) -> Tensor:
-        """Return how likely all of a chain's tokens up to each are accepted, by its confidence head, (B, K).
+        """Return the confidence head's probability that all of a chain's tokens up to each are accepted, (B, K).
 
         Args:
-            hidden_BKH: what the head sees of the guesses, as many at least.
+            hidden_BKH: the states of at least as many guesses.
             anchors: the texts' last tokens, (B,) int64.
             tokens_BK: the chain.
         """
@@ -106,24 +104,21 @@ class BlockModel(PreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Keep the keys and values of a text's places, or run a block.
+        """Return the output head's inputs for a block's guesses, (B, K, H); with `states` extend the cache instead.
 
         Args:
-            input_ids: of a block the anchors first, (B, S) int64; else anything, (B, L).
+            input_ids: (B, S), a block with the anchors first; with `states` only its shape (B, L) counts.
             position_ids: (B or 1, L or S) int64.
             past_key_values: the cache.
-            states: of the places, fused, (B, L, H); None: a block.
-            attention_mask: additive, (B or 1, 1, S, …), of each kind of layer; None where all is seen.
-            use_cache: always.
-            logits_to_keep: not looked at.
-            output_hidden_states: never.
-
-        Returns:
-            In place of logits what the output head sees of each guess, (B, K, H); of a text's places nothing of use.
+            states: fused, (B, L, H), of a text's places; None: a block.
+            attention_mask: additive, (B or 1, 1, S, …), for each kind of layer; None where all is visible.
+            use_cache: always true.
+            logits_to_keep: ignored.
+            output_hidden_states: ignored.
         """
         if states is not None:
-            for layer, kept in enumerate(self.drafter.context(states, position_ids)):
-                past_key_values.update(kept.keys, kept.values, layer)
+            for layer, own in enumerate(self.drafter.context(states, position_ids)):
+                past_key_values.update(own.keys, own.values, layer)
             return SimpleNamespace(logits=states[:, -1:])
 
         def attend(layer: int) -> Attend:
@@ -144,17 +139,12 @@ class BlockModel(PreTrainedModel):
 
 
 class BlockDraftForward(DraftForward):
-    """Feeds the states of a text that the cache lacks, and drafts a block behind them.
+    """Feeds the states of a text that the cache lacks, and drafts a block after them.
 
-    Args:
-        places: the forward of a `BlockModel` over states.
-        shape: the tree.
-        vocab_size: V.
-        drawn: see `DraftForward`.
-        confident: give how likely all of a chain's tokens up to each are accepted, (B, K), besides.
+    `places` is the forward of a `BlockModel` over states. If `confident`, the outputs also hold `BlockModel.reached`.
     """
 
-    sources = tuple(inspect.getfile(each) for each in (BlockModel, BlockDrafter))
+    sources = tuple(inspect.getfile(cls) for cls in (BlockModel, BlockDrafter))
 
     def __init__(self, places: BlockForward, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
         model: Any = places.model
@@ -162,7 +152,7 @@ class BlockDraftForward(DraftForward):
         super().__init__(model, shape, vocab_size, drawn, (places.key, head.scale, head.softcap, confident))
         self._confident = confident
         block = BlockForward(model, (), (), [True] * model.config.num_hidden_layers)
-        self._forwards = [places, block]  # in a list: their model is not another one
+        self._forwards = [places, block]  # in a list, their models are no submodules
         self._slots = model.config.block_size
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -183,27 +173,25 @@ class BlockDraftForward(DraftForward):
         extras: list[Tensor],
         cached: list[Tensor],
     ) -> list[Tensor]:
-        """Feed, and draft.
+        """Feed the states, and draft; see `BlockForward` for arguments not named here, and `DraftForward.choose`.
 
         Args:
-            tokens: (B, L) int64, which count for nothing.
+            tokens: (B, L) int64, whose values are ignored.
             starts: the slots of the first states, (B,) int64.
             slots_N: see `BlockForward`.
-            last: see there.
+            last: see `BlockForward`.
             anchors: the texts' last tokens, (B,) int64.
-            lacking: how many states each row has, (B,) int64.
+            lacking: the number of states in each row, (B,) int64.
             draws: see `DraftForward.choose`.
             extras: the states, (B, L, H).
             cached: see `BlockForward`.
-
-        Returns:
-            See `DraftForward.choose`.
         """
         places, block = self._forwards
         (rows, count), model = tokens.shape, cast(BlockModel, self.model)
         order_L, order_S = (torch.arange(size, device=tokens.device) for size in (count, self._slots))
         causal = (order_L[:, None] >= order_L).expand(rows, count, count)
         places(tokens, starts, slots_N, last, causal, order_L.expand(rows, count), order_L[:1], extras, cached)
+        # The block comes after each row's own states: padding behind shorter rows is overwritten or invisible.
         hidden_BKH = block(
             anchors[:, None].expand(rows, self._slots),
             starts + lacking,
@@ -229,19 +217,19 @@ class BlockDraftForward(DraftForward):
 class BlockProposer(FeatureProposer):
     """Drafts chains or trees with a block drafter (DFlash, DSpark): see `draftsmith.medusa.block.model`.
 
-    Each guess is drawn from its slot's distribution, which the Markov head changes by the token drafted before it: so
-    nodes of one depth of a tree differ by their parents alone.
+    Each guess is drawn from its slot's distribution, which the Markov head changes by the token drafted before it. So
+    nodes of the same depth in a tree differ only by their parents.
 
     Args:
-        drafter: of this target.
-        tree: None drafts chains; a `Tree` has one shape for every round, whose siblings are the most likely tokens at
-            T=0 and drawn without replacement under sampling.
+        drafter: the target's.
+        tree: None drafts chains. A `Tree` has one shape for every round; its siblings are the most likely tokens at
+            T=0, and drawn without replacement under sampling.
         greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
-        confidence: propose a chain's tokens while the confidence head gives at least this probability that all are
-            accepted; 0 proposes all. Whether a token is proposed depends on those before it alone, so the law stays.
+        confidence: propose a chain's tokens as long as the confidence head's probability that all are accepted is at
+            least this; 0 proposes all. The decision depends only on earlier tokens, so drafts stay lossless.
 
     Raises:
-        InputError: a tree deeper than a block, or a confidence with a tree or a drafter that does not know its own.
+        InputError: a tree deeper than a block, or a confidence with a tree or a drafter without a confidence head.
     """
 
     at_once = True
@@ -263,30 +251,32 @@ class BlockProposer(FeatureProposer):
         self.fit(task)
         config = self.heads.config
         self._depth = min(task.draft_length, config.guesses)
-        self._width = max(config.block_size, task.draft_length + 1, task.round_length + 1)  # places fed at once at most
+        self._width = max(
+            config.block_size, task.draft_length + 1, task.round_length + 1
+        )  # the most places fed at once
         self._begin(task, self._width)
         return self.nodes(task.draft_length)
 
     def nodes(self, draft_length: int) -> int:
-        """Return the nodes of the tree that are no deeper, or the length of a chain."""
+        """Return the number of nodes down to this depth, or the length of a chain."""
         return super().nodes(min(draft_length, self.heads.config.guesses))
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse drafts that a confidence cuts, besides."""
+        """Refuse also drafts that the confidence head cuts."""
         if self.confidence:
             return "replay: expected drafts of one shape, found some that a confidence cuts: decode them"
         return super().replay_refusal(do_sample)
 
     def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
-        """Return the logits of the blocks of all rounds: see `draftsmith.medusa.block.replay`."""
+        """Return the logits of the blocks of all rounds: see `draftsmith.medusa.block.blocks`."""
         return logits_of_blocks(target, self.heads, text)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
-        """Return None: a guess depends on where its block begins."""
+        """Return None, because a guess depends on where its block begins."""
         return None
 
     def _begin(self, task: DraftTask, block: int) -> None:
-        """As of draft models, but all in programs or nothing: what is fed is states or a block, in one program."""
+        """Begin with all forwards in programs or none: states and block are fed by the same program."""
         super()._begin(task, block)
         if task.compiled and not self._in_programs:
             super()._begin(replace(task, compiled=False), block)
@@ -296,7 +286,7 @@ class BlockProposer(FeatureProposer):
         return self.tree.pruned(depth)[0]
 
     def _can_draft_in_programs(self) -> bool:
-        """Whether a program drafts: as of draft models, but for steps, which a block has not."""
+        """Return whether a program can draft: as for draft models, but the number of steps does not matter."""
         task, sampler = self._task, self._samplers[0]
         alike = sampler.temperature is not None and all(other is sampler for other in self._samplers)
         return task.compiled and not self._wants_confidence and alike
@@ -310,7 +300,7 @@ class BlockProposer(FeatureProposer):
             return self._draft_in_program(anchors, lengths)
         self._feed_states()
         slots = self.heads.config.block_size
-        given_BKH = self._model.feed(
+        hidden_BKH = self._model.feed(
             anchors[:, None].expand(-1, slots),
             self._lengths,
             visible=torch.ones(slots, slots, dtype=torch.bool, device=anchors.device),
@@ -318,7 +308,7 @@ class BlockProposer(FeatureProposer):
 
         def logits_after(level: Level, tokens: Tensor) -> Tensor:
             before = anchors[:, None] if not level.depth else tokens.index_select(1, level.fed)
-            return self._aligned(self._block.logits(given_BKH[:, level.depth], before))
+            return self._aligned(self._block.logits(hidden_BKH[:, level.depth], before))
 
         tree, drawn = Tree.chain(max(lengths)), self._draws
         if self.tree is not None:
@@ -329,17 +319,17 @@ class BlockProposer(FeatureProposer):
         if not self.confidence:
             return drafts
         assert isinstance(drafts, Drafts)
-        reached_BK = self._block.reached(given_BKH, anchors, drafts.tokens)
+        reached_BK = self._block.reached(hidden_BKH, anchors, drafts.tokens)
         return [draft.pruned(k) for draft, k in zip(drafts, self._cut(reached_BK, lengths), strict=True)]
 
     def _cut(self, reached_BK: Tensor, draft_lengths: Sequence[int]) -> list[int]:
-        """Return how many tokens of each row are proposed, of as many at most."""
-        # The probabilities fall from token to token; what is no number is proposed, and q is found to be none.
+        """Return the length of each row's draft, cut where the confidence falls below the threshold."""
+        # The probabilities only fall. A NaN does not cut: its token is proposed, and verification finds q to be NaN.
         sure_B = (~(reached_BK < self.confidence)).sum(1)
         return [min(k, sure) for k, sure in zip(draft_lengths, sure_B.tolist(), strict=True)]
 
     def _draft_in_program(self, anchors: Tensor, draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Feed what has features now, and draft, in one call."""
+        """Feed the states that the cache lacks, and draft, in one call."""
         depth, vocab_size, drawn = self._depth, self._task.vocab_size, self._draws
         if not self._task.fixed_length:
             depth = max(draft_lengths)
@@ -365,10 +355,10 @@ class BlockProposer(FeatureProposer):
         return draft_of(outputs).drafts(shape, draft_lengths)
 
     def _feed_states(self, but: int = 0) -> None:
-        """Keep the keys and values of all places that have features now, but for the last ones of each row.
+        """Cache the keys and values of all places that have features now, except the last `but` of each row.
 
-        Rows that have fewer are padded: what lies behind their own is written over. At most so many go in at once as
-        there is room for behind the longest text, but for the prompts.
+        Shorter rows are padded; the padding's slots are overwritten later. Except for prompts at most `_width` states
+        are fed at once, because no slots beyond that are free after the longest text.
         """
         begins = [end - len(states) for end, states in zip(self._lengths.host, self._states, strict=True)]
         fed = [states[: len(states) - but] for states in self._states]
@@ -378,15 +368,15 @@ class BlockProposer(FeatureProposer):
             self._model.prefill(*_places(fed, most))
         else:
             for first in range(0, most, self._width):
-                own = [min(first, count) for count in lacking]  # a row that has no more goes on behind its text
-                parts = [states[at : at + self._width] for states, at in zip(fed, own, strict=True)]
+                at = [min(first, count) for count in lacking]  # a finished row continues after its text
+                parts = [states[i : i + self._width] for states, i in zip(fed, at, strict=True)]
                 tokens, _, further = _places(parts, min(self._width, most - first))
-                starts = [begin + at for begin, at in zip(begins, own, strict=True)]
+                starts = [begin + i for begin, i in zip(begins, at, strict=True)]
                 self._model.feed(tokens, Places(starts, tokens.device), 1, further=further)
         self._states = [states[len(states) - but :] for states in self._states]
 
 
 def _places(rows: Sequence[Tensor], width: int) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Return what a cache is fed of rows of states, padded to a width: tokens, which count for nothing, and states."""
+    """Return a cache's inputs for rows of states, padded to a width: tokens, which are ignored, and the states."""
     states = stacked(rows, width)
     return torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), 1, {"states": states}

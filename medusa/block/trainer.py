@@ -1,11 +1,11 @@
-"""Training of block drafters on a frozen target: blocks behind anchors that are drawn anew each step.
+"""Training of block drafters on a frozen target: blocks after anchors that are drawn anew in each step.
 
-One forward of the target gives the features, and the last hidden states that its distributions are made of. The blocks
-behind some anchors of each row follow, and a loss over all of their guesses, a chunk at a time: guesses × vocabulary is
-never held. The sum over the drawn anchors stands for that over all: it is scaled by how many there are.
+One forward of the target gives the features, and the last hidden states, from which its distributions are computed. The
+blocks after some anchors of each row follow, and the loss of all of their guesses, a chunk at a time: guesses ×
+vocabulary is never held. The sum over the drawn anchors is scaled to estimate the sum over all anchors.
 
-Which anchors are drawn depends on the step, and on the tokens that stand there: so two processes draw what one would,
-and a run that is resumed what it would have.
+The draw depends only on the step and on the tokens there: any number of processes draws the same anchors, and so does a
+resumed run.
 
 Shape suffixes: B rows, T positions, N anchors, K guesses, M = B · N · K, H hidden.
 """
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.medusa.block.blocks import SHARE, anchors_at_once, anchors_of, states_of_blocks, work_of_blocks
@@ -27,11 +26,9 @@ from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.chains import ChainPlaces
 from draftsmith.medusa.seen import TargetStates
 from draftsmith.medusa.trainer import FeaturesOf, FeatureTrainer
-from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_features
 from draftsmith.train.losses.distributions import LiveDistributions
-from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.replay_metrics import replay_features
@@ -41,13 +38,13 @@ PRIMES = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
 
 
 class BlockPlaces:
-    """The guesses of the blocks behind drawn anchors, as a loss takes them.
+    """The guesses of the blocks after drawn anchors, for a loss.
 
     Args:
-        inputs: a batch; its `positions` say at which anchors each guess has a label.
+        inputs: a batch; its `positions` list the anchors at which each guess has a label.
         count: K.
-        most: anchors of a row; None: one out of `SHARE` of those that it has.
-        step: of the training run.
+        most: the most anchors of a row; None: one in `SHARE` of its anchors.
+        step: the training step.
     """
 
     def __init__(self, inputs: dict[str, Any], count: int, most: int | None, step: int):
@@ -59,9 +56,9 @@ class BlockPlaces:
             learned_KX[guess, starts + 1] = 1.0
         first_BT = learned_KX[0].view(rows, length)
         order_BT = drawn_order(ids_BT, step).masked_fill(first_BT == 0, -1)
-        # A row's own number, whichever rows are beside it: as many as processes and resumed runs draw of it.
+        # A row has its own number of anchors, so that the draw does not depend on the other rows of its batch.
         self.places = order_BT.topk(anchors_of(most, length), dim=1).indices
-        """Of the anchors, (B, N); rows that have fewer have others, whose guesses count nothing."""
+        """The anchors' places, (B, N); in rows with fewer anchors the rest is filled up, and has no weight."""
         flat_BN = self.places + torch.arange(rows, device=ids_BT.device)[:, None] * length
         weights_KBN = learned_KX[:, flat_BN]
         if most is None:
@@ -69,23 +66,23 @@ class BlockPlaces:
             weights_KBN = weights_KBN * (torch.arange(flat_BN.shape[1], device=ids_BT.device) < own_B1)
         scale_B = first_BT.sum(1) / weights_KBN[0].sum(1).clamp(min=1.0)
         self.weights_BNK = (weights_KBN * scale_B[:, None]).permute(1, 2, 0)
-        """How much each guess counts, (B, N, K): as many as are drawn stand for all of a row's."""
-        behind_K = torch.arange(count, device=ids_BT.device)
-        self._before_M = (flat_BN[..., None] + behind_K).clamp(max=rows * length - 2).flatten()
+        """The weight of each guess in the loss, (B, N, K): those drawn are scaled to stand for all of the row."""
+        order_K = torch.arange(count, device=ids_BT.device)
+        self._before_M = (flat_BN[..., None] + order_K).clamp(max=rows * length - 2).flatten()
         self._ids = ids_BT.flatten()
         self.labels = self._ids[self._before_M + 1]
-        """Of the guesses, (M,)."""
+        """The tokens to guess, (M,)."""
         self.before = self._ids[self._before_M]
-        """The tokens before them, (M,)."""
+        """The tokens before these, (M,)."""
         self.weights = [self.weights_BNK.flatten()]
 
     def teacher(self, hidden: Tensor) -> Tensor:
-        """Return what the teacher's head sees, (M, H)."""
+        """Return the inputs of the teacher's head, (M, H)."""
         return hidden.flatten(0, 1).index_select(0, self._before_M)
 
 
 def drawn_order(ids_BT: Tensor, step: int) -> Tensor:
-    """Return for each place a number below 2³¹ that looks random, of its tokens, its place and the step alone."""
+    """Return a pseudorandom number below 2³¹ for each place, from its tokens, its position and the step alone."""
     place_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     before_BT = torch.nn.functional.pad(ids_BT[:, :-1], (1, 0))
     mixed = ids_BT * PRIMES[0] + before_BT * PRIMES[1] + place_T * PRIMES[2] + step * PRIMES[3]
@@ -96,23 +93,23 @@ def drawn_order(ids_BT: Tensor, step: int) -> Tensor:
 
 
 class Known(NamedTuple):
-    """What is known of guesses once they are made."""
+    """Statistics of finished guesses."""
 
     q_M: Tensor
     """The probability of the text's token."""
     alpha_M: Tensor
-    """Σ_v min(p, q): how likely the guess is accepted."""
+    """Σ_v min(p, q), the probability that the guess is accepted."""
 
 
 def reach(q_BNK: Tensor, inside_BNK: Tensor, smoothing: float) -> Tensor:
-    """Return D-PACE's weights of guesses, (B, N, K): how likely a round comes to each of them, and to those behind.
+    """Return D-PACE's weights of guesses, (B, N, K): the sum of the probabilities that a round comes to k, k + 1, ….
 
-    Guess k weighs Σ_{j ≥ k} Π_{i ≤ j} s_i with s = (1 − α) q + α: but for the smoothing the gradient of the expected
-    length of a block.
+    Guess k has the weight Σ_{j ≥ k} Π_{i ≤ j} s_i with s = (1 − α) q + α, where α is the smoothing. Without smoothing
+    this gives the gradient of a block's expected length.
 
     Args:
         q_BNK: the probability of the text's token.
-        inside_BNK: whether there is one.
+        inside_BNK: whether there is such a token.
         smoothing: α.
     """
     reached_BNK = (((1 - smoothing) * q_BNK + smoothing) * inside_BNK).cumprod(-1)
@@ -122,28 +119,22 @@ def reach(q_BNK: Tensor, inside_BNK: Tensor, smoothing: float) -> Tensor:
 class BlockTrainer(FeatureTrainer):
     """Minimises Σ_k decay^k · objective of guess k, against the target's distribution or text, on completions.
 
-    D-PACE's weights take the place of decay^k where they are asked for, and the confidence head's cross entropy with
-    Σ_v min(p, q) is added.
+    D-PACE's weights can replace decay^k, and the confidence head's cross entropy with Σ_v min(p, q) can be added.
 
     Evaluation replays held-out completions with whole blocks, and reports `mean_acceptance_length`, `alpha` (of the
-    first guess), `loss`, and for each guess k ≥ 1 `accuracy_k`, the share of its tokens that it puts first, and
-    `alpha_k`, its Σ_v min(p, q).
+    first guess) and `loss`. For each guess k ≥ 1 it reports `accuracy_k`, the share of its tokens that it puts first,
+    and `alpha_k`, its Σ_v min(p, q).
     """
 
-    def __init__(
-        self,
-        heads: BlockDrafter,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        config: BlockTrainingConfig,
-        train_dataset: TrainingData,
-        eval_dataset: TrainingData | None = None,
-        **kwargs: Any,
-    ):
-        # Losses run inside of these: `train/losses/inside_forward.py`.
-        open_forward(heads, *([] if heads.markov_head is None else [heads.markov_head.markov_w2]))
-        count = heads.config.guesses
-        super().__init__(heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
+    @staticmethod
+    def guesses(heads: BlockDrafter, config: BlockTrainingConfig) -> int:
+        """Return K, the guesses of a block."""
+        return heads.config.guesses  # type: ignore[no-any-return]
+
+    @staticmethod
+    def loss_maps(heads: BlockDrafter) -> list[nn.Module]:
+        """Return the Markov head's second map, if there is one."""
+        return [] if heads.markov_head is None else [heads.markov_head.markov_w2]
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_k decay^k · the objective summed over guess k's tokens."""
@@ -159,10 +150,10 @@ class BlockTrainer(FeatureTrainer):
         return model(inside=loss)  # type: ignore[no-any-return]
 
     def _loss(self, at: BlockPlaces, seen: TargetStates, hidden_MH: Tensor, states_ME: Tensor) -> Tensor:
-        """Return the loss of guesses; called where the Markov head's weight is."""
+        """Return the loss of guesses; called inside of the Markov head's forward."""
         head, decayed_M, config = self.loss_head(self.heads.whole_head(self.frozen_head)), at.weights[0], self.config
         known: Known | None = None
-        if config.dpace is not None or config.confidence > 0:  # what is known once all guesses are made
+        if config.dpace is not None or config.confidence > 0:
             known = self._known(at, seen, states_ME, head)
         if config.dpace is not None and known is not None:
             reached_BNK = reach(known.q_M.view_as(at.weights_BNK), at.weights_BNK > 0, config.dpace)
@@ -175,12 +166,12 @@ class BlockTrainer(FeatureTrainer):
         return loss
 
     def _inside_head(self, function: Callable[..., Tensor], *states: Tensor) -> Tensor:
-        """Return what a function makes of states where the Markov head's second map is whole (ZeRO-3, FSDP2)."""
+        """Call a function of states where the Markov head's second map is whole (ZeRO-3, FSDP2)."""
         markov = self.heads.markov_head
         return function(*states) if markov is None else markov.markov_w2(*states, inside=function)  # type: ignore[no-any-return]
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
-        """Return each sample's tokens, rounds and loss, and three sums a guess, (B, 3 + 3K)."""
+        """Return each sample's tokens, rounds and loss, and three sums for each guess, (B, 3 + 3K)."""
         seen = self.seen(inputs)
         rows, length = inputs["input_ids"].shape
 
@@ -188,6 +179,7 @@ class BlockTrainer(FeatureTrainer):
             at = ChainPlaces(inputs, self.count)
             p = LiveDistributions(at.teacher(seen.hidden), self.target_head)
             everywhere = torch.arange(length, device=at.flat.device).expand(rows, -1)
+            # The blocks of all places need a mask of their square: compute them in parts.
             parts = everywhere.split(anchors_at_once(rows * length, self.heads.config.block_size), dim=1)
             hidden_XKH = torch.cat([self._hidden(seen, inputs, part) for part in parts], dim=1).flatten(0, 1)
 
@@ -201,7 +193,7 @@ class BlockTrainer(FeatureTrainer):
         return model(inside=sums)  # type: ignore[no-any-return]
 
     def _known(self, at: BlockPlaces, seen: TargetStates, states_ME: Tensor, head: OutputHead) -> Known:
-        """Return what is known of the guesses once they are made, a chunk at a time, without gradients."""
+        """Return statistics of the finished guesses, a chunk at a time, without gradients."""
         sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
         p = LiveDistributions(at.teacher(seen.hidden), self.target_head)
 
@@ -214,27 +206,27 @@ class BlockTrainer(FeatureTrainer):
 
     @cached_property
     def frozen_head(self) -> OutputHead:
-        """The target's head of the tokens that are drafted, where the loss is taken, and in its precision."""
+        """The target's head of the drafted tokens, on the loss's device and in its precision."""
         ids = self.heads.token_map
         head = self.target_head if ids is None else self.target_head.of(ids.to(self.args.device))
         dtype = computing_dtype(self.heads.fc.weight)
         return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
 
     def _hidden(self, seen: TargetStates, inputs: dict[str, Any], places_BN: Tensor) -> Tensor:
-        """Return what the output head sees of the guesses behind some anchors, (B, N, K, H)."""
-        given = inputs["input_ids"], inputs.get("position_ids")
-        return states_of_blocks(self.heads, self.embed, seen, *given, places_BN)
+        """Return the output head's inputs for the guesses after some anchors, (B, N, K, H)."""
+        batch = inputs["input_ids"], inputs.get("position_ids")
+        return states_of_blocks(self.heads, self.embed, seen, *batch, places_BN)
 
     def trained_work(self) -> Work | None:
-        """Return the arithmetic of the blocks; None where how many a token has depends on how long rows are."""
+        """Return the arithmetic of the blocks; None if their share of the tokens depends on the rows' lengths."""
         return None if self.config.anchors else work_of_blocks(self.heads, 1 / SHARE)
 
     @property
     def ends(self) -> list[nn.Module]:
-        """The Markov head, whose maps are a vocabulary's."""
+        """The Markov head: its maps have a vocabulary's size."""
         return [part for part in (self.heads.markov_head,) if part is not None]
 
     @property
     def cause_of_bad_new_heads(self) -> str:
-        """They guess next to nothing at first."""
+        """Random layers guess almost uniformly at first."""
         return "the layers do not learn from these features; try a lower training.learning_rate"

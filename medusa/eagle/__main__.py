@@ -5,7 +5,6 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from draftsmith.medusa.eagle.card import card
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import beginning, new_heads, quieten
@@ -15,6 +14,8 @@ from draftsmith.train.data.first_look import few_texts, say_once
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 
+CARD = Path(__file__).with_name("card.md.j2")
+
 
 class EagleRun(FeatureRun[EagleTrainingConfig]):
     """A run that trains EAGLE-3 heads."""
@@ -22,14 +23,15 @@ class EagleRun(FeatureRun[EagleTrainingConfig]):
     heads_class = EagleHeads
 
     def new_heads(self) -> EagleHeads:
-        """Return heads that begin at random, or as the target's last layer."""
+        """Return new heads: random, or the target's last layer."""
         return new_heads(self.config, self.target, self.token_map)
 
     def first_look(self) -> None:
-        """Scale a copy of the target's last layer, unless its state behind the norm is handed on."""
+        """Print how the heads begin, and scale a copy of the target's last layer."""
         config, heads, target = self.config, self.heads, self.target
         start, clause = beginning(config, heads, target)
         say_once(f"init: heads {clause}")
+        # With `norm_output` the next step sees the state after the norm: scaling the norm would change that state.
         if start == "last_layer" and config.target_device != "auto" and not config.norm_output:
             texts = few_texts(self.data)
             quieten(heads, self.seen_of(texts), texts, config.num_steps, self.tokens, config.target_sharded)
@@ -40,7 +42,7 @@ class EagleRun(FeatureRun[EagleTrainingConfig]):
 
     def finish(self, trainer: EagleTrainer, output: Path) -> None:
         """Write the card."""
-        card(trainer).save(output / "README.md")
+        self.write_card(trainer, output, CARD, "eagle3", num_steps=self.config.num_steps)
 
 
 def train_heads(config: EagleTrainingConfig) -> EagleTrainer:

@@ -1,4 +1,4 @@
-"""Checks of `draftsmith doctor` for EAGLE-3 heads: their files, their target, a run that trains them."""
+"""Checks of `draftsmith doctor` for EAGLE-3 heads: their files, their target, and runs that train them."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from draftsmith.decode.cache.features import decoder_layers, default_layers
-from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, at_most
+from draftsmith.medusa.base import rope_of
 from draftsmith.medusa.checkpoint_files import CONFIG, read_config, read_safetensors, shards
-from draftsmith.medusa.checks import learning_rate, rotation, shape, trained_on, unfit, whole_files
+from draftsmith.medusa.checks import feature_heads, learning_rate, rotation, whole_files
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.formats.importing import (
     DEPTHS,
@@ -24,19 +24,18 @@ from draftsmith.medusa.eagle.formats.importing import (
 )
 from draftsmith.medusa.eagle.heads import TREE, EagleHeads
 from draftsmith.medusa.eagle.initial import beginning, new_heads
-from draftsmith.medusa.seen import rope_of
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
-from draftsmith.train.kinds.parts import SEARCH, Part, Side, load_part
+from draftsmith.train.kinds.parts import Part, Side, load_part
 from draftsmith.train.kinds.quantities import count
 
 WHAT = "EAGLE-3 heads"
 UNSAID = [1, 2, 3]
-"""Depths of heads whose config names none, until their target is known."""
+"""Depths for heads whose config names none, until their target is known."""
 
 
 def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
-    """Load heads without their weights, and say what they are; None where they do not load."""
+    """Load heads without their weights, and describe them; None if they do not load."""
     remedy = "give heads of ours, the EAGLE authors', SpecForge's or speculators', whole"
 
     def described(model: EagleHeads) -> str:
@@ -50,7 +49,7 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
 
 
 def _foreign(directory: Path) -> dict[str, Any] | None:
-    """Return the config of another tool's heads; None where it is as we write it, or there is none."""
+    """Return the config of another tool's heads; None for ours, or without a config."""
     if not (directory / CONFIG).is_file():
         return None
     raw = read_config(directory, WHAT)
@@ -58,7 +57,7 @@ def _foreign(directory: Path) -> dict[str, Any] | None:
 
 
 def _empty(path: str) -> EagleHeads:
-    """Return the heads with no data but for the tokens that they know."""
+    """Return heads without data, except for the tokens that they may draft."""
     directory = Path(path)
     if _foreign(directory) is None:
         model = EagleHeads.without_weights(path)
@@ -68,26 +67,27 @@ def _empty(path: str) -> EagleHeads:
     if model.d2t is None or model.t2d is None:
         return model
     try:
-        known = read_safetensors(shards(directory), {"d2t", "t2d"}.__contains__)
+        stored = read_safetensors(shards(directory), {"d2t", "t2d"}.__contains__)
     except InputError:
-        return model  # its checkpoint's finding says so
-    if "d2t" in known and known["d2t"].shape == model.d2t.shape:
+        return model  # the finding about its checkpoint reports this
+    if "d2t" in stored and stored["d2t"].shape == model.d2t.shape:
         config: Any = model.config
-        complete_maps(directory, config, known)
-        t2d = known.get("t2d", torch.zeros(model.t2d.shape))
+        complete_maps(directory, config, stored)
+        t2d = stored.get("t2d", torch.zeros(model.t2d.shape))
         if t2d.shape == model.t2d.shape:
-            model.d2t, model.t2d = known["d2t"].long(), t2d.bool()
+            model.d2t, model.t2d = stored["d2t"].long(), t2d.bool()
             model.check_tokens("d2t")
     return model
 
 
 def compare(target: Side, heads: Part) -> Iterator[Finding]:
-    """Check whether EAGLE-3 heads fit the target, their tree them, and what files of other tools leave unsaid."""
+    """Check whether EAGLE-3 heads fit the target, the tree fits them, and servers read other tools' files the same."""
     raw, directory = _foreign(Path(heads.path)), Path(heads.path)
     if raw is not None:
         layers, seen = layers_seen(raw, directory, len(decoder_layers(target.model)))
         heads.model.config.eagle_aux_hidden_state_layer_ids = layers
-    fits = _compared(target, heads)
+    remedy = "take heads of this target, or train them: draftsmith eagle --target TARGET"
+    fits = feature_heads("eagle heads", target, heads, TREE, "they read", remedy)
     yield fits
     if raw is not None:
         yield seen
@@ -99,14 +99,10 @@ def compare(target: Side, heads: Part) -> Iterator[Finding]:
 
 
 def layers_seen(raw: Mapping[str, Any], directory: Path, layers: int) -> tuple[list[int], Finding]:
-    """Return after how many layers the trainer meant features to be taken, and whether servers take the same.
+    """Return the depths of features that the trainer meant, and whether servers take the same.
 
-    In `eagle_config` SpecForge and SGLang count layers by their outputs, from 0, and vLLM 0.32 after how many.
-
-    Args:
-        raw: config.json of another tool.
-        directory: where it is.
-        layers: how many the target has.
+    In `eagle_config` SpecForge and SGLang count layers by their outputs, from 0; vLLM 0.32 counts the layers before.
+    `raw` is another tool's config.json in `directory`, and `layers` the target's number of layers.
     """
     name, default = "eagle layers", default_layers(layers)
     meant, taken = (
@@ -123,36 +119,8 @@ def layers_seen(raw: Mapping[str, Any], directory: Path, layers: int) -> tuple[l
     return meant, Finding("ok", name, text)
 
 
-def _compared(target: Side, heads: Part) -> Finding:
-    name, config = "eagle heads", heads.model.config
-    remedy = "take heads of this target, or train them: draftsmith eagle --target TARGET"
-    try:
-        tree = searched_tree(config, TREE)
-    except InputError as error:
-        return Finding("error", name, str(error), SEARCH)
-    wrong = unfit(name, "eagle", target, heads, tree, config.draft_vocab_size, remedy)
-    if wrong is not None:
-        return wrong
-    text = f"made for this target's hidden size {config.target_hidden_size} and {config.vocab_size} logits; draft "
-    text += "chains" if tree is None else shape(tree)
-    if config.draft_vocab_size < config.vocab_size:
-        text += f" of {config.draft_vocab_size} tokens"
-    text += trained_on(target, heads)
-    most = config.max_position_embeddings
-    if target.positions is not None and most < target.positions:
-        text += f"; they read {most} positions, the target {target.positions}"
-        return Finding(
-            "warning", name, text, f"keep prompt and text within {most} tokens, past which nothing is drafted"
-        )
-    return Finding("ok", name, text)
-
-
 def check_run(target: Side, config: EagleTrainingConfig) -> tuple[str, list[Finding]]:
-    """Return in words what a run trains, and further findings.
-
-    Args:
-        target: without weights.
-        config: of the run.
+    """Return a description of a training run on this target, and further findings.
 
     Raises:
         InputError: heads that cannot begin on this target.
@@ -169,9 +137,9 @@ def check_run(target: Side, config: EagleTrainingConfig) -> tuple[str, list[Find
     else:
         tokens = config.draft_vocabulary
         at_most(token_count(target.tokenizer, target.config)).check("draft_vocabulary", tokens or 0)
-        kept = None if tokens is None else torch.arange(tokens)
+        token_map = None if tokens is None else torch.arange(tokens)
         with torch.device("meta"):
-            heads = new_heads(config, target.model, kept)
+            heads = new_heads(config, target.model, token_map)
         begun = f", {beginning(config, heads, target.model)[1]}"
     if config.training.learning_rate is not None:
         findings.append(learning_rate(config.training.learning_rate, heads.config.hidden_size))

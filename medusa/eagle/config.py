@@ -15,21 +15,21 @@ class EagleTrainingConfig(FeaturesConfig):
     """Train EAGLE-3 heads on a target, on completions that the target wrote (`draftsmith prepare`)."""
 
     layer_ids: list[int] = field(default_factory=list)
-    """After how many of the target's layers its features are taken, ascending; of L layers 2, L // 2 and L − 3 if not
-    given."""
+    """The depths of the target's features, ascending: the number of its layers before each. If not given 2, L // 2 and
+    L − 3 for a target of L layers."""
     init: str = "auto"
-    """How the layer begins: as the target's "last_layer", which sees the state alone at first; at "random"; or "auto",
-    as the last layer where ours can compute what it does (Llama, Mistral), and at random for other families."""
+    """The layer's first weights: the target's "last_layer", which sees only the state at first; "random"; or "auto",
+    the last layer if ours can compute the same (Llama, Mistral), and random for other families."""
     norm_before_residual: bool = False
-    """Begin the residual path around attention behind the state's norm."""
+    """Begin the residual path around attention after the state's norm."""
     norm_before_fc: bool = False
     """Norm the features together before they are fused."""
     fc_norm: bool = False
-    """Norm each depth's features before they are fused."""
+    """Norm the features of each depth before they are fused."""
     norm_output: bool = False
-    """Hand the state behind the last norm to the next step, in place of the one before it."""
+    """Give the next step the state after the last norm, not before it."""
     num_steps: int = 4
-    """K, the steps of a round in training: the training-time test (EAGLE-3, section 3.2). Heads may draft further."""
+    """K, the steps of a round in training: the training-time test (EAGLE-3, section 3.2). Heads may draft more."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +39,7 @@ class EagleTrainingConfig(FeaturesConfig):
         if self.heads is not None:
             given = [name for name in ("layer_ids", *SHAPE) if getattr(self, name)]
             if given:
-                raise InputError(f"{given[0]}: expected none beside heads, which have theirs, found one")
+                raise InputError(f"{given[0]}: expected none with heads, which have their own, found one")
 
 
 @dataclass

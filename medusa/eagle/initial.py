@@ -1,4 +1,4 @@
-"""The first weights of EAGLE-3 heads: random ones, or the target's last layer, on the deepest features.
+"""The first weights of EAGLE-3 heads: random, or the target's last layer on its deepest features.
 
 Shape suffix: H hidden.
 """
@@ -23,21 +23,16 @@ from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.positions import IGNORED
 
 LIKE_OURS = ("llama", "mistral")
-"""Families whose decoder layer computes what the heads' does, where it has the same weights and no more."""
+"""Families whose decoder layer computes the same as the heads', if it has the same weights and no others."""
 MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-BESIDE_EMBEDDINGS = MAPS[:3]
-"""These see an embedding besides, which comes first."""
+WIDE_MAPS = MAPS[:3]
+"""The maps that also see an embedding, which comes first."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @phase("making the heads")
 def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: Tensor | None = None) -> EagleHeads:
-    """Return heads in float32 as the fields of a training run say; its seed alone decides what is random.
-
-    Args:
-        config: of the run.
-        target: that they will draft for.
-        token_map: as in `EagleHeads.of_target`.
+    """Return heads in float32 for a training run, whose seed alone decides the random weights.
 
     Raises:
         InputError: as `EagleHeads.of_target` and `beginning`.
@@ -55,37 +50,37 @@ def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: T
 
 
 def beginning(config: EagleTrainingConfig, heads: EagleHeads, target: PreTrainedModel) -> tuple[str, str]:
-    """Return how heads begin, "last_layer" or "random", and a clause that says so, and why.
+    """Return the first weights, "last_layer" or "random", and a clause that says so, with the reason.
 
     Raises:
-        InputError: they are to begin as a layer that they cannot be.
+        InputError: the config asks for a layer that the heads cannot hold.
     """
     reason = None if config.init == "random" else other_layer(heads, target)
     if config.init == "last_layer" and reason is not None:
         raise InputError(f"init: expected auto or random for a target like this, found last_layer, and {reason}")
     if config.init == "auto" and reason is None:
-        # The copy is exact where it sees features as the layer does, and hands on what the layer does.
+        # The copy is exact only if its inputs and outputs are those of the target's layer.
         variants = [name for name in SHAPE if getattr(config, name)]
-        reason = f"{variants[0]}, which the target's last layer has not" if variants else None
+        reason = f"{variants[0]}, which the target's last layer does not have" if variants else None
     if config.init == "random" or reason is not None:
-        return "random", "begun at random" + (f", for {reason}" if reason else "")
+        return "random", "begun at random" + (f", because {reason}" if reason else "")
     return "last_layer", "begun as the target's last layer"
 
 
 def other_layer(heads: EagleHeads, target: PreTrainedModel) -> str | None:
-    """Return what keeps the heads' layer from computing what the target's last does; None if nothing does.
+    """Return why the heads' layer cannot compute the same as the target's last, or None.
 
-    Shapes alone are looked at, so that tensors without data will do.
+    Only shapes and the config decide, so tensors without data will do.
     """
     last, text = decoder_layers(target)[-1], target.config.get_text_config()
     weights = dict(last.named_parameters())
     expected = {f"{name}.weight" for name in (*MAPS, *NORMS)}
-    if further := sorted(weights.keys() - expected):
-        return f"the target's last layer has {further[0]}, which Llama's has not"
+    if others := sorted(weights.keys() - expected):
+        return f"the target's last layer has {others[0]}, which Llama's does not have"
     for name in MAPS:
         theirs, ours = weights.get(f"{name}.weight"), cast(nn.Linear, heads.midlayer.get_submodule(name))
-        beside = heads.config.hidden_size if name in BESIDE_EMBEDDINGS else 0
-        expected_shape = ours.out_features, ours.in_features - beside
+        embedding = heads.config.hidden_size if name in WIDE_MAPS else 0
+        expected_shape = ours.out_features, ours.in_features - embedding
         if theirs is None or not theirs.is_floating_point() or theirs.shape != expected_shape:
             return f"the target's last layer has another {name}"
     if text.model_type not in LIKE_OURS:
@@ -97,11 +92,9 @@ def other_layer(heads: EagleHeads, target: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
-    """Make the heads' layer the target's last, which sees the deepest features alone; what embeddings add is learned.
+    """Copy the target's last layer to heads that can hold it (`other_layer`), on the deepest features only.
 
-    Args:
-        heads: whose layer can be that: see `other_layer`.
-        target: with its weights.
+    The weights of embeddings begin at zero, and are learned.
     """
     last: Any = decoder_layers(target)[-1]
     decoder = decoder_of(target)
@@ -109,6 +102,7 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
     with whole(last, decoder):
         for name in MAPS:
             ours, theirs = cast(nn.Linear, layer.get_submodule(name)), last.get_submodule(name).weight
+            # Embeddings come first in the wide maps: pad their columns with zeros.
             ours.weight.copy_(nn.functional.pad(theirs, (ours.in_features - theirs.shape[1], 0)))
         for norm, their_norm in (
             (layer.hidden_norm, last.input_layernorm),
@@ -129,27 +123,27 @@ def quieten(
     tokens: int,
     sharded: bool = False,
 ) -> None:
-    """Multiply the last norm by the number that makes the loss of all steps the least on some texts.
+    """Scale the last norm of heads that begin as the target's last layer, by the factor with the least loss.
 
-    The layer is the target's, but what it sees is not, and its own output in later steps: it is surer than it is right.
-    The same number on all processes; at most eight texts.
+    The layer is the target's, but its inputs are not, and in later steps they are its own outputs: so it is more
+    confident than it is right. All processes get the same factor.
 
     Args:
-        heads: begun as the target's last layer.
-        seen_of: what the target leaves of a text: `seen_now`, or `seen_before`.
-        texts: what to look at.
+        heads: a copy of the target's last layer.
+        seen_of: returns the target's states of a text.
+        texts: a few texts.
         steps: K.
-        tokens: of the tokenizer; the target's head may have more rows.
-        sharded: whether a forward of the target takes all processes.
+        tokens: the tokenizer's size; the target's head may have more rows.
+        sharded: whether a forward of the target needs all processes.
     """
 
     def look() -> float:
         states, labels = [], []
         for text in texts:
             seen = seen_of(text)
-            nn.Module.to(heads, seen.features.device)  # on the host a large layer is slow
+            nn.Module.to(heads, seen.features.device)  # on the CPU a large layer is slow
             places_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
-            places_N = places_N[places_N > steps].to(heads.device)  # all steps have a round that reaches there
+            places_N = places_N[places_N > steps].to(heads.device)  # where each step has a round that reaches
             states += states_of_steps(heads, seen, None, places_N, steps)
             labels += [text.ids_T.to(heads.device)[places_N + 1]] * steps
         cut = None if heads.token_map is None else CutVocabulary(heads.token_map, heads.config.vocab_size)

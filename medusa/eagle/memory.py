@@ -15,7 +15,7 @@ from draftsmith.medusa.eagle.unrolled import states_of_steps, work_of_steps
 from draftsmith.medusa.memory import FeaturePlan, left_of, trace_losses
 from draftsmith.medusa.seen import TargetStates
 from draftsmith.train.job.flops import Work
-from draftsmith.train.memory.activations import BatchShape, Forward, precision_of
+from draftsmith.train.memory.activations import Forward, precision_of
 from draftsmith.train.memory.setting import MemorySetting, Precision
 
 
@@ -26,7 +26,7 @@ class EaglePlan(FeaturePlan):
     config: EaglePlanConfig
 
     def build(self, lm_heads: str) -> EagleHeads:
-        """Return the heads that the run begins with."""
+        """Return the run's heads."""
         config = self.config
         return self.made(config, EagleHeads, lambda target, tokens: new_heads(config, target, tokens))  # type: ignore[no-any-return]
 
@@ -35,21 +35,30 @@ class EaglePlan(FeaturePlan):
         return [drafter.lm_head]
 
     def vocabulary(self, heads: EagleHeads) -> int:
-        """Return the tokens that the heads draft among."""
+        """Return the heads' vocabulary size."""
         return heads.config.draft_vocab_size
 
     def places(self, rows: int) -> int:
-        """Return the places with a loss, where all tokens but each row's first are a completion's."""
+        """Return the places with a loss, if all tokens but each row's first belong to a completion."""
         return rows * max(self.batch.length - 2, 1)
 
     def forward(self, dtype: str) -> Forward:
-        """Return the K steps."""
-        return forward_of_steps(self.target(dtype), self.config.num_steps, self.batch)
+        """Return a forward of the K steps over the target's states of a batch."""
+        target, num_steps, length = self.target(dtype), self.config.num_steps, self.batch.length
+
+        def forward(heads: EagleHeads, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:
+            rows = len(inputs["input_ids"])
+            states = left_of(target, len(heads.layer_ids), rows, length)
+            position_ids = self.batch.inputs(rows).get("position_ids")
+            places = torch.zeros(rows * max(length - 2, 1), dtype=torch.long)
+            return states_of_steps(heads, states, position_ids, places, num_steps), states
+
+        return forward
 
     def traced_losses(
         self, heads: EagleHeads, target: PreTrainedModel, precision: Precision, positions: int
     ) -> tuple[float, float]:
-        """Return `trace_losses` at a number of positions, without the states, which are counted with the steps."""
+        """Return `trace_losses` without the states, which are counted with the steps."""
         with self.mode, precision_of(precision):
             dtype, size = computing_dtype(heads.lm_head.weight), heads.config.hidden_size
             states = [torch.zeros(positions, size, dtype=dtype) for _ in range(self.config.num_steps)]
@@ -63,35 +72,16 @@ class EaglePlan(FeaturePlan):
         return work_of_steps(self.drafter(setting), self.config.num_steps)
 
     def notes(self) -> list[str]:
-        """Return what is trained."""
+        """Return a line that describes the heads."""
         shape = self.drafter(self.setting).config
         depths = ", ".join(map(str, shape.eagle_aux_hidden_state_layer_ids))
         tokens = f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"
         return [f"{self.config.num_steps} steps of one layer, features after layers {depths}, drafts among {tokens}"]
 
     def known_changes(self) -> list[tuple[str, str, Any]]:
-        """Add a cache of features; a quantised layer is no beginning for the heads'."""
+        """Return changes that may help: also a cache of features; a quantised layer cannot be copied."""
         config, known = self.config, super().known_changes()
         if config.heads is None and config.init == "last_layer":
             begin = {"8bit": ", init random", "4bit": ", init random"}
             known = [(name + begin.get(value, ""), field, value) for name, field, value in known]
         return known + [("teacher_cache", "target", None)] * (self.setting.target is not None)
-
-
-def forward_of_steps(target: PreTrainedModel, num_steps: int, batch: BatchShape) -> Forward:
-    """Return a forward of K steps, over what the target left of a batch, for `trace_step` and `trace_forward`.
-
-    Args:
-        target: whose dtype embeddings and features have.
-        num_steps: K.
-        batch: what the target is fed.
-    """
-
-    def forward(heads: EagleHeads, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:
-        rows, length = len(inputs["input_ids"]), batch.length
-        seen = left_of(target, len(heads.layer_ids), rows, length)
-        position_ids = batch.inputs(rows).get("position_ids")
-        places = torch.zeros(rows * max(length - 2, 1), dtype=torch.long)
-        return states_of_steps(heads, seen, position_ids, places, num_steps), seen
-
-    return forward

@@ -1,9 +1,9 @@
-"""EAGLE-3 heads as a drafter: one layer, with a cache of its own, that sees the target's features.
+"""EAGLE-3 heads as a drafter: one layer that sees the target's features, with a cache of its own.
 
-Place i holds token i + 1 beside a state of token i (`medusa.eagle.heads`): a text of T tokens, of which the target has
-not seen the last, has T − 1 places with features, and the last of them gives the first drafted token's logits. Drafted
-tokens lie behind it, each beside what the layer gave for its parent. Once verified, accepted places are fed again, now
-beside the target's features, into the same slots: no key that the layer made of its own states stays.
+Place i holds token i + 1 and a state of token i (`medusa.eagle.heads`). In a text of T tokens the target has not seen
+the last one, so T − 1 places have features, and the last of them gives the first drafted token's logits. Drafted tokens
+follow, each with the layer's output for its parent. After verification, accepted places are fed again into the same
+slots, now with the target's features: no key made from the layer's own states stays.
 
 Shape suffixes: B rows, L places, F nodes fed together, N nodes fed so far, H hidden, V vocabulary.
 """
@@ -27,7 +27,7 @@ from draftsmith.decode.replay.texts import Distributions, WrittenText, fixed_pac
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
-from draftsmith.medusa.eagle.replay import logits_of_steps
+from draftsmith.medusa.eagle.unrolled import logits_of_steps
 from draftsmith.medusa.on_features import FeatureProposer, stacked
 from draftsmith.medusa.seen import KeysValues
 
@@ -35,7 +35,7 @@ from draftsmith.medusa.seen import KeysValues
 class EagleModel(PreTrainedModel):
     """The heads in the form of a causal LM, for `CachedModel`: their layer is its only one.
 
-    In place of logits it gives what the heads give, (B, L, 2H): the next step's states, and what the head sees.
+    In place of logits it returns the heads' outputs, (B, L, 2H): the next step's states, and the head's inputs.
     """
 
     config_class = EagleConfig
@@ -46,7 +46,7 @@ class EagleModel(PreTrainedModel):
         self.embed: nn.Module | None = None  # the target's
 
     def draft_for(self, target: PreTrainedModel) -> None:
-        """See the embeddings of this target.
+        """Use this target's embeddings from here on.
 
         Raises:
             InputError: heads of another width, vocabulary or depth.
@@ -65,23 +65,15 @@ class EagleModel(PreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Take a step, and keep the keys and values of these places.
+        """Take a step on the next tokens, `input_ids` (B, L), and these places' states, (B, L, H); extend the cache.
 
-        Args:
-            input_ids: the tokens behind these places, (B, L) int64.
-            states: of the tokens at these places, (B, L, H).
-            position_ids: (B or 1, L) int64.
-            past_key_values: the cache.
-            attention_mask: additive, (B or 1, 1, L, S).
-            use_cache: always.
-            logits_to_keep: return so many last places alone, or these places; 0 for all.
-            output_hidden_states: never.
+        `attention_mask` is additive, (B or 1, 1, L, S). `logits_to_keep` keeps the last places, or those it lists.
         """
 
         def attend(queries: Tensor, own: KeysValues) -> Tensor:
             seen = KeysValues(*past_key_values.update(own.keys, own.values, 0))
-            causal = attention_mask is None and queries.shape[2] > 1  # one place sees all that are kept
-            if causal:
+            # A single place sees all keys in the cache: it needs no mask.
+            if attention_mask is None and queries.shape[2] > 1:
                 return fused_attention(queries, *seen, is_causal=True)
             return in_groups(queries, *seen, attention_mask)
 
@@ -96,9 +88,9 @@ class EagleProposer(FeatureProposer):
     """Drafts chains or trees with EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840, section 3).
 
     Args:
-        heads: of this target.
-        tree: None drafts chains; a `Tree` has one shape for every round, whose siblings are the most likely tokens at
-            T=0 and drawn without replacement under sampling; a `DynamicTree` grows (EAGLE-2, arXiv 2406.16858).
+        heads: EAGLE-3 heads of the target.
+        tree: None drafts chains. A `Tree` has one shape for every round; its siblings are the most likely tokens at
+            T=0, and drawn without replacement under sampling. A `DynamicTree` grows (EAGLE-2, arXiv 2406.16858).
         greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
     """
 
@@ -108,18 +100,18 @@ class EagleProposer(FeatureProposer):
     def start(self, task: DraftTask) -> int:
         """Begin with an empty cache and no features."""
         self.fit(task)
-        self._block = max(task.draft_length, task.round_length) + 1  # places that a round gives features to at most
+        self._block = max(task.draft_length, task.round_length) + 1  # the most places that a round gives features to
         return super().start(task)
 
     def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
-        """Return the logits of K unrolled steps: see `draftsmith.medusa.eagle.replay`."""
+        """Return the logits of K unrolled steps: see `draftsmith.medusa.eagle.unrolled`."""
         return logits_of_steps(target, self.heads, text, depth)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
-        """Return the first step's distribution of each token: what is drafted in a round that begins with that token.
+        """Return the first step's distribution of each token, in a round that begins with that token.
 
-        It sees the target's features up to the token before the last. A text's second token, which no step drafts,
-        has a flat one: the test asks only that q is known from the tokens before.
+        The step sees the target's features up to the token before the last. A text's second token, which no step
+        drafts, gets a uniform distribution: the test of losslessness only needs a q that depends on earlier tokens.
         """
         heads = self.heads
 
@@ -136,7 +128,7 @@ class EagleProposer(FeatureProposer):
                 at, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
                 at = at + start
                 logits = heads.widened(heads.head(hidden_BLH[rows, (at - 2).clamp(min=0)]))
-                logits = logits.masked_fill((at < 2)[:, None], 0.0)  # the first place has seen that token
+                logits = logits.masked_fill((at < 2)[:, None], 0.0)  # the first place has already seen that token
                 pairs = [] if sampler.context_free else zip(rows, at, strict=True)
                 contexts = [ids_BT[row, :place] for row, place in pairs]
                 yield sampler.probabilities(logits, contexts) if len(at) else logits
@@ -149,26 +141,27 @@ class EagleProposer(FeatureProposer):
     def _feed_texts(self, contexts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
         """Feed the places that have features now; return the logits after each text, (B, 1, V).
 
-        Rows that have fewer are padded: what lies behind their own is overwritten. At most a block of places goes in at
-        once, for there is no room for more behind the longest text: several where rounds drafted nothing.
+        Shorter rows are padded; the padding's slots are overwritten later. At most `_block` places are fed at once,
+        because no slots beyond that are free after the longest text; rounds without drafts leave several such blocks.
         """
         if self._model.is_empty:
             self._prefill(contexts)
-        lacking = [len(states_LH) for states_LH in self._states]
-        width = min(max(lacking), self._block)
+        counts = [len(states_LH) for states_LH in self._states]
+        width = min(max(counts), self._block)
         last_BH: Tensor | None = None
-        for first in range(0, max(lacking), width):
-            own = [min(first, count) for count in lacking]  # a row that has no more goes on behind its text
-            tokens = [c[len(c) - count + at :][:width] for c, count, at in zip(contexts, lacking, own, strict=True)]
-            states = [s[at : at + width] for s, at in zip(self._states, own, strict=True)]
-            starts = [end - count + at for end, count, at in zip(self._lengths.host, lacking, own, strict=True)]
-            given = self._model.feed(padded(tokens, width), starts, further={"states": stacked(states, width)})
-            ends = [count - 1 - first for count in lacking]
+        for first in range(0, max(counts), width):
+            begins = [min(first, count) for count in counts]  # a finished row continues after its text
+            tokens = [c[len(c) - count + at :][:width] for c, count, at in zip(contexts, counts, begins, strict=True)]
+            states = [s[at : at + width] for s, at in zip(self._states, begins, strict=True)]
+            starts = [end - count + at for end, count, at in zip(self._lengths.host, counts, begins, strict=True)]
+            outputs = self._model.feed(padded(tokens, width), starts, further={"states": stacked(states, width)})
+            ends = [count - 1 - first for count in counts]
             if len(set(ends)) == 1 and 0 <= ends[0] < width:
-                last_BH = given[:, ends[0]]
+                last_BH = outputs[:, ends[0]]
                 continue
-            places = torch.tensor(ends, device=given.device)
-            here = given.take_along_dim(places.clamp(0, width - 1)[:, None, None], dim=1)[:, 0]
+            # Each row's last place is in one of the blocks: take it from there.
+            places = torch.tensor(ends, device=outputs.device)
+            here = outputs.take_along_dim(places.clamp(0, width - 1)[:, None, None], dim=1)[:, 0]
             inside = (places >= 0) & (places < width)
             last_BH = here if last_BH is None else here.where(inside[:, None], last_BH)
         assert last_BH is not None
@@ -177,34 +170,34 @@ class EagleProposer(FeatureProposer):
         return logits
 
     def _can_draft_in_programs(self) -> bool:
-        """As of draft models, where one program drafts all."""
-        whole = self._task.fixed_length or self.tree is not None
-        return super()._can_draft_in_programs() and whole and self._task.draft_length <= self._steps
+        """Return whether one program can draft all steps."""
+        one_shape = self._task.fixed_length or self.tree is not None
+        return super()._can_draft_in_programs() and one_shape and self._task.draft_length <= self._steps
 
     def _draft_in_programs(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """As of draft models, where all places that have features go in at once."""
+        """Draft in programs if all places that have features fit in one block; else step by step."""
         if not self._model.is_empty and max(map(len, self._states)) > self._block:
             return self._draft_by_steps(texts, draft_lengths)
         return super()._draft_in_programs(texts, draft_lengths)
 
     def _unfed_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, Tensor, dict[str, Tensor]]:
-        """Return the places that have features now."""
+        """Return the places that have features now, as one block."""
         if self._model.is_empty:
             self._prefill(texts)
-        lacking, device = [len(states_LH) for states_LH in self._states], texts[0].device
-        width = max(lacking)
-        tokens = padded([text[len(text) - count :] for text, count in zip(texts, lacking, strict=True)], width)
+        counts, device = [len(states_LH) for states_LH in self._states], texts[0].device
+        width = max(counts)
+        tokens = padded([text[len(text) - count :] for text, count in zip(texts, counts, strict=True)], width)
         states = stacked(self._states, width)
-        starts = Places([end - count for end, count in zip(self._lengths.host, lacking, strict=True)], device)
+        starts = Places([end - count for end, count in zip(self._lengths.host, counts, strict=True)], device)
         self._states = [states_LH[:0] for states_LH in self._states]
-        return tokens, starts, torch.tensor(lacking, device=device) - 1, {"states": states}
+        return tokens, starts, torch.tensor(counts, device=device) - 1, {"states": states}
 
     def _columns(self, block: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all columns: rows end at different ones."""
+        """Return all columns, because rows end at different ones."""
         return torch.arange(block.shape[1], device=block.device), ends
 
     def _prefill(self, contexts: Sequence[Tensor]) -> None:
-        """Feed all places of the first texts but the last one, which every row feeds at its own."""
+        """Feed all places of the first texts except the last, which each row feeds at its own slot."""
         longest = max(map(len, self._states)) - 1
         if longest:
             tokens = padded([context[1:-1] for context in contexts], longest)
@@ -212,25 +205,25 @@ class EagleProposer(FeatureProposer):
             self._model.prefill(tokens, further={"states": states})
         self._states = [states_LH[-1:] for states_LH in self._states]
 
-    def _feed_nodes(self, tokens: Tensor, behind: int, visible: Tensor | None, depth: int) -> Tensor:
-        """Feed nodes beside what the layer gave for their parents: see `DraftModelProposer`."""
-        starts, count = self._lengths + behind, tokens.shape[1]
+    def _feed_nodes(self, tokens: Tensor, fed: int, visible: Tensor | None, depth: int) -> Tensor:
+        """Feed nodes with the layer's outputs for their parents: see `DraftModelProposer`."""
+        starts, count = self._lengths + fed, tokens.shape[1]
         if visible is None:
-            given = self._model.feed(tokens, starts, further={"states": self._seen})
-            logits, self._seen = self._read(given)
+            outputs = self._model.feed(tokens, starts, further={"states": self._seen})
+            logits, self._seen = self._read(outputs)
             return logits
         visible = visible.to(tokens.device)
-        # Of a node's ancestors the last one fed is its parent; 0 is the text's last place.
-        order_N = torch.arange(1, behind + 1, device=tokens.device)
-        parents_F = (visible[..., :behind] * order_N).amax(-1) if behind else torch.zeros_like(visible[..., 0]).long()
+        # A node's parent is the last of its ancestors that was fed; 0 is the text's last place.
+        order_N = torch.arange(1, fed + 1, device=tokens.device)
+        parents_F = (visible[..., :fed] * order_N).amax(-1) if fed else torch.zeros_like(visible[..., 0]).long()
         states_BFH = self._seen.take_along_dim(parents_F.expand(len(tokens), count)[..., None], dim=1)
-        depths = torch.full((count,), depth - 1 - behind, device=tokens.device)
-        given = self._model.feed(tokens, starts, visible=visible, depths=depths, further={"states": states_BFH})
-        logits, states_BFH = self._read(given)
+        depths = torch.full((count,), depth - 1 - fed, device=tokens.device)
+        outputs = self._model.feed(tokens, starts, visible=visible, depths=depths, further={"states": states_BFH})
+        logits, states_BFH = self._read(outputs)
         self._seen = torch.cat([self._seen, states_BFH], dim=1)
         return logits
 
-    def _read(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits, (B, F, V), and the states of what the layer gave, (B, F, 2H)."""
-        states_BFH, hidden_BFH = given.chunk(2, dim=-1)
+    def _read(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Split the layer's outputs, (B, F, 2H), into logits, (B, F, V), and the next states, (B, F, H)."""
+        states_BFH, hidden_BFH = outputs.chunk(2, dim=-1)
         return self._aligned(self.heads.widened(self.heads.lm_head(hidden_BFH))), states_BFH

@@ -1,29 +1,60 @@
-"""The steps of all rounds at once: what heads give where each place begins a round (EAGLE-3, section 3.2).
+"""The K steps of all rounds at once: the outputs of heads if each place begins a round (EAGLE-3, section 3.2).
 
-A round that begins at place s knows the target's features of places up to s. Its step 0 is the layer at place s, as
-ever. Its step k is the layer at place s + k, where it sees the state that step k − 1 gave, beside the embedding of the
-next token of the text. It attends to the keys that step 0 made at the places up to s, and to those that steps 1 … k of
-this same round made, one each. So a decoder does whose drafts are all accepted, and training does the same: the
-paper's training-time test.
+A round that begins at place s knows the target's features of places up to s. Its step 0 is the layer at place s, as in
+decoding. Its step k is the layer at place s + k, on the state of step k − 1 and the embedding of the text's next token.
+It attends to the keys that step 0 made at the places up to s, and to those that steps 1 … k of the same round made, one
+each. A decoder whose drafts are all accepted computes the same, and so does training: the paper's training-time test.
 
-Tensors of step k have an entry for each round, not for each place: entry s is of the round that begins at s. Then all
-steps look at the keys of step 0 by the same causal mask, and the key of step j is the entry of the same index.
+Tensors of step k have an entry for each round, not for each place: entry s is the round that begins at s. So all steps
+see the keys of step 0 through the same causal mask, and the key of step j is the entry with the same index.
 
 `draftsmith plan` runs these functions on tensors without data.
 
 Shape suffixes: B rows, T places, S = T − k rounds of a step, N chosen places, K steps, F features, H hidden.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import collected, decoder_of
 from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, flash_takes, fused_attention, repeated
+from draftsmith.decode.replay.starts import LogitsAt
+from draftsmith.decode.replay.texts import WrittenText, fixed_packing
 from draftsmith.medusa.eagle.heads import Attend, EagleHeads, Step, attention
 from draftsmith.medusa.seen import KeysValues, TargetStates
 from draftsmith.train.job.flops import Work
 
 SPARE = 8
-"""By how much keys and values are widened: attention kernels ask for widths that are multiples of it."""
+"""The columns added to keys and values: attention kernels need widths that are multiples of 8."""
+
+
+def logits_of_steps(target: PreTrainedModel, heads: EagleHeads, text: WrittenText, depth: int) -> LogitsAt:
+    """Return the heads' logits by step and start for replay, from one target forward and K = `depth` steps.
+
+    After a prompt of P tokens, the round from s ≥ 1 begins at place P + s − 2, the last one with features, and sees the
+    embedding of x_{s−1}. Its step j guesses x_{s+j} from the text's own tokens, because a draft only counts if those
+    before it were accepted.
+    """
+    if len(text) < 2:  # nothing is drafted
+        return lambda step, first, end: torch.empty(0)
+    ids_1T = text.sequence[None].to(target.device)
+    # The last place that guesses a token of the text is at its last token but two.
+    with collected(target, heads.layer_ids) as features, fixed_packing(False):
+        decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
+    embed: Any = target.get_input_embeddings()
+    embeddings, places = embed(ids_1T[:, 1:-1]), torch.arange(ids_1T.shape[1] - 2, device=heads.device)[None]
+    embeddings, fused_features = (part.to(heads.device, heads.dtype) for part in (embeddings, features.pop()))
+    steps = unrolled(heads, embeddings, fused_features, places, min(depth, len(text) - 1))
+    hidden = [step.hidden[0] for step in steps]
+
+    def logits_at(step: int, first: int, end: int) -> Tensor:
+        begin = text.prompt_length - 2
+        return heads.widened(heads.head(hidden[step][begin + first : begin + end]))
+
+    return logits_at
 
 
 def unrolled(
@@ -34,79 +65,68 @@ def unrolled(
     num_steps: int,
     texts_BT: Tensor | None = None,
 ) -> list[Step]:
-    """Return the steps 0 … K − 1 of the rounds that begin at every place.
+    """Return the steps 0 … K − 1 of the rounds that begin at every place, (B, T − k, H) each.
 
-    Entry s of step k is at place s + k: it has seen the text up to token s + k + 1 and guesses token s + k + 2. Where
-    place s + k is of another text, or padding, an entry means nothing. Places behind a text change nothing in it.
+    Entry s of step k is at place s + k: it has seen the text up to token s + k + 1 and guesses token s + k + 2. It is
+    meaningless if place s + k belongs to another text, or to padding.
 
     Args:
-        heads: that draft.
-        embeddings_BTH: the target's, of the tokens behind these places.
-        features_BTF: the target's, of the tokens at these places.
-        positions_BT: of these places in their texts, int64.
+        heads: EAGLE-3 heads.
+        embeddings_BTH: the target's embeddings of the next tokens.
+        features_BTF: the target's features of the tokens at these places.
+        positions_BT: the places' positions in their texts, int64.
         num_steps: K.
-        texts_BT: a number for each text of a packed row, such as (positions_BT == 0).cumsum(1); None: each row is one.
-
-    Returns:
-        K steps, tensors of step k (B, T − k, H).
+        texts_BT: a number for each text of a packed row, such as (positions_BT == 0).cumsum(1); None: one text a row.
     """
     visible = None if texts_BT is None else same_text(texts_BT)
     states_BTH = heads.fuse(features_BTF)
     mask = None if visible is None else additive_mask(visible, computing_dtype(states_BTH))
     steps = [heads.step(embeddings_BTH, states_BTH, positions_BT, attention(None, mask))]
     query_heads = heads.config.num_attention_heads
-    of_features = FeatureKeys(steps[0].own, query_heads, visible) if num_steps > 1 else None
+    feature_keys = FeatureKeys(steps[0].own, query_heads, visible) if num_steps > 1 else None
     for k in range(1, num_steps):
-        assert of_features is not None
-        attend = round_attention(of_features, [step.own for step in steps[1:]])
+        assert feature_keys is not None
+        attend = round_attention(feature_keys, [step.own for step in steps[1:]])
         states_BSH = steps[-1].states[:, : max(embeddings_BTH.shape[1] - k, 0)]
         steps.append(heads.step(embeddings_BTH[:, k:], states_BSH, positions_BT[:, k:], attend))
     return steps
 
 
 def same_text(texts_BT: Tensor) -> Tensor:
-    """Return where a place sees another: itself and those before it in its text, (B, 1, T, T) bool."""
+    """Return the causal mask within texts, (B, 1, T, T) bool: a place sees itself and those before it in its text."""
     causal_TT = torch.ones(2 * texts_BT.shape[1:], dtype=torch.bool, device=texts_BT.device).tril()
     return ((texts_BT[:, :, None] == texts_BT[:, None, :]) & causal_TT)[:, None]
 
 
 class FeatureKeys:
-    """Keys and values of step 0, with a sink before them: a key that all queries see, each at a score of its own.
+    """Keys and values of step 0 for `heads` query heads, with a sink before them: a key with a score for each query.
 
-    The softmax over all keys of a round splits into two: its own keys are few, and their part is computed entry by
-    entry; the keys of step 0 are as many as places, and the library's kernel computes theirs without holding T × T
-    scores. What it does not tell is the sum of their exponentials, which weighs the parts. So it is shown one key more,
-    whose score is the logarithm of the other part's sum, and whose value says what weight it got.
+    The softmax over all keys of a round splits into two. The round's own keys are few: their part is computed entry by
+    entry. The keys of step 0 are as many as places: the library's kernel computes their part without T × T scores, but
+    does not return the sum of their exponentials, which weighs the parts. So the kernel gets one more key, the sink.
+    Its score is the logarithm of the other part's sum, and its value returns the weight that it got.
 
-    Args:
-        current: keys and values of step 0, (B, key heads, T, width).
-        heads: that query them.
-        visible: of `same_text`; None: causal.
+    `current` has the shape (B, key heads, T, width); `visible` is the mask of `same_text`, or None: causal.
     """
 
     def __init__(self, current: KeysValues, heads: int, visible: Tensor | None):
-        # The score passes through the queries' precision: what bfloat16 rounds off of it goes through another entry.
+        # The score passes through the queries' dtype: what bfloat16 rounds off goes through a second entry.
         self.keys = nn.functional.pad(current.keys, (0, SPARE, 1, 0))
         self.keys[:, :, 0, -2:] = 1.0
         self.values = nn.functional.pad(current.values, (0, SPARE, 1, 0))
         self.values[:, :, 0, -1] = 1.0
-        if not flash_takes(self.keys, visible is not None):  # once for all steps
+        if not flash_takes(self.keys, visible is not None):  # repeat them here, once for all steps
             self.keys, self.values = repeated(self.keys, heads), repeated(self.values, heads)
         self.mask: Tensor | None = None
-        if visible is not None:  # the sink's own query sees it alone
+        if visible is not None:  # the sink's own query sees only the sink
             visible = nn.functional.pad(visible, (1, 0, 1, 0))
             visible[..., 0] = True
             self.mask = additive_mask(visible, computing_dtype(current.keys))
 
     def attend(self, queries: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the rounds' queries attend to, times its weight, and the weight of the sink.
+        """Return the attended values times their weight, (B, heads, S, width), and the sink's weight, (B, heads, S, 1).
 
-        Args:
-            queries: (B, heads, S, width).
-            scores: of the sink, float32, (B, heads, S).
-
-        Returns:
-            (B, heads, S, width) and (B, heads, S, 1).
+        `queries` are (B, heads, S, width); `scores` are the sink's, float32, (B, heads, S).
         """
         rounds, width = queries.shape[2:]
         scaled, dtype = scores * width**0.5, computing_dtype(queries)
@@ -124,25 +144,22 @@ class FeatureKeys:
         return seen[..., :width], seen[..., -1:]
 
 
-def round_attention(of_features: FeatureKeys, drafted: list[KeysValues]) -> Attend:
-    """Return the attention of step k: a round sees the keys of step 0 up to its beginning, and those that it made.
+def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues]) -> Attend:
+    """Return the attention of step k: to the keys of step 0 up to the round's beginning, and to the round's own.
 
-    Args:
-        of_features: the keys of step 0.
-        drafted: keys and values of the steps 1 … k − 1.
+    `drafted` holds the keys and values of the steps 1 … k − 1.
     """
 
     def attend(queries: Tensor, current: KeysValues) -> Tensor:
         rounds, width = queries.shape[2:]
-        made = [KeysValues(*(each[:, :, None, :rounds] for each in part)) for part in (*drafted, current)]
+        made = [KeysValues(*(states[:, :, None, :rounds] for states in part)) for part in (*drafted, current)]
         grouped = queries.unflatten(1, (current.keys.shape[1], -1))
+        # The round's own keys: one score a step, from the entry with the same index.
         scores = torch.stack([(grouped * part.keys).sum(-1, dtype=torch.float32) for part in made]) * width**-0.5
-        seen, weight = of_features.attend(queries, scores.logsumexp(0).flatten(1, 2))
+        attended, weight = feature_keys.attend(queries, scores.logsumexp(0).flatten(1, 2))
         shares = scores.softmax(0).to(queries.dtype)
-        of_round = torch.stack([share[..., None] * part.values for share, part in zip(shares, made, strict=True)]).sum(
-            0
-        )
-        return seen + weight * of_round.flatten(1, 2)
+        own = torch.stack([share[..., None] * part.values for share, part in zip(shares, made, strict=True)]).sum(0)
+        return attended + weight * own.flatten(1, 2)
 
     return attend
 
@@ -150,22 +167,22 @@ def round_attention(of_features: FeatureKeys, drafted: list[KeysValues]) -> Atte
 def states_of_steps(
     heads: EagleHeads, seen: TargetStates, position_ids: Tensor | None, places_N: Tensor, num_steps: int
 ) -> list[Tensor]:
-    """Return what the head sees of each step at the places where it learns, (N, H) each; anything at others.
+    """Return each step's inputs of the head at the places where it learns, (N, H); undefined at other places.
 
     Args:
         heads: with gradients or without.
-        seen: of the batch, (B, T, …).
-        position_ids: of packed rows, (B, T); None where each row is one text.
-        places_N: c in the flattened batch: step k guesses the token c + 1, in the round that begins at c − 1 − k.
+        seen: the target's states of the batch, (B, T, …).
+        position_ids: the positions of packed rows, (B, T); None: one text a row.
+        places_N: c in the flattened batch: step k guesses token c + 1, in the round that begins at c − 1 − k.
         num_steps: K.
     """
     rows, length = seen.hidden.shape[:2]
     positions_BT = position_ids
     if positions_BT is None:
         positions_BT = torch.arange(length, device=places_N.device).expand(rows, length)
-    # The last place of a row has no token behind it.
+    # The last place of a row has no next token.
     positions_BS = positions_BT[:, :-1]
-    dtype = computing_dtype(heads.fc.weight)  # of a long context the features are the largest tensor
+    dtype = computing_dtype(heads.fc.weight)  # with a long context the features are the largest tensor
     steps = unrolled(
         heads,
         seen.embeddings[:, 1:].to(dtype),
@@ -176,14 +193,14 @@ def states_of_steps(
     )
     row_N, column_N = places_N // length, places_N % length
     return [
-        # A batch of short rows may have no round as long, and nothing to learn from it.
+        # A batch of short rows may have no round of this length, and nothing to learn from it.
         (step if step.hidden.shape[1] else steps[0]).hidden[row_N, (column_N - 1 - k).clamp(min=0)]
         for k, step in enumerate(steps)
     ]
 
 
 def work_of_steps(heads: EagleHeads, num_steps: int) -> Work:
-    """Return the arithmetic of K steps: a layer and a head each, and what fuses the features once."""
+    """Return the arithmetic of K steps: a layer and a head in each, and one fusion of the features."""
     attention = heads.midlayer.self_attn
     return Work(
         Work.of_maps(*[heads.midlayer] * num_steps, heads.fc).head,

@@ -1,4 +1,4 @@
-"""The model card of Medusa heads: what they are, how to load them, what they accept."""
+"""The model card of Medusa heads: what they are, how to load them, and their acceptance."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,14 +21,14 @@ def card(
     top_1: Sequence[float] = (),
     tau: float | None = None,
 ) -> ModelCard:
-    """Return the card of heads; its text is `str(card)`.
+    """Return the card of heads.
 
     Args:
-        heads: whose card it is.
-        format: the one of `FORMATS` that the directory is in.
-        step: of the run that trained them; None if that is not known.
-        top_1: each head's share of held-out tokens that were its most likely one, from 0 to 1, head 0 first.
-        tau: tokens a round of the chain of all heads; goes with `top_1`.
+        heads: the heads.
+        format: the directory's format, one of `FORMATS`.
+        step: the step of their training run, if it is known.
+        top_1: for each head the share of held-out tokens that it put first.
+        tau: the mean acceptance length of the chain of all heads; goes with `top_1`.
 
     Raises:
         InputError: an unknown format.

@@ -1,4 +1,4 @@
-"""Checks of `draftsmith doctor` for Medusa heads: whether their files are whole, and whether they fit the target."""
+"""Checks of `draftsmith doctor` for Medusa heads: whether their files are whole, and fit the target."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from draftsmith.train.kinds.quantities import count, counted
 
 
 def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
-    """Load heads without their weights, and say what they are; None where they do not load.
+    """Load heads without their weights, and describe them; None if they do not load.
 
-    Files of other tools are read whole: their configs do not say of which shape the heads are.
+    Files of other tools are read whole, because their configs do not give the heads' shape.
     """
     if (format := foreign_format(Path(str(spec.path)))) is not None:
         return _inspect_foreign(spec, format)
@@ -47,8 +47,8 @@ def _inspect_foreign(spec: DrafterSpec, format: str) -> tuple[Part | None, Findi
     return Part(role, path, heads, Counter({stored: heads.num_parameters()}), 0), Finding("ok", role, text)
 
 
-def _said_of_foreign(heads: Part, format: str) -> Finding:
-    """Say what the files leave to their readers: the tree, and who reads them at all."""
+def _foreign_finding(heads: Part, format: str) -> Finding:
+    """Report what other tools' files leave to their readers: the tree, and which tools read them."""
     config = heads.model.config
     tree = "they name no tree, so that each reader takes its own default"
     if config.medusa_choices is not None:
@@ -73,10 +73,10 @@ def _empty(path: str) -> MedusaHeads:
 
 
 def compare(target: Side, heads: Part) -> Iterator[Finding]:
-    """Check whether Medusa heads fit the target, their tree them, and what files of other tools leave unsaid."""
+    """Check whether Medusa heads fit the target, the tree fits them, and what other tools' files leave out."""
     yield _fits(target, heads)
     if (format := foreign_format(Path(heads.path))) is not None:
-        yield _said_of_foreign(heads, format)
+        yield _foreign_finding(heads, format)
 
 
 def _fits(target: Side, heads: Part) -> Finding:
@@ -93,7 +93,7 @@ def _fits(target: Side, heads: Part) -> Finding:
         return Finding(
             "warning",
             name,
-            f"{text}; {config.num_heads - tree.depth} of {config.num_heads} heads lie deeper and are not used",
+            f"{text}; {config.num_heads - tree.depth} of {config.num_heads} heads are deeper and not used",
             "search a deeper tree (draftsmith tree --drafter DIR), or train fewer heads",
         )
     return Finding("ok", name, text)

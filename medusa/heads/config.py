@@ -17,33 +17,32 @@ class MedusaTrainingConfig(HeadsConfig):
     """Train Medusa heads on a target, on completions that the target wrote (`draftsmith prepare`)."""
 
     num_heads: int = 4
-    """K: head i ≥ 1 guesses the token after the next i."""
+    """K: head i ≥ 1 guesses the i-th token after the next one."""
     num_layers: int = 1
-    """Residual blocks a head, each with weights of its own."""
+    """The number of residual blocks in a head; each has its own weights."""
     lm_heads: str = "own"
-    """"own": each head has its own language-model head, at first the target's times a number that suits a few of the
+    """"own": each head has its own language-model head, at first the target's times a factor that suits a few of the
     completions; "shared": one for all."""
     train_lm_heads: bool = True
-    """Train language-model heads, or leave them as the target's and train the blocks alone."""
+    """Train language-model heads too, or only the blocks."""
     bias: bool = False
     """Whether the blocks' linear maps have biases."""
     hydra: bool = False
-    """Hydra heads: each sees the embeddings of the tokens before its own too, drafted ones included."""
+    """Hydra heads: each also sees the embeddings of the tokens before its own, including drafted ones."""
     backbone: str = "frozen"
     """"frozen" (Medusa-1); or train the target with its heads (Medusa-2), by "lora" on weights of any `target_dtype` or
-    `target_quantization`, or in "full", in float32. Then what is decoded afterwards is the new backbone's text, not the
-    old one's."""
+    `target_quantization`, or in "full", in float32. Decoding then gives the new backbone's text, not the old one's."""
     lora: LoraOptions = field(default_factory=LoraOptions)
     """Adapters of the backbone; merged when it is saved."""
     backbone_divergence: str = "forward_kl"
-    """What the backbone minimises: forward_kl to the target as it was (self-distillation), or cross_entropy on the
+    """The backbone's objective: forward_kl to the original target (self-distillation), or cross_entropy on the
     completions."""
     backbone_weight: float = 1.0
-    """λ_0, the weight of the backbone's loss; the heads' together have `heads_weight`."""
+    """λ_0, the weight of the backbone's loss; the heads' losses have `heads_weight`."""
     heads_weight: float = 0.2
     """The weight of the heads' losses in joint training."""
     head_learning_rate_multiplier: float = 4.0
-    """In joint training, the heads' learning rate over `training.learning_rate`, which the backbone has."""
+    """In joint training, the heads' learning rate over the backbone's, which is `training.learning_rate`."""
     warmup_heads: float = 0.0
     """The share of the steps in which heads are trained alone, before the backbone is trained with them."""
 
@@ -77,7 +76,7 @@ class MedusaTrainingConfig(HeadsConfig):
 
     @property
     def defaults(self) -> Defaults:
-        """In joint training the rate is the backbone's."""
+        """The backbone's learning rate in joint training, or the heads'."""
         if self.joint:
             return Defaults(rate=1e-3 if self.backbone == "lora" else 3e-4)
         return super().defaults
@@ -89,12 +88,12 @@ class MedusaTrainingConfig(HeadsConfig):
 
     @property
     def trains_target(self) -> bool:
-        """Whether the target is trained too: the same."""
+        """Whether the target is trained too."""
         return self.joint
 
     @property
     def needs_original(self) -> bool:
-        """Whether joint training compares with the target as it was."""
+        """Whether joint training compares with the original target."""
         return self.backbone_divergence != "cross_entropy" or self.objective.needs_target
 
 

@@ -20,10 +20,10 @@ from draftsmith.train.memory.states import Weights
 
 
 class MedusaPlan(HeadsPlan):
-    """Medusa heads, with a target that is trained too where the config says so (Medusa-2)."""
+    """Medusa heads, and a target that is trained with them if the config says so (Medusa-2)."""
 
     def empty_target(self, dtype: str) -> PreTrainedModel:
-        """Return the target on the meta device, with gradients where it trains."""
+        """Return the target on the meta device, with gradients for its trained weights."""
         target = super().empty_target(dtype).requires_grad_(self.config.backbone == "full")
         if self.config.backbone == "lora":
             with torch.device("meta"):
@@ -31,7 +31,7 @@ class MedusaPlan(HeadsPlan):
         return target
 
     def build(self, lm_heads: str) -> MedusaHeads:
-        """Return the heads, with language-model heads of their own or one that they share."""
+        """Return the heads, with "own" language-model heads or a "shared" one."""
         config, head = self.config, head_of(self.target(self.setting.target_dtype))
         vocab_size, hidden_size = head.weight.shape
         at_most(vocab_size).check("draft_vocabulary", config.draft_vocabulary or vocab_size)
@@ -56,17 +56,17 @@ class MedusaPlan(HeadsPlan):
         return drafter.all_lm_heads
 
     def weights(self, drafter: MedusaHeads) -> Weights:
-        """Count the heads' numbers, which FSDP gathers part by part."""
+        """Count the heads' numbers; FSDP gathers them part by part."""
         parts = (*drafter.all_lm_heads, *drafter.blocks)
         largest = max(sum(p.numel() for p in part.parameters()) for part in parts)
         return replace(super().weights(drafter), buffers=0, largest_unit=largest, tail=0)
 
     def vocabulary(self, heads: MedusaHeads) -> int:
-        """Return the tokens that the heads draft among."""
+        """Return the heads' vocabulary size."""
         return heads.config.truncated_vocab_size
 
     def target_held(self, setting: MemorySetting) -> dict[str, float]:
-        """Return the bytes that the target takes at all times: as it was, where all of it is trained."""
+        """Return the bytes that the target always takes; only those of a copy if all of it is trained."""
         if self.config.backbone != "full":
             return super().target_held(setting)
         size = Weights.of(self.target(setting.target_dtype)).all
@@ -96,7 +96,7 @@ class MedusaPlan(HeadsPlan):
     def traced_losses(
         self, heads: MedusaHeads, target: PreTrainedModel, precision: Precision, positions: int
     ) -> tuple[float, float]:
-        """Return `trace_losses` at a number of positions."""
+        """Return `trace_losses` for a number of positions."""
         args = heads, target, self.config.objective, states_of_heads(heads), heads.head, positions
         return trace_losses(self.mode, *args, precision, self.sizes)
 
@@ -105,7 +105,7 @@ class MedusaPlan(HeadsPlan):
         return Work.of_maps(*self.drafter(setting).maps)
 
     def drafter_operations(self, setting: MemorySetting) -> float | None:
-        """Return the operations of a token, those of a backbone that is trained with the heads included."""
+        """Return the operations for a token, with those of a backbone in training."""
         heads, seen = super().drafter_operations(setting), self.batch.length / 2
         if heads is None or not self.joint:
             return heads
@@ -115,23 +115,23 @@ class MedusaPlan(HeadsPlan):
         return heads + target.step(1, seen, 1) + (target.forward(1, seen, 1) if setting.checkpointing else 0.0)
 
     def notes(self) -> list[str]:
-        """Return what is trained."""
+        """Return a line that describes the run."""
         config, lm_heads = self.config, self.setting.lm_heads
         return [f"{config.num_heads} heads, {lm_heads} language-model heads, backbone {config.backbone}"]
 
     def known_changes(self) -> list[tuple[str, str, Any]]:
-        """Return what may be changed: shared language-model heads too, and no more than the backbone allows."""
+        """Return changes that may help: also shared language-model heads, and only what the backbone allows."""
         fixed = {"frozen": ("checkpointing",), "lora": (), "full": ("target_dtype", "target")}[self.config.backbone]
         known = [change for change in super().known_changes() if change[1] not in fixed]
         return known + [("lm_heads shared", "lm_heads", "shared")] * (self.setting.lm_heads == "own")
 
 
 def states_of_heads(heads: MedusaHeads) -> StatesOf:
-    """Return what makes the states that each head's language-model head sees."""
+    """Return a function from the target's states to the inputs of each language-model head."""
 
     def states_of(hidden: Tensor) -> list[Tensor]:
-        seen, size = hidden.to(heads.dtype), (len(hidden), heads.config.num_heads, hidden.shape[1])
-        embeddings = seen.new_zeros(()).expand(size) if heads.config.hydra else None
-        return [heads.states(i, seen, embeddings) for i in range(heads.config.num_heads)]
+        states, size = hidden.to(heads.dtype), (len(hidden), heads.config.num_heads, hidden.shape[1])
+        embeddings = states.new_zeros(()).expand(size) if heads.config.hydra else None
+        return [heads.states(i, states, embeddings) for i in range(heads.config.num_heads)]
 
     return states_of

@@ -1,8 +1,8 @@
 """Medusa heads: small networks on a target's last hidden state that guess the tokens after the next one.
 
-Medusa (Cai et al. 2024, section 2.1): head k ≥ 1 sees h_t, the hidden state that the target predicts token t + 1 from,
+Medusa (Cai et al. 2024, section 2.1): head k ≥ 1 sees h_t, the hidden state from which the target predicts token t + 1,
 and predicts token t + k + 1. Here heads count from 0, so head i predicts token t + 2 + i. Hydra heads (Ankner et al.
-2024, section 3) see the embeddings of the tokens between too, t + 1 … t + 1 + i.
+2024, section 3) also see the embeddings of the tokens between, t + 1 … t + 1 + i.
 
 Shape suffixes: N positions, H hidden, V the target's vocabulary, D the heads' vocabulary, K heads.
 """
@@ -33,25 +33,25 @@ class MedusaConfig(NamedConfig):
     num_heads: int = 4
     """K."""
     num_hidden_layers: int = 1
-    """Residual blocks a head, each with weights of its own."""
+    """The number of residual blocks in a head; each has its own weights."""
     truncated_vocab_size: int = None  # type: ignore[assignment]
-    """D, tokens that heads can draft; V if None is given."""
+    """D, the heads' vocabulary size; V if None is given."""
     medusa_fc_bias: bool = False
     """Whether the blocks' linear maps have a bias."""
     original_lm_head: bool = False
-    """One language-model head for all K in place of one each."""
+    """Whether all K heads share one language-model head."""
     lm_head_bias: bool = False
-    """Whether language-model heads have a bias, as the target's has."""
+    """Whether language-model heads have a bias, as the target's does."""
     logit_scale: float = 1.0
-    """Multiplies logits, as in the target."""
+    """A factor on logits, as in the target."""
     final_logit_softcapping: float | None = None
-    """Bounds logits, as in the target."""
+    """A bound on logits, as in the target."""
     hydra: bool = False
     """Whether a head sees the tokens that were drafted before it."""
     medusa_choices: list[list[int]] | None = None
     """The tree to draft, in Medusa's notation (`Tree.from_choices`); a chain of K if None."""
     base_model_name_or_path: str | None = None
-    """The target that they were trained on."""
+    """The target that they were trained with."""
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ class MedusaConfig(NamedConfig):
         super().__post_init__(**{"architectures": [self.architecture], **kwargs})
 
     def check(self) -> "MedusaConfig":
-        """Return the config, or raise an InputError that names the first field that cannot be."""
+        """Return the config, or raise an InputError that names the first impossible field."""
         sizes, depths = ("hidden_size", "vocab_size", "truncated_vocab_size"), ("num_heads", "num_hidden_layers")
         require(self, at_least(1), *sizes, *depths)
         require(self, SIZE, *sizes)
@@ -81,16 +81,16 @@ class MedusaConfig(NamedConfig):
 
 
 def check_depth(tree: Tree, num_heads: int) -> Tree:
-    """Return a tree that `num_heads` heads can draft, or raise an InputError."""
+    """Return the tree if `num_heads` heads can draft it, or raise an InputError."""
     if not 1 <= tree.depth <= num_heads:
         raise InputError(f"tree: expected a depth between 1 and the {num_heads} heads, found {tree.depth}")
     return tree
 
 
 class MedusaBlock(nn.Module):
-    """The residual blocks of one head: h ← h + SiLU(W h), W zero at first, so that it begins as the target's h.
+    """The residual blocks of one head: h ← h + SiLU(W h), with W zero at first, so that the output begins as h.
 
-    Of a Hydra head the first W is wider: it sees h and the embeddings of the tokens before, one behind the other.
+    A Hydra head's first W is wider: it sees h and the embeddings of the `seen` tokens before, concatenated.
     """
 
     def __init__(self, hidden_size: int, layers: int, bias: bool, seen: int):
@@ -102,7 +102,7 @@ class MedusaBlock(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
-        """Return (…, H) of the target's hidden states, (…, H), and the embeddings before, (…, seen · H) or None."""
+        """Return (…, H) from the target's hidden states, (…, H), and the embeddings before, (…, seen · H) or None."""
         for place, layer in enumerate(self.layers):
             wide = hidden if place or embeddings is None else torch.cat([hidden, embeddings], dim=-1)
             hidden = hidden + nn.functional.silu(layer(wide))
@@ -134,22 +134,22 @@ class MedusaHeads(DraftingHeads):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: blocks begin as the identity, and language-model heads are set by `of_target` or read."""
+        """Do nothing: blocks begin as the identity, and language-model heads are copied or loaded."""
 
     @classmethod
     def of_target(
         cls, target: PreTrainedModel, num_heads: int = 4, token_map: Tensor | None = None, **shape: Any
     ) -> "MedusaHeads":
-        """Return untrained heads for a target: each predicts what the target's head would.
+        """Return untrained heads for a target: each is a copy of the target's head, and predicts the same.
 
         Args:
-            target: a causal LM, its head tied or not; each language-model head is a copy of that.
+            target: a causal LM; its head may be tied.
             num_heads: K.
-            token_map: ids of the target's that heads may draft, (D,) int64, each once; all if None.
+            token_map: the target's ids that heads may draft, (D,) int64; all if None.
             **shape: further fields of `MedusaConfig`, such as `num_hidden_layers` or `hydra`.
 
         Raises:
-            InputError: counts below 1, or a token map with an id twice or beyond the vocabulary.
+            InputError: counts below 1, or ids that are out of range or not distinct.
         """
         head = head_of(target)
         vocab_size, hidden_size = head.weight.shape
@@ -184,7 +184,7 @@ class MedusaHeads(DraftingHeads):
 
     @property
     def maps(self) -> list[nn.Module]:
-        """The linear maps that a forward of all heads takes: a shared language-model head K times."""
+        """The linear maps in a forward of all heads; a shared language-model head is there K times."""
         return [*self.blocks, *(self.lm_head_of(index) for index in range(self.config.num_heads))]
 
     def lm_head_of(self, index: int) -> LMHead:
@@ -192,11 +192,9 @@ class MedusaHeads(DraftingHeads):
         return self.all_lm_heads[0 if self.config.original_lm_head else index]
 
     def inside_lm_heads(self, states: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """Return `function(states)`, called inside of the forwards of all language-model heads, one in another.
+        """Return `function(states)`, called inside of the nested forwards of all language-model heads.
 
-        Args:
-            states: what each head's language-model head sees.
-            function: that needs the weights of all of them.
+        There the weights of all of them are whole, even if training shards them.
         """
         if self.config.original_lm_head:
             return self.lm_head(*states, inside=lambda *states: function(states))  # type: ignore[operator]
@@ -210,36 +208,32 @@ class MedusaHeads(DraftingHeads):
         return nested([])
 
     def head(self, index: int) -> OutputHead:
-        """Return the map of head `index` from its block's output to logits over its vocabulary, (D, H)."""
+        """Return the map from head `index`'s block to logits over the heads' vocabulary, (D, H)."""
         lm_head, config = self.lm_head_of(index), self.config
         return OutputHead(lm_head.weight, lm_head.bias, config.logit_scale, config.final_logit_softcapping)
 
     def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return logits over the target's vocabulary, (…, K, V); −∞ for tokens that heads cannot draft.
 
-        Args:
-            hidden: what the target's head saw, (…, H).
-            embeddings: of the tokens after it, (…, K, H); needed of Hydra heads alone.
+        `hidden`, (…, H), is the input of the target's head. Hydra heads need the `embeddings` of the next K tokens,
+        (…, K, H).
         """
         return torch.stack([self.logits(i, hidden, embeddings) for i in range(self.config.num_heads)], dim=-2)
 
     def logits(self, index: int, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
-        """Return the logits of one head over the target's vocabulary, (…, V).
+        """Return one head's logits over the target's vocabulary, (…, V).
 
-        Args:
-            index: which, from 0.
-            hidden: (…, H).
-            embeddings: of the tokens t + 1 … t + 1 + `index` at least, (…, index + 1, H); for Hydra heads alone.
+        Hydra heads need the embeddings of at least the tokens t + 1 … t + 1 + `index`, (…, index + 1, H).
         """
         projected = self.lm_head_of(index)(self.states(index, hidden, embeddings))
         return self.widened(self.head(index).finish(projected))
 
     def states(self, index: int, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
-        """Return what the language-model head of head `index` sees, (…, H); arguments as in `logits`."""
+        """Return the inputs of head `index`'s language-model head, (…, H); arguments as in `logits`."""
         return self.blocks[index](hidden, self.seen(index, embeddings))
 
     def seen(self, index: int, embeddings: Tensor | None) -> Tensor | None:
-        """Return what block `index` sees of the embeddings, (…, (index + 1) · H); None of a Medusa head."""
+        """Return the embeddings that block `index` sees, (…, (index + 1) · H); None for Medusa heads."""
         if not self.config.hydra:
             return None
         if embeddings is None:
@@ -248,6 +242,6 @@ class MedusaHeads(DraftingHeads):
 
     @property
     def tree(self) -> Tree:
-        """What to draft: the tree that was searched, or a chain of all heads."""
+        """The config's tree, or a chain of all heads."""
         choices = self.config.medusa_choices
         return Tree.chain(self.config.num_heads) if choices is None else Tree.from_choices(choices)

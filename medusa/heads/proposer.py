@@ -1,4 +1,4 @@
-"""Medusa heads as a drafter: no further model, one matrix product a head, and the target's hidden states."""
+"""Medusa heads as a drafter: one matrix product for each head on the target's hidden states, and no other model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -25,19 +25,18 @@ from draftsmith.train.losses.output_head import last_hidden
 
 
 class MedusaProposer(TreeProposer):
-    """Drafts a chain or a tree from the hidden state that the last round left (Cai et al. 2024, section 2.1).
+    """Drafts a chain or a tree from the hidden state of the last round (Cai et al. 2024, section 2.1).
 
     At T=0 siblings are a head's most likely tokens; under sampling they are drawn from the head's distribution without
     replacement, so that the exact rule stays lossless. The first round of a text has no hidden state to draft from: it
     drafts nothing, and emits the token that the prompt's forward gives.
 
     Args:
-        heads: of this target.
-        tree: what to draft; by default the tree of the heads' config, or a chain of all heads. Cut to the draft
-            length.
+        heads: the target's.
+        tree: cut to the draft length; by default the tree of the heads' config, or a chain of all heads.
 
     Raises:
-        InputError: the tree is deeper than there are heads.
+        InputError: a tree that is deeper than the number of heads.
     """
 
     wants_hidden = True
@@ -45,7 +44,7 @@ class MedusaProposer(TreeProposer):
     def __init__(self, heads: MedusaHeads, tree: Tree | None = None):
         self.heads = heads.eval()
         self.tree: Tree = check_depth(heads.tree if tree is None else tree, heads.config.num_heads)
-        self._model: HeadsModel | None = None  # its programs are kept from text to text
+        self._model: HeadsModel | None = None  # its programs are reused for all texts
 
     @property
     def depth(self) -> int:
@@ -68,7 +67,7 @@ class MedusaProposer(TreeProposer):
             raise InputError("medusa: expected the target that the heads were trained on, found none")
         self.heads.check_fits(task.target)
         embed: Any = task.target.get_input_embeddings()
-        if self._model is None or self._model.of is not embed:
+        if self._model is None or self._model.target_embed is not embed:
             self._model = HeadsModel(self.heads, embed)
         self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
         tree, _ = self.tree.pruned(task.draft_length)
@@ -78,12 +77,12 @@ class MedusaProposer(TreeProposer):
                 f"tree: expected at most {self.heads.config.truncated_vocab_size} siblings, as many as the heads have "
                 f"tokens, found {widest}"
             )
-        self._hidden: Tensor | None = None  # (B, H), once there is one
+        self._hidden: Tensor | None = None  # (B, H), after the first round
         sampler, drawn = task.sampler, task.sampler.do_sample and task.draw_siblings
         self._temperature = None
         if drawn and sampler.temperature is not None:
             self._temperature = torch.tensor(sampler.temperature, dtype=torch.float64, device=self.heads.device)
-        # Programs draft where all rows are alike, and nothing looks at what is drafted on the way.
+        # Programs draft if all rows are sampled the same way, and no rule looks at drafts on the way.
         self._in_programs = task.compiled and task.draw_siblings and not task.row_samplers
         self._in_programs &= sampler.temperature is not None
         if self._in_programs:
@@ -92,7 +91,7 @@ class MedusaProposer(TreeProposer):
         return len(tree)
 
     def nodes(self, draft_length: int) -> int:
-        """Return the nodes of the tree that are no deeper."""
+        """Return the number of nodes down to this depth."""
         return len(self.tree.pruned(draft_length)[0])
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
@@ -149,7 +148,7 @@ class MedusaProposer(TreeProposer):
         return draft_of(program(*inputs)).drafts(tree, draft_lengths)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Keep the hidden state of the last token that was fed and stands."""
+        """Keep the hidden state of the last token that was fed and accepted."""
         states = []
         for outcome in outcomes:
             assert outcome.hidden is not None
@@ -157,14 +156,14 @@ class MedusaProposer(TreeProposer):
         self._hidden = torch.stack(states) if len(states) > 1 else states[0][None]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some rows alone."""
+        """Keep only these rows."""
         if self._hidden is not None:
             self._hidden = self._hidden[rows]
         self._generators = [self._generators[row] for row in rows]
         self._samplers = [self._samplers[row] for row in rows]
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse trees under sampling, whose siblings' draws are not known."""
+        """Refuse trees under sampling: the draws of their siblings are not known."""
         if do_sample and not self.tree.is_chain:
             return "replay: expected a chain under sampling, found a tree: decode with it"
         return None
@@ -188,10 +187,10 @@ class MedusaProposer(TreeProposer):
         return replay_by_start(texts, [chain.acceptance[:, :depth] for chain in chains], overlaps, first=1)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
-        """Return the first head's distribution of each token: what it drafts in a round that begins with that token.
+        """Return the first head's distribution of each token, in a round that begins with that token.
 
-        It sees the hidden state that the target predicted the token before from. The second token of a text, which no
-        head drafts, is given the first one's: the test asks only that q is known from the tokens before.
+        The head sees the hidden state from which the target predicted the token before. A text's second token, which no
+        head drafts, gets the first one's: the test of losslessness only needs a q that depends on earlier tokens.
         """
         heads = self.heads
 

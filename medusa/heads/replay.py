@@ -1,15 +1,15 @@
-"""Acceptance of Medusa heads from text that the target wrote: one forward of the target, without decoding.
+"""Acceptance of Medusa heads on text that the target wrote: one forward of the target, without decoding.
 
-Of the text's tokens x_0 … x_{N−1}, a round that starts at s ≥ 1 has emitted x_{<s}, of which x_{s−1} was not fed yet:
-its hidden state is that of the token before, h_{s−1}, which the target predicted x_{s−1} from, and head i drafts
-x_{s+i}. Hydra heads see the embeddings of x_{s−1} … x_{s+i−1} too. The first round, s = 0, has no hidden state and
-drafts nothing. What is drafted depends on where the round began: acceptance has two indices, start and offset.
+The text's tokens are x_0 … x_{N−1}. A round that starts at s ≥ 1 has emitted x_{<s}, and x_{s−1} is not fed yet. Its
+hidden state is h_{s−1}, from which the target predicted x_{s−1}, and head i drafts x_{s+i}. Hydra heads also see the
+embeddings of x_{s−1} … x_{s+i−1}. The first round, s = 0, has no hidden state and drafts nothing. Drafts depend on
+where the round began, so acceptance has two indices, start and offset.
 
-At T=0 the ranks of the true tokens among each head's logits are all that a tree needs: they replay every chain and
-every fixed tree, count for count as the decoder has them. Under sampling chains alone are replayed, by their acceptance
-probabilities: siblings that are drawn without replacement would need the draws.
+At T=0 a tree only needs the ranks of the true tokens among each head's logits: they replay every chain and every fixed
+tree, with exactly the decoder's counts. Under sampling only chains are replayed, by their acceptance probabilities:
+siblings drawn without replacement would need the draws.
 
-Shape suffixes: N tokens of the text, T tokens with the prompt, C of a chunk, K heads, H hidden, V vocabulary.
+Shape suffixes: N tokens of the text, T tokens with the prompt, C tokens of a chunk, K heads, H hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -31,17 +31,17 @@ from draftsmith.train.losses.output_head import head_of, text_states
 
 @dataclass(frozen=True)
 class ReplayedHeads:
-    """One text's acceptance of a chain of all heads under a sampler."""
+    """One text's acceptance of chains of all heads under a sampler."""
 
     acceptance: Tensor
-    """a_{s,j}, the probability that a round from s accepts x_{s+j}, given that it did those before, (N, K)."""
+    """a_{s,j}, (N, K): the probability that a round from s accepts x_{s+j} if it accepted those before."""
     overlap: Tensor
-    """Σ_v min(p, q_j) of the same contexts, (N, K); 0 where nothing is drafted."""
+    """Σ_v min(p, q_j) in the same contexts, (N, K); 0 where nothing is drafted."""
     drafted: Tensor
-    """Where something is, (N, K) bool."""
+    """Whether a token is drafted, (N, K) bool."""
 
     def rounds(self, draft_length: int | None = None) -> float:
-        """Return the expected rounds of a chain of γ ≤ K heads, all K if None."""
+        """Return the expected rounds of chains of γ ≤ K heads, K if None."""
         a = self.acceptance.double()[None]
         return float(expected_rounds_of_starts(a, torch.tensor([a.shape[1]]), draft_length))
 
@@ -60,15 +60,15 @@ def replay_ranks(
     """Return the ranks of a text's tokens among the heads' logits, which give every tree's counts at T=0.
 
     Args:
-        target: the model that wrote it, at T=0.
-        heads: of this target.
+        target: the model that wrote the text at T=0.
+        heads: heads of this target.
         sequence: prompt and text, (T,) int64.
         prompt_length: tokens of the prompt, at least 1 and less than T.
-        sampler: the processors of T=0, none by default.
-        most: ranks to look at, for all heads or for each. Where logits tie, give the tree's widths, for the drafter
-            breaks ties among as many.
-        limit: the completion's length limit, where the text ended before it; the text's length if None.
-        hidden_NH: what `text_states` returns for the text; computed if None.
+        sampler: the processors at T=0; none by default.
+        most: the number of ranks to look at, for all heads or for each. If logits tie, give the tree's widths: the
+            drafter breaks ties among that many.
+        limit: the completion's length limit, if the text ended earlier; the text's length if None.
+        hidden_NH: the result of `text_states`; computed if None.
     """
     sampler = Sampler.of(0) if sampler is None else sampler
     if hidden_NH is None:
@@ -108,10 +108,10 @@ def _logits(target: PreTrainedModel, heads: MedusaHeads, hidden_NH: Tensor, text
     embed: Any = target.get_input_embeddings()
 
     def logits_at(i: int, first: int, end: int) -> Tensor:
-        seen, embeddings = slice(first - 1, end - 1), None
+        places, embeddings = slice(first - 1, end - 1), None
         if heads.config.hydra:
-            windows = tokens[: end + i - 1].unfold(0, i + 1, 1)[seen]  # (C, i + 1)
+            windows = tokens[: end + i - 1].unfold(0, i + 1, 1)[places]  # (C, i + 1)
             embeddings = embed(windows).to(heads.device, heads.dtype)
-        return heads.logits(i, hidden_NH[seen].to(heads.device, heads.dtype), embeddings)
+        return heads.logits(i, hidden_NH[places].to(heads.device, heads.dtype), embeddings)
 
     return logits_at

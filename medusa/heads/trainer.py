@@ -1,11 +1,10 @@
 """Training of Medusa heads: Medusa-1 on a frozen backbone, Medusa-2 together with it (Cai et al. 2024, section 2.2).
 
-One forward of the backbone feeds all heads, and each head's loss is taken over a chunk of positions at a time: heads ×
-tokens × vocabulary is never held. Shape suffixes: B rows, T positions, N chosen positions, K heads, H hidden, V
+One forward of the backbone feeds all heads, and each head's loss is computed on a chunk of positions at a time, so that
+heads × tokens × vocabulary is never held. Shape suffixes: B rows, T positions, N chosen positions, K heads, H hidden, V
 vocabulary.
 """
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,13 @@ from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.runs import declare_dtype, in_dtype, save_model
 from draftsmith.train.trainer import texts
 
-logger = logging.getLogger(__name__)
-
 
 class MedusaTrainer(HeadsTrainer):
     """Minimises Σ_i decay^i · objective of head i, against the target's distribution or text, on completions.
 
     Evaluation replays held-out completions with a chain of all heads, and reports `mean_acceptance_length`, `alpha`
-    (of the first head), `loss`, which is what it minimises, and for each head i ≥ 1 `accuracy_i`, the share of its
-    tokens that it puts first, and `alpha_i`, its Σ_v min(p, q).
+    (of the first head) and `loss`. For each head i ≥ 1 it reports `accuracy_i`, the share of its tokens that it puts
+    first, and `alpha_i`, its Σ_v min(p, q).
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class MedusaTrainer(HeadsTrainer):
             for lm_head in heads.all_lm_heads:
                 lm_head.requires_grad_(False)
         model: Any = Joint(heads, target, config) if config.joint else heads
-        # Losses run inside of these: `train/losses/inside_forward.py`.
+        # Their losses run inside of their forwards: `train/losses/inside_forward.py`.
         open_forward(model, *heads.all_lm_heads, *([target.get_output_embeddings()] if config.joint else []))
         count = heads.config.num_heads
         super().__init__(heads, model, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
@@ -71,7 +68,7 @@ class MedusaTrainer(HeadsTrainer):
             self._works = self._works[0], self.trained_work()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse what joint training cannot be sharded by."""
+        """Refuse kinds of sharding that joint training does not support."""
         super().create_accelerator_and_postprocess()
         if not self.config.joint:
             return
@@ -87,7 +84,7 @@ class MedusaTrainer(HeadsTrainer):
             )
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
-        """Return Σ_i decay^i · the objective summed over head i's tokens, and in joint training the backbone's loss."""
+        """Return Σ_i decay^i · the objective summed over head i's tokens; in joint training add the backbone's loss."""
         if self.config.joint:
             return model(inside=lambda: self._joint_loss(inputs, positions))
         hidden, embed = self.target_hidden(inputs), self.target.get_input_embeddings()
@@ -95,7 +92,7 @@ class MedusaTrainer(HeadsTrainer):
         return model(inside=lambda: self._heads_loss(hidden, embed, inputs, teacher))
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
-        """Return each sample's tokens, rounds and loss, and three sums a head, (B, 3 + 3K)."""
+        """Return each sample's tokens, rounds and loss, and three sums for each head, (B, 3 + 3K)."""
         if not self.config.joint:
             hidden = self.target_hidden(inputs)
             return model(inside=lambda: self._replayed(inputs, chosen_BT, hidden, self.target, self.target_head))
@@ -108,12 +105,13 @@ class MedusaTrainer(HeadsTrainer):
         return model(inside=lambda: joint.inside_head(last_hidden(joint.backbone, **texts(inputs)), replayed))
 
     def _joint_loss(self, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
-        """Return the weighted sum of the backbone's loss and of the heads', which learn from what it was."""
+        """Return the weighted sum of the backbone's loss and the heads'; both learn from the original backbone."""
         config, batch = self.config, texts(inputs)
         joint: Joint = self.accelerator.unwrap_model(self.model)
         warming = self.state.global_step < config.warmup_heads * self.state.max_steps
         with self.clock.phase("teacher"):
             before = joint.original_hidden(batch) if config.needs_original else None
+        # While only the heads are trained, the backbone needs no graph.
         with torch.set_grad_enabled(not warming and torch.is_grad_enabled()):
             hidden = last_hidden(joint.backbone, **batch)
 
@@ -143,11 +141,7 @@ class MedusaTrainer(HeadsTrainer):
     ) -> Tensor:
         """Return the heads' weighted loss, summed over their tokens; called inside of the model's forward.
 
-        Args:
-            hidden: what the heads see, (B, T, H).
-            embed: the target's embeddings.
-            inputs: a batch.
-            teacher: as in `chain_loss`.
+        `hidden`, (B, T, H), is the heads' input; `teacher` is that of `chain_loss`.
         """
         heads, at = self.heads, ChainPlaces(inputs, self.count)
         states = [
@@ -158,7 +152,7 @@ class MedusaTrainer(HeadsTrainer):
     def _replayed(
         self, inputs: dict[str, Tensor], chosen: Tensor, hidden: Tensor, backbone: PreTrainedModel, head: OutputHead
     ) -> Tensor:
-        """Return the sums of `replay_sums`; replay compares distributions over the whole vocabulary."""
+        """Return the sums of `replay_sums`, from distributions over the whole vocabulary."""
         heads, embed = self.heads, backbone.get_input_embeddings()
         at = ChainPlaces(inputs, self.count)
 
@@ -170,16 +164,16 @@ class MedusaTrainer(HeadsTrainer):
         return self.chain_sums(at, chosen, LiveDistributions(at.teacher(hidden), head), features)
 
     def _loss_head(self, index: int) -> OutputHead:
-        """Return the map of one head to the logits of the tokens that it knows, inside of that head's forward."""
+        """Return one head's map to logits over its vocabulary, inside of its language-model head's forward."""
         return self.loss_head(self.heads.head(index))
 
     def trained_work(self) -> Work | None:
-        """Return the arithmetic of the heads, and of a backbone in training; what it was before is counted apart."""
-        of_heads = Work.of_maps(*self.heads.maps)
+        """Return the arithmetic of the heads and of a backbone in training; the original's is counted separately."""
+        maps = Work.of_maps(*self.heads.maps)
         if not self.config.joint:
-            return of_heads
+            return maps
         backbone = Work.of(self.target)
-        return None if backbone is None else replace(backbone, head=backbone.head + of_heads.head)
+        return None if backbone is None else replace(backbone, head=backbone.head + maps.head)
 
     @property
     def ends(self) -> list[LMHead]:
@@ -188,26 +182,27 @@ class MedusaTrainer(HeadsTrainer):
 
     @property
     def cause_of_bad_new_heads(self) -> str:
-        """They are copies of the target's head."""
+        """Copies of the target's head are made for another token."""
         return "they begin with the target's head, which is made for the next token alone"
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Give heads in joint training another learning rate than the backbone."""
-        made = self.optimizer is None
+        """In joint training, give the heads another learning rate than the backbone."""
+        is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if self.config.joint and made:
-            of_heads = {id(p) for p in self.accelerator.unwrap_model(self.model).heads.parameters()}
+        if self.config.joint and is_new:
+            head_ids = {id(p) for p in self.accelerator.unwrap_model(self.model).heads.parameters()}
             groups = list(optimizer.param_groups)
+            # Split each group in two, so that weight decay and other options stay.
             optimizer.param_groups.clear()
             for group in groups:
                 for in_heads, rate in ((True, self.config.head_learning_rate_multiplier), (False, 1.0)):
-                    parameters = [p for p in group["params"] if (id(p) in of_heads) == in_heads]
+                    parameters = [p for p in group["params"] if (id(p) in head_ids) == in_heads]
                     if parameters:
                         optimizer.add_param_group({**group, "params": parameters, "lr": group["lr"] * rate})
         return optimizer
 
     def write_model(self, directory: str, state_dict: dict[str, Any] | None) -> None:
-        """Write heads; of Medusa-2 the backbone too, in `backbone`, its adapters merged. Checkpoints hold both."""
+        """Write heads, and for Medusa-2 the merged backbone, in `backbone`; checkpoints hold both unmerged."""
         if not self.config.joint:
             return super().write_model(directory, state_dict)
         joint: Joint = self.accelerator.unwrap_model(self.model)

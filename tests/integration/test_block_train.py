@@ -294,7 +294,7 @@ def test_features_of_a_cache_train_what_the_target_does(pipeline, tmp_path, init
         ({"block_size": 1, "anchor_guesses": False}, "block_size: expected at least 2 without anchor_guesses, found 1"),
         ({"mask_token": 10_000}, "mask_token_id: expected a token below"),
         ({"layer_ids": [7]}, "target_layer_ids: expected ascending depths"),
-        ({"heads": "somewhere", "markov_rank": 4}, "markov_rank: expected none beside heads, which have theirs"),
+        ({"heads": "somewhere", "markov_rank": 4}, "markov_rank: expected none with heads, which have their own"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(pipeline, tmp_path, untrained, options, message):

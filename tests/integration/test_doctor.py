@@ -31,7 +31,7 @@ from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checks import learning_rate
 from draftsmith.medusa.eagle.formats.writing import export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.heads.formats import proof
+from draftsmith.medusa.heads.formats import writing
 from draftsmith.medusa.heads.formats.writing import export_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import checks as pair_checks
@@ -448,7 +448,7 @@ def test_heads_that_fit_are_said_to(plain, heads, capsys):
 def test_heads_of_any_tool_are_read_and_what_they_leave_unsaid_is_told(
     format, said, plain, heads, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
     ours = MedusaHeads.from_pretrained(heads)
     if format != "vllm":
         ours = MedusaHeads.of_target(load_model(plain, device="cpu"), 2, medusa_fc_bias=True)
@@ -474,7 +474,7 @@ def test_heads_of_any_tool_are_read_and_what_they_leave_unsaid_is_told(
          "heads", "✗ tree: expected at most 2 siblings, as many as the heads have tokens, found 3 → "),
         (lambda path, tokenizer: save_heads(path, tokenizer, ((0,), (1,))), "heads",
          "! made for this target's hidden size 32 and 300 logits; draft a tree of 2, 1 deep; trained on t, which "
-         "should be the same model; 1 of 2 heads lie deeper and are not used → "),
+         "should be the same model; 1 of 2 heads are deeper and not used → "),
         (lambda path, tokenizer: rewrite(path, medusa_choices=[[0], [0, 0], [0, 0, 0]]), "medusa",
          "✗ tree: expected a depth between 1 and the 2 heads, found 3 → search one that they can draft: "),
         (lambda path, tokenizer: rewrite(path, medusa_choices=7), "medusa",
@@ -596,8 +596,8 @@ def test_how_heads_begin_is_told_before_they_are_trained(tmp_path, capsys):
     for fields in ({}, {"init": "last_layer"}):
         (tmp_path / "run.yaml").write_text(json.dumps(run | fields))
         lines.append(check(capsys, gemma, eagle_run=tmp_path / "run.yaml")[1]["eagle run"])
-    reason = "the target's last layer has post_feedforward_layernorm.weight, which Llama's has not"
-    assert lines[0].startswith("✓ ") and lines[0].endswith(f"4 steps, begun at random, for {reason}")
+    reason = "the target's last layer has post_feedforward_layernorm.weight, which Llama's does not have"
+    assert lines[0].startswith("✓ ") and lines[0].endswith(f"4 steps, begun at random, because {reason}")
     assert lines[1].startswith("✗ init: expected auto or random") and reason in lines[1]
     heads = EagleHeads.of_target(tiny_gemma(layers=2), layer_ids=[1], rope_parameters={"rope_theta": 1e4})
     heads.save_pretrained(tmp_path / "heads")
@@ -668,7 +668,7 @@ def test_block_drafters_of_any_tool_that_fit_are_said_to(format, plain, tmp_path
     assert lines["block layers"].startswith(f"✓ features after layers 1{counted}")
     assert lines["block mask"].endswith(", a token that texts do not hold")
     assert "by a rope_theta of 10000" in lines["block rotation"]
-    assert lines["block slots"].startswith("✓ 3 slots, the anchor's guesses the token behind it: num_speculative_to")
+    assert lines["block slots"].startswith("✓ 3 slots, the anchor's guesses the next token: num_speculative_to")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "block"])
@@ -712,7 +712,7 @@ DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
         (DSPARK, "vllm", lambda path: rewrite(path, mask_token_id=300), "block",
          "✗ BLOCK/config.json: mask_token_id: expected a token below 300, a row of the target's embedding, found 3"),
         (DSPARK, "speculators", lambda path: forget(path, "sample_from_anchor"), "block slots",
-         "✗ 3 slots, the anchor's guesses the token behind it: num_speculative_tokens is to be 3, as trained; its "),
+         "✗ 3 slots, the anchor's guesses the next token: num_speculative_tokens is to be 3, as trained; its "),
         ({"markov_rank": 0}, "own", lambda path: None, "block slots", "! 3 slots, the anchor's guesses the token "),
         ({"token_map": torch.arange(40)}, "vllm", lambda path: restore(
             path, lambda tensors: tensors | {"d2t": torch.arange(100, 300, 5)}), "block",

@@ -17,7 +17,7 @@ from transformers import Gemma3Config, LlamaConfig
 
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats import readers as eagle_readers
-from draftsmith.medusa.heads.formats import proof, readers
+from draftsmith.medusa.heads.formats import readers
 from draftsmith.medusa.heads.formats import writing as formats
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.medusa.heads.formats.writing import export_heads
@@ -57,7 +57,7 @@ def heads_dir(tmp_path, pair_dirs) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(formats, "read_apart", lambda readers, *given: readers.logits(*given))
 
 
 def logits(heads: MedusaHeads) -> torch.Tensor:

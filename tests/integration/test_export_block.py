@@ -11,7 +11,7 @@ from in_place import in_place
 from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.block.formats import proof
+from draftsmith.medusa.block.formats import writing
 from draftsmith.medusa.block.formats.importing import import_block, read_block_config
 from draftsmith.medusa.block.formats.writing import export_block
 from draftsmith.medusa.block.model import BlockDrafter
@@ -60,7 +60,7 @@ def drafter_dir(target, tmp_path) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
 
 
 def same(one: BlockDrafter, two: BlockDrafter) -> None:
@@ -98,14 +98,14 @@ def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
 @pytest.mark.parametrize("name", CUT)
 def test_a_cut_vocabulary_takes_the_targets_rows_along(target, tmp_path, name, format):
     drafter = made(target, name)
-    with pytest.raises(InputError, match=r"^target: expected it beside a cut vocabulary, .*, found none$"):
+    with pytest.raises(InputError, match=r"^target: expected it with a cut vocabulary, .*, found none$"):
         export_block(drafter, tmp_path / "out", format)
     export_block(drafter, tmp_path / "out", format, head=drafter.head_for(target))
     written = load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(written["lm_head.weight"], target.lm_head.weight[::2])
     assert ("t2d" in written) == (format == "speculators")
     same(import_block(tmp_path / "out", target=target), drafter)
-    with pytest.raises(InputError, match=r"^target: expected it for a drafter beside lm_head.weight"):
+    with pytest.raises(InputError, match=r"^target: expected it for a drafter with lm_head.weight"):
         import_block(tmp_path / "out")
     target.lm_head.weight.data[0] += 1
     with pytest.raises(
@@ -116,8 +116,8 @@ def test_a_cut_vocabulary_takes_the_targets_rows_along(target, tmp_path, name, f
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_wrong_file_is_not_left(target, tmp_path, monkeypatch):
-    reader = proof.readers.logits
-    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: 1.001 * reader(*given))
+    reader = writing.readers.logits
+    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: 1.001 * reader(*given))
     with pytest.raises(RuntimeError, match=r"^export: expected a reader to find the same states, found them off by"):
         export_block(made(target, "DSpark"), tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()
@@ -213,7 +213,7 @@ def test_the_command_writes_tells_and_reads(drafter_dir, target, pair_dirs, tmp_
     *words, flag, config = shlex.split(lines[-1])
     assert [*words, flag] == ["vllm", "serve", str(where), "--speculative-config"]
     assert json.loads(config) == {"method": "dspark", "model": str(out), "num_speculative_tokens": 3}
-    assert "# vLLM 0.32 decodes with DSpark's heads on GPUs alone" in lines
+    assert "# vLLM 0.32 decodes with DSpark's heads only on GPUs" in lines
     assert (out / "README.md").read_text() == "its card"
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
     _, err = ran(capsys, *given, "--format", "vllm", "--output", tmp_path / "o", "--draft_length", 2, code=2)

@@ -10,7 +10,7 @@ import torch
 from in_place import in_place
 from safetensors.torch import load_file, save_file
 
-from draftsmith.medusa.eagle.formats import proof
+from draftsmith.medusa.eagle.formats import writing
 from draftsmith.medusa.eagle.formats.writing import export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
@@ -34,7 +34,7 @@ def heads_dir(pair_dirs, tmp_path) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
 
 
 def test_the_script_of_readers_reads_what_is_written(heads_dir, tmp_path, monkeypatch):
@@ -55,7 +55,7 @@ def test_heads_for_servers_and_the_way_back(heads_dir, pair_dirs, tmp_path, caps
     *words, flag, config = shlex.split(lines[-1])
     assert [*words, flag] == ["vllm", "serve", str(target), "--speculative-config"]
     assert json.loads(config) == {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
-    assert "# SGLang 0.5.23 does not load it: features behind the last of 2 layers, which SGLang does not take" in lines
+    assert "# SGLang 0.5.23 does not load it: features after the last of 2 layers, which SGLang does not take" in lines
     assert all(line.startswith("# ") for line in lines[:-1]) and (out / "README.md").read_text() == "their card"
     written = load_file(out / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}

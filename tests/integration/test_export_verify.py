@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.heads.formats import proof
+from draftsmith.medusa.heads.formats import writing
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engine import verification
@@ -82,7 +82,7 @@ class Engine:
 def engine(monkeypatch) -> Engine:
     fake = Engine()
     # test_export.py has the fresh process that reads what was written.
-    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
     monkeypatch.setattr(verification, "run_jobs", fake)
     monkeypatch.setattr(command, "engine_python", lambda given: Path("python"))
     return fake

@@ -17,8 +17,8 @@ from draftsmith.distill import __main__ as distill_command
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as medusa_command
 from draftsmith.medusa.eagle import __main__ as eagle_command
-from draftsmith.medusa.eagle.formats import proof as eagle_proof
-from draftsmith.medusa.heads.formats import proof as heads_proof
+from draftsmith.medusa.eagle.formats import writing as eagle_writing
+from draftsmith.medusa.heads.formats import writing as heads_writing
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.config import DoctorConfig
@@ -198,8 +198,8 @@ def test_drafters_without_weights_write_the_targets_text(kind, gemma_pipeline):
 def test_the_doctor_finds_nothing_wrong_and_exports_read_back(
     name, gemma_pipeline, trained, tmp_path, capsys, monkeypatch
 ):
-    for proof in (heads_proof, eagle_proof):
-        monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
+    for writing in (heads_writing, eagle_writing):
+        monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
     (output, _), kind, target = trained(name), RECIPES[name][0], str(gemma_pipeline / "target")
     field = "draft" if kind == "parallel_draft" else kind
     assert cli.main(["doctor", "--target", target, f"--{field}", str(output)]) == 0

@@ -13,7 +13,6 @@ from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle import __main__ as recipe
 from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.kept import KeptConfig, count
 from draftsmith.medusa.eagle.memory import EaglePlan
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan.command import report
@@ -113,18 +112,6 @@ def test_the_shape_of_qwen3_8b_holds_what_was_counted():
     assert kept[False] == pytest.approx(12.25, rel=0.05) and kept[True] == pytest.approx(2.55, rel=0.1)
 
 
-def test_what_is_planned_is_what_the_operators_of_cuda_keep():
-    """And packed rows keep no square of their length."""
-    flags = argv(Path("Qwen/Qwen3-8B"), target_config=CONFIGS / "qwen3-8b.json", draft_vocabulary=32000)
-    flags += ["--lengths", "[1024]", "--num_steps", "2", "--training.use_cpu", "true", "--training.bf16", "true"]
-    (_, *apart), (batch, *packed) = count(parse_config(KeptConfig, flags))
-    assert batch.packed and batch.length == 1024
-    for of_plan, saved in (apart, packed):
-        # Autocast holds half-precision copies of weights that no backward needs.
-        assert saved < of_plan < 1.1 * saved
-    assert packed[1] < 1.05 * apart[1]
-
-
 def test_hours_are_the_arithmetic_of_the_steps(target):
     plan = planned(target, tokens=1e9, gpus=4, mfu=0.5, device="A100")
     heads = plan.drafter(plan.setting)
@@ -188,7 +175,7 @@ def test_what_does_not_fit_gets_advice(plan, capsys, monkeypatch):
         ({"num_steps": 0}, "num_steps: expected at least 1, found 0"),
         ({"target_quantization": "4bit", "init": "last_layer"}, "init: expected auto or random for a target like this"),
         ({"heads": "nowhere"}, "EAGLE-3 heads: expected a model directory or a hub id, found nothing at nowhere"),
-        ({"heads": "h", "draft_vocabulary": 9}, "draft_vocabulary: expected none beside heads, which have theirs"),
+        ({"heads": "h", "draft_vocabulary": 9}, "draft_vocabulary: expected none with heads, which have their own"),
         ({"optimizer": "muon", "strategy": "zero2"}, "optimizer: expected trainer for a draft under zero2, found muon"),
         ({"target_sharded": True}, "target_sharded: expected more than one process, found one"),
         ({"training.optim": "galore_adamw"}, "training.optim: expected one of adamw_torch, "),

@@ -17,16 +17,16 @@ from draftsmith.train.kinds.export import ExportOptions, Served
 from draftsmith.train.models import DTYPES, empty_model, load_model, stored_dtype
 from draftsmith.train.runs import sglang_command, vllm_command
 
-NORMS_OF_KEYS = (
+FIRST_KEY_NORM = (
     "vLLM 0.32 on CPU drafts otherwise with several layers "
     "(it norms every layer's keys of the text by the weights of the first one's norm)"
 )
-"""Found by running it: of the weights of several layers its `rms_norm` for CPUs takes the first one's."""
+"""Observed in vLLM: for the weights of several layers its `rms_norm` for CPUs uses the first layer's."""
 WRITTEN = "read back by another process with the same numbers"
 
 
 def export(config: ExportOptions, source: str) -> list[str]:
-    """Write a drafter for a server, and return the lines to print: the launch line is the last.
+    """Write a drafter for a server, and return lines to print; the last one launches it.
 
     Raises:
         InputError: a drafter that cannot be read or does not fit the target, or that the format cannot hold.
@@ -45,7 +45,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
     target = drafter.config.base_model_name_or_path or "TARGET"
     lines = [f"# wrote {output}, {WRITTEN}"]
     if format != "own" and not is_dflash(drafter.config):
-        lines.append("# vLLM 0.32 decodes with DSpark's heads on GPUs alone")
+        lines.append("# vLLM 0.32 decodes with DSpark's heads only on GPUs")
     if drafter.token_map is not None:
         lines.append(f"# it drafts {drafter.config.draft_vocab_size} of {drafter.config.vocab_size} tokens (d2t)")
     if format in ("vllm", "speculators"):
@@ -56,7 +56,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
-    """Write a drafter of another tool in our format, and return the lines to print.
+    """Write a drafter of another tool in our format, and return lines to print.
 
     Raises:
         InputError: a drafter that cannot be read, or does not fit the target.
@@ -74,7 +74,7 @@ def import_from(config: ExportOptions, source: str) -> list[str]:
 
 
 def served(config: ExportOptions, source: str) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
-    """Return how vLLM is to use what was written, and what drafts here: what was given, so that the file is proven."""
+    """Return vLLM's config for the written drafter, and a function from the target to the proposer that must agree."""
     drafter: Any = BlockDrafter.from_pretrained(source)
 
     def proposer(model: PreTrainedModel) -> Proposer:
@@ -84,17 +84,17 @@ def served(config: ExportOptions, source: str) -> tuple[list[Served], Callable[[
     layers: Any = drafter.layers
     norms = [layer.self_attn.k_norm.weight for layer in layers]
     differ = any(not torch.equal(norm, norms[0]) for norm in norms)
-    return [Served("the drafter", speculative_config(config, drafter), NORMS_OF_KEYS if differ else "")], proposer
+    return [Served("the drafter", speculative_config(config, drafter), FIRST_KEY_NORM if differ else "")], proposer
 
 
 def speculative_config(config: ExportOptions, drafter: BlockDrafter) -> dict[str, str | int]:
-    """Return vLLM's speculative config of the drafter that was written."""
+    """Return vLLM's speculative config for the written drafter."""
     method = "dflash" if is_dflash(drafter.config) else "dspark"
     return {"method": method, "model": str(config.output), "num_speculative_tokens": drafter.config.guesses}
 
 
 def _check_length(config: ExportOptions, drafter: BlockDrafter) -> None:
-    """Require whole blocks: servers feed as many slots as they draft tokens, and all slots see each other."""
+    """Require whole blocks: servers feed one slot for each drafted token, and all slots see each other."""
     most = drafter.config.guesses
     if config.draft_length not in (None, most):
         raise InputError(

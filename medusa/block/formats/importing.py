@@ -1,14 +1,14 @@
-"""Block drafters out of checkpoints of z-lab, SpecForge, DeepSpec, speculators and ours, every tensor accounted for.
+"""Block drafters from checkpoints of z-lab, SpecForge, DeepSpec, speculators and ours; no tensor is ignored silently.
 
 | written by        | config.json                                              | the anchor's slot            |
 |-------------------|----------------------------------------------------------|------------------------------|
 | z-lab, SpecForge  | `DFlashDraftModel`, a `dflash_config`                     | guesses nothing              |
-| DeepSpec          | `Qwen3DSparkModel`, all at the top                        | guesses the token behind it  |
-| speculators       | the layers' in a `transformer_layer_config`               | as `sample_from_anchor` says |
-| `export_block`    | as one of these, or with `anchor_guesses`                 | as that says                 |
+| DeepSpec          | `Qwen3DSparkModel`, all at the top                        | guesses the next token       |
+| speculators       | the layers' in a `transformer_layer_config`               | as in `sample_from_anchor`   |
+| `export_block`    | as one of these, or with `anchor_guesses`                 | as in `anchor_guesses`       |
 
-Target layers are counted from 0, by their outputs; speculators says after how many layers. Embedding and output head
-are the target's in all of them, and files may have copies.
+Target layers are counted from 0, by their outputs; speculators counts the layers before. Embedding and output head are
+the target's in all of these, and files may have copies of them.
 """
 
 import re
@@ -31,8 +31,8 @@ from draftsmith.train.losses.output_head import head_of
 
 WHAT = "a block drafter"
 TRAINING_ALONE = re.compile(r"^(t2d|verifier_(lm_head|norm)\.weight|.*rotary_emb\.inv_freq)$")
-"""Tensors that checkpoints may have and that no draft needs: copies of the target's, and what is computed."""
-OF_TARGET = ("embed_tokens.weight", "lm_head.weight")
+"""Tensors in checkpoints that no draft needs: copies of the target's, and computed ones."""
+TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 TURNS = ("rope_parameters", "rope_theta", "rope_scaling")
 HEADS = ("markov_rank", "enable_confidence_head", "confidence_head_with_markov")
 
@@ -40,20 +40,17 @@ HEADS = ("markov_rank", "enable_confidence_head", "confidence_head_with_markov")
 def import_block(
     directory: str | Path, format: str | None = None, target: PreTrainedModel | None = None
 ) -> BlockDrafter:
-    """Read a drafter that any of these tools wrote.
+    """Read a drafter that any of these tools wrote, on the CPU, in the widest dtype of its tensors, in eval mode.
 
     Args:
         directory: a local one.
-        format: looked at for its name alone, for these files say by themselves what they are.
-        target: it must fit it. Needed where the config names no layers, or the file has its embedding or its head.
-
-    Returns:
-        A drafter in the widest dtype of its tensors, on the CPU, in eval mode.
+        format: only its name is checked, because these files are recognised without it.
+        target: the target that it must fit; needed if the config names no layers, or the file holds a copy of its
+            embedding or head.
 
     Raises:
-        InputError: no such format, a file that is missing or damaged, a config that cannot be or that asks for what
-            our drafters do not do, tensors that are missing, not expected or of another shape, or an embedding or a
-            head that is not the target's.
+        InputError: an unknown format, a file that is missing or damaged, a config that is impossible or not supported,
+            tensors that are missing, not expected or of another shape, or copies that are not the target's.
     """
     directory = Path(directory)
     if format is not None:
@@ -66,8 +63,8 @@ def import_block(
     stored = {name.removeprefix("model."): tensor for name, tensor in read_safetensors(shards(directory)).items()}
     tensors = {name: tensor for name, tensor in stored.items() if not TRAINING_ALONE.match(name)}
     if config.draft_vocab_size == config.vocab_size and (d2t := tensors.pop("d2t", None)) is not None and d2t.any():
-        raise InputError(f"{directory}: expected a d2t of zeros beside the whole vocabulary, found another")
-    copies = {name: tensors.pop(name) for name in OF_TARGET if name in tensors}
+        raise InputError(f"{directory}: expected a d2t of zeros with the whole vocabulary, found another")
+    copies = {name: tensors.pop(name) for name in TARGET_TENSORS if name in tensors}
     with torch.device("meta"):
         empty = BlockDrafter(config).state_dict()
     drafter = assembled_block(config, matched(directory, WHAT, empty, tensors, {}))
@@ -81,7 +78,7 @@ def import_block(
 
 
 def read_block_config(directory: Path, target: PreTrainedModel | None = None) -> BlockConfig:
-    """Return the config of a checkpoint of any of these tools in ours; the target may be without weights.
+    """Return the config of any of these tools' checkpoints as ours; the target may be without weights.
 
     Raises:
         InputError: as `import_block`.
@@ -92,15 +89,15 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         if named not in ("dflash", "dspark"):
             raise InputError(f"{path}: expected a speculators_model_type of dflash or dspark, found {named!r}")
         flat = field(raw, path, "transformer_layer_config", dict) | {k: v for k, v in raw.items() if k != "model_type"}
-        behind = field(raw, path, "aux_hidden_state_layer_ids", list)
-        flat["target_layer_ids"] = [layer - 1 if type(layer) is int else layer for layer in behind]
+        depths = field(raw, path, "aux_hidden_state_layer_ids", list)
+        flat["target_layer_ids"] = [depth - 1 if type(depth) is int else depth for depth in depths]
         flat["anchor_guesses"] = field(raw, path, "sample_from_anchor", bool, named == "dspark")
         verifier = field(field(raw, path, "speculators_config", dict, {}), path, "verifier", dict, {})
         flat["base_model_name_or_path"] = verifier.get("name_or_path") or None
         flat.setdefault("confidence_head_with_markov", False)
     elif "anchor_guesses" in raw:
         flat = dict(raw)
-    else:
+    else:  # z-lab, SpecForge or DeepSpec
         nested = field(raw, path, "dflash_config", dict, {})
         flat = raw | nested
         dspark = any("DSpark" in str(name) for name in field(raw, path, "architectures", list, []))
@@ -116,18 +113,18 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
     names = (*SIZES, "draft_vocab_size", "block_size", "mask_token_id", "anchor_guesses", "base_model_name_or_path")
     fields = {name: flat[name] for name in (*names, *HEADS, *TURNS, *WINDOWS) if name in flat}
     try:
-        made = BlockConfig.from_dict(
+        config = BlockConfig.from_dict(
             {**fields, "target_layer_ids": layers, "num_target_layers": deep, "tie_word_embeddings": False}
         )
-        return made.check()
+        return config.check()
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    except Exception as error:  # the library stumbles over whatever it finds
+    except Exception as error:  # the library may fail on any field
         raise InputError(f"{path}: expected a config of {WHAT}, found: {first_line(error)}") from error
 
 
 def _check_known(flat: dict[str, Any], path: Path) -> None:
-    """Raise an InputError where a config asks for what our drafters do not do."""
+    """Raise an InputError if a config asks for something that our drafters do not support."""
     expected: dict[str, tuple[Any, ...]] = {
         "model_type": ("qwen3", "llama", None),
         "markov_head_type": (MARKOV, None),
@@ -147,14 +144,14 @@ def _check_known(flat: dict[str, Any], path: Path) -> None:
 def _check_copies(
     directory: Path, copies: dict[str, Tensor], drafter: BlockDrafter, target: PreTrainedModel | None
 ) -> None:
-    """Require that an embedding and a head in the file are the target's."""
+    """Require that copies of the target's embedding and head are equal to them."""
     if target is None:
-        raise InputError(f"target: expected it for a drafter beside {min(copies)}, as in {directory}, found none")
+        raise InputError(f"target: expected it for a drafter with {min(copies)}, as in {directory}, found none")
     rows = head_of(target).weight if drafter.token_map is None else head_of(target).weight[drafter.token_map]
     theirs: Any = target.get_input_embeddings()
     for name, expected in (("embed_tokens.weight", theirs.weight), ("lm_head.weight", rows)):
-        if (found := copies.get(name)) is None:
+        if (copy := copies.get(name)) is None:
             continue
-        wanted = expected.detach().cpu().to(found.dtype)  # 16 bits hold the target's as far as they can
-        if found.shape != wanted.shape or not torch.equal(found, wanted):
+        wanted = expected.detach().cpu().to(copy.dtype)  # 16-bit copies of the target's are equal too
+        if copy.shape != wanted.shape or not torch.equal(copy, wanted):
             raise InputError(f"{directory}: expected the target's {name}, which our drafters use, found another")

@@ -1,6 +1,6 @@
-"""Read exported block drafters by what servers do with them, and compute what their blocks give.
+"""Read exported block drafters as servers do, and compute the outputs of their blocks.
 
-Run as a file, in another process, it imports nothing of this package: whatever it reads, servers read too.
+Run as a file, in another process, it imports nothing of this package, so that servers can read all that it reads.
 
     python readers.py block DIRECTORY INPUTS.safetensors OUTPUT.safetensors
 
@@ -21,12 +21,9 @@ from torch.nn.functional import linear, silu
 def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tensor:
     """Read as vLLM 0.32 does: `model_executor/models/qwen3_dflash.py` and `qwen3_dspark.py`.
 
-    A block begins at each of T places, and sees the features of those before it. The tokens before its guesses are
-    those of `before`.
-
-    Returns:
-        (T, K, H + D + 1): of each guess its state behind the last norm, what the Markov head adds to the logits of the
-        D tokens, and the confidence head's logit; 0 of heads that there are not.
+    A block begins at each of T places, and sees the features before it; `before` gives the tokens before its guesses.
+    For each guess the result, (T, K, H + D + 1), holds its state after the last norm, the logits that the Markov head
+    adds, and the confidence head's logit; zeros without these heads.
     """
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = flattened(raw)
@@ -39,7 +36,7 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
     if drafted < config["vocab_size"] and config["for_servers"]:
         assert tensors["lm_head.weight"].shape == (drafted, size) and tensors["d2t"].shape == (drafted,)
     seen_TH = rms_norm(linear(features_TF, tensors["fc.weight"]), tensors["hidden_norm.weight"], config)
-    found = []
+    outputs = []
     for place, embeddings_SH in enumerate(embeddings_TSH):
         states_SH = embeddings_SH
         for layer in range(config["num_hidden_layers"]):
@@ -60,12 +57,12 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
                 wide.append(markov_KR)
             projection = tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"]
             sure_K1 = linear(torch.cat(wide, dim=-1), *projection)
-        found.append(torch.cat([states_KH, added_KD, sure_K1], dim=-1))
-    return torch.stack(found)
+        outputs.append(torch.cat([states_KH, added_KD, sure_K1], dim=-1))
+    return torch.stack(outputs)
 
 
 def flattened(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return all fields in one place, by DeepSpec's names; target layers are counted from 0."""
+    """Return all fields at the top, with DeepSpec's names; target layers are counted from 0."""
     if "speculators_model_type" in raw:
         fields = raw["transformer_layer_config"] | {name: value for name, value in raw.items() if name != "model_type"}
         fields["target_layer_ids"] = [layer - 1 for layer in raw["aux_hidden_state_layer_ids"]]
@@ -78,12 +75,12 @@ def flattened(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def before(place: int, guess: int, vocab_size: int) -> int:
-    """Return the token before a guess of the block behind a place."""
+    """Return an arbitrary token before a guess of the block at a place."""
     return (7 * place + 3 * guess + 1) % vocab_size
 
 
 def block_layer(config: dict[str, Any], weights: dict[str, Tensor], states_SH: Tensor, seen_TH: Tensor) -> Tensor:
-    """Return what a layer gives of a block's slots, (S, H); they begin at the place behind those that are seen."""
+    """Return a layer's outputs for a block's slots, (S, H); they begin at the place after those in `seen_TH`."""
     heads, key_heads, width = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     normed = rms_norm(states_SH, weights["input_layernorm.weight"], config)
     places = torch.arange(len(seen_TH) + len(states_SH))
@@ -111,11 +108,11 @@ def block_layer(config: dict[str, Any], weights: dict[str, Tensor], states_SH: T
 
 
 def rotation(config: dict[str, Any], places: Tensor) -> tuple[Tensor, float]:
-    """Return the angles of places, (T, 1, width), and what rotated numbers are multiplied by."""
+    """Return the rotary angles of places, (T, 1, width), and the scale of rotated numbers."""
     width = config["head_dim"]
     if config["rope_parameters"].get("rope_type", "default") == "default":
         turns, scale = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, width, 2) / width), 1.0
-    else:  # long contexts have formulas of their own, which are the library's
+    else:  # the formulas for long contexts are the library's
         from transformers import Qwen3Config
         from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -131,7 +128,7 @@ def rms_norm(x: Tensor, weight: Tensor, config: dict[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def logits(reader: str, directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tensor:
-    """Return what a reader finds, in float32; there is one, block."""
+    """Return the float32 outputs, (T, K, H + D + 1), from the only reader, block."""
     assert reader == "block"
     return block(directory, features_TF, embeddings_TSH)
 

@@ -1,18 +1,19 @@
-"""Block drafters in the formats that servers and other trainers load.
+"""Block drafters in the formats that servers and other trainers load, and the proof that another process reads them.
 
-| format        | config.json                       | loads it                                              |
-|---------------|-----------------------------------|-------------------------------------------------------|
-| `own`         | `Qwen3DSparkModel`                | this project                                          |
-| `vllm`        | DFlash: z-lab's, SpecForge's      | vLLM (`dflash`), where the draft vocabulary is whole SGLang too |
-|               | DSpark: DeepSpec's                | vLLM's runner for GPUs (`dspark`)                     |
-| `speculators` | both, in its own fields           | the speculators library, vLLM                         |
+| format        | config.json                  | loaded by                                                           |
+|---------------|------------------------------|---------------------------------------------------------------------|
+| `own`         | `Qwen3DSparkModel`           | this project                                                        |
+| `vllm`        | DFlash: z-lab's, SpecForge's | vLLM (`dflash`), and SGLang if the draft vocabulary is the whole one |
+|               | DSpark: DeepSpec's           | vLLM's runner for GPUs (`dspark`)                                   |
+| `speculators` | both, in its own fields      | the speculators library, vLLM                                       |
 
-All count the target's layers from 0, by their outputs, but speculators: it says after how many layers features are
-taken, as vLLM's `eagle_aux_hidden_state_layer_ids` does (vLLM 0.32, `transformers_utils/configs/speculators/algos.py`).
-DFlash's blocks have one slot more than they guess tokens. A drafter with a Markov head whose anchor guesses nothing is
-what speculators calls `sample_from_anchor: false`, and vLLM `dspark_bonus_anchor`.
+All count the target's layers from 0, by their outputs, except speculators, which counts the layers before, as vLLM's
+`eagle_aux_hidden_state_layer_ids` does (vLLM 0.32, `transformers_utils/configs/speculators/algos.py`). DFlash's blocks
+have one slot more than guesses. A drafter with a Markov head whose anchor guesses nothing has `sample_from_anchor:
+false` in speculators, and `dspark_bonus_anchor` in vLLM.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.block.formats.proof import prove_block
+from draftsmith.medusa.block.blocks import Anchors, attend_to
+from draftsmith.medusa.block.formats import readers
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, rounded
+from draftsmith.medusa.proof import TOLERANCE, read_apart, relative_error
 from draftsmith.train.kinds.export import check_format, put_in_place
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import DTYPES
@@ -45,21 +48,18 @@ SIZES = [
     "attention_bias",
 ]
 MARKOV = "vanilla"
-"""The Markov head that we have, by DeepSpec's name."""
+"""DeepSpec's name for our Markov head."""
+PLACES = 4
+"""The places whose blocks the proof compares."""
 
 
 def is_dflash(config: Any) -> bool:
-    """Say whether a drafter is DFlash's: no Markov head, and an anchor that guesses nothing."""
+    """Return whether a drafter is DFlash's: no Markov head, and an anchor that guesses nothing."""
     return not config.markov_rank and not config.anchor_guesses
 
 
 def block_refusal(drafter: BlockDrafter, format: str) -> str | None:
-    """Return what of a drafter a format cannot say, and the way out; None where it can say all.
-
-    Args:
-        drafter: any.
-        format: one of `BLOCK_FORMATS`.
-    """
+    """Return why a format cannot hold a drafter, and the way out, or None."""
     config = drafter.config
     if format == "own":
         return None
@@ -82,21 +82,20 @@ def export_block(
     readme: str | None = None,
     head: OutputHead | None = None,
 ) -> None:
-    """Write a drafter in a format, and prove that another process computes the same from it.
+    """Write a drafter in a format, and prove that another process computes the same outputs.
 
     Args:
-        drafter: of any device; it stays as it is.
+        drafter: on any device; it is not changed.
         directory: new, or empty.
         format: one of `BLOCK_FORMATS`.
-        dtype: of the written weights; the drafter's if None.
+        dtype: the dtype of the written weights; the drafter's if None.
         readme: a model card, written as README.md.
-        head: the target's, of the tokens that are drafted; needed where these are not all, for servers then read it
-            from the file.
+        head: the target's head of the drafted tokens; servers read it from the file if these are not all tokens.
 
     Raises:
         InputError: an unknown format or dtype, a drafter that the format cannot hold or the dtype overflows, weights
-            that are not finite, or a directory that holds something or cannot be written in.
-        RuntimeError: a reader finds something else in what was written; the directory is removed.
+            that are not finite, or a directory that is not empty or cannot be written.
+        RuntimeError: a reader finds other outputs in the files; the directory is removed.
     """
     directory = Path(directory)
     reason = block_refusal(drafter, check_format(format, BLOCK_FORMATS))
@@ -112,8 +111,8 @@ def export_block(
             if (ids := adapted.token_map) is not None:
                 tensors |= rounded(_rows(head), kind)
                 if format == "speculators":
-                    known = torch.zeros(adapted.config.vocab_size, dtype=torch.bool)
-                    tensors["t2d"] = known.index_fill(0, ids.cpu(), True)
+                    drafted = torch.zeros(adapted.config.vocab_size, dtype=torch.bool)
+                    tensors["t2d"] = drafted.index_fill(0, ids.cpu(), True)
             config = (_speculators if format == "speculators" else _server)(adapted)
             (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
@@ -123,25 +122,21 @@ def export_block(
 
 
 def _rows(head: OutputHead | None) -> dict[str, Tensor]:
-    """Return the target's rows of a cut vocabulary, as the file has them.
-
-    Raises:
-        InputError: no head, or one that does more than a matrix product.
-    """
+    """Return the target's rows of a cut vocabulary, or raise an InputError if its head is more than these rows."""
     if head is None:
-        raise InputError("target: expected it beside a cut vocabulary, whose rows of its head servers read, found none")
-    more = [name for name, found in (("bias", head.bias), ("soft cap", head.softcap)) if found is not None]
+        raise InputError(
+            "target: expected it with a cut vocabulary, because servers read these rows of its head, found none"
+        )
+    more = [name for name, part in (("bias", head.bias), ("soft cap", head.softcap)) if part is not None]
     if head.scale != 1.0:
         more.append("scale")
     if more:
-        raise InputError(
-            f"target: expected a head without {more[0]} beside a cut vocabulary, as these files say it, found one"
-        )
+        raise InputError(f"target: expected a head without {more[0]}, which these files cannot hold, found one")
     return {"lm_head.weight": head.weight}
 
 
 def _layer(drafter: BlockDrafter) -> dict[str, Any]:
-    """Return the fields of Qwen3's layers, with transformers 4 and 5."""
+    """Return the fields of Qwen3's layers, for transformers 4 and 5."""
     config = drafter.config
     rope = dict(config.rope_parameters)
     turns = {"rope_parameters": rope, "rope_theta": rope["rope_theta"]}
@@ -159,7 +154,7 @@ def _layer(drafter: BlockDrafter) -> dict[str, Any]:
 
 
 def _server(drafter: BlockDrafter) -> dict[str, Any]:
-    """Return config.json as z-lab's DFlash has it, or DeepSpec's DSpark."""
+    """Return config.json as in z-lab's DFlash, or DeepSpec's DSpark."""
     config = drafter.config
     seen = {"target_layer_ids": config.target_layer_ids, "mask_token_id": config.mask_token_id}
     fields = _layer(drafter) | {
@@ -187,7 +182,7 @@ def _heads(config: Any) -> dict[str, Any]:
 
 
 def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
-    """Return config.json as the speculators library has it."""
+    """Return config.json as in the speculators library."""
     config = drafter.config
     name = "dflash" if is_dflash(config) else "dspark"
     return {
@@ -212,9 +207,41 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
 
 
 def assembled_block(config: Any, tensors: dict[str, Tensor]) -> BlockDrafter:
-    """Return a drafter of these tensors, under our names, in eval mode; nothing is copied."""
+    """Return a drafter with these tensors, under our names, in eval mode; nothing is copied."""
     with torch.device("meta"):
         drafter = BlockDrafter(config)
     drafter.load_state_dict(tensors, assign=True)
-    drafter.rotary_emb = Qwen3RotaryEmbedding(config)  # its frequencies are computed, and stored nowhere
+    drafter.rotary_emb = Qwen3RotaryEmbedding(config)  # its frequencies are computed, not stored
     return drafter.eval()
+
+
+@torch.no_grad()
+def prove_block(drafter: BlockDrafter, directory: Path) -> None:
+    """Require that a reader of the directory computes the drafter's block states, Markov logits and confidence.
+
+    The drafter is on the CPU, rounded to the written weights. Raises a RuntimeError if a reader fails or disagrees.
+    """
+    config, generator = drafter.config, torch.Generator().manual_seed(0)
+    wide, slots = config.hidden_size * len(config.target_layer_ids), config.block_size
+    features_TF = torch.randn(PLACES, wide, generator=generator)
+    embeddings_TSH = torch.randn(PLACES, slots, config.hidden_size, generator=generator)
+    outputs_TKX = read_apart(readers, "block", directory, features_TF, embeddings_TSH)
+    exact, places_1T = copy.deepcopy(drafter).float(), torch.arange(PLACES)[None]
+    context = exact.context(exact.fuse(features_TF[None]), places_1T)
+    # Only the anchors' places count: the slots' embeddings are random, not the tokens'.
+    attend, positions_1Q = attend_to(exact, context, Anchors(places_1T, places_1T, places_1T))
+    hidden_TSH = exact(embeddings_TSH.flatten(0, 1)[None], positions_1Q, attend)[0].unflatten(0, (PLACES, slots))
+    hidden_TKH = exact.guessing(hidden_TSH)
+    guesses, vocab_size, drafted = config.guesses, config.vocab_size, config.draft_vocab_size
+    tokens_TK = torch.tensor([[readers.before(t, k, vocab_size) for k in range(guesses)] for t in range(PLACES)])
+    added_TKD, sure_TK = torch.zeros(PLACES, guesses, drafted), torch.zeros(PLACES, guesses)
+    if exact.markov_head is not None:
+        added_TKD = exact.markov_head.markov_w2(exact.markov_head.markov_w1(tokens_TK))
+    if exact.confidence_head is not None:
+        sure_TK = exact.confidence(hidden_TKH, tokens_TK)
+    expected = {"states": hidden_TKH, "Markov head": added_TKD, "confidence": sure_TK[..., None]}
+    parts = outputs_TKX.split([config.hidden_size, drafted, 1], dim=-1)
+    for (name, wanted), part in zip(expected.items(), parts, strict=True):
+        error = relative_error(part, wanted)
+        if not error <= TOLERANCE:
+            raise RuntimeError(f"export: expected a reader to find the same {name}, found them off by {error:.1e}")

@@ -20,7 +20,7 @@ WRITTEN = "read back by another process with the same logits"
 
 
 def export(config: ExportOptions, source: str) -> list[str]:
-    """Write heads for a server, and return the lines to print: the launch line is the last.
+    """Write heads for a server, and return lines to print; the last one launches it.
 
     Raises:
         InputError: heads that cannot be read or do not fit the target, or that the format cannot hold.
@@ -46,7 +46,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
-    """Write heads of another tool in our format, and return the lines to print.
+    """Write heads of another tool in our format, and return lines to print.
 
     Raises:
         InputError: heads that cannot be read, or do not fit the target.
@@ -63,7 +63,7 @@ def import_from(config: ExportOptions, source: str) -> list[str]:
 
 
 def served(config: ExportOptions, source: str) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
-    """Return how vLLM is to use what was written, and what drafts here: what was given, so that the file is proven."""
+    """Return vLLM's config for the written heads, and a function from the target to the proposer that must agree."""
     heads: Any = import_eagle(source)
 
     def drafter(model: PreTrainedModel) -> Proposer:
@@ -74,6 +74,6 @@ def served(config: ExportOptions, source: str) -> tuple[list[Served], Callable[[
 
 
 def speculative_config(config: ExportOptions) -> dict[str, str | int]:
-    """Return vLLM's speculative config of the heads that were written."""
+    """Return vLLM's speculative config for the written heads."""
     length = config.draft_length or GAMMA
     return {"method": "eagle3", "model": str(config.output), "num_speculative_tokens": length}

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads out of checkpoints of the EAGLE authors, SpecForge, speculators and ours, every tensor accounted for.
+"""EAGLE-3 heads from checkpoints of the EAGLE authors, SpecForge, speculators and ours; no tensor is ignored silently.
 
 | written by        | config.json                                     | the layer  | depths                  |
 |-------------------|-------------------------------------------------|------------|-------------------------|
@@ -7,7 +7,8 @@
 | speculators       | the layer's in a `transformer_layer_config`     | `layers.0` | at the top, or default  |
 | `export_eagle`    | flat                                            | `midlayer` | at the top              |
 
-At the top, n is behind n layers. In `eagle_config` SpecForge and SGLang mean behind n + 1, and vLLM 0.32 means n.
+At the top, n means after n layers. In `eagle_config` n means after n + 1 layers for SpecForge and SGLang, and after n
+layers for vLLM 0.32.
 """
 
 import re
@@ -37,26 +38,23 @@ from draftsmith.train.kinds.export import check_format
 
 PICKLED = "pytorch_model.bin"
 DROPPED = ("architectures", "model_type", "auto_map", "eagle_config", "num_aux_hidden_states", "torch_dtype", "dtype")
-"""Fields that are of others, or that we write anew."""
+"""Fields of other tools, or fields that we write anew."""
 EMBEDDINGS = "embed_tokens.weight"
 DEPTHS = "eagle_aux_hidden_state_layer_ids"
 TRAINING_ALONE = re.compile(r"verifier_(lm_head|norm)\.weight$|rotary_emb\.inv_freq$")
-"""Tensors that checkpoints may have and that no draft needs: copies of the target's, and what is computed."""
+"""Tensors in checkpoints that no draft needs: copies of the target's, and computed ones."""
 
 
 def import_eagle(directory: str | Path, format: str | None = None, target: PreTrainedModel | None = None) -> EagleHeads:
-    """Read heads that any of these tools wrote.
+    """Read heads that any of these tools wrote, on the CPU, in the widest dtype of their tensors, in eval mode.
 
     Args:
         directory: a local one.
-        format: `vllm`, where an `eagle_config` counts layers as vLLM does; as SGLang does otherwise.
-        target: they must fit it. Needed where the config names no depths, or the file holds embeddings.
-
-    Returns:
-        Heads in the widest dtype of their tensors, on the CPU, in eval mode.
+        format: `vllm` if an `eagle_config` counts layers as vLLM does; else it counts as SGLang does.
+        target: the target that they must fit; needed if the config names no depths, or the file holds embeddings.
 
     Raises:
-        InputError: no such format, a file that is missing, damaged or holds pickled code, a config that cannot be,
+        InputError: an unknown format, a file that is missing, damaged or holds pickled code, an impossible config,
             tensors that are missing, not expected or of another shape, or embeddings that are not the target's.
     """
     directory = Path(directory)
@@ -73,7 +71,7 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
             empty = EagleHeads(config).state_dict()
     except InputError as error:
         raise InputError(f"{directory / CONFIG}: {error}") from error
-    except Exception as error:  # an activation or a rotation that there is not
+    except Exception as error:  # an unknown activation or rotation
         found = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{directory / CONFIG}: expected a config of EAGLE-3 heads, found: {found}") from error
     complete_maps(directory, config, tensors)
@@ -86,12 +84,7 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
 
 
 def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[int] | None = None) -> EagleConfig:
-    """Return the config of a checkpoint of any of these tools in ours.
-
-    Args:
-        directory: of the checkpoint.
-        format: as in `import_eagle`.
-        unsaid: the depths of heads whose config names none.
+    """Return the config of any of these tools' checkpoints as ours; `unsaid` are the depths if it names none.
 
     Raises:
         InputError: as `import_eagle`.
@@ -99,7 +92,7 @@ def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[i
     raw, path = read_config(directory, "EAGLE-3 heads"), directory / CONFIG
     if field(raw, path, "speculators_model_type", str, "") == "eagle3":
         layer = field(raw, path, "transformer_layer_config", dict)
-        # `update_eagle3` of vLLM 0.32 (`transformers_utils/configs/speculators`): the residual path is the normed one.
+        # vLLM 0.32 (`transformers_utils/configs/speculators`, `update_eagle3`) takes the normed residual path.
         flat = {"norm_before_residual": True, **layer}
         verifier = field(field(raw, path, "speculators_config", dict, {}), path, "verifier", dict, {})
         flat["base_model_name_or_path"] = verifier.get("name_or_path")
@@ -117,8 +110,8 @@ def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[i
     depths = field(flat, path, DEPTHS, list, None)
     if depths is None:
         depths = field(nested, path, DEPTHS, list, None)
-        behind = 0 if format == "vllm" else 1
-        depths = depths and [depth + behind if isinstance(depth, int) else depth for depth in depths]
+        offset = 0 if format == "vllm" else 1
+        depths = depths and [depth + offset if isinstance(depth, int) else depth for depth in depths]
     if not depths:
         if unsaid is None:
             raise InputError(f"target: expected it for heads that name no depths, as in {directory}, found none")
@@ -128,48 +121,48 @@ def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[i
         return EagleConfig.from_dict({**fields, "tie_word_embeddings": False}).check()
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    except Exception as error:  # the library stumbles over whatever it finds
+    except Exception as error:  # the library may fail on any field
         raise InputError(f"{path}: expected a config of EAGLE-3 heads, found: {first_line(error)}") from error
 
 
 def our_name(name: str) -> str:
-    """Return our name of a tensor of any of these tools."""
+    """Return our name of any of these tools' tensors."""
     return re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
 
 
 def _tensors(directory: Path) -> dict[str, Tensor]:
     """Return a checkpoint's tensors under the authors' names."""
     pickled, files = directory / PICKLED, shards(directory)
-    read = read_pickled(pickled) if pickled.is_file() and not files[0].is_file() else read_safetensors(files)
-    found: dict[str, Tensor] = {}
-    for name, tensor in read.items():
+    stored = read_pickled(pickled) if pickled.is_file() and not files[0].is_file() else read_safetensors(files)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
         if TRAINING_ALONE.search(name):
             continue
         ours = our_name(name)
-        if ours in found:
+        if ours in tensors:
             raise InputError(f"{directory}: expected one tensor {ours}, found another by the name of {name}")
-        found[ours] = tensor
-    return found
+        tensors[ours] = tensor
+    return tensors
 
 
 def _check_embeddings(directory: Path, embeddings: Tensor, target: PreTrainedModel | None) -> None:
     if target is None:
-        raise InputError(f"target: expected it for heads beside embeddings, as in {directory}, found none")
+        raise InputError(f"target: expected it for heads with embeddings, as in {directory}, found none")
     theirs: Any = target.get_input_embeddings()
-    expected = theirs.weight.detach().cpu().to(embeddings.dtype)  # 16 bits hold the target's as far as they can
+    expected = theirs.weight.detach().cpu().to(embeddings.dtype)  # 16-bit copies of the target's are equal too
     same = embeddings.shape == expected.shape and torch.equal(embeddings, expected)
     if not same:
         raise InputError(f"{directory}: expected the target's embeddings, which our heads see, found others of its own")
 
 
 def complete_maps(directory: Path, config: EagleConfig, tensors: dict[str, Tensor]) -> None:
-    """Give `t2d` to heads whose file has none, as vLLM reads none, and drop maps that say nothing."""
+    """Add the `t2d` that a file lacks, as vLLM reads none, and drop maps of a whole vocabulary."""
     d2t = tensors.get("d2t")
     if d2t is None:
         return
     if config.draft_vocab_size == config.vocab_size:
         if d2t.any():
-            raise InputError(f"{directory}: expected a d2t of zeros beside the whole vocabulary, found another")
+            raise InputError(f"{directory}: expected a d2t of zeros with the whole vocabulary, found another")
         del tensors["d2t"]
         tensors.pop("t2d", None)
     elif "t2d" not in tensors and not d2t.is_floating_point():

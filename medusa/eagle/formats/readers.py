@@ -1,6 +1,6 @@
-"""Read exported EAGLE-3 heads by what servers do with them, and compute logits.
+"""Read exported EAGLE-3 heads as servers do, and compute their logits.
 
-Run as a file, in another process, it imports nothing of this package: whatever it reads, servers read too.
+Run as a file, in another process, it imports nothing of this package, so that servers can read all that it reads.
 
     python readers.py eagle3 DIRECTORY INPUTS.safetensors OUTPUT.safetensors
 
@@ -20,10 +20,10 @@ from torch.nn.functional import linear, silu
 
 
 def eagle3(directory: Path, features_TF: Tensor, embeddings_TKH: Tensor) -> Iterator[Tensor]:
-    """Read as vLLM 0.32 does: `model_executor/models/llama_eagle3.py`. Nothing is kept between steps.
+    """Read as vLLM 0.32 does: `model_executor/models/llama_eagle3.py`. Nothing is cached between steps.
 
-    A round begins at each of T places: step 0 sees features up to there, step k the layer's own k states besides.
-    Embeddings are those of the tokens behind; T takes the place of N.
+    A round begins at each of T places: step 0 sees the features up to there, and step k also the layer's own k states.
+    Embeddings are those of the next tokens; T takes the place of N.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     tensors = {
@@ -52,26 +52,26 @@ def eagle3(directory: Path, features_TF: Tensor, embeddings_TKH: Tensor) -> Iter
             normed = rms_norm(raw, layer["norm.weight"], eps)
             output = normed if config["norm_output"] else raw
             logits_of_step.append(linear(normed[-1], layer["lm_head.weight"]))
-    for of_step in steps:
-        yield widened(torch.stack(of_step), token_map, config["vocab_size"])
+    for step_logits in steps:
+        yield widened(torch.stack(step_logits), token_map, config["vocab_size"])
 
 
 def eagle3_layer(config: dict[str, Any], layer: dict[str, Tensor], states_TH: Tensor, embeddings_TH: Tensor) -> Tensor:
-    """Return what the layer gives at all places of a text, (T, H)."""
+    """Return the layer's outputs at all places of a text, (T, H)."""
     eps, heads, key_heads = (config[name] for name in ("rms_norm_eps", "num_attention_heads", "num_key_value_heads"))
     normed = rms_norm(states_TH, layer["hidden_norm.weight"], eps)
     seen = torch.cat([rms_norm(embeddings_TH, layer["input_layernorm.weight"], eps), normed], dim=-1)
     places, width = torch.arange(len(seen)), config["head_dim"]
 
     def projected(name: str, count: int) -> Tensor:
-        found = linear(seen, layer[f"self_attn.{name}_proj.weight"], layer.get(f"self_attn.{name}_proj.bias"))
-        return found.unflatten(-1, (count, width)).transpose(0, 1).repeat_interleave(heads // count, 0)
+        states = linear(seen, layer[f"self_attn.{name}_proj.weight"], layer.get(f"self_attn.{name}_proj.bias"))
+        return states.unflatten(-1, (count, width)).transpose(0, 1).repeat_interleave(heads // count, 0)
 
     queries, keys, values = projected("q", heads), projected("k", key_heads), projected("v", key_heads)
     if config["rope_parameters"].get("rope_type", "default") == "default":
         turns = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, width, 2) / width)
         scale = 1.0
-    else:  # long contexts have formulas of their own, which are the library's
+    else:  # the formulas for long contexts are the library's
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -99,7 +99,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def widened(logits: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor:
-    """Return logits over the target's vocabulary, −∞ where a truncated one has none."""
+    """Return logits over the target's vocabulary, −∞ for tokens outside of the heads' own."""
     if token_map is None:
         return logits
     wide = torch.full((len(logits), vocab_size), float("-inf"))
@@ -109,7 +109,7 @@ def widened(logits: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor
 
 @torch.no_grad()
 def logits(reader: str, directory: Path, features_TF: Tensor, embeddings_TKH: Tensor) -> Tensor:
-    """Return float32 logits, (T, K, V), as a reader finds them; there is one, eagle3."""
+    """Return float32 logits, (T, K, V), from the only reader, eagle3."""
     assert reader == "eagle3"
     return torch.stack(list(eagle3(directory, features_TF, embeddings_TKH)), dim=1)
 

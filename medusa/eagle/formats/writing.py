@@ -1,54 +1,57 @@
-"""EAGLE-3 heads in the formats that servers load.
+"""EAGLE-3 heads in the formats that servers load, and the proof that another process reads them.
 
-All formats hold `model.safetensors` under the names of the EAGLE authors; their config.json differ. Where a target has
-passed n of its layers, vLLM 0.32 calls it n (`eagle_aux_hidden_state_layer_ids`, first looked for at the top), as we
-do. SGLang's Llama, Qwen, Mistral and Gemma call it n − 1: they add one to what `eagle_config` says
-(0.5.23, `set_eagle3_layers_to_capture`), and look nowhere else. So a config that says both is right in both.
+All formats hold `model.safetensors` with the names of the EAGLE authors; their config.json differ. The features after n
+of the target's layers are n in vLLM 0.32 (`eagle_aux_hidden_state_layer_ids`, first looked up at the top), as in ours.
+SGLang 0.5.23 reads only `eagle_config`, and adds one to it for Llama, Qwen, Mistral and Gemma
+(`set_eagle3_layers_to_capture`): there they are n − 1. So a config with both is right for both.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
-from torch import Tensor, device
+from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, rounded
-from draftsmith.medusa.eagle.formats.proof import prove_eagle
-from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.formats import readers
+from draftsmith.medusa.eagle.heads import EagleHeads, Step
+from draftsmith.medusa.proof import TOLERANCE, read_apart, relative_error
+from draftsmith.medusa.seen import KeysValues
 from draftsmith.train.kinds.export import check_format, put_in_place
 from draftsmith.train.models import DTYPES
 
 EAGLE_FORMATS = ("own", "vllm", "sglang")
+STEPS = 3
+"""The steps of the layer on its own states that the proof compares."""
 
 
 def eagle_refusal(heads: EagleHeads, format: str, layers: int | None = None) -> str | None:
-    """Return what of the heads a server's format cannot say, and the way out; None where it can say all.
+    """Return why a server's format cannot hold the heads, and the way out, or None.
 
-    Args:
-        heads: any.
-        format: one of `EAGLE_FORMATS`.
-        layers: how many the target has, where that is known.
+    `layers` is the target's number of layers, if it is known.
     """
     config = heads.config
     if format == "own":
         return None
     if config.hidden_size != config.target_hidden_size:
-        return f"hidden_size {config.hidden_size} beside a target_hidden_size of {config.target_hidden_size}"
+        return f"hidden_size {config.hidden_size} with a target_hidden_size of {config.target_hidden_size}"
     if config.attention_bias:
-        return "attention_bias, which vLLM takes for one behind attention too; keep draftsmith's own format"
+        return "attention_bias, which vLLM takes for one after attention too; keep draftsmith's own format"
     if format == "vllm":
         return None
-    # SGLang 0.5.23, `models/llama_eagle3.py`: no other residual path; `fc` is left out where the features are as wide
-    # as the state. `models/llama.py`: what leaves the last layer is not captured.
+    # SGLang 0.5.23, `models/llama_eagle3.py`, has only one residual path, and skips `fc` if the features are as wide as
+    # the state; its `models/llama.py` does not capture the output of the last layer.
     if config.norm_before_residual:
         return "norm_before_residual; take vllm"
     if len(heads.layer_ids) == 1:
         return "features of one depth, which SGLang does not fuse; take vllm"
     if heads.layer_ids[-1] == layers:
-        return f"features behind the last of {layers} layers, which SGLang does not take; take vllm"
+        return f"features after the last of {layers} layers, which SGLang does not take; take vllm"
     return None
 
 
@@ -60,23 +63,20 @@ def export_eagle(
     readme: str | None = None,
     layers: int | None = None,
 ) -> list[str]:
-    """Write heads in a format, and prove that another process computes the same logits from it.
+    """Write heads in a format, prove that another process computes the same logits, and return notes for the user.
 
     Args:
-        heads: of any device; they stay as they are.
+        heads: on any device; they are not changed.
         directory: new, or empty.
         format: one of `EAGLE_FORMATS`.
-        dtype: of the written weights; that of the heads if None.
+        dtype: the dtype of the written weights; the heads' if None.
         readme: a model card, written as README.md.
-        layers: how many the target has, where that is known.
-
-    Returns:
-        Notes for the reader, a line each.
+        layers: the target's number of layers, if it is known.
 
     Raises:
         InputError: an unknown format or dtype, heads that the format cannot hold or the dtype overflows, weights that
-            are not finite, or a directory that holds something or cannot be written in.
-        RuntimeError: a reader finds other logits in what was written; the directory is removed.
+            are not finite, or a directory that is not empty or cannot be written.
+        RuntimeError: a reader finds other logits in the files; the directory is removed.
     """
     directory = Path(directory)
     reason = eagle_refusal(heads, check_format(format, EAGLE_FORMATS), layers)
@@ -97,7 +97,7 @@ def export_eagle(
 
 
 def _config(heads: EagleHeads) -> dict[str, Any]:
-    """Return config.json, in which vLLM and SGLang find all that they look for, with transformers 4 and 5."""
+    """Return config.json with all fields that vLLM and SGLang look up, with transformers 4 and 5."""
     config = heads.config
     sizes = (
         "hidden_size target_hidden_size intermediate_size vocab_size draft_vocab_size num_hidden_layers "
@@ -105,7 +105,7 @@ def _config(heads: EagleHeads) -> dict[str, Any]:
         "attention_bias mlp_bias norm_before_residual norm_before_fc fc_norm norm_output base_model_name_or_path"
     )
     rope = dict(config.rope_parameters)
-    # The fifth version of the library reads rope_parameters, the fourth rope_theta beside rope_scaling.
+    # Version 5 of the library reads rope_parameters, version 4 reads rope_theta and rope_scaling.
     turns = {"rope_parameters": rope, "rope_theta": rope["rope_theta"]}
     if rope.get("rope_type", "default") != "default":
         turns["rope_scaling"] = rope
@@ -117,7 +117,7 @@ def _config(heads: EagleHeads) -> dict[str, Any]:
         **turns,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": depths,
-        # Without it vLLM takes the number of depths from eagle_config alone, or for three.
+        # Without it vLLM takes the number of depths only from eagle_config, or assumes three.
         "num_aux_hidden_states": len(depths),
         "eagle_config": {
             "use_aux_hidden_state": True,
@@ -141,9 +141,43 @@ def _notes(heads: EagleHeads, format: str, layers: int | None) -> list[str]:
 
 
 def assembled_eagle(config: Any, tensors: dict[str, Tensor]) -> EagleHeads:
-    """Return heads of these tensors, under our names, in eval mode; nothing is copied."""
-    with device("meta"):
+    """Return heads with these tensors, under our names, in eval mode; nothing is copied."""
+    with torch.device("meta"):
         heads = EagleHeads(config)
     heads.load_state_dict(tensors, assign=True)
-    heads.rotary = LlamaRotaryEmbedding(config)  # its frequencies are computed, and stored nowhere
+    heads.rotary = LlamaRotaryEmbedding(config)  # its frequencies are computed, not stored
     return heads.eval()
+
+
+@torch.no_grad()
+def prove_eagle(heads: EagleHeads, directory: Path) -> None:
+    """Require that a reader of the directory computes the heads' logits, on features and on their own states.
+
+    The heads are on the CPU, rounded to the written weights. Raises a RuntimeError if a reader fails or disagrees.
+    """
+    config, generator = heads.config, torch.Generator().manual_seed(0)
+    wide = config.target_hidden_size * len(heads.layer_ids)
+    features_TF = torch.randn(4, wide, generator=generator)
+    embeddings_TKH = torch.randn(4, STEPS, config.hidden_size, generator=generator)
+    logits_TKV = read_apart(readers, "eagle3", directory, features_TF, embeddings_TKH)
+    exact, places = copy.deepcopy(heads).float(), torch.arange(4 + STEPS)[None]
+    first = exact(embeddings_TKH[None, :, 0], exact.fuse(features_TF[None]), places[:, :4])
+    for start in range(4):
+        # The round from `start` sees the features up to there, then one key for each of its own steps.
+        step = Step(first.states[:, start : start + 1], first.hidden[:, start : start + 1], first.own)
+        seen = KeysValues(*(own[:, :, : start + 1] for own in first.own))
+        for k in range(STEPS):
+            if k > 0:
+                everything = torch.ones(1, 1, 1, seen.keys.shape[2] + 1, dtype=torch.bool)
+                at = places[:, start + k : start + k + 1]
+                step = exact(embeddings_TKH[None, None, start, k], step.states, at, seen, everything)
+                seen = KeysValues(*(torch.cat(pair, 2) for pair in zip(seen, step.own, strict=True)))
+            expected_V = exact.widened(exact.head(step.hidden))[0, 0]
+            drafted, logits_V = expected_V.isfinite(), logits_TKV[start, k]
+            if not torch.equal(logits_V.isfinite(), drafted):
+                raise RuntimeError("export: expected a reader to draft the same tokens, found others")
+            error = relative_error(logits_V[drafted], expected_V[drafted])
+            if not error <= TOLERANCE:
+                raise RuntimeError(
+                    f"export: expected a reader to find the same logits, found step {k} off by {error:.1e}"
+                )

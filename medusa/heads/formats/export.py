@@ -22,7 +22,7 @@ from draftsmith.train.runs import vllm_command
 
 
 def export(config: ExportOptions, source: str) -> list[str]:
-    """Write heads in a format, and return the lines to print: the launch line is the last that is no comment.
+    """Write heads in a format, and return lines to print; the last one without a # launches the server.
 
     Raises:
         InputError: heads that cannot be read or do not fit the target, or that the format cannot hold.
@@ -50,8 +50,8 @@ def export(config: ExportOptions, source: str) -> list[str]:
     lines = [f"# {note}" for note in [f"wrote {output}, read back by another process with the same logits", *notes]]
     if overrides and format in VLLM_READS:
         lines.append(
-            "# vLLM 0.32 looks for vocab_size at the top of the target's config, which has it in its text_config "
-            "alone: hence the override"
+            "# vLLM 0.32 looks for vocab_size at the top of the target's config, which has it only in its text_config: "
+            "hence the override"
         )
     speculative = {"method": "medusa", "model": output, "num_speculative_tokens": count}
     vllm = vllm_command(target, speculative, overrides)
@@ -65,7 +65,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
-    """Write heads of another tool in our format, and return the lines to print.
+    """Write heads of another tool in our format, and return lines to print.
 
     Raises:
         InputError: heads that cannot be read, or do not fit the target.
@@ -83,7 +83,7 @@ def import_from(config: ExportOptions, source: str) -> list[str]:
 
 
 def served(config: ExportOptions, source: str) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
-    """Return how vLLM is to use what was written, and what drafts here: what was given, so that the file is proven."""
+    """Return vLLM's config for the written heads, and a function from the target to the proposer that must agree."""
     heads: Any = import_heads(source, "own")
     count = heads.config.num_heads if config.draft_length is None else config.draft_length
     speculative = {"method": "medusa", "model": str(config.output), "num_speculative_tokens": count}

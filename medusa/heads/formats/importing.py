@@ -1,4 +1,4 @@
-"""Medusa heads out of the formats of `draftsmith.medusa.heads.formats.writing`, every tensor accounted for."""
+"""Medusa heads from the formats of `draftsmith.medusa.heads.formats.writing`; no tensor is ignored silently."""
 
 import json
 import re
@@ -35,18 +35,15 @@ from draftsmith.train.losses.output_head import head_of
 def import_heads(
     directory: str | Path, format: str | None = None, target: PreTrainedModel | None = None
 ) -> MedusaHeads:
-    """Read heads from any format.
+    """Read heads from any format, on the CPU, in the widest dtype of their tensors, in eval mode.
 
     Args:
         directory: a local one.
         format: one of `FORMATS`; recognised by its files if None.
-        target: whose language-model head they use, where the file has none; else they must fit it.
-
-    Returns:
-        Heads in the widest dtype of their tensors, on the CPU, in eval mode.
+        target: the target that they must fit; a file without language-model heads uses its head.
 
     Raises:
-        InputError: no such format, a file that is missing, damaged or holds pickled code, a config that cannot be, or
+        InputError: an unknown format, a file that is missing, damaged or holds pickled code, an impossible config, or
             tensors that are missing, not expected or of another shape.
     """
     directory = Path(directory)
@@ -63,10 +60,10 @@ def import_heads(
 
 
 def detect(directory: str | Path) -> str:
-    """Return the one format that a directory is in.
+    """Return the one format of a directory.
 
     Raises:
-        InputError: no config.json, none of the formats, or more than one of them.
+        InputError: no config.json, no format, or several.
     """
     formats = marks(Path(directory))
     if len(formats) != 1:
@@ -78,7 +75,7 @@ def detect(directory: str | Path) -> str:
 
 
 def foreign_format(directory: Path) -> str | None:
-    """Return the format of heads that another tool's files are of; None of ours, and without a config that says so."""
+    """Return the format of another tool's heads; None for ours, or without a config that says it."""
     try:
         return next((format for format in marks(directory) if format != "own"), None)
     except InputError:
@@ -86,7 +83,7 @@ def foreign_format(directory: Path) -> str | None:
 
 
 def marks(directory: Path) -> list[str]:
-    """Return the formats that a directory may be in.
+    """Return the formats that a directory has marks of.
 
     Raises:
         InputError: no config.json.
@@ -109,7 +106,7 @@ def _read_own(directory: Path) -> MedusaHeads:
         field(raw, path, name, bool, None)
     try:
         config = MedusaConfig.from_dict(raw)
-    except Exception as error:  # the library stumbles over whatever it finds
+    except Exception as error:  # the library may fail on any field
         raise InputError(f"{path}: expected a config of heads, found: {first_line(error)}") from error
     return _built(directory, config, read_safetensors(shards(directory)), {})
 
@@ -118,7 +115,7 @@ def _read_vllm(directory: Path) -> MedusaHeads:
     path = directory / CONFIG
     raw = read_config(directory)
     for kind, name in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
-        # vLLM takes any such key for it, the last one if there are several.
+        # vLLM takes any such key, the last one if there are several.
         keys = [key for key in raw if "num" in key and kind in key and not ("heads" in key and kind == "layers")]
         if len({json.dumps(raw[key]) for key in keys}) > 1:
             raise InputError(f"{path}: expected one {name}, found {', '.join(f'{key} {raw[key]}' for key in keys)}")
@@ -144,7 +141,7 @@ def _read_vllm(directory: Path) -> MedusaHeads:
             if name.startswith("lm_head") and tensor.ndim == 2 and len(tensor) == config.vocab_size > len(token_map):
                 tensors[name] = tensor[token_map.long()]
     if not config.medusa_fc_bias and any(re.fullmatch(r"blocks\.\d+\.layers\.\d+\.bias", name) for name in tensors):
-        raise InputError(f"{path}: expected medusa_fc_bias true beside biases, which vLLM skips without, found false")
+        raise InputError(f"{path}: expected medusa_fc_bias true with biases, which vLLM skips without, found false")
     return _built(directory, config, tensors, {})
 
 
@@ -156,7 +153,7 @@ def _read_sequential(directory: Path, format: str, target: PreTrainedModel | Non
     if format == "modelopt":
         shape = field(raw, path, "medusa", dict)
         heads, layers = (field(shape, path, f"num_medusa_{part}", int) for part in ("heads", "layers"))
-        # ModelOpt keeps the heads inside of a checkpoint of the whole model, of which they are all that is read.
+        # ModelOpt stores the heads in a checkpoint of the whole model; only they are read.
         tensors = read_safetensors(shards(directory), lambda name: name.startswith(prefix))
     else:
         heads, layers = (field(raw, path, f"medusa_num_{part}", int) for part in ("heads", "layers"))
@@ -200,7 +197,7 @@ def _read_fasterdecoding(directory: Path) -> dict[str, Tensor]:
 
 
 def _built(directory: Path, config: MedusaConfig, tensors: dict[str, Tensor], names: dict[str, str]) -> MedusaHeads:
-    """Return heads with these tensors, which must be those of the config, under the names of their format."""
+    """Return heads with these tensors, which must match the config under the format's names."""
     try:
         with torch.device("meta"):
             empty = MedusaHeads(config).state_dict()

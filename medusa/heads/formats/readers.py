@@ -1,7 +1,7 @@
-"""Read exported heads by what their format documents alone, and compute logits with them.
+"""Read exported heads only from their format's documentation, and compute their logits.
 
-Run as a file, in another process, it imports nothing of this package: whatever it reads, another reader of the
-format's documentation reads too.
+Run as a file, in another process, it imports nothing of this package, so that other readers of the documentation can
+read all that it reads.
 
     python readers.py FORMAT DIRECTORY INPUTS.safetensors OUTPUT.safetensors
 
@@ -27,9 +27,9 @@ def own(directory: Path, hidden_NH: Tensor, embeddings_NKH: Tensor) -> Iterator[
         x = hidden_NH
         for layer in range(config["num_hidden_layers"]):
             name = f"blocks.{k}.layers.{layer}"
-            seen = torch.cat([x, *embeddings_NKH[:, : k + 1].unbind(1)], -1) if config["hydra"] and layer == 0 else x
+            wide = torch.cat([x, *embeddings_NKH[:, : k + 1].unbind(1)], -1) if config["hydra"] and layer == 0 else x
             bias = tensors[f"{name}.bias"].float() if config["medusa_fc_bias"] else None
-            x = x + silu(linear(seen, tensors[f"{name}.weight"].float(), bias))
+            x = x + silu(linear(wide, tensors[f"{name}.weight"].float(), bias))
         name = "lm_head" if config["original_lm_head"] else f"lm_heads.{k}"
         bias = tensors[f"{name}.bias"].float() if config["lm_head_bias"] else None
         logits = linear(x, tensors[f"{name}.weight"].float(), bias) * config["logit_scale"]
@@ -41,9 +41,9 @@ def own(directory: Path, hidden_NH: Tensor, embeddings_NKH: Tensor) -> Iterator[
 def vllm(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:
     """Read as vLLM 0.32 does: `transformers_utils/configs/medusa.py`, `model_executor/models/medusa.py`.
 
-    Keys of the config are renamed, and names of tensors; tensors that the model lacks are skipped, and those that it
-    has and are missing are an error, as is every `token_map`: own heads have the whole vocabulary there, and what a
-    shared one is cut by counts as a weight that was not loaded.
+    It renames the config's keys and the tensors. It skips unknown tensors, and missing ones are an error. So is every
+    `token_map`: own heads have the whole vocabulary there, and the map of a shared one counts as a weight that was not
+    loaded.
     """
     config = {"hidden_size": 4096, "num_heads": 5, "num_hidden_layers": 1}
     config |= json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def _own_heads(heads: int) -> list[str]:
 
 
 def _vllm_files(directory: Path) -> dict[str, Tensor]:
-    """Return what lies in the safetensors, or where there are none in FasterDecoding's file."""
+    """Return the tensors of the safetensors, or of FasterDecoding's file if there are none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         return torch.load(directory / "medusa_lm_head.pt", map_location="cpu", weights_only=True)
@@ -126,7 +126,7 @@ def modelopt(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:
 
 
 def widened(logits: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor:
-    """Return logits over the target's vocabulary, −∞ where a truncated one has none."""
+    """Return logits over the target's vocabulary, −∞ for tokens outside of a cut one."""
     if token_map is None:
         return logits
     wide = torch.full((len(logits), vocab_size), float("-inf"))
@@ -139,14 +139,7 @@ READERS = {"own": own, "vllm": vllm, "fasterdecoding": fasterdecoding, "modelopt
 
 @torch.no_grad()
 def logits(name: str, directory: Path, hidden_NH: Tensor, embeddings_NKH: Tensor) -> Tensor:
-    """Return float32 logits, (N, K, V), of a directory in a format.
-
-    Args:
-        name: of the format.
-        directory: holds its files.
-        hidden_NH: float32 hidden states.
-        embeddings_NKH: of the tokens behind them, for Hydra heads.
-    """
+    """Return a directory's float32 logits, (N, K, V); the embeddings are the next tokens', for Hydra heads."""
     return torch.stack(list(READERS[name](directory, hidden_NH, embeddings_NKH)), dim=1)
 
 

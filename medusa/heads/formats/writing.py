@@ -1,14 +1,14 @@
-"""Medusa heads in the formats that others load: what each can say, and its names.
+"""Medusa heads in the formats of other tools: their names, their limits, and the proof that another process reads them.
 
 | format           | weights             | block l of head h               | language-model head of h                 |
 |------------------|---------------------|---------------------------------|------------------------------------------|
 | `own`            | `model.safetensors` | `blocks.{h}.layers.{l}.*`       | `lm_heads.{h}.*`, or `lm_head.*` for all |
-| `vllm`           | `model.safetensors` | `blocks.{h}.layers.{l}.*`       | the same, `.weight` alone                |
+| `vllm`           | `model.safetensors` | `blocks.{h}.layers.{l}.*`       | the same, only `.weight`                 |
 | `fasterdecoding` | `medusa_lm_head.pt` | `{h}.{l}.linear.*`              | `{h}.{L}.weight`                         |
 | `modelopt`       | `model.safetensors` | `medusa_heads.{h}.{l}.linear.*` | `medusa_heads.{h}.{L}.weight`            |
 
-FasterDecoding's older trainer writes another file under that name, `medusa_lm_head.safetensors`, without language-model
-heads: there all heads go through the target's. It is read, not written (`draftsmith.medusa.heads.formats.importing`).
+FasterDecoding's older trainer writes `medusa_lm_head.safetensors`, without language-model heads: all heads use the
+target's. That file is only read (`draftsmith.medusa.heads.formats.importing`).
 """
 
 import copy
@@ -23,11 +23,13 @@ from transformers import PretrainedConfig
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, rounded
-from draftsmith.medusa.heads.formats.proof import prove
+from draftsmith.medusa.heads.formats import readers
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
+from draftsmith.medusa.proof import TOLERANCE, read_apart, relative_error
 from draftsmith.train.kinds.export import check_format as one_of_formats
 from draftsmith.train.kinds.export import put_in_place
 from draftsmith.train.losses.cut_vocabulary import whole_rows
+from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import DTYPES
 
 FORMATS = ("own", "vllm", "fasterdecoding", "modelopt")
@@ -38,24 +40,14 @@ VLLM_READS = ("vllm", "fasterdecoding")
 
 
 def check_format(format: str) -> str:
-    """Return the name of a format.
-
-    Raises:
-        InputError: an unknown format.
-    """
+    """Return the format's name, or raise an InputError if it is unknown."""
     if format == "sglang":
         raise InputError(f"format: expected one of {', '.join(FORMATS)}, found 'sglang'; SGLang loads no Medusa heads")
     return one_of_formats(format, FORMATS)
 
 
 def refusal(heads: MedusaHeads, format: str, by_rank: bool = False) -> str | None:
-    """Return what of the heads a format cannot say, and the way out; None where it can say all.
-
-    Args:
-        heads: any.
-        format: one of `FORMATS`.
-        by_rank: as in `export_heads`.
-    """
+    """Return why a format cannot hold the heads, and the way out, or None; `by_rank` as in `export_heads`."""
     config = heads.config
     if format == "own":
         return None
@@ -74,9 +66,9 @@ def refusal(heads: MedusaHeads, format: str, by_rank: bool = False) -> str | Non
         ways = "take vllm" if config.truncated_vocab_size > 1 else stay
         return f"a truncated vocabulary of {config.truncated_vocab_size} tokens; {ways}"
     if format == "fasterdecoding" and not all(map(_equal_layers, heads.blocks)):
-        # Its `[ResBlock(hidden_size)] * layers` is one block, which the last of them would overwrite.
+        # Its `[ResBlock(hidden_size)] * layers` is one block, which loading would overwrite with the last one.
         return (
-            f"{config.num_hidden_layers} different blocks a head, of which its reader uses one; take vllm or modelopt"
+            f"{config.num_hidden_layers} different blocks a head, but its reader uses only one; take vllm or modelopt"
         )
     return None
 
@@ -89,29 +81,25 @@ def export_heads(
     by_rank: bool = False,
     readme: str | None = None,
 ) -> list[str]:
-    """Write heads in a format, and prove that another process reads the same logits from it.
+    """Write heads in a format, prove that another process reads the same logits, and return notes for the user.
 
-    A language-model head that all heads share becomes one each where the format has no other way, and a block without
-    biases gets zeros where it always has them: both exact. A truncated vocabulary becomes whole for vLLM, whose loader
-    fails on any other: the rows that are missing are the mean of those there are, so that their logits, a mean too, are
-    never the largest. All is written aside and renamed when it is proven.
+    Where the format has no shared language-model head each head gets a copy, and where it always has biases they are
+    zeros: both are exact. For vLLM, whose loader needs a whole vocabulary, a cut one is filled up with the mean of its
+    rows, so that their logits, a mean too, are never the largest. Files are moved into place when they are proven.
 
     Args:
-        heads: of any device; they stay as they are.
+        heads: on any device; they are not changed.
         directory: new, or empty.
         format: one of `FORMATS`.
-        dtype: of the written weights; that of the heads if None.
-        by_rank: leave softcapping out, and outside of vLLM a positive `logit_scale`. Neither changes which tokens are
-            the most likely, and these readers draft by that alone.
+        dtype: the dtype of the written weights; the heads' if None.
+        by_rank: leave out softcapping, and except for vLLM a positive `logit_scale`. The most likely tokens stay the
+            same, and these readers draft only them.
         readme: a model card, written as README.md.
-
-    Returns:
-        Notes for the reader, a line each, such as a tree that vLLM does not draft.
 
     Raises:
         InputError: an unknown format or dtype, heads that the format cannot hold or the dtype overflows, weights that
-            are not finite, or a directory that holds something or cannot be written in.
-        RuntimeError: a reader finds other logits in what was written; the directory is removed.
+            are not finite, or a directory that is not empty or cannot be written.
+        RuntimeError: a reader finds other logits in the files; the directory is removed.
     """
     directory = Path(directory)
     reason = refusal(heads, check_format(format), by_rank)
@@ -131,13 +119,7 @@ def export_heads(
 
 
 def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> int:
-    """Return what the weights take as `export_heads` writes them: in vLLM's format more than here, as a rule.
-
-    Args:
-        heads: that the format can hold.
-        format: one of `FORMATS`.
-        dtype: of the written weights; that of the heads if None.
-    """
+    """Return the size of the weights as `export_heads` writes them, usually more in vLLM's format than in ours."""
     config, kind = heads.config, heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
     blocks = sum(p.numel() for name, p in heads.named_parameters() if not name.startswith("lm_head"))
     if format in PREFIXES and not config.medusa_fc_bias:
@@ -149,7 +131,7 @@ def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> 
 
 
 def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:
-    """Return heads as the format says them, on the CPU: rounded, with a head and biases each where it wants them."""
+    """Return the heads in the format's terms, on the CPU: rounded, and with the heads and biases that it needs."""
     config: Any = copy.deepcopy(heads.config)
     tensors = heads.state_dict()
     if by_rank and format != "own":
@@ -162,6 +144,7 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
             for layer in range(config.num_hidden_layers):
                 tensors.setdefault(f"blocks.{h}.layers.{layer}.bias", torch.zeros(config.hidden_size))
         tensors.pop("lm_head.weight", None)
+    # vLLM fails on a cut vocabulary.
     token_map = tensors.pop("token_map", None) if format == "vllm" else None
     if token_map is not None:
         config.truncated_vocab_size = config.vocab_size
@@ -184,9 +167,9 @@ def _write(heads: MedusaHeads, directory: Path, format: str) -> None:
 
 
 def _config(heads: MedusaHeads, format: str) -> dict[str, Any]:
-    """Return config.json. vLLM renames any key that holds "num" and "heads" or "layers": no others may be there."""
+    """Return config.json without keys that vLLM would rename: those with "num" and "heads" or "layers"."""
     config = heads.config
-    # The older name of the dtype is the one that all versions of the library read.
+    # All versions of the library read this older name of the dtype.
     common = {"base_model_name_or_path": config.base_model_name_or_path, "torch_dtype": dtype_name(heads.dtype)}
     if format == "vllm":
         names = "hidden_size vocab_size num_heads num_hidden_layers truncated_vocab_size medusa_fc_bias"
@@ -196,7 +179,7 @@ def _config(heads: MedusaHeads, format: str) -> dict[str, Any]:
         medusa = {"num_medusa_heads": config.num_heads, "num_medusa_layers": config.num_hidden_layers}
         return {"medusa": medusa, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size, **common}
     fields = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_hidden_layers, **common}
-    # FasterDecoding reads these of the target; vLLM, which reads the directory too, knows them from here alone.
+    # FasterDecoding reads these from the target; vLLM, which also loads the directory, only from here.
     fields |= {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "medusa_fc_bias": True}
     return fields if config.medusa_choices is None else {**fields, "medusa_choices": config.medusa_choices}
 
@@ -206,7 +189,7 @@ def _notes(heads: MedusaHeads, format: str) -> list[str]:
     if format == "vllm" and config.truncated_vocab_size < config.vocab_size:
         notes.append(
             f"vLLM 0.32 loads no cut vocabulary: heads of {config.truncated_vocab_size} tokens are written with all "
-            f"{config.vocab_size}, the further ones never the most likely; they draft the same, but save no memory"
+            f"{config.vocab_size}, and the others are never the most likely; they draft the same, but save no memory"
         )
     if format == "fasterdecoding":
         notes.append("vLLM 0.32 reads this directory too, with its medusa method, as a chain")
@@ -228,7 +211,7 @@ def _equal_layers(block: torch.nn.Module) -> bool:
 
 
 def assembled(config: MedusaConfig, tensors: dict[str, Tensor]) -> MedusaHeads:
-    """Return heads of these tensors, under our names, in eval mode; nothing is copied."""
+    """Return heads with these tensors, under our names, in eval mode; nothing is copied."""
     with torch.device("meta"):
         heads = MedusaHeads(config)
     heads.load_state_dict(tensors, assign=True)
@@ -236,7 +219,7 @@ def assembled(config: MedusaConfig, tensors: dict[str, Tensor]) -> MedusaHeads:
 
 
 def tensor_names(config: PretrainedConfig, format: str) -> dict[str, str]:
-    """Return the names of tensors in a format by ours, where they differ."""
+    """Return the format's names of tensors by ours, where they differ."""
     if format not in PREFIXES:
         return {}
     prefix, layers = PREFIXES[format], config.num_hidden_layers
@@ -246,3 +229,48 @@ def tensor_names(config: PretrainedConfig, format: str) -> dict[str, str]:
             for part in ("weight", "bias"):
                 names[f"blocks.{h}.layers.{layer}.{part}"] = f"{prefix}{h}.{layer}.linear.{part}"
     return names
+
+
+@torch.no_grad()
+def prove(heads: MedusaHeads, directory: Path, format: str, reader: str, dtype: torch.dtype, by_rank: bool) -> None:
+    """Require that a reader of the directory computes the logits of the heads before export.
+
+    A format of whole vocabularies may have logits for tokens outside of a cut one; these must not be the largest.
+
+    Args:
+        heads: the heads before export.
+        directory: the export.
+        format: its format.
+        reader: a name of `readers.READERS`.
+        dtype: the dtype of the written weights.
+        by_rank: as in `export_heads`.
+
+    Raises:
+        RuntimeError: a reader fails or disagrees.
+    """
+    config, generator = heads.config, torch.Generator().manual_seed(0)
+    hidden_NH = torch.randn(4, config.hidden_size, generator=generator)
+    embeddings_NKH = torch.randn(4, config.num_heads, config.hidden_size, generator=generator)
+    logits_NKV = read_apart(readers, reader, directory, hidden_NH, embeddings_NKH)
+    shape, found_shape = (4, config.num_heads, config.vocab_size), tuple(logits_NKV.shape)
+    if found_shape != shape:
+        raise RuntimeError(f"export: expected {reader} to read logits of shape {shape}, found {found_shape}")
+    dropped = by_rank and format != "own"
+    for k in range(config.num_heads):
+        # The head as it is here, with rounded weights, and without the parts that by_rank leaves out.
+        block = copy.deepcopy(heads.blocks[k]).to("cpu", dtype).float()
+        lm_head = copy.deepcopy(heads.lm_head_of(k)).to("cpu", dtype).float()
+        head = heads.head(k)
+        scale = 1.0 if dropped and format != "vllm" else head.scale
+        finished = OutputHead(lm_head.weight, lm_head.bias, scale, None if dropped else head.softcap)
+        logits = finished(block(hidden_NH, heads.seen(k, embeddings_NKH)))
+        expected = heads.widened(logits.to(heads.device)).cpu()
+        drafted = expected.isfinite()
+        values, others = (logits_NKV[:, k].masked_fill(mask, float("-inf")) for mask in (~drafted, drafted))
+        if not (values.isfinite() == drafted).all():
+            raise RuntimeError(f"export: expected {reader} to read finite logits for head {k}, found others")
+        error = relative_error(values[drafted], expected[drafted])
+        if not error <= TOLERANCE:
+            raise RuntimeError(f"export: expected {reader} to read the same logits, found head {k} off by {error:.1e}")
+        if not (others.amax(-1) < values.amax(-1)).all():
+            raise RuntimeError(f"export: expected {reader} to draft what head {k} can, found a token that it cannot")

@@ -138,7 +138,7 @@ def test_beside_a_target_on_several_devices_it_cannot(target, texts):
     config.target_sharded = True
     assert beginning(config, drafter, target)[0] == "last_layers"
     config.init = "look_back"
-    with pytest.raises(InputError, match="beside a target on several devices, found look_back"):
+    with pytest.raises(InputError, match="with a target on several devices, found look_back"):
         beginning(config, drafter, target)
 
 

@@ -10,7 +10,7 @@ from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.eagle.formats import proof, readers
+from draftsmith.medusa.eagle.formats import readers, writing
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, eagle_refusal, export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -32,7 +32,7 @@ VARIANTS = {
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
     """Read by the same functions without a process each; tests/integration/test_export.py starts them."""
-    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_checkpoints_of_speculators(tmp_path, made, target):
     read = import_eagle(tmp_path / "out", target=target)
     same(read, heads)
     assert read.config.norm_before_residual and read.config.base_model_name_or_path == "org/verifier"
-    with pytest.raises(InputError, match=r"^target: expected it for heads beside embeddings"):
+    with pytest.raises(InputError, match=r"^target: expected it for heads with embeddings"):
         import_eagle(tmp_path / "out")
     nearly = target.get_input_embeddings().weight.detach() * (1 + 1e-6)
     rewritten(tmp_path / "out", with_tensor("embed_tokens.weight", nearly))
@@ -208,7 +208,7 @@ def test_what_a_server_cannot_hold_is_refused(tmp_path, made, target):
     deep = EagleHeads.of_target(target, layer_ids=[2, LAYERS])
     assert eagle_refusal(deep, "sglang") is None and eagle_refusal(deep, "vllm", LAYERS) is None
     assert eagle_refusal(deep, "sglang", LAYERS) == (
-        "features behind the last of 8 layers, which SGLang does not take; take vllm"
+        "features after the last of 8 layers, which SGLang does not take; take vllm"
     )
     assert "one depth" in str(eagle_refusal(EagleHeads.of_target(target, layer_ids=[2]), "sglang"))
     with pytest.raises(InputError, match=r"^format: expected one of own, vllm, sglang, found 'modelopt'$"):
@@ -217,7 +217,7 @@ def test_what_a_server_cannot_hold_is_refused(tmp_path, made, target):
 
 
 def test_what_reads_otherwise_is_not_written(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(proof, "read_apart", lambda _, *given: readers.logits(*given) * 1.001)
+    monkeypatch.setattr(writing, "read_apart", lambda _, *given: readers.logits(*given) * 1.001)
     with pytest.raises(RuntimeError, match=r"^export: expected a reader to find the same logits, found step 0 off"):
         export_eagle(made(), tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()

@@ -51,12 +51,12 @@ def test_they_compute_what_the_last_layer_does_on_what_it_sees(name):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("qwen2", "the target's last layer has self_attn.k_proj.bias, which Llama's has not"),
-        ("qwen3", "the target's last layer has self_attn.k_norm.weight, which Llama's has not"),
-        ("gemma2", "the target's last layer has post_feedforward_layernorm.weight, which Llama's has not"),
-        ("gemma3", "the target's last layer has post_feedforward_layernorm.weight, which Llama's has not"),
-        ("phi3", "the target's last layer has mlp.gate_up_proj.weight, which Llama's has not"),
-        ("gpt-oss", "the target's last layer has mlp.experts.down_proj, which Llama's has not"),
+        ("qwen2", "the target's last layer has self_attn.k_proj.bias, which Llama's does not have"),
+        ("qwen3", "the target's last layer has self_attn.k_norm.weight, which Llama's does not have"),
+        ("gemma2", "the target's last layer has post_feedforward_layernorm.weight, which Llama's does not have"),
+        ("gemma3", "the target's last layer has post_feedforward_layernorm.weight, which Llama's does not have"),
+        ("phi3", "the target's last layer has mlp.gate_up_proj.weight, which Llama's does not have"),
+        ("gpt-oss", "the target's last layer has mlp.experts.down_proj, which Llama's does not have"),
     ],
 )
 def test_other_families_begin_at_random_and_uniform_at_most(name, said):
@@ -65,7 +65,7 @@ def test_other_families_begin_at_random_and_uniform_at_most(name, said):
         target.get_output_embeddings().weight.data.mul_(2)  # rows that would be far apart
     config = run_of(layer_ids=[1, 2])
     heads = new_heads(config, target)
-    assert beginning(config, heads, target) == ("random", f"begun at random, for {said}")
+    assert beginning(config, heads, target) == ("random", f"begun at random, because {said}")
     assert loss_of(heads, target) <= math.log(target.config.vocab_size)
     expected = f"^init: expected auto or random for a target like this, found last_layer, and {said}$"
     with pytest.raises(InputError, match=expected):
@@ -110,7 +110,7 @@ def test_another_layer_is_not_begun_as(what):
         "codes": "the target's last layer has another self_attn.o_proj",
         "activation": "the target's hidden_act is gelu, and Llama's silu",
     }[what]
-    assert beginning(run_of(), new_heads(run_of(), target), target)[1] == f"begun at random, for {said}"
+    assert beginning(run_of(), new_heads(run_of(), target), target)[1] == f"begun at random, because {said}"
     with pytest.raises(InputError, match=f"^init: .* found last_layer, and {said}$"):
         new_heads(run_of(init="last_layer"), target)
 
@@ -121,7 +121,7 @@ def test_variants_of_the_layer_begin_at_random_unless_told():
         config = run_of(**{name: True})
         heads = new_heads(config, target)
         assert beginning(config, heads, target)[1] == (
-            f"begun at random, for {name}, which the target's last layer has not"
+            f"begun at random, because {name}, which the target's last layer does not have"
         )
         told = new_heads(run_of(init="last_layer", **{name: True}), target)
         assert torch.equal(told.midlayer.mlp.up_proj.weight, target.model.layers[-1].mlp.up_proj.weight)

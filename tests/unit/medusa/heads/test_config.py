@@ -38,7 +38,7 @@ def config(training: dict | None = None, **options) -> MedusaTrainingConfig:
         ({"heads_weight": -1.0}, "heads_weight: expected more than 0, found -1.0"),
         ({"head_learning_rate_multiplier": 0.0}, "head_learning_rate_multiplier: expected more than 0, found 0.0"),
         ({"warmup_heads": 1.5}, "warmup_heads: expected a share between 0 and 1, found 1.5"),
-        ({"heads": "h", "draft_vocabulary": 9}, "draft_vocabulary: expected none beside heads"),
+        ({"heads": "h", "draft_vocabulary": 9}, "draft_vocabulary: expected none with heads"),
         ({"packing": True}, "max_length: expected the tokens of a packed row, found none"),
         ({"optimizer": "sgd"}, "optimizer: expected one of auto, trainer, muon, found 'sgd'"),
         ({"backbone": "lora", "optimizer": "muon"}, "optimizer: expected trainer where the backbone is trained too"),

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.card import card
-from draftsmith.medusa.heads.formats import proof, readers
+from draftsmith.medusa.heads.formats import readers
 from draftsmith.medusa.heads.formats import writing as formats
 from draftsmith.medusa.heads.formats.importing import detect, import_heads
 from draftsmith.medusa.heads.formats.writing import FORMATS, export_heads, refusal
@@ -29,7 +29,7 @@ CHOICES = [[0], [0, 0], [1], [0, 1]]
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
     """Read by the same functions without a process each; tests/integration/test_export.py starts them."""
-    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(formats, "read_apart", lambda readers, *given: readers.logits(*given))
 
 
 def noisy(heads: MedusaHeads, seed: int = 3) -> MedusaHeads:
@@ -459,7 +459,7 @@ def test_cut_files(tmp_path, format, share):
         ("vllm", {"num_heads": "3"}, "expected num_heads as int, found '3'"),
         ("vllm", {"num_heads": 0}, "num_heads: expected at least 1, found 0"),
         ("vllm", {"num_attention_heads": 4}, "expected one num_heads, found num_heads 3, num_attention_heads 4"),
-        ("vllm", {"medusa_fc_bias": False}, "expected medusa_fc_bias true beside biases"),
+        ("vllm", {"medusa_fc_bias": False}, "expected medusa_fc_bias true with biases"),
         ("vllm", {"medusa_fc_bias": 1}, "expected medusa_fc_bias as bool, found 1"),
         ("vllm", {"logit_scale": "x"}, "expected logit_scale as float"),
         ("vllm", {"truncated_vocab_size": V + 1}, "truncated_vocab_size: expected at most"),
@@ -601,7 +601,7 @@ def test_the_renaming_of_vllm_is_a_trap_that_is_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_other_logits_are_not_left(tmp_path, monkeypatch, format):
-    monkeypatch.setattr(proof, "read_apart", lambda _, *given: readers.logits(*given) * (1 + 1e-4))
+    monkeypatch.setattr(formats, "read_apart", lambda _, *given: readers.logits(*given) * (1 + 1e-4))
     with pytest.raises(RuntimeError, match=rf"expected {format} to read the same logits, found head 0 off by 1\.0e-04"):
         export_heads(made(), tmp_path / "x", format)
     assert not list(tmp_path.iterdir())
