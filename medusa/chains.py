@@ -47,7 +47,7 @@ class ChainPlaces:
         for index, (starts, weights_N) in enumerate(zip(windows, self.weights, strict=True)):
             weights_N[torch.searchsorted(self.flat, starts + index + 1)] = 1.0
 
-    def before(self, index: int, hidden: Tensor, heads: PreTrainedModel) -> Tensor:
+    def head_inputs(self, index: int, hidden: Tensor, heads: PreTrainedModel) -> Tensor:
         """Return a head's inputs, (N, H), from hidden states (B, T, H); undefined where the head does not learn."""
         return hidden.flatten(0, 1).index_select(0, (self.flat - 1 - index).clamp(min=0)).to(heads.dtype)
 

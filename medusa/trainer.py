@@ -100,7 +100,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
 
     def chain_loss(
         self,
-        at: LossPlaces,
+        places: LossPlaces,
         states: Sequence[Tensor],
         head_for: Callable[[int], OutputHead],
         teacher: tuple[Tensor, OutputHead] | None,
@@ -108,47 +108,51 @@ class HeadsTrainer(RecipeTrainer, ABC):
         """Return Σ_i decay^i · the objective summed over guess i's tokens; called inside of the heads' forwards.
 
         Args:
-            at: the places to learn at.
+            places: the places to learn at.
             states: the input of each guess's language-model head, (N, H).
             head_for: the head of each guess, over the heads' vocabulary.
             teacher: the input of the teacher's head, (B, T, H), and its `teacher_rows`; None for hard labels.
         """
-        labels, sizes, cut = at.labels, self.sizes, self._cut
+        labels, sizes, cut = places.labels, self.sizes, self._cut
         if cut is not None:
             labels, sizes = cut.labels(labels), cut.training_sizes(sizes, self.objective)
         p: LiveDistributions | WholeDistributions | None = None
         if self.objective.needs_target and teacher is not None:
-            live = LiveDistributions(at.teacher(teacher[0]), teacher[1])
+            live = LiveDistributions(places.teacher(teacher[0]), teacher[1])
             p = live if cut is None else cut.of_teacher(live, self.objective)
 
         def losses(learners: Sequence[Learner]) -> Tensor:
-            weighted = [(*learner, at.weights[i], self.config.decay**i) for i, learner in enumerate(learners)]
+            weighted = [(*learner, places.weights[i], self.config.decay**i) for i, learner in enumerate(learners)]
             return chunked_objectives(self.objective, labels, weighted, p, sizes)
 
         with self.clock.phase("loss"):
             return self.loss_beside_uniform(losses, *((state, head_for(i)) for i, state in enumerate(states)))
 
     def chain_sums(
-        self, at: ChainPlaces, chosen_BT: Tensor, p: LiveDistributions, features: Callable[[int, FeaturesOf], Tensor]
+        self,
+        places: ChainPlaces,
+        chosen_BT: Tensor,
+        p: LiveDistributions,
+        features: Callable[[int, FeaturesOf], Tensor],
     ) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums for each guess, (B, 3 + 3K).
 
         Args:
-            at: the places to learn at.
+            places: the places to learn at.
             chosen_BT: as in `replay_sums`.
-            p: the target's distributions at these places, over its whole vocabulary.
+            p: the target's distributions there, over its whole vocabulary.
             features: calls the function that it is given with guess i's states and head.
         """
         rows, width = chosen_BT.shape
         sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
 
         def features_of(states: Tensor, head: OutputHead) -> Tensor:
-            return chunked_features(self._guess_features, at.labels, states, head, p, sizes)
+            return chunked_features(self._guess_features, places.labels, states, head, p, sizes)
 
         accepted, sums, loss_B = list[Tensor](), list[Tensor](), torch.zeros(rows, device=chosen_BT.device)
         for index in range(self.count):
             # Columns of `_guess_features`: a, Σ_v min(p, q), right, the objective's features, and last the weight.
-            table = at.table(index, features(index, features_of), (rows, width + 1))
+            table = places.table(index, features(index, features_of), (rows, width + 1))
             losses = [self.objective.shortfall(row[:, 3:-1], weights_N=row[:, -1]) for row in table]
             loss_B += self.config.decay**index * torch.stack(losses)
             accepted.append(table[:, :-1, 0])
@@ -224,7 +228,7 @@ class FeatureTrainer(HeadsTrainer):
     def loss_maps(heads: Any) -> list[nn.Module]:
         """Return the maps whose weights the loss reads inside of their forwards."""
 
-    def seen(self, inputs: dict[str, Any]) -> TargetStates:
+    def target_states(self, inputs: dict[str, Any]) -> TargetStates:
         """Run the target once on a batch, or take its states from the batch."""
         if "teacher" in inputs:
             states = cached_states(inputs["teacher"])

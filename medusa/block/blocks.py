@@ -109,15 +109,15 @@ def anchors_at_once(places: int, slots: int) -> int:
     return max(1, int(slots_at_once) // slots)
 
 
-def anchors_of(most: int | None, length: int) -> int:
-    """Return the number of anchors that a step computes in a row of `length` tokens; `most` limits it if not None."""
-    return max(1, length // SHARE) if most is None else min(most, length)
+def anchors_of(max_anchors: int | None, length: int) -> int:
+    """Return the number of anchors that a step computes in a row of `length` tokens; by default one in `SHARE`."""
+    return max(1, length // SHARE) if max_anchors is None else min(max_anchors, length)
 
 
 def states_of_blocks(
     drafter: BlockDrafter,
     embed: nn.Module,
-    seen: TargetStates,
+    target_states: TargetStates,
     ids_BT: Tensor,
     position_ids: Tensor | None,
     places_BN: Tensor,
@@ -127,7 +127,7 @@ def states_of_blocks(
     Args:
         drafter: with gradients or without.
         embed: the target's embedding.
-        seen: the target's states of the batch, (B, T, …).
+        target_states: the target's states of the batch, (B, T, …).
         ids_BT: the batch.
         position_ids: the positions of packed rows, (B, T); None: one text a row.
         places_BN: the anchors' places.
@@ -137,7 +137,7 @@ def states_of_blocks(
         positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
     else:
         texts_BT = (positions_BT == 0).cumsum(1)
-    fused_BTH = drafter.fuse(seen.features.to(computing_dtype(drafter.fc.weight)))
+    fused_BTH = drafter.fuse(target_states.features.to(computing_dtype(drafter.fc.weight)))
     anchors = Anchors.at(places_BN, ids_BT, positions_BT, texts_BT)
     return block_states(drafter, embed, drafter.context(fused_BTH, positions_BT), anchors, texts_BT)
 

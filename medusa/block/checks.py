@@ -84,19 +84,19 @@ def compare(target: Side, part: Part) -> Iterator[Finding]:
 
 def layers_seen(raw: Mapping[str, Any], drafter: BlockDrafter, target: Side) -> Finding:
     """Compare the trainer's layers with those that vLLM takes."""
-    name, meant = "block layers", drafter.layer_ids
-    text = f"features after layers {_listed(meant)}"
+    name, trained = "block layers", drafter.layer_ids
+    text = f"features after layers {_listed(trained)}"
     if OWN in raw:
         return Finding("ok", name, text)
     named = raw.get("aux_hidden_state_layer_ids") or raw.get("target_layer_ids")
     if not (named or (raw.get("dflash_config") or {}).get("target_layer_ids")):
         text += ", those of DFlash's paper, for its config names none"
         return Finding("warning", name, text, "put target_layer_ids there, as it was trained")
-    taken = raw.get("eagle_aux_hidden_state_layer_ids")
-    if taken is not None and "speculators_model_type" not in raw and list(taken) != meant:
-        text += f", by target_layer_ids; vLLM takes those after layers {_listed(taken)}"
-        return Finding("error", name, text, f"let eagle_aux_hidden_state_layer_ids be {meant}, or leave it out")
-    if meant[-1] == len(decoder_layers(target.model)):
+    served = raw.get("eagle_aux_hidden_state_layer_ids")
+    if served is not None and "speculators_model_type" not in raw and list(served) != trained:
+        text += f", by target_layer_ids; vLLM takes those after layers {_listed(served)}"
+        return Finding("error", name, text, f"let eagle_aux_hidden_state_layer_ids be {trained}, or leave it out")
+    if trained[-1] == len(decoder_layers(target.model)):
         text += ", the last: the library's output_hidden_states are normed there, and what servers take is not"
         return Finding("warning", name, text, "make sure that it was trained on states before the last norm")
     counted = "after how many layers" if "speculators_model_type" in raw else "from 0, by their outputs"
@@ -144,7 +144,7 @@ def check_run(target: Side, config: BlockTrainingConfig) -> tuple[str, list[Find
         InputError: a drafter that cannot begin on this target.
     """
     if config.heads is not None:
-        drafter, begun = BlockDrafter.without_weights(config.heads), ""
+        drafter, clause = BlockDrafter.without_weights(config.heads), ""
         drafter.check_fits(target.model)
     else:
         tokens, rows = config.draft_vocabulary, len(head_of(target.model).weight)
@@ -154,7 +154,7 @@ def check_run(target: Side, config: BlockTrainingConfig) -> tuple[str, list[Find
         rank = min(RANK, target.config.hidden_size) if config.markov_rank is None else config.markov_rank
         with torch.device("meta"):
             drafter = new_drafter(config, target.model, token, token_map, rank)
-        begun = f", {beginning(config, drafter, target.model)[1]}"
+        clause = f", {beginning(config, drafter, target.model)[1]}"
     findings = []
     if config.training.learning_rate is not None:
         findings.append(learning_rate(config.training.learning_rate, drafter.config.hidden_size))
@@ -162,6 +162,6 @@ def check_run(target: Side, config: BlockTrainingConfig) -> tuple[str, list[Find
     blocks = f"{config.anchors} blocks a row" if config.anchors else f"a block of every {SHARE} tokens"
     text = f"a drafter of {count(drafter.num_parameters())} parameters, features after layers "
     return (
-        f"{text}{_listed(drafter.layer_ids)}, {drafter.config.guesses} tokens a block, {blocks} a step{begun}",
+        f"{text}{_listed(drafter.layer_ids)}, {drafter.config.guesses} tokens a block, {blocks} a step{clause}",
         findings,
     )

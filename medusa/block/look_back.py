@@ -79,11 +79,13 @@ def begin_looking_back(
     width = layer.self_attn.head_dim * _heads(drafter)
 
     def fit() -> LookBack:
-        seen = [seen_of(text) for text in texts]
-        nn.Module.to(drafter, seen[0].features.device)  # on the CPU a large layer is slow
-        fused_NH = torch.cat([drafter.fuse(states.features.float())[0] for states in seen])
-        deepest_NH = torch.cat([states.features[0, :, -drafter.config.hidden_size :].float() for states in seen])
-        tokens_NH = torch.cat([states.embeddings[0] for states in seen])
+        target_states = [seen_of(text) for text in texts]
+        nn.Module.to(drafter, target_states[0].features.device)  # on the CPU a large layer is slow
+        fused_NH = torch.cat([drafter.fuse(states.features.float())[0] for states in target_states])
+        deepest_NH = torch.cat(
+            [states.features[0, :, -drafter.config.hidden_size :].float() for states in target_states]
+        )
+        tokens_NH = torch.cat([states.embeddings[0] for states in target_states])
         mask = embed(torch.tensor([drafter.config.mask_token_id], device=embed.weight.device)).to(tokens_NH)
         slots_NH = layer.input_layernorm(torch.cat([tokens_NH, mask.expand(len(tokens_NH) // MASKS, -1)]).float())
         known_N = deepest_NH.any(1)  # a cache holds zeros for a text's last place

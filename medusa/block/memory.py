@@ -63,11 +63,11 @@ class BlockPlan(FeaturePlan):
 
         def forward(drafter: BlockDrafter, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:
             ids, length = inputs["input_ids"], self.batch.length
-            seen = left_of(target, len(drafter.layer_ids), len(ids), length)
+            states = left_of(target, len(drafter.layer_ids), len(ids), length)
             places = torch.zeros(len(ids), anchors, dtype=torch.long)
             position_ids = self.batch.inputs(len(ids)).get("position_ids")
             embed: Any = target.get_input_embeddings()
-            return [states_of_blocks(drafter, embed, seen, ids, position_ids, places).flatten(0, 2)], seen
+            return [states_of_blocks(drafter, embed, states, ids, position_ids, places).flatten(0, 2)], states
 
         return forward
 
@@ -116,8 +116,8 @@ class BlockPlan(FeaturePlan):
 
     def known_changes(self) -> list[tuple[str, str, Any]]:
         """Return changes that may help; a quantised layer cannot be copied."""
-        config, known = self.config, super().known_changes()
+        config, changes = self.config, super().known_changes()
         if config.heads is None and config.init in ("last_layers", "look_back"):
             begin = {"8bit": ", init random", "4bit": ", init random"}
-            known = [(name + begin.get(value, ""), field, value) for name, field, value in known]
-        return known
+            changes = [(name + begin.get(value, ""), field, value) for name, field, value in changes]
+        return changes

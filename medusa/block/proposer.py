@@ -127,8 +127,8 @@ class BlockModel(PreTrainedModel):
                 mask = mask[self.config.layer_types[layer]]
 
             def attended(queries: Tensor, own: KeysValues) -> Tensor:
-                seen = KeysValues(*past_key_values.update(own.keys, own.values, layer))
-                return in_groups(queries, *seen, mask)
+                keys_values = KeysValues(*past_key_values.update(own.keys, own.values, layer))
+                return in_groups(queries, *keys_values, mask)
 
             return attended
 

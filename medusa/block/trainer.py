@@ -43,11 +43,11 @@ class BlockPlaces:
     Args:
         inputs: a batch; its `positions` list the anchors at which each guess has a label.
         count: K.
-        most: the most anchors of a row; None: one in `SHARE` of its anchors.
+        max_anchors: the most anchors of a row; None: one in `SHARE` of its anchors.
         step: the training step.
     """
 
-    def __init__(self, inputs: dict[str, Any], count: int, most: int | None, step: int):
+    def __init__(self, inputs: dict[str, Any], count: int, max_anchors: int | None, step: int):
         ids_BT: Tensor = inputs["input_ids"]
         rows, length = ids_BT.shape
         windows: Sequence[Tensor] = inputs["positions"][1 : 1 + count]
@@ -57,11 +57,11 @@ class BlockPlaces:
         first_BT = learned_KX[0].view(rows, length)
         order_BT = drawn_order(ids_BT, step).masked_fill(first_BT == 0, -1)
         # A row has its own number of anchors, so that the draw does not depend on the other rows of its batch.
-        self.places = order_BT.topk(anchors_of(most, length), dim=1).indices
+        self.places = order_BT.topk(anchors_of(max_anchors, length), dim=1).indices
         """The anchors' places, (B, N); in rows with fewer anchors the rest is filled up, and has no weight."""
         flat_BN = self.places + torch.arange(rows, device=ids_BT.device)[:, None] * length
         weights_KBN = learned_KX[:, flat_BN]
-        if most is None:
+        if max_anchors is None:
             own_B1 = (first_BT.sum(1, keepdim=True) // SHARE).clamp(min=1.0)
             weights_KBN = weights_KBN * (torch.arange(flat_BN.shape[1], device=ids_BT.device) < own_B1)
         scale_B = first_BT.sum(1) / weights_KBN[0].sum(1).clamp(min=1.0)
@@ -138,30 +138,32 @@ class BlockTrainer(FeatureTrainer):
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_k decay^k · the objective summed over guess k's tokens."""
-        seen, at = self.seen(inputs), BlockPlaces(inputs, self.count, self.config.anchors, self.state.global_step)
-        decays_K = self.config.decay ** torch.arange(self.count, device=at.labels.device)
-        at.weights = [(at.weights_BNK * decays_K).flatten()]
+        target_states = self.target_states(inputs)
+        blocks = BlockPlaces(inputs, self.count, self.config.anchors, self.state.global_step)
+        decays_K = self.config.decay ** torch.arange(self.count, device=blocks.labels.device)
+        blocks.weights = [(blocks.weights_BNK * decays_K).flatten()]
 
         def loss() -> Tensor:
-            hidden_MH = self._hidden(seen, inputs, at.places).flatten(0, 2)
-            states_ME = self.heads.head_states(hidden_MH, at.before)
-            return self._inside_head(partial(self._loss, at, seen), hidden_MH, states_ME)
+            hidden_MH = self._hidden(target_states, inputs, blocks.places).flatten(0, 2)
+            states_ME = self.heads.head_states(hidden_MH, blocks.before)
+            return self._inside_head(partial(self._loss, blocks, target_states), hidden_MH, states_ME)
 
         return model(inside=loss)  # type: ignore[no-any-return]
 
-    def _loss(self, at: BlockPlaces, seen: TargetStates, hidden_MH: Tensor, states_ME: Tensor) -> Tensor:
+    def _loss(self, blocks: BlockPlaces, target_states: TargetStates, hidden_MH: Tensor, states_ME: Tensor) -> Tensor:
         """Return the loss of guesses; called inside of the Markov head's forward."""
-        head, decayed_M, config = self.loss_head(self.heads.whole_head(self.frozen_head)), at.weights[0], self.config
-        known: Known | None = None
+        head, config = self.loss_head(self.heads.whole_head(self.frozen_head)), self.config
+        decayed_M = blocks.weights[0]  # the confidence head's weights: without D-PACE's
+        stats: Known | None = None
         if config.dpace is not None or config.confidence > 0:
-            known = self._known(at, seen, states_ME, head)
-        if config.dpace is not None and known is not None:
-            reached_BNK = reach(known.q_M.view_as(at.weights_BNK), at.weights_BNK > 0, config.dpace)
-            at.weights = [(at.weights_BNK * reached_BNK).flatten()]
-        loss = self.chain_loss(at, [states_ME], lambda _: head, (seen.hidden, self.teacher_head))
-        if config.confidence > 0 and known is not None:
-            logits_M = self.heads.confidence(hidden_MH, at.before).float()
-            errors_M = binary_cross_entropy_with_logits(logits_M, known.alpha_M, reduction="none")
+            stats = self._statistics(blocks, target_states, states_ME, head)
+        if config.dpace is not None and stats is not None:
+            reached_BNK = reach(stats.q_M.view_as(blocks.weights_BNK), blocks.weights_BNK > 0, config.dpace)
+            blocks.weights = [(blocks.weights_BNK * reached_BNK).flatten()]
+        loss = self.chain_loss(blocks, [states_ME], lambda _: head, (target_states.hidden, self.teacher_head))
+        if config.confidence > 0 and stats is not None:
+            logits_M = self.heads.confidence(hidden_MH, blocks.before).float()
+            errors_M = binary_cross_entropy_with_logits(logits_M, stats.alpha_M, reduction="none")
             loss = loss + config.confidence * (decayed_M * errors_M).sum()
         return loss
 
@@ -172,37 +174,39 @@ class BlockTrainer(FeatureTrainer):
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums for each guess, (B, 3 + 3K)."""
-        seen = self.seen(inputs)
+        target_states = self.target_states(inputs)
         rows, length = inputs["input_ids"].shape
 
         def sums() -> Tensor:
-            at = ChainPlaces(inputs, self.count)
-            p = LiveDistributions(at.teacher(seen.hidden), self.target_head)
-            everywhere = torch.arange(length, device=at.flat.device).expand(rows, -1)
+            places = ChainPlaces(inputs, self.count)
+            p = LiveDistributions(places.teacher(target_states.hidden), self.target_head)
+            everywhere = torch.arange(length, device=places.flat.device).expand(rows, -1)
             # The blocks of all places need a mask of their square: compute them in parts.
             parts = everywhere.split(anchors_at_once(rows * length, self.heads.config.block_size), dim=1)
-            hidden_XKH = torch.cat([self._hidden(seen, inputs, part) for part in parts], dim=1).flatten(0, 1)
+            hidden_XKH = torch.cat([self._hidden(target_states, inputs, part) for part in parts], dim=1).flatten(0, 1)
 
             def features(k: int, features_of: FeaturesOf) -> Tensor:
-                hidden = hidden_XKH[(at.flat - k).clamp(min=0), k]
-                states = self.heads.head_states(hidden, at.ids_N[at.flat])
+                hidden = hidden_XKH[(places.flat - k).clamp(min=0), k]
+                states = self.heads.head_states(hidden, places.ids_N[places.flat])
                 return features_of(states, self.loss_head(self.heads.whole_head(self.frozen_head)))
 
-            return self._inside_head(lambda: self.chain_sums(at, chosen_BT, p, features))
+            return self._inside_head(lambda: self.chain_sums(places, chosen_BT, p, features))
 
         return model(inside=sums)  # type: ignore[no-any-return]
 
-    def _known(self, at: BlockPlaces, seen: TargetStates, states_ME: Tensor, head: OutputHead) -> Known:
+    def _statistics(
+        self, blocks: BlockPlaces, target_states: TargetStates, states_ME: Tensor, head: OutputHead
+    ) -> Known:
         """Return statistics of the finished guesses, a chunk at a time, without gradients."""
         sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
-        p = LiveDistributions(at.teacher(seen.hidden), self.target_head)
+        p = LiveDistributions(blocks.teacher(target_states.hidden), self.target_head)
 
         def features(p_logits: Tensor, q_logits_ND: Tensor, tokens_N: Tensor) -> Tensor:
             wide_NV = self.heads.widened(q_logits_ND)[..., : self.vocab_size]
             alpha_N = replay_features(p_logits, wide_NV, tokens_N, self.sampler)[:, 1]
             return torch.stack([wide_NV.float().softmax(-1).gather(1, tokens_N[:, None])[:, 0], alpha_N], dim=1)
 
-        return Known(*chunked_features(features, at.labels, states_ME, head, p, sizes).unbind(1))
+        return Known(*chunked_features(features, blocks.labels, states_ME, head, p, sizes).unbind(1))
 
     @cached_property
     def frozen_head(self) -> OutputHead:
@@ -212,10 +216,10 @@ class BlockTrainer(FeatureTrainer):
         dtype = computing_dtype(self.heads.fc.weight)
         return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
 
-    def _hidden(self, seen: TargetStates, inputs: dict[str, Any], places_BN: Tensor) -> Tensor:
+    def _hidden(self, target_states: TargetStates, inputs: dict[str, Any], places_BN: Tensor) -> Tensor:
         """Return the output head's inputs for the guesses after some anchors, (B, N, K, H)."""
         batch = inputs["input_ids"], inputs.get("position_ids")
-        return states_of_blocks(self.heads, self.embed, seen, *batch, places_BN)
+        return states_of_blocks(self.heads, self.embed, target_states, *batch, places_BN)
 
     def trained_work(self) -> Work | None:
         """Return the arithmetic of the blocks; None if their share of the tokens depends on the rows' lengths."""

@@ -84,13 +84,13 @@ def compare(target: Side, heads: Part) -> Iterator[Finding]:
     """Check whether EAGLE-3 heads fit the target, the tree fits them, and servers read other tools' files the same."""
     raw, directory = _foreign(Path(heads.path)), Path(heads.path)
     if raw is not None:
-        layers, seen = layers_seen(raw, directory, len(decoder_layers(target.model)))
+        layers, finding = layers_seen(raw, directory, len(decoder_layers(target.model)))
         heads.model.config.eagle_aux_hidden_state_layer_ids = layers
     remedy = "take heads of this target, or train them: draftsmith eagle --target TARGET"
     fits = feature_heads("eagle heads", target, heads, TREE, "they read", remedy)
     yield fits
     if raw is not None:
-        yield seen
+        yield finding
         yield rotation("eagle rotation", raw)
     if fits.state != "error":
         yield from whole_files(
@@ -105,18 +105,18 @@ def layers_seen(raw: Mapping[str, Any], directory: Path, layers: int) -> tuple[l
     `raw` is another tool's config.json in `directory`, and `layers` the target's number of layers.
     """
     name, default = "eagle layers", default_layers(layers)
-    meant, taken = (
+    trained, served = (
         read_eagle_config(directory, format, unsaid=default).eagle_aux_hidden_state_layer_ids
         for format in ("sglang", "vllm")
     )
-    text = f"features after layers {', '.join(map(str, meant))}"
+    text = f"features after layers {', '.join(map(str, trained))}"
     if raw.get(DEPTHS) is None and (raw.get("eagle_config") or {}).get(DEPTHS) is None:
         text += f" of {layers}, the authors' default, for the config names none"
-        return meant, Finding("ok", name, f"{text}; vLLM and SGLang take the same")
-    if meant != taken:
-        text += f", as SGLang takes them; vLLM takes those after layers {', '.join(map(str, taken))}"
-        return meant, Finding("warning", name, text, f"put {DEPTHS} {meant} at the top for vLLM")
-    return meant, Finding("ok", name, text)
+        return trained, Finding("ok", name, f"{text}; vLLM and SGLang take the same")
+    if trained != served:
+        text += f", as SGLang takes them; vLLM takes those after layers {', '.join(map(str, served))}"
+        return trained, Finding("warning", name, text, f"put {DEPTHS} {trained} at the top for vLLM")
+    return trained, Finding("ok", name, text)
 
 
 def check_run(target: Side, config: EagleTrainingConfig) -> tuple[str, list[Finding]]:
@@ -129,10 +129,10 @@ def check_run(target: Side, config: EagleTrainingConfig) -> tuple[str, list[Find
     if config.heads is not None:
         heads = EagleHeads.without_weights(config.heads)
         heads.check_fits(target.model)
-        begun, theta = "", heads.config.rope_parameters["rope_theta"]
+        clause, theta = "", heads.config.rope_parameters["rope_theta"]
         expected = rope_of(target.model.config.get_text_config())["rope_theta"]
         if theta != expected:
-            text = f"heads to go on from turn by a rope_theta of {theta:g}, the target's last layer by {expected:g}"
+            text = f"earlier heads rotate by a rope_theta of {theta:g}, the target's last layer by {expected:g}"
             findings.append(Finding("warning", "rope theta", text, "begin new ones: leave out heads"))
     else:
         tokens = config.draft_vocabulary
@@ -140,8 +140,8 @@ def check_run(target: Side, config: EagleTrainingConfig) -> tuple[str, list[Find
         token_map = None if tokens is None else torch.arange(tokens)
         with torch.device("meta"):
             heads = new_heads(config, target.model, token_map)
-        begun = f", {beginning(config, heads, target.model)[1]}"
+        clause = f", {beginning(config, heads, target.model)[1]}"
     if config.training.learning_rate is not None:
         findings.append(learning_rate(config.training.learning_rate, heads.config.hidden_size))
     text = f"heads of {count(heads.num_parameters())} parameters, features after layers "
-    return text + f"{', '.join(map(str, heads.layer_ids))}, {config.num_steps} steps{begun}", findings
+    return text + f"{', '.join(map(str, heads.layer_ids))}, {config.num_steps} steps{clause}", findings

@@ -37,9 +37,9 @@ class EagleTrainingConfig(FeaturesConfig):
         require(self, at_least(1), "num_steps", "layer_ids")
         require(self, HEADS, "num_steps")
         if self.heads is not None:
-            given = [name for name in ("layer_ids", *SHAPE) if getattr(self, name)]
-            if given:
-                raise InputError(f"{given[0]}: expected none with heads, which have their own, found one")
+            first = next((name for name in ("layer_ids", *SHAPE) if getattr(self, name)), None)
+            if first is not None:
+                raise InputError(f"{first}: expected none with heads, which have their own, found one")
 
 
 @dataclass

@@ -75,10 +75,10 @@ class EagleAttention(nn.Module):
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
         self.head_dim: int = config.head_dim or config.hidden_size // heads
         queries, keys = heads * self.head_dim, key_heads * self.head_dim
-        seen, bias = 2 * config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(seen, queries, bias=bias)
-        self.k_proj = nn.Linear(seen, keys, bias=bias)
-        self.v_proj = nn.Linear(seen, keys, bias=bias)
+        width, bias = 2 * config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, keys, bias=bias)
+        self.v_proj = nn.Linear(width, keys, bias=bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
 
     def project(self, seen_BTE: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, KeysValues]:

@@ -140,11 +140,11 @@ def quieten(
     def look() -> float:
         states, labels = [], []
         for text in texts:
-            seen = seen_of(text)
-            nn.Module.to(heads, seen.features.device)  # on the CPU a large layer is slow
+            target_states = seen_of(text)
+            nn.Module.to(heads, target_states.features.device)  # on the CPU a large layer is slow
             places_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
             places_N = places_N[places_N > steps].to(heads.device)  # where each step has a round that reaches
-            states += states_of_steps(heads, seen, None, places_N, steps)
+            states += states_of_steps(heads, target_states, None, places_N, steps)
             labels += [text.ids_T.to(heads.device)[places_N + 1]] * steps
         cut = None if heads.token_map is None else CutVocabulary(heads.token_map, heads.config.vocab_size)
         return best_scale(states, torch.cat(labels), heads.head, cut, tokens)

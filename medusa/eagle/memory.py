@@ -80,8 +80,8 @@ class EaglePlan(FeaturePlan):
 
     def known_changes(self) -> list[tuple[str, str, Any]]:
         """Return changes that may help: also a cache of features; a quantised layer cannot be copied."""
-        config, known = self.config, super().known_changes()
+        config, changes = self.config, super().known_changes()
         if config.heads is None and config.init == "last_layer":
             begin = {"8bit": ", init random", "4bit": ", init random"}
-            known = [(name + begin.get(value, ""), field, value) for name, field, value in known]
-        return known + [("teacher_cache", "target", None)] * (self.setting.target is not None)
+            changes = [(name + begin.get(value, ""), field, value) for name, field, value in changes]
+        return changes + [("teacher_cache", "target", None)] * (self.setting.target is not None)

@@ -71,17 +71,17 @@ class EagleModel(PreTrainedModel):
         """
 
         def attend(queries: Tensor, own: KeysValues) -> Tensor:
-            seen = KeysValues(*past_key_values.update(own.keys, own.values, 0))
+            keys_values = KeysValues(*past_key_values.update(own.keys, own.values, 0))
             # A single place sees all keys in the cache: it needs no mask.
             if attention_mask is None and queries.shape[2] > 1:
-                return fused_attention(queries, *seen, is_causal=True)
-            return in_groups(queries, *seen, attention_mask)
+                return fused_attention(queries, *keys_values, is_causal=True)
+            return in_groups(queries, *keys_values, attention_mask)
 
         assert self.embed is not None
         embeddings = self.embed(input_ids).to(states.device, states.dtype)
         step = self.heads(embeddings, states, position_ids, attend=attend)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return SimpleNamespace(logits=torch.cat([step.states, step.hidden], dim=-1)[:, kept])
+        columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return SimpleNamespace(logits=torch.cat([step.states, step.hidden], dim=-1)[:, columns])
 
 
 class EagleProposer(FeatureProposer):
@@ -121,9 +121,9 @@ class EagleProposer(FeatureProposer):
             with collected(target, heads.layer_ids) as features, fixed_packing(False):
                 decoder_of(target)(input_ids=ids_BT[:, :-1], use_cache=False, **positions)
             embed: Any = target.get_input_embeddings()
-            embeddings, seen = (part.to(heads.device, heads.dtype) for part in (embed(ids_BT[:, 1:]), features.pop()))
+            embeddings = embed(ids_BT[:, 1:]).to(heads.device, heads.dtype)
             places = own_positions(heads, lengths, embeddings[..., 0]).get("position_ids", places_T[None])
-            hidden_BLH = heads(embeddings, heads.fuse(seen), places).hidden
+            hidden_BLH = heads(embeddings, heads.fuse(features.pop().to(heads.device, heads.dtype)), places).hidden
             for start in range(1, ids_BT.shape[1], columns):
                 at, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
                 at = at + start

@@ -42,33 +42,33 @@ class EagleTrainer(FeatureTrainer):
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_k decay^k · the objective summed over step k's tokens."""
-        seen, at = self.seen(inputs), ChainPlaces(inputs, self.count)
-        teacher = seen.hidden, self.teacher_head
+        target_states, places = self.target_states(inputs), ChainPlaces(inputs, self.count)
+        teacher = target_states.hidden, self.teacher_head
 
         def loss(states: Sequence[Tensor], head: OutputHead) -> Tensor:
-            return self.chain_loss(at, states, lambda _: head, teacher)
+            return self.chain_loss(places, states, lambda _: head, teacher)
 
-        return model(inside=lambda: self._inside_head(seen, inputs, at, loss))  # type: ignore[no-any-return]
+        return model(inside=lambda: self._inside_head(target_states, inputs, places, loss))  # type: ignore[no-any-return]
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums for each step, (B, 3 + 3K)."""
-        seen, at = self.seen(inputs), ChainPlaces(inputs, self.count)
+        target_states, places = self.target_states(inputs), ChainPlaces(inputs, self.count)
 
         def sums(states: Sequence[Tensor], head: OutputHead) -> Tensor:
-            p = LiveDistributions(at.teacher(seen.hidden), self.target_head)
-            return self.chain_sums(at, chosen_BT, p, lambda k, features_of: features_of(states[k], head))
+            p = LiveDistributions(places.teacher(target_states.hidden), self.target_head)
+            return self.chain_sums(places, chosen_BT, p, lambda k, features_of: features_of(states[k], head))
 
-        return model(inside=lambda: self._inside_head(seen, inputs, at, sums))  # type: ignore[no-any-return]
+        return model(inside=lambda: self._inside_head(target_states, inputs, places, sums))  # type: ignore[no-any-return]
 
     def _inside_head(
         self,
-        seen: TargetStates,
+        target_states: TargetStates,
         inputs: dict[str, Any],
-        at: ChainPlaces,
+        places: ChainPlaces,
         function: Callable[[Sequence[Tensor], OutputHead], Tensor],
     ) -> Tensor:
         """Return a function of the steps' states and the head, called inside of the head's forward."""
-        states = states_of_steps(self.heads, seen, inputs.get("position_ids"), at.flat, self.count)
+        states = states_of_steps(self.heads, target_states, inputs.get("position_ids"), places.flat, self.count)
         inside = lambda *states: function(states, self.loss_head(self.heads.head))  # noqa: E731
         return self.heads.lm_head(*states, inside=inside)  # type: ignore[no-any-return]
 

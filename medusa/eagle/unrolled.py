@@ -133,7 +133,7 @@ class FeatureKeys:
         coarse = scaled.detach().to(dtype)
         fine = (scaled - coarse).to(dtype)
         at_sink = nn.functional.pad(torch.stack([coarse, fine], dim=-1), (SPARE - 2, 0))
-        seen = fused_attention(
+        outputs = fused_attention(
             nn.functional.pad(torch.cat([queries, at_sink], dim=-1), (0, 0, 1, 0)),
             self.keys[:, :, : rounds + 1],
             self.values[:, :, : rounds + 1],
@@ -141,7 +141,7 @@ class FeatureKeys:
             is_causal=self.mask is None,
             scale=width**-0.5,
         )[:, :, 1:]
-        return seen[..., :width], seen[..., -1:]
+        return outputs[..., :width], outputs[..., -1:]
 
 
 def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues]) -> Attend:
@@ -152,31 +152,31 @@ def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues]) -> Att
 
     def attend(queries: Tensor, current: KeysValues) -> Tensor:
         rounds, width = queries.shape[2:]
-        made = [KeysValues(*(states[:, :, None, :rounds] for states in part)) for part in (*drafted, current)]
+        parts = [KeysValues(*(states[:, :, None, :rounds] for states in part)) for part in (*drafted, current)]
         grouped = queries.unflatten(1, (current.keys.shape[1], -1))
         # The round's own keys: one score a step, from the entry with the same index.
-        scores = torch.stack([(grouped * part.keys).sum(-1, dtype=torch.float32) for part in made]) * width**-0.5
+        scores = torch.stack([(grouped * part.keys).sum(-1, dtype=torch.float32) for part in parts]) * width**-0.5
         attended, weight = feature_keys.attend(queries, scores.logsumexp(0).flatten(1, 2))
         shares = scores.softmax(0).to(queries.dtype)
-        own = torch.stack([share[..., None] * part.values for share, part in zip(shares, made, strict=True)]).sum(0)
+        own = torch.stack([share[..., None] * part.values for share, part in zip(shares, parts, strict=True)]).sum(0)
         return attended + weight * own.flatten(1, 2)
 
     return attend
 
 
 def states_of_steps(
-    heads: EagleHeads, seen: TargetStates, position_ids: Tensor | None, places_N: Tensor, num_steps: int
+    heads: EagleHeads, target_states: TargetStates, position_ids: Tensor | None, places_N: Tensor, num_steps: int
 ) -> list[Tensor]:
     """Return each step's inputs of the head at the places where it learns, (N, H); undefined at other places.
 
     Args:
         heads: with gradients or without.
-        seen: the target's states of the batch, (B, T, …).
+        target_states: the target's states of the batch, (B, T, …).
         position_ids: the positions of packed rows, (B, T); None: one text a row.
         places_N: c in the flattened batch: step k guesses token c + 1, in the round that begins at c − 1 − k.
         num_steps: K.
     """
-    rows, length = seen.hidden.shape[:2]
+    rows, length = target_states.hidden.shape[:2]
     positions_BT = position_ids
     if positions_BT is None:
         positions_BT = torch.arange(length, device=places_N.device).expand(rows, length)
@@ -185,8 +185,8 @@ def states_of_steps(
     dtype = computing_dtype(heads.fc.weight)  # with a long context the features are the largest tensor
     steps = unrolled(
         heads,
-        seen.embeddings[:, 1:].to(dtype),
-        seen.features[:, :-1].to(dtype),
+        target_states.embeddings[:, 1:].to(dtype),
+        target_states.features[:, :-1].to(dtype),
         positions_BS,
         num_steps,
         None if position_ids is None else (positions_BS == 0).cumsum(1),

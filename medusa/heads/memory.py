@@ -106,13 +106,13 @@ class MedusaPlan(HeadsPlan):
 
     def drafter_operations(self, setting: MemorySetting) -> float | None:
         """Return the operations for a token, with those of a backbone in training."""
-        heads, seen = super().drafter_operations(setting), self.batch.length / 2
+        heads, context = super().drafter_operations(setting), self.batch.length / 2
         if heads is None or not self.joint:
             return heads
         target = Work.of(self.target(setting.target_dtype))
         if target is None:
             return None
-        return heads + target.step(1, seen, 1) + (target.forward(1, seen, 1) if setting.checkpointing else 0.0)
+        return heads + target.step(1, context, 1) + (target.forward(1, context, 1) if setting.checkpointing else 0.0)
 
     def notes(self) -> list[str]:
         """Return a line that describes the run."""
@@ -122,8 +122,8 @@ class MedusaPlan(HeadsPlan):
     def known_changes(self) -> list[tuple[str, str, Any]]:
         """Return changes that may help: also shared language-model heads, and only what the backbone allows."""
         fixed = {"frozen": ("checkpointing",), "lora": (), "full": ("target_dtype", "target")}[self.config.backbone]
-        known = [change for change in super().known_changes() if change[1] not in fixed]
-        return known + [("lm_heads shared", "lm_heads", "shared")] * (self.setting.lm_heads == "own")
+        changes = [change for change in super().known_changes() if change[1] not in fixed]
+        return changes + [("lm_heads shared", "lm_heads", "shared")] * (self.setting.lm_heads == "own")
 
 
 def states_of_heads(heads: MedusaHeads) -> StatesOf:

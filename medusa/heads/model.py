@@ -230,9 +230,9 @@ class MedusaHeads(DraftingHeads):
 
     def states(self, index: int, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return the inputs of head `index`'s language-model head, (…, H); arguments as in `logits`."""
-        return self.blocks[index](hidden, self.seen(index, embeddings))
+        return self.blocks[index](hidden, self.block_embeddings(index, embeddings))
 
-    def seen(self, index: int, embeddings: Tensor | None) -> Tensor | None:
+    def block_embeddings(self, index: int, embeddings: Tensor | None) -> Tensor | None:
         """Return the embeddings that block `index` sees, (…, (index + 1) · H); None for Medusa heads."""
         if not self.config.hydra:
             return None

@@ -110,13 +110,13 @@ class MedusaTrainer(HeadsTrainer):
         joint: Joint = self.accelerator.unwrap_model(self.model)
         warming = self.state.global_step < config.warmup_heads * self.state.max_steps
         with self.clock.phase("teacher"):
-            before = joint.original_hidden(batch) if config.needs_original else None
+            teacher_hidden = joint.original_hidden(batch) if config.needs_original else None
         # While only the heads are trained, the backbone needs no graph.
         with torch.set_grad_enabled(not warming and torch.is_grad_enabled()):
             hidden = last_hidden(joint.backbone, **batch)
 
         def losses(hidden: Tensor) -> Tensor:
-            original = None if before is None else (before, joint.original_head().cut(self.vocab_size))
+            original = None if teacher_hidden is None else (teacher_hidden, joint.original_head().cut(self.vocab_size))
             teacher = None if original is None else (original[0], self.teacher_rows(original[1]))
             embed = joint.backbone.get_input_embeddings()
             total = config.heads_weight * self._heads_loss(hidden, embed, inputs, teacher)
@@ -143,25 +143,28 @@ class MedusaTrainer(HeadsTrainer):
 
         `hidden`, (B, T, H), is the heads' input; `teacher` is that of `chain_loss`.
         """
-        heads, at = self.heads, ChainPlaces(inputs, self.count)
+        heads, places = self.heads, ChainPlaces(inputs, self.count)
         states = [
-            heads.states(i, at.before(i, hidden, heads), at.embeddings(i, embed, heads)) for i in range(self.count)
+            heads.states(i, places.head_inputs(i, hidden, heads), places.embeddings(i, embed, heads))
+            for i in range(self.count)
         ]
-        return heads.inside_lm_heads(states, lambda states: self.chain_loss(at, states, self._loss_head, teacher))
+        return heads.inside_lm_heads(states, lambda states: self.chain_loss(places, states, self._loss_head, teacher))
 
     def _replayed(
         self, inputs: dict[str, Tensor], chosen: Tensor, hidden: Tensor, backbone: PreTrainedModel, head: OutputHead
     ) -> Tensor:
         """Return the sums of `replay_sums`, from distributions over the whole vocabulary."""
         heads, embed = self.heads, backbone.get_input_embeddings()
-        at = ChainPlaces(inputs, self.count)
+        places = ChainPlaces(inputs, self.count)
 
         def features(index: int, features_of: FeaturesOf) -> Tensor:
-            states = heads.states(index, at.before(index, hidden, heads), at.embeddings(index, embed, heads))
+            states = heads.states(
+                index, places.head_inputs(index, hidden, heads), places.embeddings(index, embed, heads)
+            )
             inside = lambda states: features_of(states, self._loss_head(index))  # noqa: E731
             return heads.lm_head_of(index)(states, inside=inside)
 
-        return self.chain_sums(at, chosen, LiveDistributions(at.teacher(hidden), head), features)
+        return self.chain_sums(places, chosen, LiveDistributions(places.teacher(hidden), head), features)
 
     def _loss_head(self, index: int) -> OutputHead:
         """Return one head's map to logits over its vocabulary, inside of its language-model head's forward."""

@@ -603,7 +603,7 @@ def test_how_heads_begin_is_told_before_they_are_trained(tmp_path, capsys):
     heads.save_pretrained(tmp_path / "heads")
     (tmp_path / "run.yaml").write_text(json.dumps({**run, "layer_ids": [], "heads": str(tmp_path / "heads")}))
     found = check(capsys, gemma, eagle_run=tmp_path / "run.yaml")[1]["rope theta"]
-    assert found.startswith("! heads to go on from turn by a rope_theta of 10000, the target's last layer by 1e+06")
+    assert found.startswith("! earlier heads rotate by a rope_theta of 10000, the target's last layer by 1e+06")
 
 
 def test_learning_rates_of_wide_heads_are_compared_with_usual_ones():

@@ -127,11 +127,11 @@ def _rows(head: OutputHead | None) -> dict[str, Tensor]:
         raise InputError(
             "target: expected it with a cut vocabulary, because servers read these rows of its head, found none"
         )
-    more = [name for name, part in (("bias", head.bias), ("soft cap", head.softcap)) if part is not None]
+    extras = [name for name, part in (("bias", head.bias), ("soft cap", head.softcap)) if part is not None]
     if head.scale != 1.0:
-        more.append("scale")
-    if more:
-        raise InputError(f"target: expected a head without {more[0]}, which these files cannot hold, found one")
+        extras.append("scale")
+    if extras:
+        raise InputError(f"target: expected a head without {extras[0]}, which these files cannot hold, found one")
     return {"lm_head.weight": head.weight}
 
 
@@ -156,7 +156,7 @@ def _layer(drafter: BlockDrafter) -> dict[str, Any]:
 def _server(drafter: BlockDrafter) -> dict[str, Any]:
     """Return config.json as in z-lab's DFlash, or DeepSpec's DSpark."""
     config = drafter.config
-    seen = {"target_layer_ids": config.target_layer_ids, "mask_token_id": config.mask_token_id}
+    inputs = {"target_layer_ids": config.target_layer_ids, "mask_token_id": config.mask_token_id}
     fields = _layer(drafter) | {
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
@@ -165,8 +165,8 @@ def _server(drafter: BlockDrafter) -> dict[str, Any]:
         "torch_dtype": dtype_name(drafter.dtype),
     }
     if is_dflash(config):
-        return {"architectures": ["DFlashDraftModel"], **fields, "dflash_config": seen}
-    return {"architectures": ["Qwen3DSparkModel"], **fields, **seen, **_heads(config)} | {
+        return {"architectures": ["DFlashDraftModel"], **fields, "dflash_config": inputs}
+    return {"architectures": ["Qwen3DSparkModel"], **fields, **inputs, **_heads(config)} | {
         "sample_from_anchor": config.anchor_guesses,
         "dspark_bonus_anchor": not config.anchor_guesses,
     }

@@ -72,8 +72,8 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
     except InputError as error:
         raise InputError(f"{directory / CONFIG}: {error}") from error
     except Exception as error:  # an unknown activation or rotation
-        found = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{directory / CONFIG}: expected a config of EAGLE-3 heads, found: {found}") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{directory / CONFIG}: expected a config of EAGLE-3 heads, found: {reason}") from error
     complete_maps(directory, config, tensors)
     heads = assembled_eagle(config, matched(directory, "EAGLE-3 heads", empty, tensors, {}))
     check_finite(heads, directory, "EAGLE-3 heads")

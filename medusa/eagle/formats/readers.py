@@ -60,11 +60,11 @@ def eagle3_layer(config: dict[str, Any], layer: dict[str, Tensor], states_TH: Te
     """Return the layer's outputs at all places of a text, (T, H)."""
     eps, heads, key_heads = (config[name] for name in ("rms_norm_eps", "num_attention_heads", "num_key_value_heads"))
     normed = rms_norm(states_TH, layer["hidden_norm.weight"], eps)
-    seen = torch.cat([rms_norm(embeddings_TH, layer["input_layernorm.weight"], eps), normed], dim=-1)
-    places, width = torch.arange(len(seen)), config["head_dim"]
+    inputs = torch.cat([rms_norm(embeddings_TH, layer["input_layernorm.weight"], eps), normed], dim=-1)
+    places, width = torch.arange(len(inputs)), config["head_dim"]
 
     def projected(name: str, count: int) -> Tensor:
-        states = linear(seen, layer[f"self_attn.{name}_proj.weight"], layer.get(f"self_attn.{name}_proj.bias"))
+        states = linear(inputs, layer[f"self_attn.{name}_proj.weight"], layer.get(f"self_attn.{name}_proj.bias"))
         return states.unflatten(-1, (count, width)).transpose(0, 1).repeat_interleave(heads // count, 0)
 
     queries, keys, values = projected("q", heads), projected("k", key_heads), projected("v", key_heads)

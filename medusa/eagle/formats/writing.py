@@ -165,13 +165,13 @@ def prove_eagle(heads: EagleHeads, directory: Path) -> None:
     for start in range(4):
         # The round from `start` sees the features up to there, then one key for each of its own steps.
         step = Step(first.states[:, start : start + 1], first.hidden[:, start : start + 1], first.own)
-        seen = KeysValues(*(own[:, :, : start + 1] for own in first.own))
+        context = KeysValues(*(own[:, :, : start + 1] for own in first.own))
         for k in range(STEPS):
             if k > 0:
-                everything = torch.ones(1, 1, 1, seen.keys.shape[2] + 1, dtype=torch.bool)
+                everything = torch.ones(1, 1, 1, context.keys.shape[2] + 1, dtype=torch.bool)
                 at = places[:, start + k : start + k + 1]
-                step = exact(embeddings_TKH[None, None, start, k], step.states, at, seen, everything)
-                seen = KeysValues(*(torch.cat(pair, 2) for pair in zip(seen, step.own, strict=True)))
+                step = exact(embeddings_TKH[None, None, start, k], step.states, at, context, everything)
+                context = KeysValues(*(torch.cat(pair, 2) for pair in zip(context, step.own, strict=True)))
             expected_V = exact.widened(exact.head(step.hidden))[0, 0]
             drafted, logits_V = expected_V.isfinite(), logits_TKV[start, k]
             if not torch.equal(logits_V.isfinite(), drafted):

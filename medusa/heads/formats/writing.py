@@ -263,7 +263,7 @@ def prove(heads: MedusaHeads, directory: Path, format: str, reader: str, dtype: 
         head = heads.head(k)
         scale = 1.0 if dropped and format != "vllm" else head.scale
         finished = OutputHead(lm_head.weight, lm_head.bias, scale, None if dropped else head.softcap)
-        logits = finished(block(hidden_NH, heads.seen(k, embeddings_NKH)))
+        logits = finished(block(hidden_NH, heads.block_embeddings(k, embeddings_NKH)))
         expected = heads.widened(logits.to(heads.device)).cpu()
         drafted = expected.isfinite()
         values, others = (logits_NKV[:, k].masked_fill(mask, float("-inf")) for mask in (~drafted, drafted))
