@@ -60,16 +60,10 @@ def quieten(
 ) -> None:
     """Scale each language-model head by the factor with the least loss on some texts, and print the factors.
 
-    The target's head is made for the next token, and heads guess those after it: so copies are too confident. On
-    SmolLM2-135M they begin at 6.6 to 7.0 nats from the target, and scaled by a half at 4.7 to 4.9; a uniform
-    distribution is at 6.2. All processes get the same factors.
-
-    Args:
-        heads: new, each with a copy of the target's head.
-        target: theirs.
-        texts: a few texts.
-        tokens: the tokenizer's size; the target's head may have more rows.
-        sharded: whether a forward of the target needs all processes.
+    A copy of the target's head is made for the next token, and too confident about those after it: on SmolLM2-135M
+    copies begin at 6.6 to 7.0 nats from the target, half as large ones at 4.7 to 4.9, and a uniform distribution at
+    6.2. The target's head may have more rows than the tokenizer has `tokens`; if `sharded`, its forward needs all
+    processes.
     """
     count = heads.config.num_heads
 
@@ -80,14 +74,17 @@ def quieten(
             for text in texts
         ]
         # Head i guesses the token 2 + i further; the target's own head guesses the one 1 further.
+
         hidden_NH, labels_NK = stacked(texts, hidden, 1 + count)
         if heads.token_map is None:
             head = head.cut(tokens)
         else:
             cut = CutVocabulary(heads.token_map, heads.config.vocab_size)
+            # Tokens outside of a cut vocabulary become IGNORED too.
             labels_NK = torch.where(labels_NK == IGNORED, IGNORED, cut.labels(labels_NK.clamp(min=0)))
         losses_SK = losses_of_scales(hidden_NH, head, labels_NK[:, 1:])
         if heads.config.original_lm_head:
+            # One head for all guesses needs one factor.
             losses_SK = losses_SK.mean(1, keepdim=True)
         best = losses_SK.min(0)
         return [SCALES[place] for place in best.indices.tolist()], best.values.tolist(), losses_SK[0].tolist()

@@ -46,6 +46,7 @@ def begin_nearly_uniform(norm: nn.Module, rows: Tensor) -> None:
     real ones, and the first loss would be far above that of a uniform distribution.
     """
     spread = rows.float().square().sum(-1).mean().sqrt()
+    # A normed state has entries of about 1, so its logits spread by the length of a row.
     cast(Tensor, norm.weight).div_((spread / SPREAD).clamp(min=1.0))
 
 
@@ -62,6 +63,7 @@ class NamedConfig(PretrainedConfig):
 
 def check_windows(raw: Mapping[str, Any], positions: int) -> None:
     """Raise an InputError if a config.json asks for attention in a window that is shorter than its positions."""
+    # A window of all positions is none.
     size, kinds = raw.get("sliding_window"), raw.get("layer_types")
     if type(size) is int and size >= positions:
         return
@@ -94,11 +96,8 @@ class LayersConfig(NamedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config from the fields of a file.
-
-        Raises:
-            InputError: contradictory fields, or attention in a window, which our heads do not have.
-        """
+        """Return the config from a file's fields; raise an InputError if they contradict each other or need windows."""
+        # The library would silently take one of two contradictory fields.
         check_rope_keys(config_dict)
         check_rope(config_dict)
         check_windows(config_dict, config_dict.get("max_position_embeddings") or cls.max_position_embeddings)
@@ -123,11 +122,7 @@ class LayersConfig(NamedConfig):
 
 
 def rope_of(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the last layer's rotary positions as `rope_parameters` that rotate the whole of a head.
-
-    Raises:
-        InputError: a config without rotary positions.
-    """
+    """Return the last layer's rotary positions as `rope_parameters` of whole heads, or raise an InputError."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope:  # a family whose kinds of layers rotate by different angles, or not at all
         kind = (getattr(config, "layer_types", None) or [None])[-1]
@@ -141,11 +136,7 @@ def rope_of(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def layer_fields(target: PreTrainedModel, token_map: Tensor | None) -> dict[str, Any]:
-    """Return the fields of a `LayersConfig` with the target's sizes, for drafts of the tokens in `token_map`.
-
-    Raises:
-        InputError: a target without rotary positions.
-    """
+    """Return the fields of a `LayersConfig` with the target's sizes, for drafts of the tokens in `token_map`."""
     text = target.config.get_text_config()
     vocab_size, hidden_size = head_of(target).weight.shape
     heads, inner = text.num_attention_heads, getattr(text, "intermediate_size", None) or 4 * hidden_size
@@ -188,22 +179,14 @@ class DraftingHeads(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
-        """Load heads that `save_pretrained` wrote, or others under the same names.
-
-        Raises:
-            InputError: a directory, file, config or tensor that is missing, damaged or does not match.
-        """
+        """Load heads that `save_pretrained` wrote; raise an InputError if a part is missing, damaged or wrong."""
         heads: Self = load_heads(cls, super().from_pretrained, path, cls.title, *args, **kwargs)
         heads.check_tokens(f"{path}: {cls.tokens}")
         return heads
 
     @classmethod
     def without_weights(cls, path: str | Path) -> Self:
-        """Return heads on the meta device, in the shape that a directory's config.json describes.
-
-        Raises:
-            InputError: no such directory, or an impossible config.
-        """
+        """Return heads on the meta device, in the shape of a directory's config.json, or raise an InputError."""
         require_config(path, cls.title)
         with reading(str(path), f"{cls.title} (config.json)"):
             config = cls.config_class.from_pretrained(path)  # type: ignore[union-attr]
@@ -235,6 +218,7 @@ class DraftingHeads(PreTrainedModel):
         ids = self.token_map
         if ids is None:
             return logits
+        # The target's other tokens are never drafted.
         wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
         wide[..., ids] = logits
         return wide

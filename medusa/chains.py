@@ -36,6 +36,7 @@ class ChainPlaces:
 
     def __init__(self, inputs: dict[str, Any], count: int):
         # A text's first token has no label, so no window reaches into the next text of a packed row.
+        # `positions[i]` lists the places whose next i + 1 tokens are all to predict.
         windows: Sequence[Tensor] = inputs["positions"][1 : 1 + count]
         self.ids_N: Tensor = inputs["input_ids"].flatten()
         """The whole batch, flattened."""

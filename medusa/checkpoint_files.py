@@ -22,19 +22,13 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 def matched(
     directory: Path, what: str, empty: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Return tensors under our names, in the widest of their floating-point types.
+    """Return tensors under our names, in the widest of their floating-point types; InputErrors name `what` they are of.
 
-    Args:
-        directory: for messages.
-        what: what the tensors belong to, for messages.
-        empty: the expected tensors by our names; only shape and kind of dtype count.
-        tensors: the file's.
-        names: the file's names by ours, where they differ.
-
-    Raises:
-        InputError: a tensor that is missing, not expected, or of another shape or kind.
+    `empty` holds the expected tensors by our names, for shapes and kinds of dtype; `names` the file's names where they
+    differ.
     """
     expected = {names.get(name, name): (name, tensor) for name, tensor in empty.items()}
+    # Readers of other tools skip what they do not know, and start missing weights at random: both are errors here.
     for kind, odd in (("missing", expected.keys() - tensors), ("not expected", tensors.keys() - expected)):
         if odd:
             listed = f"{', '.join(sorted(odd)[:5])}{', …' if len(odd) > 5 else ''}"
@@ -53,11 +47,7 @@ def matched(
 
 
 def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors on the CPU, floating-point ones rounded to a dtype.
-
-    Raises:
-        InputError: a number that is not finite in this dtype.
-    """
+    """Return tensors on the CPU, rounded to a dtype; raise an InputError if a number is not finite there."""
     copies = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
@@ -71,12 +61,9 @@ def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def read_pickled(pickled: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file that torch.save wrote.
-
-    Raises:
-        InputError: a file that is missing or damaged, or holds anything but tensors.
-    """
+    """Return the tensors of a file that torch.save wrote, or raise an InputError."""
     try:
+        # Only tensors: pickled code would be run.
         tensors = torch.load(pickled, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(f"{pickled}: expected pickled tensors alone, found other objects or damage") from error
@@ -100,11 +87,7 @@ def check_dtype(dtype: str) -> str:
 
 
 def read_config(directory: Path, what: str = "Medusa heads") -> dict[str, Any]:
-    """Return a directory's config.json.
-
-    Raises:
-        InputError: the directory or the file is missing, or it is no JSON object; the message names `what`.
-    """
+    """Return a directory's config.json, or raise an InputError that names `what` was expected."""
     path = directory / CONFIG
     if not directory.is_dir():
         raise InputError(f"{directory}: expected a directory of {what}, found none")
@@ -115,15 +98,12 @@ def read_config(directory: Path, what: str = "Medusa heads") -> dict[str, Any]:
 
 
 def field(config: dict[str, Any], path: Path, name: str, kind: type, default: Any = ...) -> Any:
-    """Return a field of a config, or the default if it is missing.
-
-    Raises:
-        InputError: no field and no default, or a value of another type than `kind`.
-    """
+    """Return a config's field of type `kind`, or the default if it is missing; without one raise an InputError."""
     value = config.get(name)
     value = default if value is None else value
     if value is ...:
         raise InputError(f"{path}: expected {name}, found none")
+    # JSON has one type of numbers, and Python's bool is an int.
     accepted = (int, float) if kind is float else kind
     if value is not default and (not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool))):
         raise InputError(f"{path}: expected {name} as {kind.__name__}, found {value!r}")
@@ -131,11 +111,7 @@ def field(config: dict[str, Any], path: Path, name: str, kind: type, default: An
 
 
 def shards(directory: Path) -> list[Path]:
-    """Return the paths of a directory's safetensors: one file, or those in its index.
-
-    Raises:
-        InputError: a damaged index, or one with paths outside of the directory.
-    """
+    """Return the paths of a directory's safetensors: one file, or those in its index, all inside of the directory."""
     index = directory / f"{WEIGHTS}.index.json"
     if not index.is_file():
         return [directory / WEIGHTS]
@@ -143,11 +119,7 @@ def shards(directory: Path) -> list[Path]:
 
 
 def read_safetensors(paths: list[Path], keep: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """Return the tensors of some files, only those whose names pass `keep`.
-
-    Raises:
-        InputError: a file that is missing or damaged.
-    """
+    """Return the tensors of some files whose names pass `keep`, or raise an InputError."""
     tensors: dict[str, Tensor] = {}
     for path in paths:
         try:

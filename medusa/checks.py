@@ -21,16 +21,10 @@ WIDE, RATES = 1024, (1e-5, 1e-3)
 def unfit(
     name: str, kind: str, target: Side, heads: Part, tree: Tree | None, tokens: int, remedy: str
 ) -> Finding | None:
-    """Return why heads do not fit the target, or the tree does not fit the heads; None if all fits.
+    """Return why heads do not fit the target, or the tree the heads' `tokens`; None if all fits.
 
-    Args:
-        name: the finding's name.
-        kind: the beginning of these heads' errors.
-        target: without weights.
-        heads: without weights.
-        tree: the tree that they draft, if any.
-        tokens: the size of their vocabulary.
-        remedy: the way out if they are another target's.
+    `kind` is the beginning of these heads' errors, `remedy` the way out if they are another target's. Models have no
+    weights.
     """
     try:
         heads.model.check_fits(target.model)
@@ -100,16 +94,12 @@ def rotation(name: str, raw: Mapping[str, Any]) -> Finding:
 def whole_files(name: str, target: Side, heads: Part, read: Callable[..., Any], remedy: str) -> Iterator[Finding]:
     """Read the files as `export --import_from` does: weights, and copies of the target's embedding and head.
 
-    Args:
-        name: the finding's name.
-        target: without weights; its embedding and head are read from its files.
-        heads: without weights.
-        read: a function of their directory and the target.
-        remedy: the way out if the files are refused.
+    `read` is a function of their directory and the target, `remedy` the way out if it refuses the files.
     """
     directory = Path(heads.path)
     if not directory.is_dir():
         return
+    # The target has no weights yet: read only the two that copies are compared with.
     model: Any = deepcopy(target.model)
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     modules = {f"{prefix}.weight": module for prefix, module in model.named_modules() if module in ends}

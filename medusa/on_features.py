@@ -60,11 +60,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         return self._ranks(target, text, Sampler.of(0), [MOST_RANKS] * self.depth)
 
     def fit(self, task: DraftTask) -> None:
-        """Draft for a target from here on, with an empty cache and no features.
-
-        Raises:
-            InputError: heads that do not fit the target, or a tree with more siblings than their vocabulary.
-        """
+        """Draft for a target from here on, without cache and features, or raise an InputError if it does not fit."""
         if task.target is None:
             raise InputError(f"{self.heads.field}: expected the target that the heads were trained on, found none")
         model: Any = self.draft_model
@@ -80,6 +76,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft for each row; nothing in a text's first round."""
         if not self._states:
+            # The target has not run on the prompt yet.
             return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0)) for _ in contexts]
         return super().propose(contexts, draft_lengths)
 
@@ -89,11 +86,13 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         heads = self.heads
         places = [outcome.features for outcome in outcomes if outcome.features is not None]
         assert len(places) == len(outcomes), "the target's features"
+        # One matrix product for all rows; each row then takes its own places.
         fused_BLH = heads.fuse(pad_sequence(places, batch_first=True).to(heads.device, heads.dtype))
         states = []
         for row, outcome in enumerate(outcomes):
             parts = [self._states[row]] if self._states else []
             if outcome.prompt_features is not None:
+                # The first round also brings the prompt's features.
                 parts.append(heads.fuse(outcome.prompt_features.to(heads.device, heads.dtype)))
             parts.append(fused_BLH[row, : len(places[row])])
             states.append(torch.cat([part for part in parts if len(part)]) if len(parts) > 1 else parts[0])

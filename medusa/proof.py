@@ -18,17 +18,10 @@ def relative_error(values: Tensor, expected: Tensor) -> float:
 
 
 def read_apart(readers: ModuleType, reader: str, directory: Path, inputs_NF: Tensor, embeddings_NKH: Tensor) -> Tensor:
-    """Return the logits that a reader computes in a fresh process, (N, K, V).
+    """Return the logits that a reader computes in a fresh process, (N, K, V), or raise a RuntimeError if it fails.
 
-    Args:
-        readers: a module with readers by name that runs as a file and imports nothing of this package.
-        reader: the name of one.
-        directory: the exported heads.
-        inputs_NF: the target's states that the heads read, float32.
-        embeddings_NKH: the embeddings of the next tokens, float32.
-
-    Raises:
-        RuntimeError: the process failed.
+    `readers` is a module that runs as a file and imports nothing of this package, and `reader` a name in it. Its inputs
+    are the target's states and the embeddings of the next tokens, float32.
     """
     with tempfile.TemporaryDirectory() as scratch:
         inputs, output = Path(scratch) / "inputs.safetensors", Path(scratch) / "output.safetensors"

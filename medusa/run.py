@@ -40,6 +40,7 @@ class HeadsRun(TrainingRun[Config]):
     def positions(self) -> int | None:
         """The positions of the target, or of an earlier run's heads if those are fewer."""
         own = None if self.heads is None else positions_of(self.heads.config)
+        # Drafts end where either of the two models has no further positions.
         return min(filter(None, [own, super().positions]), default=None)
 
     def make_model(self) -> PreTrainedModel:
@@ -82,6 +83,7 @@ class FeatureRun(HeadsRun[FeatureConfig]):
     def read_small_files(self) -> None:
         """Read the cache's index, and load the heads of an earlier run."""
         if self.config.teacher_cache:
+            # Before any model is loaded: a wrong cache is refused at once.
             self.features = find_features(self.config.teacher_cache, self.config, self.tokens)
         super().read_small_files()
 
@@ -119,6 +121,7 @@ class FeatureRun(HeadsRun[FeatureConfig]):
         if self.features is not None:
             trainer.data_collator = FeatureCollator(trainer.data_collator, self.features)
             if self.features.window is not None:
+                # The process that fills a window must know in which order training reads.
                 trainer.known_order = True
                 self.features.window.follow(trainer)
         return trainer

@@ -60,6 +60,7 @@ def seen_now(target: PreTrainedModel, depths: Sequence[int], text: Text) -> Targ
 
 def seen_before(target: PreTrainedModel, index: FeatureIndex, text: Text) -> TargetStates:
     """Return the target's states of a text from a cache, and the embeddings from `target`."""
+    # A cache stores whole samples, and texts begin at the first token that is looked at.
     states = index.states_of(text.sample)
     hidden, features = (states[name][:, text.start : text.start + len(text.ids_T)] for name in ("hidden", "features"))
     return TargetStates(hidden, target.get_input_embeddings()(text.ids_T[None].to(target.device)), features)

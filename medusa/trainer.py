@@ -115,6 +115,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
         """
         labels, sizes, cut = places.labels, self.sizes, self._cut
         if cut is not None:
+            # The heads count tokens by their own ids, and the teacher's distribution is reduced to these.
             labels, sizes = cut.labels(labels), cut.training_sizes(sizes, self.objective)
         p: LiveDistributions | WholeDistributions | None = None
         if self.objective.needs_target and teacher is not None:
@@ -154,6 +155,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
             # Columns of `_guess_features`: a, Σ_v min(p, q), right, the objective's features, and last the weight.
             table = places.table(index, features(index, features_of), (rows, width + 1))
             losses = [self.objective.shortfall(row[:, 3:-1], weights_N=row[:, -1]) for row in table]
+            # The same weights as in the training loss, so that held-out losses can be compared with it.
             loss_B += self.config.decay**index * torch.stack(losses)
             accepted.append(table[:, :-1, 0])
             sums.append(table[..., [-1, 1, 2]].sum(1))
@@ -161,6 +163,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
         order = torch.argsort(~chosen_BT, dim=1, stable=True)
         a_BTK = torch.stack(accepted, dim=-1).gather(1, order[..., None].expand(-1, -1, self.count))
         tokens_B = chosen_BT.sum(1)
+        # A Markov chain over the tokens where rounds begin gives the expected number of rounds.
         rounds_B = expected_rounds_of_starts(a_BTK.double(), tokens_B).float()
         return torch.cat([torch.stack([tokens_B.float(), rounds_B, loss_B], dim=1), *sums], dim=1)
 
@@ -232,6 +235,7 @@ class FeatureTrainer(HeadsTrainer):
         """Run the target once on a batch, or take its states from the batch."""
         if "teacher" in inputs:
             states = cached_states(inputs["teacher"])
+            # Caches may be stored in another dtype than the head's.
             hidden = states["hidden"].to(self.target_head.weight.dtype)
             return TargetStates(hidden, self.embed(inputs["input_ids"]), states["features"])
         return seen_by(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))

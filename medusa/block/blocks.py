@@ -57,12 +57,8 @@ def block_states(
 ) -> Tensor:
     """Return the output head's inputs for all guesses of the blocks after some anchors, (B, N, K, H).
 
-    Args:
-        drafter: with gradients or without.
-        embed: the target's embedding.
-        context: each layer's keys and values of the T places that have features: `BlockDrafter.context`.
-        anchors: the blocks' anchors.
-        texts_BT: a number for each text of packed rows; None: one text a row.
+    `embed` is the target's; `context` holds each layer's keys and values of the T places that have features, from
+    `BlockDrafter.context`. In packed rows `texts_BT` is a number for each text.
     """
     attend, positions_BQ = attend_to(drafter, context, anchors, texts_BT)
     states_BQH = drafter.block(anchors.tokens, embed).flatten(1, 2)
@@ -80,6 +76,7 @@ def attend_to(
 
     def attend(layer: int) -> Attend:
         def attended(queries: Tensor, own: KeysValues) -> Tensor:
+            # The context comes first, as in `visible`.
             keys, values = (torch.cat(pair, dim=2) for pair in zip(context[layer], own, strict=True))
             return fused_attention(queries, keys, values, mask, is_causal=False)
 
@@ -97,6 +94,7 @@ def visible(anchors: Anchors, places: int, slots: int, texts_BT: Tensor | None =
     before_BNT = torch.arange(places, device=anchors.places.device) < anchors.places[..., None]
     if texts_BT is not None:
         assert anchors.texts is not None
+        # Packed rows hold several texts, and a block sees only its own.
         before_BNT = before_BNT & (texts_BT[:, None] == anchors.texts[..., None])
     blocks_NN = torch.eye(count, dtype=torch.bool, device=anchors.places.device)
     blocks_NQ = blocks_NN.repeat_interleave(slots, dim=1).expand(rows, -1, -1)
@@ -122,15 +120,9 @@ def states_of_blocks(
     position_ids: Tensor | None,
     places_BN: Tensor,
 ) -> Tensor:
-    """Return the output head's inputs for all guesses of the blocks after some anchors, (B, N, K, H).
+    """Return `block_states` after the anchors at some places of a batch, from the target's states of it.
 
-    Args:
-        drafter: with gradients or without.
-        embed: the target's embedding.
-        target_states: the target's states of the batch, (B, T, …).
-        ids_BT: the batch.
-        position_ids: the positions of packed rows, (B, T); None: one text a row.
-        places_BN: the anchors' places.
+    In packed rows `position_ids`, (B, T), are the positions; without them each row is one text.
     """
     positions_BT, texts_BT = position_ids, None
     if positions_BT is None:

@@ -138,11 +138,7 @@ def _listed(layers: Any) -> str:
 
 
 def check_run(target: Side, config: BlockTrainingConfig) -> tuple[str, list[Finding]]:
-    """Return a description of a training run on this target, and further findings.
-
-    Raises:
-        InputError: a drafter that cannot begin on this target.
-    """
+    """Return a description of a training run and further findings, or raise an InputError if it cannot begin."""
     if config.heads is not None:
         drafter, clause = BlockDrafter.without_weights(config.heads), ""
         drafter.check_fits(target.model)

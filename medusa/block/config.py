@@ -54,6 +54,7 @@ class BlockTrainingConfig(FeaturesConfig):
         if not self.anchor_guesses and self.block_size < 2:
             raise InputError(f"block_size: expected at least 2 without anchor_guesses, found {self.block_size}")
         if self.heads is not None:
+            # These would describe a new drafter, and `heads` already has them.
             first = next((name for name in MADE if getattr(self, name) not in (None, [])), None)
             if first is not None:
                 raise InputError(f"{first}: expected none with heads, which have their own, found one")

@@ -30,13 +30,7 @@ HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 def new_drafter(
     config: BlockTrainingConfig, target: PreTrainedModel, mask_token: int, token_map: Tensor | None, rank: int
 ) -> BlockDrafter:
-    """Return a drafter in float32 for a training run, whose seed alone decides the random weights.
-
-    `rank` is the Markov head's, 0 for none; the other arguments are those of `BlockDrafter.of_target`.
-
-    Raises:
-        InputError: as `BlockDrafter.of_target` and `beginning`.
-    """
+    """Return a float32 drafter for a training run, whose seed decides the random weights; see `of_target`."""
     torch.manual_seed(config.training.seed)  # the same weights on all processes
     drafter = BlockDrafter.of_target(
         target,
@@ -54,20 +48,16 @@ def new_drafter(
         nn.init.zeros_(drafter.markov_head.markov_w2.weight)
     if beginning(config, drafter, target)[0] != "random":
         begin_as_last_layers(drafter, target)
+    # The norm's scale alone makes the first guesses nearly uniform.
     begin_nearly_uniform(drafter.norm, drafter.head_for(target).weight)
     return drafter
 
 
 def mask_token(tokenizer: Any, rows: int) -> int:
-    """Return a token that texts do not hold: an embedding row after the tokenizer's tokens, or one for padding.
-
-    `rows` is the number of rows of the target's embedding.
-
-    Raises:
-        InputError: every row may be in texts.
-    """
+    """Return a token that texts do not hold: one of the embedding's `rows` after the tokenizer's, or for padding."""
     if len(tokenizer) < rows:
         return len(tokenizer)
+    # The ends of texts are in texts.
     ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}
     for token in (tokenizer.pad_token_id, tokenizer.unk_token_id):
         if token is not None and token not in ends:
@@ -79,11 +69,7 @@ def mask_token(tokenizer: Any, rows: int) -> int:
 
 
 def beginning(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreTrainedModel) -> tuple[str, str]:
-    """Return the first weights, one of `INITS` but not "auto", and a clause that says so, with the reason.
-
-    Raises:
-        InputError: the config asks for layers that the drafter cannot hold.
-    """
+    """Return the first weights, one of `INITS` but not "auto", and a clause for users, or raise an InputError."""
     reason = None if config.init == "random" else other_layers(drafter, target)
     if config.init in ("look_back", "last_layers") and reason is not None:
         raise InputError(f"init: expected auto or random for a target like this, found {config.init}, and {reason}")
@@ -137,6 +123,7 @@ def begin_as_last_layers(drafter: BlockDrafter, target: PreTrainedModel) -> None
                 ours.get_submodule(name).weight.copy_(theirs.get_submodule(name).weight)
             copy_head_norms(ours, theirs)
         drafter.hidden_norm.weight.copy_(cast(Any, last[-1]).input_layernorm.weight)
+    # Keys and values of the text see the deepest features through the last layer's own input norm.
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -size:].copy_(torch.eye(size))
 

@@ -42,6 +42,7 @@ class Block(FeatureKind):
     def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
         """Return DSpark drafters of one and of two layers; for SGLang DFlash's, the only ones that it loads."""
         cut = drafted_tokens(target, "draft_vocabulary")
+        # SGLang loads only DFlash's.
         dflash = {"anchor_guesses": False, "markov_rank": 0} if server == "sglang" else {}
         return {f"block-{layers}": {"layers": layers} | dflash | cut for layers in (1, 2)}
 

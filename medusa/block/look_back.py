@@ -62,16 +62,10 @@ def begin_looking_back(
     texts: Sequence[Text],
     tokens: int,
 ) -> None:
-    """Let the first layer look back, and scale the last norm by the factor with the least loss on some texts.
+    """Let a copy of the target's last layers look back, and scale its last norm by the factor with the least loss.
 
-    The first process looks at the texts; all processes get the same weights.
-
-    Args:
-        drafter: a copy of the target's last layers.
-        target: with embeddings and head.
-        seen_of: returns the target's states of a text.
-        texts: a few texts.
-        tokens: the tokenizer's size; the target's head may have more rows.
+    The first process fits both on a few texts, and all processes get the same weights. `seen_of` returns the target's
+    states of a text; the target's head may have more rows than the tokenizer has `tokens`.
     """
     embed: Any = target.get_input_embeddings()
     layer: Any = drafter.layers[0]
@@ -117,14 +111,7 @@ def begin_looking_back(
 
 
 def fitted(fused_NH: Tensor, deepest_NH: Tensor, slots_NH: Tensor, width: int) -> LookBack:
-    """Fit the heads that look back, C = `width` wide, in float32.
-
-    Args:
-        fused_NH: fused features of places.
-        deepest_NH: the target's deepest features of the same places.
-        slots_NH: slots after the first layer's norm.
-        width: C.
-    """
+    """Fit heads of C = `width` to fused and deepest features of the same places, and to normed slots."""
     fused, deepest, slots = fused_NH.double(), deepest_NH.double(), slots_NH.double()
     query = _fit(slots, slots.new_ones(len(slots)))
     signs = torch.cat([fused.new_ones(len(fused)), -slots.new_ones(len(slots))])

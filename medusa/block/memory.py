@@ -59,12 +59,13 @@ class BlockPlan(FeaturePlan):
         return self._blocks(dtype, self.anchors)
 
     def _blocks(self, dtype: str, anchors: int) -> Forward:
+
         target = self.target(dtype)
 
         def forward(drafter: BlockDrafter, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:
             ids, length = inputs["input_ids"], self.batch.length
             states = left_of(target, len(drafter.layer_ids), len(ids), length)
-            places = torch.zeros(len(ids), anchors, dtype=torch.long)
+            places = torch.zeros(len(ids), anchors, dtype=torch.long)  # any anchors take the same memory
             position_ids = self.batch.inputs(len(ids)).get("position_ids")
             embed: Any = target.get_input_embeddings()
             return [states_of_blocks(drafter, embed, states, ids, position_ids, places).flatten(0, 2)], states
@@ -87,6 +88,7 @@ class BlockPlan(FeaturePlan):
         """Return `trace_losses` without the states, which are counted with the blocks."""
         with self.mode, precision_of(precision):
             dtype = computing_dtype(heads.fc.weight)
+            # The states of the Markov head are made here, so they are counted with the losses.
             hidden = torch.zeros(positions, heads.config.hidden_size, dtype=dtype)
             before = torch.zeros(positions, dtype=torch.long)
             head = heads.head_for(target)

@@ -94,6 +94,7 @@ def default_target_layers(layers: int, count: int) -> list[int]:
     targets give fewer.
     """
     if count == 1 or layers < 5:
+        # Also used if there are not enough layers to spread over.
         return [layers // 2]
     return sorted({round(1 + i * (layers - 4) / (count - 1)) for i in range(count)})
 
@@ -147,6 +148,7 @@ class BlockLayer(GradientCheckpointingLayer):
     def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Return the layer's outputs for slots, (B, Q, H)."""
         normed = self.input_layernorm(states)
+        # Slots have queries, keys and values; the text has only keys and values (`context`).
         queries, own = self.self_attn.queries(normed, rotation), self.self_attn.keys_values(normed, rotation)
         states = states + self.self_attn.o_proj(attend(queries, own).transpose(1, 2).flatten(2))
         return states + self.mlp(self.post_attention_layernorm(states))
@@ -192,6 +194,7 @@ class BlockDrafter(FeatureHeads):
             self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.draft_vocab_size)
         self.confidence_head: ConfidenceHead | None = None
         if config.enable_confidence_head:
+            # It may also see the Markov head's embedding of the token before.
             self.confidence_head = ConfidenceHead(size + config.markov_rank * config.confidence_head_with_markov)
         cut = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if cut else None)
@@ -207,7 +210,7 @@ class BlockDrafter(FeatureHeads):
         layer_ids: list[int] | None = None,
         **shape: Any,
     ) -> "BlockDrafter":
-        """Return an untrained drafter for a target, of its sizes, with random layers.
+        """Return an untrained drafter with the target's sizes and random layers.
 
         Args:
             target: a causal LM.
@@ -218,8 +221,7 @@ class BlockDrafter(FeatureHeads):
             **shape: further fields of `BlockConfig`, such as `block_size` or `markov_rank`.
 
         Raises:
-            InputError: layers that the target does not have, tokens that are out of range or not distinct, or a target
-                without rotary positions.
+            InputError: layers or tokens that the target does not have, or a target without rotary positions.
         """
         count = len(decoder_layers(target))
         depths = default_target_layers(count, max(2, layers)) if layer_ids is None else layer_ids
@@ -297,6 +299,7 @@ class BlockDrafter(FeatureHeads):
 
     def guessing(self, hidden: Tensor) -> Tensor:
         """Return the slots that guess, (…, K, H), from all slots, (…, S, H)."""
+        # DFlash's anchor slot guesses nothing.
         return hidden if self.config.anchor_guesses else hidden[..., 1:, :]
 
     def head_states(self, hidden: Tensor, before: Tensor) -> Tensor:

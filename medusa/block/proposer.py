@@ -52,11 +52,7 @@ class BlockModel(PreTrainedModel):
         self._source: tuple[Any, ...] = ()
 
     def draft_for(self, target: PreTrainedModel) -> None:
-        """Use this target's embeddings and head from here on.
-
-        Raises:
-            InputError: a drafter of another width, vocabulary or depth.
-        """
+        """Use this target's embeddings and head from here on, or raise an InputError if it does not fit."""
         self.drafter.check_fits(target)
         weight = head_of(target).weight
         version = 0 if weight.is_inference() else weight._version
@@ -82,13 +78,7 @@ class BlockModel(PreTrainedModel):
         return self.drafter.widened(self.drafter.logits(hidden, before, self.head))
 
     def reached(self, hidden_BKH: Tensor, anchors: Tensor, tokens_BK: Tensor) -> Tensor:
-        """Return the confidence head's probability that all of a chain's tokens up to each are accepted, (B, K).
-
-        Args:
-            hidden_BKH: the states of at least as many guesses.
-            anchors: the texts' last tokens, (B,) int64.
-            tokens_BK: the chain.
-        """
+        """Return the confidence head's probability that all of a chain's tokens up to each are accepted, (B, K)."""
         before_BK = torch.cat([anchors[:, None], tokens_BK[:, :-1]], dim=1)
         logits_BK = self.drafter.confidence(hidden_BKH[:, : tokens_BK.shape[1]], before_BK)
         return logits_BK.float().sigmoid().cumprod(1)
@@ -104,17 +94,11 @@ class BlockModel(PreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Return the output head's inputs for a block's guesses, (B, K, H); with `states` extend the cache instead.
+        """Return the output head's inputs for the guesses of blocks, (B, K, H); with `states` extend the cache instead.
 
-        Args:
-            input_ids: (B, S), a block with the anchors first; with `states` only its shape (B, L) counts.
-            position_ids: (B or 1, L or S) int64.
-            past_key_values: the cache.
-            states: fused, (B, L, H), of a text's places; None: a block.
-            attention_mask: additive, (B or 1, 1, S, …), for each kind of layer; None where all is visible.
-            use_cache: always true.
-            logits_to_keep: ignored.
-            output_hidden_states: ignored.
+        A block's `input_ids` are (B, S), the anchor first. `states`, (B, L, H), are the fused ones of a text's places,
+        whose `input_ids` only count by their shape. The mask is additive, (B or 1, 1, S, …), or one for each kind of
+        layer.
         """
         if states is not None:
             for layer, own in enumerate(self.drafter.context(states, position_ids)):
@@ -133,6 +117,7 @@ class BlockModel(PreTrainedModel):
             return attended
 
         assert self.embed is not None
+        # Only the anchors count: all other slots hold masks.
         block = self.drafter.block(input_ids[:, 0], self.embed)
         positions = position_ids.expand(block.shape[0], -1)
         return SimpleNamespace(logits=self.drafter.guessing(self.drafter(block, positions, attend)))
@@ -173,22 +158,14 @@ class BlockDraftForward(DraftForward):
         extras: list[Tensor],
         cached: list[Tensor],
     ) -> list[Tensor]:
-        """Feed the states, and draft; see `BlockForward` for arguments not named here, and `DraftForward.choose`.
+        """Feed each row's `lacking` states, in `extras`, to the slots from `starts` on, and draft after the `anchors`.
 
-        Args:
-            tokens: (B, L) int64, whose values are ignored.
-            starts: the slots of the first states, (B,) int64.
-            slots_N: see `BlockForward`.
-            last: see `BlockForward`.
-            anchors: the texts' last tokens, (B,) int64.
-            lacking: the number of states in each row, (B,) int64.
-            draws: see `DraftForward.choose`.
-            extras: the states, (B, L, H).
-            cached: see `BlockForward`.
+        The values of `tokens`, (B, L), are ignored. The other arguments are those of `BlockForward` and `choose`.
         """
         places, block = self._forwards
         (rows, count), model = tokens.shape, cast(BlockModel, self.model)
         order_L, order_S = (torch.arange(size, device=tokens.device) for size in (count, self._slots))
+        # The mask of the fed states; their outputs are not used, only their keys and values.
         causal = (order_L[:, None] >= order_L).expand(rows, count, count)
         places(tokens, starts, slots_N, last, causal, order_L.expand(rows, count), order_L[:1], extras, cached)
         # The block comes after each row's own states: padding behind shorter rows is overwritten or invisible.
@@ -205,6 +182,7 @@ class BlockDraftForward(DraftForward):
         )[0]
 
         def logits_after(level: Level, drafted: Tensor) -> Tensor:
+            # The Markov head sees each parent, and at the first level the anchor.
             before = anchors[:, None] if not level.depth else drafted.index_select(1, level.fed)
             return align_vocabulary(model.logits(hidden_BKH[:, level.depth], before), self.vocab_size)
 
@@ -288,6 +266,7 @@ class BlockProposer(FeatureProposer):
     def _can_draft_in_programs(self) -> bool:
         """Return whether a program can draft: as for draft models, but the number of steps does not matter."""
         task, sampler = self._task, self._samplers[0]
+        # A program draws all rows with one temperature.
         alike = sampler.temperature is not None and all(other is sampler for other in self._samplers)
         return task.compiled and not self._wants_confidence and alike
 
@@ -332,6 +311,7 @@ class BlockProposer(FeatureProposer):
         """Feed the states that the cache lacks, and draft, in one call."""
         depth, vocab_size, drawn = self._depth, self._task.vocab_size, self._draws
         if not self._task.fixed_length:
+            # One program for each tree and each kind of draw; `compute` compiles it at its first use.
             depth = max(draft_lengths)
         shape = Tree.chain(depth) if self.tree is None else self._shape(depth)
         lacking = [len(states) for states in self._states]
@@ -363,6 +343,7 @@ class BlockProposer(FeatureProposer):
         begins = [end - len(states) for end, states in zip(self._lengths.host, self._states, strict=True)]
         fed = [states[: len(states) - but] for states in self._states]
         lacking = [len(states) for states in fed]
+        # The first texts go in as one prefill, padded to the longest.
         most = max(lacking)
         if self._model.is_empty and most:
             self._model.prefill(*_places(fed, most))

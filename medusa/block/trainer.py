@@ -38,13 +38,9 @@ PRIMES = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
 
 
 class BlockPlaces:
-    """The guesses of the blocks after drawn anchors, for a loss.
+    """The guesses of the blocks after drawn anchors, for a loss: K = `count` guesses for each anchor.
 
-    Args:
-        inputs: a batch; its `positions` list the anchors at which each guess has a label.
-        count: K.
-        max_anchors: the most anchors of a row; None: one in `SHARE` of its anchors.
-        step: the training step.
+    The batch's `positions` list the anchors at which each guess has a label; at most `max_anchors` of a row are drawn.
     """
 
     def __init__(self, inputs: dict[str, Any], count: int, max_anchors: int | None, step: int):
@@ -53,8 +49,10 @@ class BlockPlaces:
         windows: Sequence[Tensor] = inputs["positions"][1 : 1 + count]
         learned_KX = torch.zeros(count, rows * length, device=ids_BT.device)
         for guess, starts in enumerate(windows):
+            # Guess k has a label if the anchor and the k + 1 tokens after it are a completion's.
             learned_KX[guess, starts + 1] = 1.0
         first_BT = learned_KX[0].view(rows, length)
+        # Places without a first label come last.
         order_BT = drawn_order(ids_BT, step).masked_fill(first_BT == 0, -1)
         # A row has its own number of anchors, so that the draw does not depend on the other rows of its batch.
         self.places = order_BT.topk(anchors_of(max_anchors, length), dim=1).indices
@@ -64,6 +62,7 @@ class BlockPlaces:
         if max_anchors is None:
             own_B1 = (first_BT.sum(1, keepdim=True) // SHARE).clamp(min=1.0)
             weights_KBN = weights_KBN * (torch.arange(flat_BN.shape[1], device=ids_BT.device) < own_B1)
+        # Those drawn stand for all anchors of the row.
         scale_B = first_BT.sum(1) / weights_KBN[0].sum(1).clamp(min=1.0)
         self.weights_BNK = (weights_KBN * scale_B[:, None]).permute(1, 2, 0)
         """The weight of each guess in the loss, (B, N, K): those drawn are scaled to stand for all of the row."""
@@ -87,6 +86,7 @@ def drawn_order(ids_BT: Tensor, step: int) -> Tensor:
     before_BT = torch.nn.functional.pad(ids_BT[:, :-1], (1, 0))
     mixed = ids_BT * PRIMES[0] + before_BT * PRIMES[1] + place_T * PRIMES[2] + step * PRIMES[3]
     for shift in (15, 13, 16):
+        # Mix high bits into low ones, as hashes do; 31 bits keep products in int64.
         mixed = mixed & 0x7FFFFFFF
         mixed = (mixed ^ (mixed >> shift)) * PRIMES[shift % 3]
     return mixed & 0x7FFFFFFF
@@ -104,14 +104,11 @@ class Known(NamedTuple):
 def reach(q_BNK: Tensor, inside_BNK: Tensor, smoothing: float) -> Tensor:
     """Return D-PACE's weights of guesses, (B, N, K): the sum of the probabilities that a round comes to k, k + 1, ….
 
-    Guess k has the weight Σ_{j ≥ k} Π_{i ≤ j} s_i with s = (1 − α) q + α, where α is the smoothing. Without smoothing
-    this gives the gradient of a block's expected length.
-
-    Args:
-        q_BNK: the probability of the text's token.
-        inside_BNK: whether there is such a token.
-        smoothing: α.
+    Guess k has the weight Σ_{j ≥ k} Π_{i ≤ j} s_i with s = (1 − α) q + α, where α is the smoothing and q the
+    probability of the text's token, if there is one (`inside_BNK`). With α = 0 this gives the gradient of a block's
+    expected length.
     """
+    # A product of the steps so far, then the sum over all later lengths.
     reached_BNK = (((1 - smoothing) * q_BNK + smoothing) * inside_BNK).cumprod(-1)
     return reached_BNK.flip(-1).cumsum(-1).flip(-1)
 
@@ -159,6 +156,7 @@ class BlockTrainer(FeatureTrainer):
             stats = self._statistics(blocks, target_states, states_ME, head)
         if config.dpace is not None and stats is not None:
             reached_BNK = reach(stats.q_M.view_as(blocks.weights_BNK), blocks.weights_BNK > 0, config.dpace)
+            # The weights themselves have no gradient.
             blocks.weights = [(blocks.weights_BNK * reached_BNK).flatten()]
         loss = self.chain_loss(blocks, [states_ME], lambda _: head, (target_states.hidden, self.teacher_head))
         if config.confidence > 0 and stats is not None:
@@ -186,6 +184,7 @@ class BlockTrainer(FeatureTrainer):
             hidden_XKH = torch.cat([self._hidden(target_states, inputs, part) for part in parts], dim=1).flatten(0, 1)
 
             def features(k: int, features_of: FeaturesOf) -> Tensor:
+                # Guess k of token c + 1 belongs to the block whose anchor is at c − k.
                 hidden = hidden_XKH[(places.flat - k).clamp(min=0), k]
                 states = self.heads.head_states(hidden, places.ids_N[places.flat])
                 return features_of(states, self.loss_head(self.heads.whole_head(self.frozen_head)))

@@ -75,6 +75,7 @@ def _empty(path: str) -> EagleHeads:
         complete_maps(directory, config, stored)
         t2d = stored.get("t2d", torch.zeros(model.t2d.shape))
         if t2d.shape == model.t2d.shape:
+            # These two are data, not weights: which tokens the heads may draft is checked.
             model.d2t, model.t2d = stored["d2t"].long(), t2d.bool()
             model.check_tokens("d2t")
     return model
@@ -85,6 +86,7 @@ def compare(target: Side, heads: Part) -> Iterator[Finding]:
     raw, directory = _foreign(Path(heads.path)), Path(heads.path)
     if raw is not None:
         layers, finding = layers_seen(raw, directory, len(decoder_layers(target.model)))
+        # Until now the depths were placeholders: the config may name none.
         heads.model.config.eagle_aux_hidden_state_layer_ids = layers
     remedy = "take heads of this target, or train them: draftsmith eagle --target TARGET"
     fits = feature_heads("eagle heads", target, heads, TREE, "they read", remedy)
@@ -120,11 +122,7 @@ def layers_seen(raw: Mapping[str, Any], directory: Path, layers: int) -> tuple[l
 
 
 def check_run(target: Side, config: EagleTrainingConfig) -> tuple[str, list[Finding]]:
-    """Return a description of a training run on this target, and further findings.
-
-    Raises:
-        InputError: heads that cannot begin on this target.
-    """
+    """Return a description of a training run and further findings, or raise an InputError if it cannot begin."""
     findings = []
     if config.heads is not None:
         heads = EagleHeads.without_weights(config.heads)

@@ -37,6 +37,7 @@ class EagleTrainingConfig(FeaturesConfig):
         require(self, at_least(1), "num_steps", "layer_ids")
         require(self, HEADS, "num_steps")
         if self.heads is not None:
+            # These would describe new heads, and `heads` already has them.
             first = next((name for name in ("layer_ids", *SHAPE) if getattr(self, name)), None)
             if first is not None:
                 raise InputError(f"{first}: expected none with heads, which have their own, found one")

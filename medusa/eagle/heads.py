@@ -125,6 +125,7 @@ class EagleLayer(GradientCheckpointingLayer):
         self, embeddings_BTH: Tensor, states_BTH: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
     ) -> tuple[Tensor, KeysValues]:
         """Return the layer's output, (B, T, H), and these places' own keys and values."""
+        # Attention sees embedding and state, each with its own norm; the residual path has only the state.
         normed = self.hidden_norm(states_BTH)
         residual = normed if self.norm_before_residual else states_BTH
         seen_BTE = torch.cat([self.input_layernorm(embeddings_BTH), normed], dim=-1)
@@ -190,8 +191,7 @@ class EagleHeads(FeatureHeads):
             **shape: further fields of `EagleConfig`, such as `intermediate_size` or `norm_output`.
 
         Raises:
-            InputError: depths that the target does not have, ids that are out of range or not distinct, or a target
-                without rotary positions.
+            InputError: depths or tokens that the target does not have, or a target without rotary positions.
         """
         layers = len(decoder_layers(target))
         depths = default_layers(layers) if layer_ids is None else layer_ids
@@ -205,6 +205,7 @@ class EagleHeads(FeatureHeads):
         heads = cls(EagleConfig(**{**fields, **shape}))
         rows = head_of(target).weight
         with torch.no_grad():
+            # The target's rows for these tokens are a good start for the heads' own head.
             heads.lm_head.weight.copy_(rows if token_map is None else rows[token_map.to(rows.device)])
         if token_map is not None:
             heads.set_tokens(token_map)
@@ -225,6 +226,7 @@ class EagleHeads(FeatureHeads):
         """Set the target's ids that the heads may draft, ascending, (D,) int64, each once."""
         assert self.d2t is not None and self.t2d is not None
         ids = token_map.to(self.d2t.device)
+        # Servers add a drafted id to its entry to get the target's id.
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()[ids] = True
 
@@ -246,6 +248,7 @@ class EagleHeads(FeatureHeads):
         if config.norm_before_fc:
             features_BTF = self.input_norm(features_BTF)
         if config.fc_norm:
+            # One norm for each depth, whose features can differ in scale.
             parts = features_BTF.chunk(len(self.fc_norm), dim=-1)
             features_BTF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features_BTF)

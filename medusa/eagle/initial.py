@@ -32,11 +32,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 @phase("making the heads")
 def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: Tensor | None = None) -> EagleHeads:
-    """Return heads in float32 for a training run, whose seed alone decides the random weights.
-
-    Raises:
-        InputError: as `EagleHeads.of_target` and `beginning`.
-    """
+    """Return float32 heads for a training run, whose seed decides the random weights; see `of_target`."""
     torch.manual_seed(config.training.seed)  # the same weights on all processes
     shape = {name: getattr(config, name) for name in SHAPE}
     heads = EagleHeads.of_target(
@@ -50,11 +46,7 @@ def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: T
 
 
 def beginning(config: EagleTrainingConfig, heads: EagleHeads, target: PreTrainedModel) -> tuple[str, str]:
-    """Return the first weights, "last_layer" or "random", and a clause that says so, with the reason.
-
-    Raises:
-        InputError: the config asks for a layer that the heads cannot hold.
-    """
+    """Return the first weights, "last_layer" or "random", and a clause for users, or raise an InputError."""
     reason = None if config.init == "random" else other_layer(heads, target)
     if config.init == "last_layer" and reason is not None:
         raise InputError(f"init: expected auto or random for a target like this, found last_layer, and {reason}")
@@ -111,6 +103,7 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
         ):
             norm.weight.copy_(their_norm.weight)
     heads.fc.weight.zero_()
+    # The deepest features come last.
     heads.fc.weight[:, -size:].copy_(torch.eye(size))
 
 
@@ -123,18 +116,11 @@ def quieten(
     tokens: int,
     sharded: bool = False,
 ) -> None:
-    """Scale the last norm of heads that begin as the target's last layer, by the factor with the least loss.
+    """Scale the last norm of a copy of the target's last layer by the factor with the least loss of all K steps.
 
-    The layer is the target's, but its inputs are not, and in later steps they are its own outputs: so it is more
-    confident than it is right. All processes get the same factor.
-
-    Args:
-        heads: a copy of the target's last layer.
-        seen_of: returns the target's states of a text.
-        texts: a few texts.
-        steps: K.
-        tokens: the tokenizer's size; the target's head may have more rows.
-        sharded: whether a forward of the target needs all processes.
+    The copy's inputs are not the layer's, and in later steps they are its own outputs: so it is too confident.
+    `seen_of` returns the target's states of a text. The target's head may have more rows than the tokenizer has
+    `tokens`.
     """
 
     def look() -> float:

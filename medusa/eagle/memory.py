@@ -50,6 +50,7 @@ class EaglePlan(FeaturePlan):
             rows = len(inputs["input_ids"])
             states = left_of(target, len(heads.layer_ids), rows, length)
             position_ids = self.batch.inputs(rows).get("position_ids")
+            # The places do not change the memory: take zeros.
             places = torch.zeros(rows * max(length - 2, 1), dtype=torch.long)
             return states_of_steps(heads, states, position_ids, places, num_steps), states
 
@@ -63,6 +64,7 @@ class EaglePlan(FeaturePlan):
             dtype, size = computing_dtype(heads.lm_head.weight), heads.config.hidden_size
             states = [torch.zeros(positions, size, dtype=dtype) for _ in range(self.config.num_steps)]
         for state in states:
+            # Their gradients are part of what the losses hold.
             state.requires_grad_(True)
         args = heads, target, self.config.objective, lambda _: states, lambda _: heads.head, positions
         return trace_losses(self.mode, *args, precision, self.sizes, given=states)

@@ -46,11 +46,7 @@ class EagleModel(PreTrainedModel):
         self.embed: nn.Module | None = None  # the target's
 
     def draft_for(self, target: PreTrainedModel) -> None:
-        """Use this target's embeddings from here on.
-
-        Raises:
-            InputError: heads of another width, vocabulary or depth.
-        """
+        """Use this target's embeddings from here on, or raise an InputError if it does not fit."""
         self.heads.check_fits(target)
         self.embed = target.get_input_embeddings()
 
@@ -78,6 +74,7 @@ class EagleModel(PreTrainedModel):
             return in_groups(queries, *keys_values, attention_mask)
 
         assert self.embed is not None
+        # A step needs both outputs: the states feed the next step, and the head's inputs give its logits.
         embeddings = self.embed(input_ids).to(states.device, states.dtype)
         step = self.heads(embeddings, states, position_ids, attend=attend)
         columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -119,6 +116,7 @@ class EagleProposer(FeatureProposer):
             lengths, places_T = lengths_of(wanted_BT), torch.arange(ids_BT.shape[1] - 1, device=heads.device)
             positions = own_positions(target, lengths, ids_BT[:, :-1])
             with collected(target, heads.layer_ids) as features, fixed_packing(False):
+                # Rows are single texts: the library need not look for packed ones, which would wait for the device.
                 decoder_of(target)(input_ids=ids_BT[:, :-1], use_cache=False, **positions)
             embed: Any = target.get_input_embeddings()
             embeddings = embed(ids_BT[:, 1:]).to(heads.device, heads.dtype)

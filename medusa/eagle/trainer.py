@@ -68,6 +68,7 @@ class EagleTrainer(FeatureTrainer):
         function: Callable[[Sequence[Tensor], OutputHead], Tensor],
     ) -> Tensor:
         """Return a function of the steps' states and the head, called inside of the head's forward."""
+        # The states are computed inside of the model's forward, and the loss inside of the head's.
         states = states_of_steps(self.heads, target_states, inputs.get("position_ids"), places.flat, self.count)
         inside = lambda *states: function(states, self.loss_head(self.heads.head))  # noqa: E731
         return self.heads.lm_head(*states, inside=inside)  # type: ignore[no-any-return]

@@ -76,7 +76,7 @@ def unrolled(
         features_BTF: the target's features of the tokens at these places.
         positions_BT: the places' positions in their texts, int64.
         num_steps: K.
-        texts_BT: a number for each text of a packed row, such as (positions_BT == 0).cumsum(1); None: one text a row.
+        texts_BT: in packed rows a number for each text, such as (positions_BT == 0).cumsum(1).
     """
     visible = None if texts_BT is None else same_text(texts_BT)
     states_BTH = heads.fuse(features_BTF)
@@ -167,14 +167,10 @@ def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues]) -> Att
 def states_of_steps(
     heads: EagleHeads, target_states: TargetStates, position_ids: Tensor | None, places_N: Tensor, num_steps: int
 ) -> list[Tensor]:
-    """Return each step's inputs of the head at the places where it learns, (N, H); undefined at other places.
+    """Return each step's inputs of the head at places c of the flattened batch, (N, H); undefined if it learns nothing.
 
-    Args:
-        heads: with gradients or without.
-        target_states: the target's states of the batch, (B, T, …).
-        position_ids: the positions of packed rows, (B, T); None: one text a row.
-        places_N: c in the flattened batch: step k guesses token c + 1, in the round that begins at c − 1 − k.
-        num_steps: K.
+    Step k guesses token c + 1, in the round that begins at c − 1 − k. In packed rows `position_ids`, (B, T), are the
+    positions; without them each row is one text.
     """
     rows, length = target_states.hidden.shape[:2]
     positions_BT = position_ids

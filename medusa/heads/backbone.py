@@ -56,6 +56,7 @@ class Joint(nn.Module):
         if self._copy:
             original: Any = self._copy[0]
             return last_hidden(original.to(self.backbone.device), **inputs)
+        # LoRA leaves the original weights in place: without adapters the backbone is its own teacher.
         with self._without_adapters():
             return last_hidden(self.backbone, **inputs)
 

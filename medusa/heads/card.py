@@ -21,17 +21,9 @@ def card(
     top_1: Sequence[float] = (),
     tau: float | None = None,
 ) -> ModelCard:
-    """Return the card of heads.
+    """Return the card of heads in a format, with their `step` and acceptance if these are known.
 
-    Args:
-        heads: the heads.
-        format: the directory's format, one of `FORMATS`.
-        step: the step of their training run, if it is known.
-        top_1: for each head the share of held-out tokens that it put first.
-        tau: the mean acceptance length of the chain of all heads; goes with `top_1`.
-
-    Raises:
-        InputError: an unknown format.
+    `top_1` is each head's share of held-out tokens that it put first, `tau` the mean acceptance length of their chain.
     """
     check_format(format)
     config = heads.config

@@ -23,6 +23,7 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
 
     Files of other tools are read whole, because their configs do not give the heads' shape.
     """
+    # vLLM's, FasterDecoding's or ModelOpt's.
     if (format := foreign_format(Path(str(spec.path)))) is not None:
         return _inspect_foreign(spec, format)
     remedy = "give what draftsmith.medusa wrote"

@@ -73,6 +73,7 @@ class Medusa(HeadsKind):
         from draftsmith.medusa.heads.proposer import MedusaProposer
 
         heads: Any = drafter.model
+        # Chains cannot be longer than the number of heads.
         draft_length = min(draft_length, heads.config.num_heads)
         return MedusaProposer(heads, Tree.chain(draft_length)), draft_length
 

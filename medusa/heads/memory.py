@@ -78,11 +78,13 @@ class MedusaPlan(HeadsPlan):
         target = self.target(setting.target_dtype)
         positions, weight = setting.rows * (self.batch.length - 1), head_of(target).weight
         forward, backward = self.loss_bytes(setting, positions)
+        # The target's states stay until the last head's backward.
         hidden = float(positions * weight.shape[1] * weight.element_size())
         parts = [Moment("the target's forward", self.target_forward(setting))]
         held: dict[str, float] = {}
         if self.joint:
             backbone = self.step_bytes(target, self.batch, setting.precision, setting.checkpointing)
+            # In joint training the backbone's activations are held while the losses are computed.
             parts.append(Moment("the backbone's backward", {"backbone: activations": backbone.backward(setting.rows)}))
             held = {"backbone: activations": backbone.in_loss(setting.rows)}
         held["target: hidden states"] = hidden * (1 + self.joint)

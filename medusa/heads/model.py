@@ -99,11 +99,13 @@ class MedusaBlock(nn.Module):
             nn.Linear(hidden_size * (1 if layer else 1 + seen), hidden_size, bias=bias) for layer in range(layers)
         )
         for parameter in self.parameters():
+            # SiLU(0) = 0: at first a block returns its input.
             nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return (…, H) from the target's hidden states, (…, H), and the embeddings before, (…, seen · H) or None."""
         for place, layer in enumerate(self.layers):
+            # Only the first layer sees the embeddings.
             wide = hidden if place or embeddings is None else torch.cat([hidden, embeddings], dim=-1)
             hidden = hidden + nn.functional.silu(layer(wide))
         return hidden
@@ -168,6 +170,7 @@ class MedusaHeads(DraftingHeads):
         )
         heads = cls(config)
         with torch.no_grad():
+            # The target's own rows: at first every head predicts the next token.
             rows = head if token_map is None else head.of(token_map)
             for lm_head in heads.all_lm_heads:
                 lm_head.weight.copy_(rows.weight)
@@ -197,11 +200,13 @@ class MedusaHeads(DraftingHeads):
         There the weights of all of them are whole, even if training shards them.
         """
         if self.config.original_lm_head:
+            # One module: one forward is enough.
             return self.lm_head(*states, inside=lambda *states: function(states))  # type: ignore[operator]
 
         def nested(inner: Sequence[Tensor]) -> Tensor:
             if len(inner) == len(states):
                 return function(inner)
+            # Enter the next head's forward inside of this one, until all weights are whole.
             index = len(inner)
             return self.lm_head_of(index)(states[index], inside=lambda state: nested([*inner, state]))
 

@@ -1,27 +1,81 @@
-"""Medusa heads as a drafter: one matrix product for each head on the target's hidden states, and no other model."""
+"""Medusa heads as a drafter: one matrix product for each head on the target's hidden states, and no other model.
+
+Shape suffixes: B rows, P parents, K nodes drafted, H hidden, V vocabulary.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import own_positions
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, ends_of
-from draftsmith.decode.proposers.draft_forward import draft_of, draws_of
+from draftsmith.decode.proposers.draft_forward import DraftForward, draft_of, draws_of
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.replay.texts import Distributions, WrittenText, lengths_of
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.tree import Tree
-from draftsmith.medusa.heads.drafting import HeadsForward, HeadsModel
+from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.heads.model import MedusaHeads, check_depth
 from draftsmith.medusa.heads.replay import replay_heads, replay_ranks
 from draftsmith.train.losses.output_head import last_hidden
+
+
+class HeadsModel(nn.Module):
+    """Heads, and the target's embeddings, which Hydra heads see."""
+
+    def __init__(self, heads: MedusaHeads, embed: nn.Module):
+        super().__init__()
+        self.heads, self._target_embed = heads, [embed]  # in a list, it is no submodule
+        self.embed = embed if heads.config.hydra else None
+        self.train(heads.training)
+
+    @property
+    def target_embed(self) -> nn.Module:
+        """The target's embeddings."""
+        return self._target_embed[0]
+
+    def logits(self, level: Level, hidden: Tensor, last: Tensor, tokens: Tensor) -> Tensor:
+        """Return the logits after the parents of a level, (B, P, V), or (B, 1, V) if they are the same for all.
+
+        `hidden`, (B, H), is the target's after the token before the last; `last` is (B, 1), and `tokens`, (B, K), were
+        drafted.
+        """
+        if self.embed is None:  # a Medusa head does not see drafted tokens
+            return self.heads.logits(level.depth, hidden)[:, None]
+        parents = len(level.parents)
+        # A Hydra head sees its whole path: the last token, then the drafted ones.
+        paths = last[:, None].expand(-1, parents, 1)
+        if level.depth:
+            paths = torch.cat([paths, tokens[:, level.paths]], -1)
+        states = hidden[:, None].expand(-1, parents, -1)
+        return self.heads.logits(level.depth, states, self.embed(paths).to(hidden))
+
+
+class HeadsForward(DraftForward):
+    """Drafts a tree of one shape with heads; arguments as in `DraftForward`."""
+
+    def __init__(self, model: HeadsModel, shape: Tree, vocab_size: int, drawn: bool):
+        super().__init__(model, shape, vocab_size, drawn, (model.heads.config.to_json_string(),))
+
+    @property
+    def title(self) -> str:
+        """A name for this program while it is compiled."""
+        return f"{self.tree.depth} Medusa heads{', drawn' if self.drawn else ''}"
+
+    def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the dynamic axes of each input."""
+        return {0: "b"}, {0: "b"}, self.axes_of_draws()
+
+    def forward(self, hidden: Tensor, last: Tensor, draws: list[Tensor]) -> list[Tensor]:
+        """Draft for each row; arguments as in `HeadsModel.logits` and `DraftForward.choose`."""
+        model: Any = self.model
+        return self.choose(last, lambda level, tokens: model.logits(level, hidden, last, tokens), draws)
 
 
 class MedusaProposer(TreeProposer):
@@ -68,6 +122,7 @@ class MedusaProposer(TreeProposer):
         self.heads.check_fits(task.target)
         embed: Any = task.target.get_input_embeddings()
         if self._model is None or self._model.target_embed is not embed:
+            # A new target, and with it new programs.
             self._model = HeadsModel(self.heads, embed)
         self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
         tree, _ = self.tree.pruned(task.draft_length)
@@ -108,6 +163,7 @@ class MedusaProposer(TreeProposer):
     ) -> list[Proposal]:
         empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
         drafts = [empty] * len(contexts)
+        # Rows may have no room left for a draft.
         rows = [row for row, k in enumerate(draft_lengths) if k > 0]
         lengths, task = [draft_lengths[row] for row in rows], self._task
         hidden = hidden if len(rows) == len(contexts) else hidden[rows]
@@ -141,6 +197,7 @@ class MedusaProposer(TreeProposer):
         draws = draws_of(tree, task.vocab_size, self._temperature, self._generators, draft_lengths, device)
         last = ends_of(contexts, 1).to(device)
         inputs = [hidden_BH.to(device, self._dtype).contiguous(), last, draws]
+        # Trees of all draft lengths have programs of their own.
         if (program := self._ready.get(tree)) is None:
             assert self._model is not None
             forward = HeadsForward(self._model, tree, task.vocab_size, bool(draws))
@@ -152,6 +209,7 @@ class MedusaProposer(TreeProposer):
         states = []
         for outcome in outcomes:
             assert outcome.hidden is not None
+            # Row 0 is the text's last token, and row i + 1 node i of the tree.
             states.append(outcome.hidden[outcome.path[-1] + 1 if outcome.path else 0])
         self._hidden = torch.stack(states) if len(states) > 1 else states[0][None]
 

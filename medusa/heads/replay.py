@@ -63,10 +63,9 @@ def replay_ranks(
         target: the model that wrote the text at T=0.
         heads: heads of this target.
         sequence: prompt and text, (T,) int64.
-        prompt_length: tokens of the prompt, at least 1 and less than T.
+        prompt_length: at least 1 and less than T.
         sampler: the processors at T=0; none by default.
-        most: the number of ranks to look at, for all heads or for each. If logits tie, give the tree's widths: the
-            drafter breaks ties among that many.
+        most: the ranks to look at, for all heads or for each. If logits tie, give the tree's widths.
         limit: the completion's length limit, if the text ended earlier; the text's length if None.
         hidden_NH: the result of `text_states`; computed if None.
     """
@@ -110,6 +109,7 @@ def _logits(target: PreTrainedModel, heads: MedusaHeads, hidden_NH: Tensor, text
     def logits_at(i: int, first: int, end: int) -> Tensor:
         places, embeddings = slice(first - 1, end - 1), None
         if heads.config.hydra:
+            # The tokens from s − 1 on, which the head saw as drafts: accepted drafts are the text's own tokens.
             windows = tokens[: end + i - 1].unfold(0, i + 1, 1)[places]  # (C, i + 1)
             embeddings = embed(windows).to(heads.device, heads.dtype)
         return heads.logits(i, hidden_NH[places].to(heads.device, heads.dtype), embeddings)

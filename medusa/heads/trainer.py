@@ -57,6 +57,7 @@ class MedusaTrainer(HeadsTrainer):
             )
         if not config.train_lm_heads:
             for lm_head in heads.all_lm_heads:
+                # Before the optimizer is made.
                 lm_head.requires_grad_(False)
         model: Any = Joint(heads, target, config) if config.joint else heads
         # Their losses run inside of their forwards: `train/losses/inside_forward.py`.
@@ -65,6 +66,7 @@ class MedusaTrainer(HeadsTrainer):
         super().__init__(heads, model, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
         if config.joint:
             model.thaw()
+            # Count the backbone's training too, now that it is thawed.
             self._works = self._works[0], self.trained_work()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -102,6 +104,7 @@ class MedusaTrainer(HeadsTrainer):
             head = head_of(joint.backbone).cut(self.vocab_size)
             return self._replayed(inputs, chosen_BT, hidden, joint.backbone, head)
 
+        # The backbone that is evaluated is the one in training.
         return model(inside=lambda: joint.inside_head(last_hidden(joint.backbone, **texts(inputs)), replayed))
 
     def _joint_loss(self, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
@@ -125,6 +128,7 @@ class MedusaTrainer(HeadsTrainer):
             objective = Objective({config.backbone_divergence: 1.0})
             p = None
             if objective.needs_target and original is not None:
+                # Self-distillation: the backbone's teacher is its original.
                 p = LiveDistributions(positions.take(original[0]), original[1])
             backbone_head = head_of(joint.backbone).cut(self.vocab_size)
             labels = positions.next_tokens(inputs["input_ids"])
@@ -161,6 +165,7 @@ class MedusaTrainer(HeadsTrainer):
             states = heads.states(
                 index, places.head_inputs(index, hidden, heads), places.embeddings(index, embed, heads)
             )
+            # Inside of the head's forward its weight is whole.
             inside = lambda states: features_of(states, self._loss_head(index))  # noqa: E731
             return heads.lm_head_of(index)(states, inside=inside)
 

@@ -26,17 +26,14 @@ WRITTEN = "read back by another process with the same numbers"
 
 
 def export(config: ExportOptions, source: str) -> list[str]:
-    """Write a drafter for a server, and return lines to print; the last one launches it.
-
-    Raises:
-        InputError: a drafter that cannot be read or does not fit the target, or that the format cannot hold.
-    """
+    """Write a drafter for a server, and return lines to print, the launch line last; raise an InputError on failure."""
     format, output, head = str(config.format), str(config.output), None
     drafter = BlockDrafter.from_pretrained(source)
     if config.target is not None:
         drafter.check_fits(empty_model(config.target, field="target", trust_remote_code=config.trust_remote_code))
         drafter.config.base_model_name_or_path = config.target
         if drafter.token_map is not None and format != "own":
+            # Servers read the rows of a cut vocabulary from the file, so the target's weights are needed.
             head = drafter.head_for(_target(config))
     _check_length(config, drafter)
     card = Path(source) / "README.md"
@@ -56,11 +53,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
-    """Write a drafter of another tool in our format, and return lines to print.
-
-    Raises:
-        InputError: a drafter that cannot be read, or does not fit the target.
-    """
+    """Write another tool's drafter in our format, and return lines to print; raise an InputError on failure."""
     target = None if config.target is None else _target(config)
     drafter = import_block(source, config.format, target)
     drafter.config.base_model_name_or_path = config.target or drafter.config.base_model_name_or_path
@@ -82,6 +75,7 @@ def served(config: ExportOptions, source: str) -> tuple[list[Served], Callable[[
         return BlockProposer(rounded.to(model.device, model.dtype))
 
     layers: Any = drafter.layers
+    # The engine's fault shows only if the layers' norms differ.
     norms = [layer.self_attn.k_norm.weight for layer in layers]
     differ = any(not torch.equal(norm, norms[0]) for norm in norms)
     return [Served("the drafter", speculative_config(config, drafter), FIRST_KEY_NORM if differ else "")], proposer

@@ -42,15 +42,11 @@ def import_block(
 ) -> BlockDrafter:
     """Read a drafter that any of these tools wrote, on the CPU, in the widest dtype of its tensors, in eval mode.
 
-    Args:
-        directory: a local one.
-        format: only its name is checked, because these files are recognised without it.
-        target: the target that it must fit; needed if the config names no layers, or the file holds a copy of its
-            embedding or head.
+    Files are recognised without their `format`. The target, which it must fit, is needed if the config names no layers,
+    or the file holds copies of its embedding or head.
 
     Raises:
-        InputError: an unknown format, a file that is missing or damaged, a config that is impossible or not supported,
-            tensors that are missing, not expected or of another shape, or copies that are not the target's.
+        InputError: a file, config, tensor or copy that is missing, damaged, not supported or does not match.
     """
     directory = Path(directory)
     if format is not None:
@@ -60,6 +56,7 @@ def import_block(
         raise InputError(
             f"{directory}: expected masks that stand for a row of the target's embedding, found mask_embedding.pt"
         )
+    # Some tools store the whole model under one prefix.
     stored = {name.removeprefix("model."): tensor for name, tensor in read_safetensors(shards(directory)).items()}
     tensors = {name: tensor for name, tensor in stored.items() if not TRAINING_ALONE.match(name)}
     if config.draft_vocab_size == config.vocab_size and (d2t := tensors.pop("d2t", None)) is not None and d2t.any():
@@ -78,16 +75,13 @@ def import_block(
 
 
 def read_block_config(directory: Path, target: PreTrainedModel | None = None) -> BlockConfig:
-    """Return the config of any of these tools' checkpoints as ours; the target may be without weights.
-
-    Raises:
-        InputError: as `import_block`.
-    """
+    """Return any of these tools' configs as ours, or raise an InputError; the target needs no weights."""
     raw, path = read_config(directory, WHAT), directory / CONFIG
     named = field(raw, path, "speculators_model_type", str, "")
     if named:
         if named not in ("dflash", "dspark"):
             raise InputError(f"{path}: expected a speculators_model_type of dflash or dspark, found {named!r}")
+        # speculators nests the layers' fields, and names the kind of model at the top.
         flat = field(raw, path, "transformer_layer_config", dict) | {k: v for k, v in raw.items() if k != "model_type"}
         depths = field(raw, path, "aux_hidden_state_layer_ids", list)
         flat["target_layer_ids"] = [depth - 1 if type(depth) is int else depth for depth in depths]
@@ -98,6 +92,7 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
     elif "anchor_guesses" in raw:
         flat = dict(raw)
     else:  # z-lab, SpecForge or DeepSpec
+        # DeepSpec's anchors guess unless `dspark_bonus_anchor` is set; z-lab's never do.
         nested = field(raw, path, "dflash_config", dict, {})
         flat = raw | nested
         dspark = any("DSpark" in str(name) for name in field(raw, path, "architectures", list, []))
@@ -147,6 +142,7 @@ def _check_copies(
     """Require that copies of the target's embedding and head are equal to them."""
     if target is None:
         raise InputError(f"target: expected it for a drafter with {min(copies)}, as in {directory}, found none")
+    # The head in a file of a cut vocabulary has only its rows.
     rows = head_of(target).weight if drafter.token_map is None else head_of(target).weight[drafter.token_map]
     theirs: Any = target.get_input_embeddings()
     for name, expected in (("embed_tokens.weight", theirs.weight), ("lm_head.weight", rows)):

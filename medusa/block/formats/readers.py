@@ -43,6 +43,7 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
             prefix = f"layers.{layer}."
             weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             states_SH = block_layer(config, weights, states_SH, seen_TH[:place])
+        # DFlash's anchor guesses nothing: leave out its slot.
         states_KH = rms_norm(states_SH, tensors["norm.weight"], config)[0 if config["sample_from_anchor"] else 1 :]
         added_KD, sure_K1 = torch.zeros(len(states_KH), drafted), torch.zeros(len(states_KH), 1)
         markov_KR = None
@@ -69,6 +70,7 @@ def flattened(raw: dict[str, Any]) -> dict[str, Any]:
         return fields | {"for_servers": True}
     if "dflash_config" in raw:
         return raw | raw["dflash_config"] | {"sample_from_anchor": False, "for_servers": True}
+    # Only the configs for servers have sample_from_anchor.
     own = "sample_from_anchor" not in raw
     anchored = raw["anchor_guesses"] if own else not raw["dspark_bonus_anchor"]
     return raw | {"sample_from_anchor": anchored, "markov_head_type": "vanilla", "for_servers": not own}
@@ -95,6 +97,7 @@ def block_layer(config: dict[str, Any], weights: dict[str, Tensor], states_SH: T
         half = torch.cat([-by_head[..., width // 2 :], by_head[..., : width // 2]], dim=-1)
         return ((by_head * angles.cos() + half * angles.sin()) * scale).transpose(0, 1)
 
+    # All slots of a block see each other, so there is no mask.
     everything = torch.cat([seen_TH, normed])
     queries = turned("q", normed, heads, places[len(seen_TH) :])
     keys = turned("k", everything, key_heads, places).repeat_interleave(heads // key_heads, 0)

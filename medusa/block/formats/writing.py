@@ -63,6 +63,7 @@ def block_refusal(drafter: BlockDrafter, format: str) -> str | None:
     config = drafter.config
     if format == "own":
         return None
+
     if not config.markov_rank and config.anchor_guesses:
         return "an anchor that guesses, and no Markov head: servers know none such; train with a markov_rank"
     if is_dflash(config) and config.enable_confidence_head:
@@ -82,19 +83,12 @@ def export_block(
     readme: str | None = None,
     head: OutputHead | None = None,
 ) -> None:
-    """Write a drafter in a format, and prove that another process computes the same outputs.
+    """Write a drafter in a format into a new or empty directory, and prove that another process computes the same.
 
-    Args:
-        drafter: on any device; it is not changed.
-        directory: new, or empty.
-        format: one of `BLOCK_FORMATS`.
-        dtype: the dtype of the written weights; the drafter's if None.
-        readme: a model card, written as README.md.
-        head: the target's head of the drafted tokens; servers read it from the file if these are not all tokens.
+    The target's `head` is needed with a cut vocabulary, because servers read its rows from the file.
 
     Raises:
-        InputError: an unknown format or dtype, a drafter that the format cannot hold or the dtype overflows, weights
-            that are not finite, or a directory that is not empty or cannot be written.
+        InputError: a format, dtype, drafter or directory that does not allow it.
         RuntimeError: a reader finds other outputs in the files; the directory is removed.
     """
     directory = Path(directory)
@@ -109,6 +103,7 @@ def export_block(
         else:
             tensors = dict(adapted.state_dict())
             if (ids := adapted.token_map) is not None:
+                # Servers do not cut the target's head themselves.
                 tensors |= rounded(_rows(head), kind)
                 if format == "speculators":
                     drafted = torch.zeros(adapted.config.vocab_size, dtype=torch.bool)
@@ -138,6 +133,7 @@ def _rows(head: OutputHead | None) -> dict[str, Tensor]:
 def _layer(drafter: BlockDrafter) -> dict[str, Any]:
     """Return the fields of Qwen3's layers, for transformers 4 and 5."""
     config = drafter.config
+    # Version 5 of the library reads rope_parameters, version 4 reads rope_theta and rope_scaling.
     rope = dict(config.rope_parameters)
     turns = {"rope_parameters": rope, "rope_theta": rope["rope_theta"]}
     if rope.get("rope_type", "default") != "default":

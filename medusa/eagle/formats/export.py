@@ -20,17 +20,14 @@ WRITTEN = "read back by another process with the same logits"
 
 
 def export(config: ExportOptions, source: str) -> list[str]:
-    """Write heads for a server, and return lines to print; the last one launches it.
-
-    Raises:
-        InputError: heads that cannot be read or do not fit the target, or that the format cannot hold.
-    """
+    """Write heads for a server, and return lines to print, the launch line last; raise an InputError on failure."""
     format, output = str(config.format), str(config.output)
     layers = None
     heads = import_eagle(source)
     if config.target is not None:
         model = empty_model(config.target, field="target", trust_remote_code=config.trust_remote_code)
         heads.check_fits(model)
+        # SGLang does not capture the last layer's output: `eagle_refusal` needs the number of layers.
         layers = len(decoder_layers(model))
         heads.config.base_model_name_or_path = config.target
     card = Path(source) / "README.md"
@@ -46,11 +43,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
-    """Write heads of another tool in our format, and return lines to print.
-
-    Raises:
-        InputError: heads that cannot be read, or do not fit the target.
-    """
+    """Write another tool's heads in our format, and return lines to print; raise an InputError on failure."""
     output, target, code = str(config.output), None, config.trust_remote_code
     if config.target is not None:
         dtype = stored_dtype(empty_model(config.target, field="target", trust_remote_code=code).config)

@@ -48,14 +48,11 @@ TRAINING_ALONE = re.compile(r"verifier_(lm_head|norm)\.weight$|rotary_emb\.inv_f
 def import_eagle(directory: str | Path, format: str | None = None, target: PreTrainedModel | None = None) -> EagleHeads:
     """Read heads that any of these tools wrote, on the CPU, in the widest dtype of their tensors, in eval mode.
 
-    Args:
-        directory: a local one.
-        format: `vllm` if an `eagle_config` counts layers as vLLM does; else it counts as SGLang does.
-        target: the target that they must fit; needed if the config names no depths, or the file holds embeddings.
+    With the format `vllm` an `eagle_config` counts layers as vLLM does, else as SGLang does. The target, which they
+    must fit, is needed if the config names no depths, or the file holds embeddings.
 
     Raises:
-        InputError: an unknown format, a file that is missing, damaged or holds pickled code, an impossible config,
-            tensors that are missing, not expected or of another shape, or embeddings that are not the target's.
+        InputError: a file, config, tensor or embedding that is missing, damaged, not supported or does not match.
     """
     directory = Path(directory)
     if format is not None:
@@ -63,6 +60,7 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
     unsaid = None if target is None else default_layers(len(decoder_layers(target)))
     config = read_eagle_config(directory, format, unsaid)
     tensors = _tensors(directory)
+    # Our heads see the target's embeddings: heads that were trained with others would draft badly.
     embeddings = tensors.pop(EMBEDDINGS, None)
     if embeddings is not None:
         _check_embeddings(directory, embeddings, target)
@@ -84,11 +82,7 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
 
 
 def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[int] | None = None) -> EagleConfig:
-    """Return the config of any of these tools' checkpoints as ours; `unsaid` are the depths if it names none.
-
-    Raises:
-        InputError: as `import_eagle`.
-    """
+    """Return any of these tools' configs as ours, or raise an InputError; `unsaid` are the default depths."""
     raw, path = read_config(directory, "EAGLE-3 heads"), directory / CONFIG
     if field(raw, path, "speculators_model_type", str, "") == "eagle3":
         layer = field(raw, path, "transformer_layer_config", dict)
@@ -99,6 +93,7 @@ def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[i
         names = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm")
         flat |= {name: raw[name] for name in (*names, "norm_output", DEPTHS) if raw.get(name) is not None}
     else:
+        # The EAGLE authors', SpecForge's or ours.
         flat = dict(raw)
     kind = flat.get("model_type", "llama")
     if kind not in ("llama", "eagle"):
@@ -107,6 +102,7 @@ def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[i
     if not field(nested, path, "use_aux_hidden_state", bool, True):
         raise InputError(f"{path}: expected heads that see features of some depths, found use_aux_hidden_state false")
     flat.setdefault("norm_before_fc", nested.get("norm_before_fc", False))
+    # At the top all tools mean the same; in `eagle_config` they do not.
     depths = field(flat, path, DEPTHS, list, None)
     if depths is None:
         depths = field(nested, path, DEPTHS, list, None)

@@ -46,6 +46,7 @@ def eagle3(directory: Path, features_TF: Tensor, embeddings_TKH: Tensor) -> Iter
         states, embeddings, output = states_TH[: start + 1], embeddings_TKH[: start + 1, 0], states_TH[:0]
         for k, logits_of_step in enumerate(steps):
             if k > 0:
+                # From step 1 on the state is the layer's own output.
                 states = torch.cat([states, output[-1:]])
                 embeddings = torch.cat([embeddings, embeddings_TKH[start, k][None]])
             raw = eagle3_layer(config, layer, states, embeddings)
@@ -67,6 +68,7 @@ def eagle3_layer(config: dict[str, Any], layer: dict[str, Tensor], states_TH: Te
         states = linear(inputs, layer[f"self_attn.{name}_proj.weight"], layer.get(f"self_attn.{name}_proj.bias"))
         return states.unflatten(-1, (count, width)).transpose(0, 1).repeat_interleave(heads // count, 0)
 
+    # Each key head serves a group of query heads.
     queries, keys, values = projected("q", heads), projected("k", key_heads), projected("v", key_heads)
     if config["rope_parameters"].get("rope_type", "default") == "default":
         turns = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, width, 2) / width)

@@ -65,17 +65,10 @@ def export_eagle(
 ) -> list[str]:
     """Write heads in a format, prove that another process computes the same logits, and return notes for the user.
 
-    Args:
-        heads: on any device; they are not changed.
-        directory: new, or empty.
-        format: one of `EAGLE_FORMATS`.
-        dtype: the dtype of the written weights; the heads' if None.
-        readme: a model card, written as README.md.
-        layers: the target's number of layers, if it is known.
+    The directory is new or empty; `layers` is the target's number of layers, if it is known.
 
     Raises:
-        InputError: an unknown format or dtype, heads that the format cannot hold or the dtype overflows, weights that
-            are not finite, or a directory that is not empty or cannot be written.
+        InputError: a format, dtype, heads or directory that do not allow it.
         RuntimeError: a reader finds other logits in the files; the directory is removed.
     """
     directory = Path(directory)

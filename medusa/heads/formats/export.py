@@ -22,11 +22,7 @@ from draftsmith.train.runs import vllm_command
 
 
 def export(config: ExportOptions, source: str) -> list[str]:
-    """Write heads in a format, and return lines to print; the last one without a # launches the server.
-
-    Raises:
-        InputError: heads that cannot be read or do not fit the target, or that the format cannot hold.
-    """
+    """Write heads in a format, and return lines to print; the last one without a # launches the server."""
     format, output = str(config.format), str(config.output)
     heads = import_heads(source, "own")
     overrides: dict[str, int] = {}
@@ -65,11 +61,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
-    """Write heads of another tool in our format, and return lines to print.
-
-    Raises:
-        InputError: heads that cannot be read, or do not fit the target.
-    """
+    """Write another tool's heads in our format, and return lines to print; raise an InputError on failure."""
     output = str(config.output)
     target, code = None, config.trust_remote_code
     if config.target is not None:

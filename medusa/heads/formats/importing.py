@@ -37,14 +37,11 @@ def import_heads(
 ) -> MedusaHeads:
     """Read heads from any format, on the CPU, in the widest dtype of their tensors, in eval mode.
 
-    Args:
-        directory: a local one.
-        format: one of `FORMATS`; recognised by its files if None.
-        target: the target that they must fit; a file without language-model heads uses its head.
+    The format is recognised by the files if None. The heads must fit the target; files without language-model heads use
+    its.
 
     Raises:
-        InputError: an unknown format, a file that is missing, damaged or holds pickled code, an impossible config, or
-            tensors that are missing, not expected or of another shape.
+        InputError: a file, config or tensor that is missing, damaged, not supported or does not match.
     """
     directory = Path(directory)
     format = detect(directory) if format is None else check_format(format)
@@ -60,11 +57,7 @@ def import_heads(
 
 
 def detect(directory: str | Path) -> str:
-    """Return the one format of a directory.
-
-    Raises:
-        InputError: no config.json, no format, or several.
-    """
+    """Return the one format of a directory, or raise an InputError if it has no format or several."""
     formats = marks(Path(directory))
     if len(formats) != 1:
         raise InputError(
@@ -83,11 +76,7 @@ def foreign_format(directory: Path) -> str | None:
 
 
 def marks(directory: Path) -> list[str]:
-    """Return the formats that a directory has marks of.
-
-    Raises:
-        InputError: no config.json.
-    """
+    """Return the formats that a directory has marks of, or raise an InputError without a config.json."""
     config = read_config(directory)
     marked = {
         "own": config.get("model_type") == "medusa" and "hydra" in config,
@@ -131,6 +120,7 @@ def _read_vllm(directory: Path) -> MedusaHeads:
         logit_scale=field(raw, path, "logit_scale", float, 1.0),
         base_model_name_or_path=raw.get("base_model_name_or_path"),
     )
+    # vLLM accepts a prefix, and two names of a shared head.
     tensors = {name.replace("medusa_heads.", ""): t for name, t in read_safetensors(shards(directory)).items()}
     if config.original_lm_head and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
         tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")

@@ -83,22 +83,11 @@ def export_heads(
 ) -> list[str]:
     """Write heads in a format, prove that another process reads the same logits, and return notes for the user.
 
-    Where the format has no shared language-model head each head gets a copy, and where it always has biases they are
-    zeros: both are exact. For vLLM, whose loader needs a whole vocabulary, a cut one is filled up with the mean of its
-    rows, so that their logits, a mean too, are never the largest. Files are moved into place when they are proven.
-
-    Args:
-        heads: on any device; they are not changed.
-        directory: new, or empty.
-        format: one of `FORMATS`.
-        dtype: the dtype of the written weights; the heads' if None.
-        by_rank: leave out softcapping, and except for vLLM a positive `logit_scale`. The most likely tokens stay the
-            same, and these readers draft only them.
-        readme: a model card, written as README.md.
+    The directory is new or empty. `by_rank` leaves out softcapping, and except for vLLM a positive `logit_scale`: the
+    most likely tokens stay the same, and these readers draft only them.
 
     Raises:
-        InputError: an unknown format or dtype, heads that the format cannot hold or the dtype overflows, weights that
-            are not finite, or a directory that is not empty or cannot be written.
+        InputError: a format, dtype, heads or directory that do not allow it.
         RuntimeError: a reader finds other logits in the files; the directory is removed.
     """
     directory = Path(directory)
@@ -138,6 +127,7 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
         config.final_logit_softcapping = None
         config.logit_scale = config.logit_scale if format == "vllm" else 1.0
     if format in PREFIXES:
+        # These formats always have biases, and no shared head: zeros and copies are exact.
         config.medusa_fc_bias, config.original_lm_head = True, False
         for h in range(config.num_heads):
             tensors[f"lm_heads.{h}.weight"] = heads.lm_head_of(h).weight
@@ -149,6 +139,7 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
     if token_map is not None:
         config.truncated_vocab_size = config.vocab_size
         for name in [name for name in tensors if name.startswith("lm_head")]:
+            # New rows are the mean of the others, so their logits are never the largest.
             tensors[name] = whole_rows(tensors[name], token_map, config.vocab_size)
     return assembled(config, rounded(tensors, dtype))
 
@@ -233,21 +224,7 @@ def tensor_names(config: PretrainedConfig, format: str) -> dict[str, str]:
 
 @torch.no_grad()
 def prove(heads: MedusaHeads, directory: Path, format: str, reader: str, dtype: torch.dtype, by_rank: bool) -> None:
-    """Require that a reader of the directory computes the logits of the heads before export.
-
-    A format of whole vocabularies may have logits for tokens outside of a cut one; these must not be the largest.
-
-    Args:
-        heads: the heads before export.
-        directory: the export.
-        format: its format.
-        reader: a name of `readers.READERS`.
-        dtype: the dtype of the written weights.
-        by_rank: as in `export_heads`.
-
-    Raises:
-        RuntimeError: a reader fails or disagrees.
-    """
+    """Require that a reader computes the logits of the heads before export, or raise a RuntimeError."""
     config, generator = heads.config, torch.Generator().manual_seed(0)
     hidden_NH = torch.randn(4, config.hidden_size, generator=generator)
     embeddings_NKH = torch.randn(4, config.num_heads, config.hidden_size, generator=generator)
@@ -272,5 +249,6 @@ def prove(heads: MedusaHeads, directory: Path, format: str, reader: str, dtype: 
         error = relative_error(values[drafted], expected[drafted])
         if not error <= TOLERANCE:
             raise RuntimeError(f"export: expected {reader} to read the same logits, found head {k} off by {error:.1e}")
+        # A whole vocabulary may have logits for tokens outside of a cut one.
         if not (others.amax(-1) < values.amax(-1)).all():
             raise RuntimeError(f"export: expected {reader} to draft what head {k} can, found a token that it cannot")
