@@ -23,7 +23,7 @@ from draftsmith.train.teacher.kept_states import KeptStates
 class MedusaRun(HeadsRun[MedusaTrainingConfig]):
     """A run that trains Medusa or Hydra heads."""
 
-    heads_class = MedusaHeads
+    heads_class, trainer_class = MedusaHeads, MedusaTrainer
 
     def new_heads(self) -> MedusaHeads:
         """Return heads that begin as copies of the target's own."""
@@ -44,10 +44,6 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
         config = self.config
         if config.train_lm_heads and config.target_device != "auto":
             quieten(self.heads, self.target, few_texts(self.data), self.tokens, config.target_sharded)
-
-    def make_trainer(self, model: MedusaHeads) -> MedusaTrainer:
-        """Return the trainer."""
-        return MedusaTrainer(model, self.target, self.tokenizer, self.config, self.data, self.heldout)
 
     def finish(self, trainer: MedusaTrainer, output: Path) -> None:
         """Write the card."""
@@ -74,7 +70,6 @@ def quieten(
             for text in texts
         ]
         # Head i guesses the token 2 + i further; the target's own head guesses the one 1 further.
-
         hidden_NH, labels_NK = stacked(texts, hidden, 1 + count)
         if heads.token_map is None:
             head = head.cut(tokens)

@@ -42,8 +42,8 @@ class Norm(LlamaRMSNorm):
 def begin_nearly_uniform(norm: nn.Module, rows: Tensor) -> None:
     """Scale the norm before the output head, so that random layers draft from a nearly uniform distribution.
 
-    The head's rows, (D, H), are the target's. On the states of random layers their logits would differ as much as on
-    real ones, and the first loss would be far above that of a uniform distribution.
+    The head's rows, (D, H), are the target's: otherwise the first loss would be far above that of a uniform
+    distribution.
     """
     spread = rows.float().square().sum(-1).mean().sqrt()
     # A normed state has entries of about 1, so its logits spread by the length of a row.

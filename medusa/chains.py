@@ -66,10 +66,7 @@ class ChainPlaces:
             return embed(tokens.to(next(embed.parameters()).device)).to(tokens.device, heads.dtype)
 
     def table(self, index: int, features_NK: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Return a head's features and, last, its weights by the round that they belong to, (B, T, K + 1).
-
-        `shape` is (B, T). Entries are zero where the head does not learn.
-        """
+        """Return a head's features and, last, weights by their rounds, (B, T, K + 1); zeros where it does not learn."""
         table = features_NK.new_zeros(*shape, features_NK.shape[1] + 1, dtype=torch.float32)
         learns = self.weights[index].bool()[:, None]
         ones = features_NK.new_ones(len(features_NK), 1)

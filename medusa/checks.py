@@ -23,8 +23,7 @@ def unfit(
 ) -> Finding | None:
     """Return why heads do not fit the target, or the tree the heads' `tokens`; None if all fits.
 
-    `kind` is the beginning of these heads' errors, `remedy` the way out if they are another target's. Models have no
-    weights.
+    `kind` is the beginning of these heads' errors, `remedy` the way out if they are another target's.
     """
     try:
         heads.model.check_fits(target.model)

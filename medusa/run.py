@@ -28,6 +28,7 @@ class HeadsRun(TrainingRun[Config]):
     """A run that trains new heads, or those of an earlier run."""
 
     heads_class: type[DraftingHeads]
+    trainer_class: type[Any]
     heads: Any = None
 
     def read_small_files(self) -> None:
@@ -64,6 +65,10 @@ class HeadsRun(TrainingRun[Config]):
     @abstractmethod
     def first_look(self) -> None:
         """Scale new heads by their loss on a few texts, and print how they begin."""
+
+    def make_trainer(self, model: PreTrainedModel) -> Any:
+        """Return the trainer."""
+        return self.trainer_class(model, self.target, self.tokenizer, self.config, self.data, self.heldout)
 
     @property
     def token_map(self) -> Tensor | None:
@@ -111,13 +116,9 @@ class FeatureRun(HeadsRun[FeatureConfig]):
         """Return the target, unless a cache replaces its forwards."""
         return super().packed_models(model) if self.features is None else {}
 
-    @abstractmethod
-    def new_trainer(self, model: PreTrainedModel) -> Any:
-        """Return the trainer of these heads."""
-
     def make_trainer(self, model: PreTrainedModel) -> Any:
         """Return the trainer; with a cache its batches hold the cached states."""
-        trainer = self.new_trainer(model)
+        trainer = super().make_trainer(model)
         if self.features is not None:
             trainer.data_collator = FeatureCollator(trainer.data_collator, self.features)
             if self.features.window is not None:

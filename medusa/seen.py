@@ -37,10 +37,7 @@ class TargetStates(NamedTuple):
 
 
 def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[], Tensor]) -> TargetStates:
-    """Run a target once on a batch; `forward` runs it and returns its last hidden states, (B, T, H).
-
-    Features are taken after the numbers of layers in `depths`, ascending.
-    """
+    """Run a target once on a batch: `forward` returns its last hidden states, and features are taken at `depths`."""
     embeddings: list[Tensor] = []
     # A sharded target's embeddings are whole only inside of its forward.
     hook = target.get_input_embeddings().register_forward_hook(lambda _m, _i, output: embeddings.append(output))

@@ -38,6 +38,10 @@ class HeadsTrainer(RecipeTrainer, ABC):
 
     The optimizer steps `model`: the heads, or a module that holds them. Without `live` no step runs the target, whose
     layers may then be without weights.
+
+    Evaluation replays held-out completions with chains of all guesses, and reports `mean_acceptance_length`, `alpha`
+    (of the first guess) and `loss`. For each guess i ≥ 1 it reports `accuracy_i`, the share of its tokens that it puts
+    first, and `alpha_i`, its Σ_v min(p, q).
     """
 
     def __init__(

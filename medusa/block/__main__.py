@@ -22,7 +22,7 @@ CARD = Path(__file__).with_name("card.md.j2")
 class BlockRun(FeatureRun[BlockTrainingConfig]):
     """A run that trains a block drafter."""
 
-    heads_class = BlockDrafter
+    heads_class, trainer_class = BlockDrafter, BlockTrainer
 
     def new_heads(self) -> BlockDrafter:
         """Return a new drafter: the target's last layers, or random ones."""
@@ -54,10 +54,6 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
         if start == "look_back":
             texts = few_texts(self.data, TEXTS, TOKENS)
             begin_looking_back(self.heads, self.target, self.seen_of(texts), texts, self.tokens)
-
-    def new_trainer(self, model: Any) -> BlockTrainer:
-        """Return the trainer."""
-        return BlockTrainer(model, self.target, self.tokenizer, self.config, self.data, self.heldout)
 
     def finish(self, trainer: Any, output: Path) -> None:
         """Write the card."""

@@ -59,7 +59,6 @@ class BlockPlan(FeaturePlan):
         return self._blocks(dtype, self.anchors)
 
     def _blocks(self, dtype: str, anchors: int) -> Forward:
-
         target = self.target(dtype)
 
         def forward(drafter: BlockDrafter, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:

@@ -70,10 +70,7 @@ class BlockModel(PreTrainedModel):
         return replace(self._head, weight=self.rows, bias=self.bias)
 
     def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return one guess's logits over all tokens, (B, P, V), after each of the tokens `before`, (B, P).
-
-        `hidden`, (B, H), is the guess's state.
-        """
+        """Return a guess's logits, (B, P, V), from its state `hidden`, (B, H), after each token of `before`, (B, P)."""
         hidden = hidden[:, None].expand(-1, before.shape[1], -1)
         return self.drafter.widened(self.drafter.logits(hidden, before, self.head))
 

@@ -117,10 +117,6 @@ class BlockTrainer(FeatureTrainer):
     """Minimises Σ_k decay^k · objective of guess k, against the target's distribution or text, on completions.
 
     D-PACE's weights can replace decay^k, and the confidence head's cross entropy with Σ_v min(p, q) can be added.
-
-    Evaluation replays held-out completions with whole blocks, and reports `mean_acceptance_length`, `alpha` (of the
-    first guess) and `loss`. For each guess k ≥ 1 it reports `accuracy_k`, the share of its tokens that it puts first,
-    and `alpha_k`, its Σ_v min(p, q).
     """
 
     @staticmethod

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import beginning, new_heads, quieten
@@ -20,7 +18,7 @@ CARD = Path(__file__).with_name("card.md.j2")
 class EagleRun(FeatureRun[EagleTrainingConfig]):
     """A run that trains EAGLE-3 heads."""
 
-    heads_class = EagleHeads
+    heads_class, trainer_class = EagleHeads, EagleTrainer
 
     def new_heads(self) -> EagleHeads:
         """Return new heads: random, or the target's last layer."""
@@ -35,10 +33,6 @@ class EagleRun(FeatureRun[EagleTrainingConfig]):
         if start == "last_layer" and config.target_device != "auto" and not config.norm_output:
             texts = few_texts(self.data)
             quieten(heads, self.seen_of(texts), texts, config.num_steps, self.tokens, config.target_sharded)
-
-    def new_trainer(self, model: PreTrainedModel) -> EagleTrainer:
-        """Return the trainer."""
-        return EagleTrainer(model, self.target, self.tokenizer, self.config, self.data, self.heldout)  # type: ignore[arg-type]
 
     def finish(self, trainer: EagleTrainer, output: Path) -> None:
         """Write the card."""

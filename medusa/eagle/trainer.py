@@ -25,9 +25,7 @@ from draftsmith.train.losses.positions import LossPositions
 class EagleTrainer(FeatureTrainer):
     """Minimises Σ_k decay^k · objective of step k, against the target's distribution or text, on completions.
 
-    Evaluation replays held-out completions with a chain of K tokens, and reports `mean_acceptance_length`, `alpha` (of
-    the first step) and `loss`. For each step k ≥ 1, step k − 1 of the paper, it reports `accuracy_k`, the share of its
-    tokens that it puts first, and `alpha_k`, its Σ_v min(p, q).
+    Evaluations number the steps from 1: their step k is step k − 1 of the paper.
     """
 
     @staticmethod

@@ -103,7 +103,10 @@ class MedusaBlock(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
-        """Return (…, H) from the target's hidden states, (…, H), and the embeddings before, (…, seen · H) or None."""
+        """Return logits, (…, K, V), from the input of the target's head, (…, H); −∞ for tokens that heads cannot draft.
+
+        Hydra heads need the `embeddings` of the next K tokens, (…, K, H).
+        """
         for place, layer in enumerate(self.layers):
             # Only the first layer sees the embeddings.
             wide = hidden if place or embeddings is None else torch.cat([hidden, embeddings], dim=-1)
@@ -195,10 +198,7 @@ class MedusaHeads(DraftingHeads):
         return self.all_lm_heads[0 if self.config.original_lm_head else index]
 
     def inside_lm_heads(self, states: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """Return `function(states)`, called inside of the nested forwards of all language-model heads.
-
-        There the weights of all of them are whole, even if training shards them.
-        """
+        """Return `function(states)`, called inside of all language-model heads' nested forwards: their weights are whole."""
         if self.config.original_lm_head:
             # One module: one forward is enough.
             return self.lm_head(*states, inside=lambda *states: function(states))  # type: ignore[operator]
@@ -226,10 +226,7 @@ class MedusaHeads(DraftingHeads):
         return torch.stack([self.logits(i, hidden, embeddings) for i in range(self.config.num_heads)], dim=-2)
 
     def logits(self, index: int, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
-        """Return one head's logits over the target's vocabulary, (…, V).
-
-        Hydra heads need the embeddings of at least the tokens t + 1 … t + 1 + `index`, (…, index + 1, H).
-        """
+        """Return one head's logits, (…, V); a Hydra head needs the embeddings of the tokens t + 1 … t + 1 + `index`."""
         projected = self.lm_head_of(index)(self.states(index, hidden, embeddings))
         return self.widened(self.head(index).finish(projected))
 

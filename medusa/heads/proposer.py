@@ -43,8 +43,7 @@ class HeadsModel(nn.Module):
     def logits(self, level: Level, hidden: Tensor, last: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits after the parents of a level, (B, P, V), or (B, 1, V) if they are the same for all.
 
-        `hidden`, (B, H), is the target's after the token before the last; `last` is (B, 1), and `tokens`, (B, K), were
-        drafted.
+        `hidden`, (B, H), is the target's after the token before the `last`, (B, 1); `tokens`, (B, K), were drafted.
         """
         if self.embed is None:  # a Medusa head does not see drafted tokens
             return self.heads.logits(level.depth, hidden)[:, None]

@@ -33,12 +33,7 @@ from draftsmith.train.trainer import texts
 
 
 class MedusaTrainer(HeadsTrainer):
-    """Minimises Σ_i decay^i · objective of head i, against the target's distribution or text, on completions.
-
-    Evaluation replays held-out completions with a chain of all heads, and reports `mean_acceptance_length`, `alpha`
-    (of the first head) and `loss`. For each head i ≥ 1 it reports `accuracy_i`, the share of its tokens that it puts
-    first, and `alpha_i`, its Σ_v min(p, q).
-    """
+    """Minimises Σ_i decay^i · objective of head i, against the target's distribution or text, on completions."""
 
     def __init__(
         self,

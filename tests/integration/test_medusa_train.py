@@ -573,7 +573,7 @@ class Watching(TrainerCallback):
 
 
 def watched(monkeypatch, *callbacks: TrainerCallback) -> None:
-    monkeypatch.setattr(command, "MedusaTrainer", functools.partial(MedusaTrainer, callbacks=list(callbacks)))
+    monkeypatch.setattr(command.MedusaRun, "trainer_class", functools.partial(MedusaTrainer, callbacks=list(callbacks)))
 
 
 @pytest.mark.parametrize("backbone", JOINT)

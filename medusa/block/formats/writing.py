@@ -63,7 +63,6 @@ def block_refusal(drafter: BlockDrafter, format: str) -> str | None:
     config = drafter.config
     if format == "own":
         return None
-
     if not config.markov_rank and config.anchor_guesses:
         return "an anchor that guesses, and no Markov head: servers know none such; train with a markov_rank"
     if is_dflash(config) and config.enable_confidence_head:
