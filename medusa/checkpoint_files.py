@@ -19,7 +19,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-def matched(
+def match_tensors(
     directory: Path, what: str, empty: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Return tensors under our names, in the widest of their floating-point types; InputErrors name `what` they are of.
@@ -46,7 +46,7 @@ def matched(
     return {k: tensor.to(dtype if tensor.is_floating_point() else empty[k].dtype) for k, tensor in ours.items()}
 
 
-def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def round_tensors(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return tensors on the CPU, rounded to a dtype; raise an InputError if a number is not finite there."""
     copies = {}
     for name, tensor in tensors.items():

@@ -18,7 +18,7 @@ WIDE, RATES = 1024, (1e-5, 1e-3)
 """Usual learning rates of AdamW from this hidden size on; the embedded target's narrow heads learn at 1e-2."""
 
 
-def unfit(
+def find_mismatch(
     name: str, kind: str, target: Side, heads: Part, tree: Tree | None, tokens: int, remedy: str
 ) -> Finding | None:
     """Return why heads do not fit the target, or the tree the heads' `tokens`; None if all fits.
@@ -43,7 +43,7 @@ def feature_heads(name: str, target: Side, part: Part, tree_key: str, reads: str
         tree = searched_tree(config, tree_key)
     except InputError as error:
         return Finding("error", name, str(error), SEARCH)
-    wrong = unfit(name, model.field, target, part, tree, config.draft_vocab_size, remedy)
+    wrong = find_mismatch(name, model.field, target, part, tree, config.draft_vocab_size, remedy)
     if wrong is not None:
         return wrong
     size = getattr(config, model.width)

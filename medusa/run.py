@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import positions_of
 from draftsmith.medusa.base import DraftingHeads
 from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
-from draftsmith.medusa.seen import TargetStates, seen_before, seen_now
+from draftsmith.medusa.seen import TargetStates, seen_now, states_from_cache
 from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.launch import TrainingRun
@@ -110,7 +110,7 @@ class FeatureRun(HeadsRun[FeatureConfig]):
         if self.features is None:
             return partial(seen_now, self.target, self.heads.layer_ids)
         self.features.look_at([text.sample for text in texts])
-        return partial(seen_before, self.target, self.features)
+        return partial(states_from_cache, self.target, self.features)
 
     def packed_models(self, model: PreTrainedModel) -> dict[str, PreTrainedModel]:
         """Return the target, unless a cache replaces its forwards."""

@@ -55,7 +55,7 @@ def seen_now(target: PreTrainedModel, depths: Sequence[int], text: Text) -> Targ
     return seen_by(target, depths, partial(last_hidden, target, input_ids=ids_1T))
 
 
-def seen_before(target: PreTrainedModel, index: FeatureIndex, text: Text) -> TargetStates:
+def states_from_cache(target: PreTrainedModel, index: FeatureIndex, text: Text) -> TargetStates:
     """Return the target's states of a text from a cache, and the embeddings from `target`."""
     # A cache stores whole samples, and texts begin at the first token that is looked at.
     states = index.states_of(text.sample)

@@ -70,7 +70,7 @@ def mask_token(tokenizer: Any, rows: int) -> int:
 
 def beginning(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreTrainedModel) -> tuple[str, str]:
     """Return the first weights, one of `INITS` but not "auto", and a clause for users, or raise an InputError."""
-    reason = None if config.init == "random" else other_layers(drafter, target)
+    reason = None if config.init == "random" else layers_mismatch(drafter, target)
     if config.init in ("look_back", "last_layers") and reason is not None:
         raise InputError(f"init: expected auto or random for a target like this, found {config.init}, and {reason}")
     if config.init == "random" or reason is not None:
@@ -85,7 +85,7 @@ def beginning(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreTra
     return "look_back", f"{clause}, except that the first one looks back at the token before the block"
 
 
-def other_layers(drafter: BlockDrafter, target: PreTrainedModel) -> str | None:
+def layers_mismatch(drafter: BlockDrafter, target: PreTrainedModel) -> str | None:
     """Return why the drafter's layers cannot have the weights of the target's last, or None.
 
     Only shapes and the config decide, so tensors without data will do.
@@ -114,7 +114,7 @@ def other_layers(drafter: BlockDrafter, target: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def begin_as_last_layers(drafter: BlockDrafter, target: PreTrainedModel) -> None:
-    """Copy the target's last layers to a drafter that can hold them (`other_layers`), on the deepest features only."""
+    """Copy the target's last layers to a drafter that can hold them, on the deepest features only: see `layers_mismatch`."""
     last = list(decoder_layers(target))[-len(drafter.layers) :]
     size = drafter.config.hidden_size
     with whole(*last, decoder_of(target)):

@@ -83,7 +83,7 @@ def begin_looking_back(
         mask = embed(torch.tensor([drafter.config.mask_token_id], device=embed.weight.device)).to(tokens_NH)
         slots_NH = layer.input_layernorm(torch.cat([tokens_NH, mask.expand(len(tokens_NH) // MASKS, -1)]).float())
         known_N = deepest_NH.any(1)  # a cache holds zeros for a text's last place
-        parts = fitted(fused_NH[known_N], deepest_NH[known_N], slots_NH, width)
+        parts = fit_look_back(fused_NH[known_N], deepest_NH[known_N], slots_NH, width)
         return LookBack(*(part.cpu() for part in parts))
 
     def scale() -> float:
@@ -110,7 +110,7 @@ def begin_looking_back(
         drafter.norm.weight.mul_(best)
 
 
-def fitted(fused_NH: Tensor, deepest_NH: Tensor, slots_NH: Tensor, width: int) -> LookBack:
+def fit_look_back(fused_NH: Tensor, deepest_NH: Tensor, slots_NH: Tensor, width: int) -> LookBack:
     """Fit heads of C = `width` to fused and deepest features of the same places, and to normed slots."""
     fused, deepest, slots = fused_NH.double(), deepest_NH.double(), slots_NH.double()
     query = _fit(slots, slots.new_ones(len(slots)))

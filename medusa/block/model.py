@@ -119,18 +119,18 @@ class BlockAttention(nn.Module):
 
     def queries(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Return queries of these places, (B, heads, T, width)."""
-        return rotated(self.q_norm(self._by_head(self.q_proj(states))).transpose(1, 2), rotation)
+        return rotate(self.q_norm(self._by_head(self.q_proj(states))).transpose(1, 2), rotation)
 
     def keys_values(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
         """Return keys and values of these places, (B, key-value heads, T, width) each."""
-        keys = rotated(self.k_norm(self._by_head(self.k_proj(states))).transpose(1, 2), rotation)
+        keys = rotate(self.k_norm(self._by_head(self.k_proj(states))).transpose(1, 2), rotation)
         return KeysValues(keys, self._by_head(self.v_proj(states)).transpose(1, 2))
 
     def _by_head(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
 
 
-def rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Return queries or keys, (B, heads, T, width), rotated to their positions; `rotation` is (B, T, width) twice."""
     cosines, sines = (part[:, None].to(heads.dtype) for part in rotation)
     return heads * cosines + rotate_half(heads) * sines

@@ -92,7 +92,7 @@ def drawn_order(ids_BT: Tensor, step: int) -> Tensor:
     return mixed & 0x7FFFFFFF
 
 
-class Known(NamedTuple):
+class GuessStats(NamedTuple):
     """Statistics of finished guesses."""
 
     q_M: Tensor
@@ -147,7 +147,7 @@ class BlockTrainer(FeatureTrainer):
         """Return the loss of guesses; called inside of the Markov head's forward."""
         head, config = self.loss_head(self.heads.whole_head(self.frozen_head)), self.config
         decayed_M = blocks.weights[0]  # the confidence head's weights: without D-PACE's
-        stats: Known | None = None
+        stats: GuessStats | None = None
         if config.dpace is not None or config.confidence > 0:
             stats = self._statistics(blocks, target_states, states_ME, head)
         if config.dpace is not None and stats is not None:
@@ -191,7 +191,7 @@ class BlockTrainer(FeatureTrainer):
 
     def _statistics(
         self, blocks: BlockPlaces, target_states: TargetStates, states_ME: Tensor, head: OutputHead
-    ) -> Known:
+    ) -> GuessStats:
         """Return statistics of the finished guesses, a chunk at a time, without gradients."""
         sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
         p = LiveDistributions(blocks.teacher(target_states.hidden), self.target_head)
@@ -201,7 +201,7 @@ class BlockTrainer(FeatureTrainer):
             alpha_N = replay_features(p_logits, wide_NV, tokens_N, self.sampler)[:, 1]
             return torch.stack([wide_NV.float().softmax(-1).gather(1, tokens_N[:, None])[:, 0], alpha_N], dim=1)
 
-        return Known(*chunked_features(features, blocks.labels, states_ME, head, p, sizes).unbind(1))
+        return GuessStats(*chunked_features(features, blocks.labels, states_ME, head, p, sizes).unbind(1))
 
     @cached_property
     def frozen_head(self) -> OutputHead:

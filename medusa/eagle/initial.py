@@ -47,7 +47,7 @@ def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: T
 
 def beginning(config: EagleTrainingConfig, heads: EagleHeads, target: PreTrainedModel) -> tuple[str, str]:
     """Return the first weights, "last_layer" or "random", and a clause for users, or raise an InputError."""
-    reason = None if config.init == "random" else other_layer(heads, target)
+    reason = None if config.init == "random" else layer_mismatch(heads, target)
     if config.init == "last_layer" and reason is not None:
         raise InputError(f"init: expected auto or random for a target like this, found last_layer, and {reason}")
     if config.init == "auto" and reason is None:
@@ -59,7 +59,7 @@ def beginning(config: EagleTrainingConfig, heads: EagleHeads, target: PreTrained
     return "last_layer", "begun as the target's last layer"
 
 
-def other_layer(heads: EagleHeads, target: PreTrainedModel) -> str | None:
+def layer_mismatch(heads: EagleHeads, target: PreTrainedModel) -> str | None:
     """Return why the heads' layer cannot compute the same as the target's last, or None.
 
     Only shapes and the config decide, so tensors without data will do.
@@ -84,7 +84,7 @@ def other_layer(heads: EagleHeads, target: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
-    """Copy the target's last layer to heads that can hold it (`other_layer`), on the deepest features only.
+    """Copy the target's last layer to heads that can hold it (`layer_mismatch`), on the deepest features only.
 
     The weights of embeddings begin at zero, and are learned.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.checks import shape, trained_on, unfit
+from draftsmith.medusa.checks import find_mismatch, shape, trained_on
 from draftsmith.medusa.heads.formats.importing import foreign_format, import_heads
 from draftsmith.medusa.heads.formats.writing import VLLM_READS
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
@@ -84,7 +84,7 @@ def _fits(target: Side, heads: Part) -> Finding:
     name, config, model = "heads", heads.model.config, heads.model
     remedy = "take heads of this target, or train them: accelerate launch -m draftsmith.medusa --target TARGET"
     tree = model.tree
-    wrong = unfit(name, "medusa", target, heads, tree, config.truncated_vocab_size, remedy)
+    wrong = find_mismatch(name, "medusa", target, heads, tree, config.truncated_vocab_size, remedy)
     if wrong is not None:
         return wrong
     drafted = f"a chain of {len(tree)}" if config.medusa_choices is None else shape(tree)

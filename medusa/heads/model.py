@@ -198,7 +198,7 @@ class MedusaHeads(DraftingHeads):
         return self.all_lm_heads[0 if self.config.original_lm_head else index]
 
     def inside_lm_heads(self, states: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """Return `function(states)`, called inside of all language-model heads' nested forwards: their weights are whole."""
+        """Return `function(states)`, called inside of all language-model heads' nested forwards, with whole weights."""
         if self.config.original_lm_head:
             # One module: one forward is enough.
             return self.lm_head(*states, inside=lambda *states: function(states))  # type: ignore[operator]

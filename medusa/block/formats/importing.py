@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa.base import WINDOWS
-from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, MARKOV, SIZES, assembled_block
+from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, MARKOV, SIZES, block_from_tensors
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
-from draftsmith.medusa.checkpoint_files import CONFIG, field, matched, read_config, read_safetensors, shards
+from draftsmith.medusa.checkpoint_files import CONFIG, field, match_tensors, read_config, read_safetensors, shards
 from draftsmith.train.checkpoint import check_finite
 from draftsmith.train.kinds.export import check_format
 from draftsmith.train.losses.output_head import head_of
@@ -64,7 +64,7 @@ def import_block(
     copies = {name: tensors.pop(name) for name in TARGET_TENSORS if name in tensors}
     with torch.device("meta"):
         empty = BlockDrafter(config).state_dict()
-    drafter = assembled_block(config, matched(directory, WHAT, empty, tensors, {}))
+    drafter = block_from_tensors(config, match_tensors(directory, WHAT, empty, tensors, {}))
     check_finite(drafter, directory, WHAT)
     drafter.check_tokens(f"{directory}: d2t", stored)
     if target is not None:

@@ -27,7 +27,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.blocks import Anchors, attend_to
 from draftsmith.medusa.block.formats import readers
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, rounded
+from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, round_tensors
 from draftsmith.medusa.proof import TOLERANCE, read_apart, relative_error
 from draftsmith.train.kinds.export import check_format, put_in_place
 from draftsmith.train.losses.output_head import OutputHead
@@ -95,7 +95,7 @@ def export_block(
     if reason is not None:
         raise InputError(f"format: expected a drafter that {format} can hold, found {reason}")
     kind = drafter.dtype if dtype is None else DTYPES[check_dtype(dtype)]
-    adapted = assembled_block(drafter.config, rounded(drafter.state_dict(), kind))
+    adapted = block_from_tensors(drafter.config, round_tensors(drafter.state_dict(), kind))
     with put_in_place(directory) as aside:
         if format == "own":
             adapted.save_pretrained(aside)
@@ -103,7 +103,7 @@ def export_block(
             tensors = dict(adapted.state_dict())
             if (ids := adapted.token_map) is not None:
                 # Servers do not cut the target's head themselves.
-                tensors |= rounded(_rows(head), kind)
+                tensors |= round_tensors(_rows(head), kind)
                 if format == "speculators":
                     drafted = torch.zeros(adapted.config.vocab_size, dtype=torch.bool)
                     tensors["t2d"] = drafted.index_fill(0, ids.cpu(), True)
@@ -201,7 +201,7 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
     }
 
 
-def assembled_block(config: Any, tensors: dict[str, Tensor]) -> BlockDrafter:
+def block_from_tensors(config: Any, tensors: dict[str, Tensor]) -> BlockDrafter:
     """Return a drafter with these tensors, under our names, in eval mode; nothing is copied."""
     with torch.device("meta"):
         drafter = BlockDrafter(config)

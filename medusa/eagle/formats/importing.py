@@ -25,13 +25,13 @@ from draftsmith.medusa.base import check_distances
 from draftsmith.medusa.checkpoint_files import (
     CONFIG,
     field,
-    matched,
+    match_tensors,
     read_config,
     read_pickled,
     read_safetensors,
     shards,
 )
-from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, assembled_eagle
+from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, eagle_from_tensors
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
 from draftsmith.train.checkpoint import check_finite
 from draftsmith.train.kinds.export import check_format
@@ -73,7 +73,7 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{directory / CONFIG}: expected a config of EAGLE-3 heads, found: {reason}") from error
     complete_maps(directory, config, tensors)
-    heads = assembled_eagle(config, matched(directory, "EAGLE-3 heads", empty, tensors, {}))
+    heads = eagle_from_tensors(config, match_tensors(directory, "EAGLE-3 heads", empty, tensors, {}))
     check_finite(heads, directory, "EAGLE-3 heads")
     heads.check_tokens(f"{directory}: d2t")
     if target is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, rounded
+from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, round_tensors
 from draftsmith.medusa.eagle.formats import readers
 from draftsmith.medusa.eagle.heads import EagleHeads, Step
 from draftsmith.medusa.proof import TOLERANCE, read_apart, relative_error
@@ -76,7 +76,7 @@ def export_eagle(
     if reason is not None:
         raise InputError(f"format: expected heads that {format} can hold, found {reason}")
     kind = heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
-    adapted = assembled_eagle(heads.config, rounded(heads.state_dict(), kind))
+    adapted = eagle_from_tensors(heads.config, round_tensors(heads.state_dict(), kind))
     with put_in_place(directory) as aside:
         if format == "own":
             adapted.save_pretrained(aside)
@@ -133,7 +133,7 @@ def _notes(heads: EagleHeads, format: str, layers: int | None) -> list[str]:
     return notes
 
 
-def assembled_eagle(config: Any, tensors: dict[str, Tensor]) -> EagleHeads:
+def eagle_from_tensors(config: Any, tensors: dict[str, Tensor]) -> EagleHeads:
     """Return heads with these tensors, under our names, in eval mode; nothing is copied."""
     with torch.device("meta"):
         heads = EagleHeads(config)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, rounded
+from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, round_tensors
 from draftsmith.medusa.heads.formats import readers
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
 from draftsmith.medusa.proof import TOLERANCE, read_apart, relative_error
@@ -141,7 +141,7 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
         for name in [name for name in tensors if name.startswith("lm_head")]:
             # New rows are the mean of the others, so their logits are never the largest.
             tensors[name] = whole_rows(tensors[name], token_map, config.vocab_size)
-    return assembled(config, rounded(tensors, dtype))
+    return heads_from_tensors(config, round_tensors(tensors, dtype))
 
 
 def _write(heads: MedusaHeads, directory: Path, format: str) -> None:
@@ -201,7 +201,7 @@ def _equal_layers(block: torch.nn.Module) -> bool:
     )
 
 
-def assembled(config: MedusaConfig, tensors: dict[str, Tensor]) -> MedusaHeads:
+def heads_from_tensors(config: MedusaConfig, tensors: dict[str, Tensor]) -> MedusaHeads:
     """Return heads with these tensors, under our names, in eval mode; nothing is copied."""
     with torch.device("meta"):
         heads = MedusaHeads(config)
