@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.validation import read
 from draftsmith.train.checkpoint import indexed_files
-from draftsmith.train.models import DTYPES
+from draftsmith.train.models import DTYPES, empty_model, load_model, stored_dtype
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -128,3 +129,11 @@ def read_safetensors(paths: list[Path], keep: Callable[[str], bool] = lambda nam
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path}: expected safetensors, found: {first_line(error)}") from error
     return tensors
+
+
+def load_target(path: str | None, trust_remote_code: bool) -> PreTrainedModel | None:
+    """Load the target of an export or import on the CPU, in its stored dtype; None without one."""
+    if path is None:
+        return None
+    dtype = stored_dtype(empty_model(path, field="target", trust_remote_code=trust_remote_code).config)
+    return load_model(path, field="target", dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")

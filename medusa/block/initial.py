@@ -114,7 +114,7 @@ def layers_mismatch(drafter: BlockDrafter, target: PreTrainedModel) -> str | Non
 
 @torch.no_grad()
 def begin_as_last_layers(drafter: BlockDrafter, target: PreTrainedModel) -> None:
-    """Copy the target's last layers to a drafter that can hold them, on the deepest features only: see `layers_mismatch`."""
+    """Copy the target's last layers to a drafter that can hold them, on the deepest features: see `layers_mismatch`."""
     last = list(decoder_layers(target))[-len(drafter.layers) :]
     size = drafter.config.hidden_size
     with whole(*last, decoder_of(target)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -13,8 +13,9 @@ from draftsmith.medusa.block.formats.importing import import_block
 from draftsmith.medusa.block.formats.writing import export_block, is_dflash
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.proposer import BlockProposer
+from draftsmith.medusa.checkpoint_files import load_target
 from draftsmith.train.kinds.export import ExportOptions, Served
-from draftsmith.train.models import DTYPES, empty_model, load_model, stored_dtype
+from draftsmith.train.models import DTYPES, empty_model
 from draftsmith.train.runs import sglang_command, vllm_command
 
 FIRST_KEY_NORM = (
@@ -34,7 +35,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
         drafter.config.base_model_name_or_path = config.target
         if drafter.token_map is not None and format != "own":
             # Servers read the rows of a cut vocabulary from the file, so the target's weights are needed.
-            head = drafter.head_for(_target(config))
+            head = drafter.head_for(cast(PreTrainedModel, load_target(config.target, config.trust_remote_code)))
     _check_length(config, drafter)
     card = Path(source) / "README.md"
     readme = card.read_text(encoding="utf-8") if card.is_file() else None
@@ -54,7 +55,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
     """Write another tool's drafter in our format, and return lines to print; raise an InputError on failure."""
-    target = None if config.target is None else _target(config)
+    target = load_target(config.target, config.trust_remote_code)
     drafter = import_block(source, config.format, target)
     drafter.config.base_model_name_or_path = config.target or drafter.config.base_model_name_or_path
     export_block(drafter, str(config.output), "own", config.dtype)
@@ -95,9 +96,3 @@ def _check_length(config: ExportOptions, drafter: BlockDrafter) -> None:
             f"draft_length: expected the {most} tokens of a block, whose slots all see each other, found "
             f"{config.draft_length}"
         )
-
-
-def _target(config: ExportOptions) -> PreTrainedModel:
-    code = config.trust_remote_code
-    dtype = stored_dtype(empty_model(str(config.target), field="target", trust_remote_code=code).config)
-    return load_model(str(config.target), field="target", dtype=dtype, trust_remote_code=code, device="cpu")

@@ -8,11 +8,12 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode import Proposer
 from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.medusa.checkpoint_files import load_target
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.formats.writing import export_eagle
 from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.train.kinds.export import ExportOptions, Served
-from draftsmith.train.models import DTYPES, empty_model, load_model, stored_dtype
+from draftsmith.train.models import DTYPES, empty_model
 from draftsmith.train.runs import sglang_command, vllm_command
 
 GAMMA = 4
@@ -44,10 +45,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
     """Write another tool's heads in our format, and return lines to print; raise an InputError on failure."""
-    output, target, code = str(config.output), None, config.trust_remote_code
-    if config.target is not None:
-        dtype = stored_dtype(empty_model(config.target, field="target", trust_remote_code=code).config)
-        target = load_model(config.target, field="target", dtype=dtype, trust_remote_code=code, device="cpu")
+    output, target = str(config.output), load_target(config.target, config.trust_remote_code)
     heads = import_eagle(source, config.format, target)
     heads.config.base_model_name_or_path = config.target or heads.config.base_model_name_or_path
     export_eagle(heads, output, "own", config.dtype)

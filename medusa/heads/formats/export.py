@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.tree import Tree
+from draftsmith.medusa.checkpoint_files import load_target
 from draftsmith.medusa.heads.card import card
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.medusa.heads.formats.writing import VLLM_READS, check_format, export_heads, refusal, written_bytes
@@ -17,7 +18,7 @@ from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.kinds.export import ExportOptions, Served, vocabulary_override
 from draftsmith.train.kinds.quantities import size
-from draftsmith.train.models import DTYPES, empty_model, load_model, stored_dtype
+from draftsmith.train.models import DTYPES, empty_model
 from draftsmith.train.runs import vllm_command
 
 
@@ -62,11 +63,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
     """Write another tool's heads in our format, and return lines to print; raise an InputError on failure."""
-    output = str(config.output)
-    target, code = None, config.trust_remote_code
-    if config.target is not None:
-        dtype = stored_dtype(empty_model(config.target, field="target", trust_remote_code=code).config)
-        target = load_model(config.target, field="target", dtype=dtype, trust_remote_code=code, device="cpu")
+    output, target = str(config.output), load_target(config.target, config.trust_remote_code)
     heads = import_heads(source, config.format, target)
     heads.config.base_model_name_or_path = config.target or heads.config.base_model_name_or_path
     notes = export_heads(heads, output, "own", config.dtype, readme=str(card(heads)))
