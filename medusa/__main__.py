@@ -79,8 +79,7 @@ def quieten(
             labels_NK = torch.where(labels_NK == IGNORED, IGNORED, cut.labels(labels_NK.clamp(min=0)))
         losses_SK = losses_of_scales(hidden_NH, head, labels_NK[:, 1:])
         if heads.config.original_lm_head:
-            # One head for all guesses needs one factor.
-            losses_SK = losses_SK.mean(1, keepdim=True)
+            losses_SK = losses_SK.mean(1, keepdim=True)  # one head for all guesses needs one factor
         best = losses_SK.min(0)
         return [SCALES[place] for place in best.indices.tolist()], best.values.tolist(), losses_SK[0].tolist()
 

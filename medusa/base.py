@@ -63,8 +63,7 @@ class NamedConfig(PretrainedConfig):
 
 def check_windows(raw: Mapping[str, Any], positions: int) -> None:
     """Raise an InputError if a config.json asks for attention in a window that is shorter than its positions."""
-    # A window of all positions is none.
-    size, kinds = raw.get("sliding_window"), raw.get("layer_types")
+    size, kinds = raw.get("sliding_window"), raw.get("layer_types")  # a window of all positions is none
     if type(size) is int and size >= positions:
         return
     # New configs name each layer's kind. Older ones of Qwen have a window that `use_sliding_window` turns off, or that
@@ -97,8 +96,7 @@ class LayersConfig(NamedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return the config from a file's fields; raise an InputError if they contradict each other or need windows."""
-        # The library would silently take one of two contradictory fields.
-        check_rope_keys(config_dict)
+        check_rope_keys(config_dict)  # the library would silently take one of two contradictory fields
         check_rope(config_dict)
         check_windows(config_dict, config_dict.get("max_position_embeddings") or cls.max_position_embeddings)
         return super().from_dict({k: v for k, v in config_dict.items() if k not in WINDOWS}, **kwargs)

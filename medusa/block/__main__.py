@@ -41,8 +41,7 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
                 f"confidence: expected 0 with heads that have no confidence head, found {self.config.confidence}"
             )
         if head is not None and not self.config.confidence:
-            # DDP and weight decay must not touch a head without a loss.
-            head.requires_grad_(False)
+            head.requires_grad_(False)  # DDP and weight decay must not touch a head without a loss
 
     def first_look(self) -> None:
         """Print how the drafter begins, and fit the first layer's look back if it has one."""

@@ -57,8 +57,7 @@ def mask_token(tokenizer: Any, rows: int) -> int:
     """Return a token that texts do not hold: one of the embedding's `rows` after the tokenizer's, or for padding."""
     if len(tokenizer) < rows:
         return len(tokenizer)
-    # The ends of texts are in texts.
-    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}  # the ends of texts are in texts
     for token in (tokenizer.pad_token_id, tokenizer.unk_token_id):
         if token is not None and token not in ends:
             return int(token)

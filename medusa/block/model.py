@@ -94,8 +94,7 @@ def default_target_layers(layers: int, count: int) -> list[int]:
     targets give fewer.
     """
     if count == 1 or layers < 5:
-        # Also used if there are not enough layers to spread over.
-        return [layers // 2]
+        return [layers // 2]  # also used if there are not enough layers to spread over
     return sorted({round(1 + i * (layers - 4) / (count - 1)) for i in range(count)})
 
 

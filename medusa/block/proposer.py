@@ -340,8 +340,7 @@ class BlockProposer(FeatureProposer):
         begins = [end - len(states) for end, states in zip(self._lengths.host, self._states, strict=True)]
         fed = [states[: len(states) - but] for states in self._states]
         lacking = [len(states) for states in fed]
-        # The first texts go in as one prefill, padded to the longest.
-        most = max(lacking)
+        most = max(lacking)  # the first texts go in as one prefill, padded to the longest
         if self._model.is_empty and most:
             self._model.prefill(*_places(fed, most))
         else:

@@ -103,8 +103,7 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
         ):
             norm.weight.copy_(their_norm.weight)
     heads.fc.weight.zero_()
-    # The deepest features come last.
-    heads.fc.weight[:, -size:].copy_(torch.eye(size))
+    heads.fc.weight[:, -size:].copy_(torch.eye(size))  # the deepest features come last
 
 
 @torch.no_grad()

@@ -53,8 +53,7 @@ class Eagle(FeatureKind):
         heads, lengths = self.heads(spec, loading), spec.draft_lengths
         shape = searched_tree(heads.config, self.tree_key) if spec.tree is None else spec.tree
         if spec.tree is None and isinstance(shape, Tree):
-            # A searched tree has its own depth.
-            lengths = [shape.depth]
+            lengths = [shape.depth]  # a searched tree has its own depth
         greedy = EagleProposer(heads, greedy=True) if shape is None else None
         return self.drafter(spec, EagleProposer(heads, shape), greedy=greedy, model=heads, draft_lengths=lengths)
 

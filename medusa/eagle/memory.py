@@ -64,8 +64,7 @@ class EaglePlan(FeaturePlan):
             dtype, size = computing_dtype(heads.lm_head.weight), heads.config.hidden_size
             states = [torch.zeros(positions, size, dtype=dtype) for _ in range(self.config.num_steps)]
         for state in states:
-            # Their gradients are part of what the losses hold.
-            state.requires_grad_(True)
+            state.requires_grad_(True)  # their gradients are part of what the losses hold
         args = heads, target, self.config.objective, lambda _: states, lambda _: heads.head, positions
         return trace_losses(self.mode, *args, precision, self.sizes, given=states)
 

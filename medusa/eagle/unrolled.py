@@ -176,8 +176,7 @@ def states_of_steps(
     positions_BT = position_ids
     if positions_BT is None:
         positions_BT = torch.arange(length, device=places_N.device).expand(rows, length)
-    # The last place of a row has no next token.
-    positions_BS = positions_BT[:, :-1]
+    positions_BS = positions_BT[:, :-1]  # the last place of a row has no next token
     dtype = computing_dtype(heads.fc.weight)  # with a long context the features are the largest tensor
     steps = unrolled(
         heads,

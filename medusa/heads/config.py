@@ -66,8 +66,7 @@ class MedusaTrainingConfig(HeadsConfig):
                 raise InputError(
                     f"target_dtype: expected float32 where all of the backbone is trained, found {self.target_dtype}"
                 )
-            # Adam's small updates vanish in 16-bit weights.
-            self.target_dtype = "float32"
+            self.target_dtype = "float32"  # Adam's small updates vanish in 16-bit weights
         if self.joint and self.optimizer == "muon":
             raise InputError("optimizer: expected trainer where the backbone is trained too, found muon")
         if self.training.activation_checkpointing and not self.joint:

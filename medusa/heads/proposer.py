@@ -121,8 +121,7 @@ class MedusaProposer(TreeProposer):
         self.heads.check_fits(task.target)
         embed: Any = task.target.get_input_embeddings()
         if self._model is None or self._model.target_embed is not embed:
-            # A new target, and with it new programs.
-            self._model = HeadsModel(self.heads, embed)
+            self._model = HeadsModel(self.heads, embed)  # a new target needs new programs
         self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
         tree, _ = self.tree.pruned(task.draft_length)
         widest = max(map(len, tree.children))
@@ -162,8 +161,7 @@ class MedusaProposer(TreeProposer):
     ) -> list[Proposal]:
         empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
         drafts = [empty] * len(contexts)
-        # Rows may have no room left for a draft.
-        rows = [row for row, k in enumerate(draft_lengths) if k > 0]
+        rows = [row for row, k in enumerate(draft_lengths) if k > 0]  # rows may have no room left for a draft
         lengths, task = [draft_lengths[row] for row in rows], self._task
         hidden = hidden if len(rows) == len(contexts) else hidden[rows]
         hidden = hidden.to(self.heads.device, self.heads.dtype)

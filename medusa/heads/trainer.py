@@ -52,8 +52,7 @@ class MedusaTrainer(HeadsTrainer):
             )
         if not config.train_lm_heads:
             for lm_head in heads.all_lm_heads:
-                # Before the optimizer is made.
-                lm_head.requires_grad_(False)
+                lm_head.requires_grad_(False)  # before the optimizer is made
         model: Any = Joint(heads, target, config) if config.joint else heads
         # Their losses run inside of their forwards: `train/losses/inside_forward.py`.
         open_forward(model, *heads.all_lm_heads, *([target.get_output_embeddings()] if config.joint else []))

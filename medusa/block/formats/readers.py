@@ -70,8 +70,7 @@ def flattened(raw: dict[str, Any]) -> dict[str, Any]:
         return fields | {"for_servers": True}
     if "dflash_config" in raw:
         return raw | raw["dflash_config"] | {"sample_from_anchor": False, "for_servers": True}
-    # Only the configs for servers have sample_from_anchor.
-    own = "sample_from_anchor" not in raw
+    own = "sample_from_anchor" not in raw  # only the configs for servers have sample_from_anchor
     anchored = raw["anchor_guesses"] if own else not raw["dspark_bonus_anchor"]
     return raw | {"sample_from_anchor": anchored, "markov_head_type": "vanilla", "for_servers": not own}
 
@@ -97,8 +96,7 @@ def block_layer(config: dict[str, Any], weights: dict[str, Tensor], states_SH: T
         half = torch.cat([-by_head[..., width // 2 :], by_head[..., : width // 2]], dim=-1)
         return ((by_head * angles.cos() + half * angles.sin()) * scale).transpose(0, 1)
 
-    # All slots of a block see each other, so there is no mask.
-    everything = torch.cat([seen_TH, normed])
+    everything = torch.cat([seen_TH, normed])  # all slots of a block see each other, so there is no mask
     queries = turned("q", normed, heads, places[len(seen_TH) :])
     keys = turned("k", everything, key_heads, places).repeat_interleave(heads // key_heads, 0)
     values = projected("v", everything).unflatten(-1, (key_heads, width)).transpose(0, 1)

@@ -102,8 +102,7 @@ def export_block(
         else:
             tensors = dict(adapted.state_dict())
             if (ids := adapted.token_map) is not None:
-                # Servers do not cut the target's head themselves.
-                tensors |= round_tensors(_rows(head), kind)
+                tensors |= round_tensors(_rows(head), kind)  # servers do not cut the target's head themselves
                 if format == "speculators":
                     drafted = torch.zeros(adapted.config.vocab_size, dtype=torch.bool)
                     tensors["t2d"] = drafted.index_fill(0, ids.cpu(), True)

@@ -93,8 +93,7 @@ def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[i
         names = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm")
         flat |= {name: raw[name] for name in (*names, "norm_output", DEPTHS) if raw.get(name) is not None}
     else:
-        # The EAGLE authors', SpecForge's or ours.
-        flat = dict(raw)
+        flat = dict(raw)  # the EAGLE authors', SpecForge's or ours
     kind = flat.get("model_type", "llama")
     if kind not in ("llama", "eagle"):
         raise InputError(f"{path}: expected the layer of model_type llama, found {kind!r}")

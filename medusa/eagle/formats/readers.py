@@ -46,8 +46,7 @@ def eagle3(directory: Path, features_TF: Tensor, embeddings_TKH: Tensor) -> Iter
         states, embeddings, output = states_TH[: start + 1], embeddings_TKH[: start + 1, 0], states_TH[:0]
         for k, logits_of_step in enumerate(steps):
             if k > 0:
-                # From step 1 on the state is the layer's own output.
-                states = torch.cat([states, output[-1:]])
+                states = torch.cat([states, output[-1:]])  # from step 1 on the state is the layer's own output
                 embeddings = torch.cat([embeddings, embeddings_TKH[start, k][None]])
             raw = eagle3_layer(config, layer, states, embeddings)
             normed = rms_norm(raw, layer["norm.weight"], eps)

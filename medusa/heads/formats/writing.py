@@ -134,8 +134,7 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
             for layer in range(config.num_hidden_layers):
                 tensors.setdefault(f"blocks.{h}.layers.{layer}.bias", torch.zeros(config.hidden_size))
         tensors.pop("lm_head.weight", None)
-    # vLLM fails on a cut vocabulary.
-    token_map = tensors.pop("token_map", None) if format == "vllm" else None
+    token_map = tensors.pop("token_map", None) if format == "vllm" else None  # vLLM fails on a cut vocabulary
     if token_map is not None:
         config.truncated_vocab_size = config.vocab_size
         for name in [name for name in tensors if name.startswith("lm_head")]:
