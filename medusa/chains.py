@@ -16,12 +16,10 @@ PER_GUESS = ("count", "overlap", "right")
 
 
 class LossPlaces(Protocol):
-    """The guesses of a batch that the loss is computed on."""
+    """The guesses of a batch that the loss is computed on: labels, (N,), and for each head weights, (N,) float32."""
 
     labels: Tensor
-    """(N,)."""
     weights: list[Tensor]
-    """The weight of each guess in the loss, for each head, (N,) float32."""
 
     def teacher(self, hidden: Tensor) -> Tensor:
         """Return the inputs of the teacher's head, (N, H), from hidden states, (B, T, H)."""

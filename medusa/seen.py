@@ -26,14 +26,11 @@ class KeysValues(NamedTuple):
 
 
 class TargetStates(NamedTuple):
-    """The target's states of a batch, from its forward or from a cache, without gradients."""
+    """The target's states of a batch, without gradients: its head's inputs, embeddings and features, (B, T, …) each."""
 
     hidden: Tensor
-    """The inputs of its head, (B, T, H)."""
     embeddings: Tensor
-    """(B, T, H)."""
     features: Tensor
-    """The outputs of some of its layers, which heads fuse, (B, T, F)."""
 
 
 def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[], Tensor]) -> TargetStates:

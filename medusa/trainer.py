@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ class HeadsTrainer(RecipeTrainer, ABC):
     (of the first guess) and `loss`. For each guess i ≥ 1 it reports `accuracy_i`, the share of its tokens that it puts
     first, and `alpha_i`, its Σ_v min(p, q).
     """
+
+    cause_of_bad_new_heads: ClassVar[str]
+    """A likely cause of a bad start of new heads, and a remedy."""
 
     def __init__(
         self,
@@ -96,11 +99,6 @@ class HeadsTrainer(RecipeTrainer, ABC):
         if self.config.heads is not None:
             return f"look whether {self.config.heads} were trained for this target"
         return self.cause_of_bad_new_heads
-
-    @property
-    @abstractmethod
-    def cause_of_bad_new_heads(self) -> str:
-        """The same for new heads, and a remedy."""
 
     def chain_loss(
         self,

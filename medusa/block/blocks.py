@@ -30,16 +30,12 @@ SCORES = 2**25
 
 
 class Anchors(NamedTuple):
-    """Anchors of blocks in rows of text."""
+    """Anchors of blocks in rows of text, (B, N) int64 each; `texts` are the numbers of their texts in packed rows."""
 
     places: Tensor
-    """(B, N) int64."""
     tokens: Tensor
-    """The tokens at these places, (B, N)."""
     positions: Tensor
-    """Their positions in their texts, (B, N)."""
     texts: Tensor | None = None
-    """The numbers of their texts in packed rows, (B, N)."""
 
     @classmethod
     def at(cls, places_BN: Tensor, ids_BT: Tensor, positions_BT: Tensor, texts_BT: Tensor | None = None) -> "Anchors":

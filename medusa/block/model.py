@@ -46,7 +46,6 @@ class BlockConfig(LayersConfig, Qwen3Config):
     target_layer_ids: list[int] = None  # type: ignore[assignment]
     """The target's layers whose outputs it sees, ascending, counted from 0."""
     num_target_layers: int = None  # type: ignore[assignment]
-    """The target's number of layers."""
     mask_token_id: int = None  # type: ignore[assignment]
     """The token whose embedding is in the slots after the anchor."""
     markov_rank: int = 0
@@ -58,7 +57,6 @@ class BlockConfig(LayersConfig, Qwen3Config):
     anchor_guesses: bool = True
     """Whether the anchor's slot guesses the next token, as in DSpark; in DFlash it guesses nothing."""
     base_model_name_or_path: str | None = None
-    """The target that it was trained with."""
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -93,12 +93,10 @@ def drawn_order(ids_BT: Tensor, step: int) -> Tensor:
 
 
 class GuessStats(NamedTuple):
-    """Statistics of finished guesses."""
+    """Statistics of finished guesses: the probability q of the text's token, and Σ_v min(p, q), of acceptance."""
 
     q_M: Tensor
-    """The probability of the text's token."""
     alpha_M: Tensor
-    """Σ_v min(p, q), the probability that the guess is accepted."""
 
 
 def reach(q_BNK: Tensor, inside_BNK: Tensor, smoothing: float) -> Tensor:
@@ -118,6 +116,8 @@ class BlockTrainer(FeatureTrainer):
 
     D-PACE's weights can replace decay^k, and the confidence head's cross entropy with Σ_v min(p, q) can be added.
     """
+
+    cause_of_bad_new_heads = "the layers do not learn from these features; try a lower training.learning_rate"
 
     @staticmethod
     def guesses(heads: BlockDrafter, config: BlockTrainingConfig) -> int:
@@ -224,8 +224,3 @@ class BlockTrainer(FeatureTrainer):
     def ends(self) -> list[nn.Module]:
         """The Markov head: its maps have a vocabulary's size."""
         return [part for part in (self.heads.markov_head,) if part is not None]
-
-    @property
-    def cause_of_bad_new_heads(self) -> str:
-        """Random layers guess almost uniformly at first."""
-        return "the layers do not learn from these features; try a lower training.learning_rate"

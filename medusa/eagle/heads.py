@@ -48,7 +48,6 @@ class EagleConfig(LayersConfig, LlamaConfig):
     norm_output: bool = False
     """Whether the next step sees the state after the last norm, not before it."""
     base_model_name_or_path: str | None = None
-    """The target that they were trained with."""
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -135,14 +134,11 @@ class EagleLayer(GradientCheckpointingLayer):
 
 
 class Step(NamedTuple):
-    """The outputs of one step of the heads."""
+    """A step's inputs of the next step and of the head, (B, T, H) each, and its places' own keys and values."""
 
     states: Tensor
-    """The next step's input in place of features, (B, T, H)."""
     hidden: Tensor
-    """The language-model head's input, (B, T, H)."""
     own: KeysValues
-    """The keys and values of these places only."""
 
 
 class EagleHeads(FeatureHeads):

@@ -28,6 +28,8 @@ class EagleTrainer(FeatureTrainer):
     Evaluations number the steps from 1: their step k is step k − 1 of the paper.
     """
 
+    cause_of_bad_new_heads = "the layer does not follow these features; try another init"
+
     @staticmethod
     def guesses(heads: EagleHeads, config: EagleTrainingConfig) -> int:
         """Return K, the number of steps."""
@@ -79,8 +81,3 @@ class EagleTrainer(FeatureTrainer):
     def ends(self) -> list[nn.Module]:
         """The one language-model head."""
         return [self.heads.lm_head]
-
-    @property
-    def cause_of_bad_new_heads(self) -> str:
-        """A copied layer is made for other inputs."""
-        return "the layer does not follow these features; try another init"

@@ -51,7 +51,6 @@ class MedusaConfig(NamedConfig):
     medusa_choices: list[list[int]] | None = None
     """The tree to draft, in Medusa's notation (`Tree.from_choices`); a chain of K if None."""
     base_model_name_or_path: str | None = None
-    """The target that they were trained with."""
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:

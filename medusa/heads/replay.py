@@ -31,14 +31,15 @@ from draftsmith.train.losses.output_head import head_of, text_states
 
 @dataclass(frozen=True)
 class ReplayedHeads:
-    """One text's acceptance of chains of all heads under a sampler."""
+    """One text's acceptance of chains of all heads under a sampler, (N, K) each.
+
+    `acceptance` is a_{s,j}, the probability that a round from s accepts x_{s+j} if it accepted those before, and
+    `overlap` Σ_v min(p, q_j) in the same contexts; 0 where no token is `drafted`.
+    """
 
     acceptance: Tensor
-    """a_{s,j}, (N, K): the probability that a round from s accepts x_{s+j} if it accepted those before."""
     overlap: Tensor
-    """Σ_v min(p, q_j) in the same contexts, (N, K); 0 where nothing is drafted."""
     drafted: Tensor
-    """Whether a token is drafted, (N, K) bool."""
 
     def rounds(self, draft_length: int | None = None) -> float:
         """Return the expected rounds of chains of γ ≤ K heads, K if None."""

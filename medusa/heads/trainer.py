@@ -35,6 +35,8 @@ from draftsmith.train.trainer import texts
 class MedusaTrainer(HeadsTrainer):
     """Minimises Σ_i decay^i · objective of head i, against the target's distribution or text, on completions."""
 
+    cause_of_bad_new_heads = "they begin with the target's head, which is made for the next token alone"
+
     def __init__(
         self,
         heads: MedusaHeads,
@@ -181,11 +183,6 @@ class MedusaTrainer(HeadsTrainer):
     def ends(self) -> list[LMHead]:
         """The heads' language-model heads."""
         return self.heads.all_lm_heads
-
-    @property
-    def cause_of_bad_new_heads(self) -> str:
-        """Copies of the target's head are made for another token."""
-        return "they begin with the target's head, which is made for the next token alone"
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """In joint training, give the heads another learning rate than the backbone."""
