@@ -1,6 +1,6 @@
 """DFlash drafters in a real vLLM: its texts are plain decoding's, and it counts what our decoder and replay count.
 
-DSpark's heads are computed by vLLM's runner for GPUs alone. One layer: see `NORMS_OF_KEYS`.
+DSpark's heads are computed by vLLM's runner for GPUs alone. One layer: see `FIRST_KEY_NORM`.
 """
 
 import pytest
