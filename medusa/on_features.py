@@ -29,7 +29,7 @@ from draftsmith.decode.tree import Tree
 
 
 class FeatureProposer(TreeProposer, DraftModelProposer):
-    """Drafts chains or trees with heads that see the target's features.
+    """A proposer of chains or trees from heads that see the target's features.
 
     The first round of a text has no features to draft from: it drafts nothing, and emits the token that the prompt's
     forward gives. `model` is the heads in the form of a causal LM, for `CachedModel`; its `draft_for` takes a target.

@@ -34,7 +34,7 @@ FeaturesOf = Callable[[Tensor, OutputHead], Tensor]
 
 
 class HeadsTrainer(RecipeTrainer, ABC):
-    """Minimises Σ_i decay^i · objective of guess i, and replays chains of K = `count` guesses.
+    """A trainer that minimises Σ_i decay^i · objective of guess i, and replays chains of K = `count` guesses.
 
     The optimizer steps `model`: the heads, or a module that holds them. Without `live` no step runs the target, whose
     layers may then be without weights.
@@ -195,7 +195,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
 
 
 class FeatureTrainer(HeadsTrainer):
-    """Trains heads on the target's states of a batch: one forward in each step, or a cache of them.
+    """A trainer of heads on the target's states of a batch: from one forward in each step, or from a cache.
 
     The states are features of some depths, embeddings, and the last hidden states, from which the target's
     distributions are computed. With a cache only the target's embeddings and head are needed.

@@ -121,7 +121,7 @@ class BlockModel(PreTrainedModel):
 
 
 class BlockDraftForward(DraftForward):
-    """Feeds the states of a text that the cache lacks, and drafts a block after them.
+    """The forward that feeds the states that the cache lacks, and drafts a block after them.
 
     `places` is the forward of a `BlockModel` over states. If `confident`, the outputs also hold `BlockModel.reached`.
     """
@@ -138,7 +138,7 @@ class BlockDraftForward(DraftForward):
         self._slots = model.config.block_size
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the axes of each input that vary."""
+        """Return the dynamic axes of each input."""
         *_, extras, cached = inputs
         first: tuple[Axes, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, {0: "b"}, {0: "b"}
         return *first, self.axes_of_draws(), *self._forwards[0].axes_behind(extras, cached)
@@ -190,7 +190,7 @@ class BlockDraftForward(DraftForward):
 
 
 class BlockProposer(FeatureProposer):
-    """Drafts chains or trees with a block drafter (DFlash, DSpark): see `draftsmith.medusa.block.model`.
+    """A proposer of chains or trees from a block drafter (DFlash, DSpark): see `draftsmith.medusa.block.model`.
 
     Each guess is drawn from its slot's distribution, which the Markov head changes by the token drafted before it. So
     nodes of the same depth in a tree differ only by their parents.
@@ -226,9 +226,8 @@ class BlockProposer(FeatureProposer):
         self.fit(task)
         config = self.heads.config
         self._depth = min(task.draft_length, config.guesses)
-        self._width = max(
-            config.block_size, task.draft_length + 1, task.round_length + 1
-        )  # the most places fed at once
+        # The most places that are fed at once.
+        self._width = max(config.block_size, task.draft_length + 1, task.round_length + 1)
         self._begin(task, self._width)
         return self.nodes(task.draft_length)
 

@@ -112,7 +112,7 @@ def reach(q_BNK: Tensor, inside_BNK: Tensor, smoothing: float) -> Tensor:
 
 
 class BlockTrainer(FeatureTrainer):
-    """Minimises Σ_k decay^k · objective of guess k, against the target's distribution or text, on completions.
+    """The trainer that minimises Σ_k decay^k · objective of guess k on completions, against the target or their text.
 
     D-PACE's weights can replace decay^k, and the confidence head's cross entropy with Σ_v min(p, q) can be added.
     """

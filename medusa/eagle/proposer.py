@@ -82,7 +82,7 @@ class EagleModel(PreTrainedModel):
 
 
 class EagleProposer(FeatureProposer):
-    """Drafts chains or trees with EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840, section 3).
+    """A proposer of chains or trees from EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840, section 3).
 
     Args:
         heads: EAGLE-3 heads of the target.

@@ -23,7 +23,7 @@ from draftsmith.train.losses.positions import LossPositions
 
 
 class EagleTrainer(FeatureTrainer):
-    """Minimises Σ_k decay^k · objective of step k, against the target's distribution or text, on completions.
+    """The trainer that minimises Σ_k decay^k · objective of step k on completions, against the target or their text.
 
     Evaluations number the steps from 1: their step k is step k − 1 of the paper.
     """

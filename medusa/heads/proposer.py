@@ -57,7 +57,7 @@ class HeadsModel(nn.Module):
 
 
 class HeadsForward(DraftForward):
-    """Drafts a tree of one shape with heads; arguments as in `DraftForward`."""
+    """The forward that drafts a tree of one shape with heads; arguments as in `DraftForward`."""
 
     def __init__(self, model: HeadsModel, shape: Tree, vocab_size: int, drawn: bool):
         super().__init__(model, shape, vocab_size, drawn, (model.heads.config.to_json_string(),))
@@ -78,7 +78,7 @@ class HeadsForward(DraftForward):
 
 
 class MedusaProposer(TreeProposer):
-    """Drafts a chain or a tree from the hidden state of the last round (Cai et al. 2024, section 2.1).
+    """A proposer of chains or trees from the hidden state of the last round (Cai et al. 2024, section 2.1).
 
     At T=0 siblings are a head's most likely tokens; under sampling they are drawn from the head's distribution without
     replacement, so that the exact rule stays lossless. The first round of a text has no hidden state to draft from: it

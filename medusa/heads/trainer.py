@@ -33,7 +33,7 @@ from draftsmith.train.trainer import texts
 
 
 class MedusaTrainer(HeadsTrainer):
-    """Minimises Σ_i decay^i · objective of head i, against the target's distribution or text, on completions."""
+    """The trainer that minimises Σ_i decay^i · objective of head i on completions, against the target or their text."""
 
     cause_of_bad_new_heads = "they begin with the target's head, which is made for the next token alone"
 
