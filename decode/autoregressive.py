@@ -1,6 +1,6 @@
-"""Plain decoding of the target: speculative decoding must equal it, and every speed-up is over it.
+"""Plain decoding of the target: the reference of speculative decoding and the baseline of every speed-up.
 
-At most `rows` prompts are decoded at a time: where a text ends, the next prompt takes its row, so that no row is idle
+At most `rows` prompts are decoded at a time. When a text ends, the next prompt takes its row, so that no row idles
 until the longest text ends (Yu et al. 2022, "Orca", section 3.1, iteration-level scheduling).
 """
 
@@ -34,8 +34,8 @@ def autoregressive_generate(
 ) -> DecodeOutput:
     """Decode one token per forward; arguments and result are those of `speculative_generate`.
 
-    It also takes `rows`, how many of the B prompts are decoded at a time (all if None); `begun`, the tokens behind each
-    prompt that an earlier call with the same arguments had written when it was stopped; and `observer`, an `Observer`.
+    Further arguments are `rows`, the number of prompts decoded at a time (all if None); `begun`, for each prompt the
+    tokens that an earlier call with the same arguments had written when it was stopped; and `observer`, an `Observer`.
     """
     arguments = generate_arguments(target, input_ids, attention_mask, **generate_kwargs)
     return decoded(target, autoregressive_decode, arguments | {"seed": seed})
@@ -54,7 +54,7 @@ def autoregressive_decode(
     observer: Observer | None = None,
     **model_kwargs: Any,
 ) -> DecodeOutput | Tensor:
-    """The callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
+    """Decode as the callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
     check_rollback(model, "target")
     queue = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
     for row, tokens in zip(queue, begun or [], strict=False):
@@ -65,7 +65,7 @@ def autoregressive_decode(
 
 
 def _resume(row: TextRow, tokens: Sequence[int]) -> None:
-    """Continue behind tokens of an earlier call: each has spent a random number."""
+    """Continue after the tokens of an earlier call, each of which took a random number."""
     row.text[row.length : row.length + len(tokens)] = row.text.new_tensor(tokens)
     row.advance(tokens)
     row.rounds += [TOKEN] * len(tokens)
@@ -75,7 +75,7 @@ def _resume(row: TextRow, tokens: Sequence[int]) -> None:
 
 
 def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bool, observer: Observer | None) -> None:
-    """Write texts to their ends, a token of each row at a time; where a text ends, the next one takes its row."""
+    """Write all texts to their ends, one token per row at a time."""
     waiting, longest = deque(queue[rows:]), max(len(row.text) for row in queue)
     texts = TextBatch(queue[:rows], 1, longest)
     target = CachedModel(model, len(texts.rows), longest, compiled=compiled, rollback=longest if waiting else None)
@@ -113,12 +113,9 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
 
 
 def _next_tokens(rows: Sequence[TextRow], logits_BV: Tensor, likeliest_BK: Tensor | None) -> Tensor:
-    """Return the token after each row, (B,); `NO_TOKEN` where the logits are not numbers.
+    """Return the token after each row, (B,); `NO_TOKEN` where the logits are NaN.
 
-    Args:
-        rows: B of them.
-        logits_BV: after each.
-        likeliest_BK: see `CachedModel.likeliest`; None where the target ran eagerly.
+    `likeliest_BK` is None where the target ran eagerly; see `CachedModel.likeliest`.
     """
     samplers = [row.sampler for row in rows]
     sampler, temperature = samplers[0], samplers[0].temperature

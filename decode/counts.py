@@ -15,9 +15,9 @@ from draftsmith.decode.validation import Count
 
 @dataclass(frozen=True)
 class Ratios:
-    """Counts and their ratios: integers that a decoder counted, or what replay expects it to count on one text.
+    """Counts and their ratios: a decoder's integers, or the values that replay expects for one text.
 
-    What the fields mean is said in `Counts`. Expectations are whole numbers at T=0: the decoder's.
+    `Counts` explains the fields. At T=0 the expected values are whole numbers, equal to the decoder's.
     """
 
     num_drafts: float
@@ -29,13 +29,13 @@ class Ratios:
     num_emitted_tokens: float
 
     def draft_acceptance_rate(self) -> float | None:
-        """Return accepted ÷ drafted tokens, bonus excluded; it depends on the draft length. None if none drafted."""
+        """Return accepted ÷ drafted tokens, bonus excluded; it depends on the draft length. None without drafts."""
         return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     def mean_acceptance_length(self) -> float | None:
         """Return τ, tokens emitted per forward of the target, bonus included; plain decoding has 1. None if no round.
 
-        It is 1 + accepted ÷ rounds, but for the rounds whose accepted draft ended the text and which got no bonus.
+        It is 1 + accepted ÷ rounds, except that a round whose accepted draft ends the text has no bonus.
         """
         return _ratio(self.num_emitted_tokens, self.num_drafts)
 
@@ -53,15 +53,15 @@ class Counts(Ratios):
     """Integer counts of speculative decoding; they add up across prompts, ranks and runs.
 
     The names are vLLM's (`vllm:spec_decode_*`). A round is one drafting phase and one forward of the target. Positions
-    past the length limit are not drafted; where the text ends inside an accepted block (end of sequence, a stop
-    string), the positions after its end count neither as drafted nor as accepted, for they are no failures of the
-    drafter; a round cut in either way still counts as a round. Plain decoding is a round without a draft per token.
+    past the length limit are not drafted. Where the text ends inside an accepted block (end of sequence, a stop
+    string), the later positions count neither as drafted nor as accepted, since they are no failures of the drafter. A
+    round cut in either way still counts. Plain decoding has one round without a draft per token.
     """
 
     num_drafts: Count = 0
     """Rounds."""
     num_draft_tokens: Count = 0
-    """Drafted tokens; for a tree all its nodes, although a round accepts one path at most."""
+    """Drafted tokens; all nodes of a tree, although a round accepts one path at most."""
     num_accepted_tokens: Count = 0
     """Accepted drafted tokens, the bonus token excluded."""
     num_accepted_tokens_per_pos: tuple[Count, ...] = ()
@@ -76,12 +76,10 @@ class Counts(Ratios):
     @classmethod
     @lru_cache(maxsize=1024)
     def of_round(cls, draft: Tree | int, accepted: int, emitted: int) -> "Counts":
-        """Count one round, by the rule for texts that end inside an accepted block (see the class).
+        """Count one round, by the class's rule for texts that end inside an accepted block.
 
-        Args:
-            draft: the drafted tree, or the length of a drafted chain.
-            accepted: tokens that the rule accepted, the first of a path.
-            emitted: tokens that entered the text: one more than were accepted, or fewer where the text ends.
+        `draft` is a tree, or the length of a chain. `emitted` tokens entered the text: `accepted` + 1, or fewer at its
+        end.
         """
         tree = Tree.chain(draft) if isinstance(draft, int) else draft
         accepted = min(accepted, emitted)
@@ -104,7 +102,7 @@ class Counts(Ratios):
 
     @classmethod
     def total(cls, counts: Iterable["Counts"]) -> "Counts":
-        """Return the sum of counts, field by field: of many rounds far faster than one addition after another."""
+        """Return the field-by-field sum; for many rounds it is far faster than repeated addition."""
         added = [cls(), *counts]
         return cls(*(_total([getattr(one, name) for one in added]) for name in NAMES))
 
@@ -120,10 +118,10 @@ NAMES = tuple(field.name for field in fields(Counts))
 
 
 def possible(counts: Counts) -> Counts:
-    """Return counts that a decoder may have.
+    """Return the counts, if a decoder can have produced them.
 
     Raises:
-        ValueError: nothing can be counted so; says why.
+        ValueError: the counts contradict each other; the message says how.
     """
     tried = zip_longest(
         counts.num_accepted_tokens_per_pos, counts.num_reached_per_pos, counts.num_draft_tokens_per_pos, fillvalue=0
@@ -137,7 +135,7 @@ def possible(counts: Counts) -> Counts:
 
 
 def _total(values: Sequence[Any]) -> Any:
-    """Add numbers, or tuples entry by entry, shorter ones filled up with zeros."""
+    """Add numbers, or tuples entry by entry with zeros for missing entries."""
     return tuple(map(sum, zip_longest(*values, fillvalue=0))) if isinstance(values[0], tuple) else sum(values)
 
 

@@ -1,4 +1,4 @@
-"""The one exception that a user's input raises, and the ranges that fields are checked against."""
+"""The exception for bad user input, and the ranges that fields are checked against."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """Something a user gave is wrong: a file, a field, a model that does not fit.
+    """A mistake in what a user gave: a file, a field, or a model that does not fit.
 
-    The message is one line that names the file or field, what was found and what was expected. The commands print it
-    without a traceback and exit with 2; any other exception is a failure of ours and exits with 1.
+    The message is one line that names the file or field, what was expected and what was found. Commands print it
+    without a traceback and exit with 2; any other exception is our own bug and exits with 1.
     """
 
 
@@ -19,19 +19,11 @@ class Range:
     """The values that a field may have; `at_least(0) & less_than(1)` combines two ranges."""
 
     expected: str
-    """How the error message describes them: "at least 1"."""
+    """The values in words, for the error message: "at least 1"."""
     holds: Callable[[Any], bool]
 
     def check(self, name: str, value: Any) -> None:
-        """Require that a value is one of them.
-
-        Args:
-            name: the field or argument, for the message.
-            value: the value; of a list or tuple, every item.
-
-        Raises:
-            InputError: it is not, or it cannot be compared.
-        """
+        """Raise an `InputError` that names the field, unless the value, or each item of a list, is in the range."""
         for item in value if isinstance(value, list | tuple) else [value]:
             try:
                 inside = self.holds(item)
@@ -45,32 +37,32 @@ class Range:
 
 
 def at_least(least: float) -> Range:
-    """Return the range of a number and all above."""
+    """Return the range of values ≥ `least`."""
     return Range(f"at least {least}", lambda value: value >= least)
 
 
 def at_most(most: float) -> Range:
-    """Return the range of a number and all below."""
+    """Return the range of values ≤ `most`."""
     return Range(f"at most {most}", lambda value: value <= most)
 
 
 def more_than(bound: float) -> Range:
-    """Return the range above a number."""
+    """Return the range of values > `bound`."""
     return Range(f"more than {bound}", lambda value: value > bound)
 
 
 def less_than(bound: float) -> Range:
-    """Return the range below a number."""
+    """Return the range of values < `bound`."""
     return Range(f"less than {bound}", lambda value: value < bound)
 
 
 def between(low: float, high: float) -> Range:
-    """Return the range between two numbers, without them."""
+    """Return the range of values between two numbers, both excluded."""
     return Range(f"a value between {low} and {high}", lambda value: low < value < high)
 
 
 def one_of(choices: Iterable[str]) -> Range:
-    """Return some names."""
+    """Return the range of some names."""
     names = tuple(choices)
     return Range(f"one of {', '.join(names)}", lambda value: value in names)
 
@@ -81,27 +73,20 @@ def finite(allowed: Range) -> Range:
 
 
 SHARE = Range("a share between 0 and 1", lambda value: 0 <= value <= 1)
-"""From 0 to 1, both included."""
+"""Both ends are included."""
 
 SIZE = at_most(2**24)
-"""A width, or the tokens of a vocabulary: no model comes near the end of it, and no machine could hold one."""
+"""The limit of a width or vocabulary size, above any real model and any machine's memory."""
 HEADS = at_most(256)
-"""Heads that draft, their layers, or steps of training through them: servers draft a dozen tokens."""
+"""The limit of drafting heads, of their layers, and of training steps through them; servers draft a dozen tokens."""
 DECAY = at_most(10)
-"""The factor from one weight to the next, whose powers are numbers."""
+"""The limit of the factor from one weight to the next, so that its powers stay finite."""
 
 
 def require(config: object, allowed: Range, *names: str, prefix: str = "") -> None:
-    """Require that fields of a config lie in a range; fields that are None are left out.
+    """Raise an `InputError` that names the first of some fields outside a range; None is allowed.
 
-    Args:
-        config: a dataclass, or anything with these attributes.
-        allowed: the range.
-        names: the fields.
-        prefix: written before each name in the message: "lora." where the config is the field `lora` of another.
-
-    Raises:
-        InputError: names the first field that lies outside.
+    `prefix` precedes the name in the message: "lora." where the config is the field `lora` of another one.
     """
     for name in names:
         value = getattr(config, name)
@@ -110,11 +95,7 @@ def require(config: object, allowed: Range, *names: str, prefix: str = "") -> No
 
 
 def require_some(config: object, name: str, what: str, prefix: str = "") -> None:
-    """Require that a list has an item.
-
-    Raises:
-        InputError: "NAME: expected at least one WHAT, found none".
-    """
+    """Raise an `InputError`, "NAME: expected at least one WHAT, found none", if a list is empty."""
     if not getattr(config, name):
         raise InputError(f"{prefix}{name}: expected at least one {what}, found none")
 
@@ -125,5 +106,5 @@ def first_line(error: Exception) -> str:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Say whether memory ran out: Python's own error, or one of torch's, which for the CPU has no class."""
+    """Return whether memory ran out: Python's own error, or one of torch's, which has no class on CPUs."""
     return isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)) is not None

@@ -1,4 +1,4 @@
-"""Shared by both decoders: unsupported inputs, row setup, output."""
+"""Request checks, row setup and output, shared by both decoders."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -34,27 +34,26 @@ from draftsmith.decode.sampling import Sampler
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """The decoded sequences and what it took."""
+    """The decoded sequences and their counts."""
 
     sequences: Tensor
     """(B, ≤ T + max_new_tokens) int64, prompts included, padded on the right where rows end early."""
     counts: Counts
-    """Summed over the rows."""
+    """The sum over the rows."""
     row_counts: tuple[Counts, ...]
-    """Of each row."""
+    """The counts of each row."""
     row_departures: tuple[Departure, ...] = ()
-    """How far a lossy rule departed from the target's distribution in each row; none under the exact rule."""
+    """Each row's departure from the target's distribution under a lossy rule; empty under the exact rule."""
     row_sources: tuple[tuple[Counts, ...], ...] = ()
-    """Where drafters take turns, the counts of each row's rounds by drafter, in their order; those at the end that
-    drafted in no row are left out."""
+    """For drafters that take turns: each row's counts by drafter, without trailing drafters that never drafted."""
     finish_reasons: tuple[str, ...] = ()
-    """Why each row ended: `stop` by an end of texts or another criterion, `length` by the limit."""
+    """Why each row ended: `stop` (an end-of-sequence token or another criterion) or `length` (the limit)."""
     num_undrafted_tokens: int = 0
-    """Tokens beyond the drafter's own positions, which drafts nothing there, summed over the rows."""
+    """Tokens beyond the drafter's last position, where it drafts nothing, summed over the rows."""
 
     @property
     def departure(self) -> Departure | None:
-        """The departure, summed over the rows; None under the exact rule, which does not depart."""
+        """The sum of the rows' departures; None under the exact rule."""
         return sum(self.row_departures, Departure()) if self.row_departures else None
 
 
@@ -91,11 +90,9 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 
 
 def check_request(config: GenerationConfig, processors: LogitsProcessorList, rows: int) -> None:
-    """Refuse options of `generate` that our decoders would silently ignore.
+    """Raise an `InputError` for options of `generate` that our decoders would silently ignore.
 
-    Raises:
-        InputError: an option that is not served, a logits processor with a state, or in a batch one that holds the
-            whole batch's prompts.
+    These are options that are not served, processors with a state, and in a batch those that hold every prompt.
     """
     for name, unused in UNSERVED.items():
         if (value := getattr(config, name, None)) not in unused:
@@ -114,11 +111,11 @@ def check_request(config: GenerationConfig, processors: LogitsProcessorList, row
 
 
 def paddings_of(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]:
-    """Return how many padding tokens stand before each row, (B, T) in all, and check what else `generate` hands over.
+    """Return the number of padding tokens before each row of (B, T) tokens, and check all inputs of `generate`.
 
     Raises:
-        InputError: an input of the model's beside tokens and mask, positions that do not count the tokens, a cache that
-            holds tokens already, or a mask that is not zeros and then ones.
+        InputError: another input of the model, positions that do not count the tokens, a filled cache, or no left
+            padding.
     """
     others = sorted(
         name for name, value in model_inputs.items() if name not in SERVED_INPUTS and not _is_left_out(value)
@@ -152,12 +149,12 @@ def paddings_of(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]
 
 
 def _is_left_out(value: Any) -> bool:
-    """Say whether an input asks for nothing: `generate` adds an empty dict for the images of multimodal classes."""
+    """Return whether an input is unset; `generate` adds an empty dict for the images of multimodal classes."""
     return value is None or value is False or value == {}
 
 
 def row_processors(processors: LogitsProcessorList, row: int, padding: int) -> LogitsProcessorList:
-    """Return the processors that `generate` would prepare for a row alone, without its `padding` first tokens."""
+    """Return the processors that `generate` would prepare for one row without its first `padding` tokens."""
     prepared = LogitsProcessorList()
     counts_new = any(isinstance(processor, MinNewTokensLengthLogitsProcessor) for processor in processors)
     for processor in processors:
@@ -180,7 +177,7 @@ def row_processors(processors: LogitsProcessorList, row: int, padding: int) -> L
 
 
 def _allowed_in_row(allowed: Any, row: int, _: int, tokens: Tensor) -> list[int]:
-    """Call the user's function with the row's place in the batch: processors see one row at a time."""
+    """Call the user's function with the row's index in the batch, since processors see one row at a time."""
     return allowed(row, tokens)
 
 
@@ -195,8 +192,8 @@ def prepare_rows(
 ) -> list[TextRow]:
     """Return the rows of a left-padded batch (B, T), on the model's device.
 
-    Padding is taken away: a row's text is what it would be alone. Where no processor counts from a prompt's end or asks
-    for the row, all rows share one sampler.
+    A row's text is the text that it would be alone, without padding. All rows share one sampler, unless a processor
+    counts from the prompt's end or asks for the row.
 
     Raises:
         InputError: see `check_request` and `paddings_of`.
@@ -226,7 +223,7 @@ def collect_output(
     lossy: bool = False,
     positions: int | None = None,
 ) -> DecodeOutput | Tensor:
-    """Return what `generate` returns for rows that were written: the sequences, with counts if it asks for a dict."""
+    """Return the output of `generate`: sequences alone, or with counts if the config asks for a dict."""
     fill = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     texts = [torch.cat([input_ids[row.index, : row.padding], row.context.to(input_ids.device)]) for row in rows]
     sequences = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=fill)
@@ -241,12 +238,9 @@ def collect_output(
 
 
 def undrafted(lengths: Sequence[int], prompts: Sequence[int], positions: int | None) -> int:
-    """Return how many tokens of texts no draft is made of, for it would lie beyond the drafter's positions.
+    """Return the number of tokens beyond the drafter's positions, which no draft can hold.
 
-    Args:
-        lengths: of prompt and text.
-        prompts: lengths of the prompts.
-        positions: the longest text after which anything is drafted; None where there is no such limit.
+    `lengths` include the prompts. `positions` is the longest text that can be drafted after; None for no limit.
     """
     if positions is None:
         return 0
@@ -273,12 +267,12 @@ def generate_arguments(
     tokenizer: Any = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Return the arguments with which `target.generate` calls a decoder of ours as `custom_generate`.
+    """Return the arguments with which `target.generate` calls one of our decoders as `custom_generate`.
 
-    `generate` would drop the tokenizer, and with it the stop strings, where `custom_generate` is a callable.
+    Given a callable, `generate` drops the tokenizer, and with it the stop strings.
 
     Raises:
-        InputError: stop strings, given or in the generation config, without a tokenizer; an assistant model.
+        InputError: stop strings without a tokenizer, or an assistant model.
     """
     if kwargs.get("assistant_model") is not None:
         raise InputError("assistant_model: expected it to be left out, for the proposer drafts, found one")
@@ -301,9 +295,9 @@ def generate_arguments(
 
 
 def decoded(target: PreTrainedModel, decoder: Any, arguments: Mapping[str, Any]) -> DecodeOutput:
-    """Let `target.generate` run a decoder of ours; what comes back is an ordinary tensor, not one of inference mode.
+    """Run one of our decoders in `target.generate`; return an ordinary tensor, not one of inference mode.
 
-    Stop strings are among the criteria already: it would look for them in the target's own config, and for a tokenizer.
+    The criteria have the stop strings already. In the target's own config `generate` would need a tokenizer for them.
     """
     generate: Any = target.generate
     own: Any = target.generation_config

@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used: `--help` must not wait for torch."""
+"""Lazy imports of a package's names, so that `--help` does not wait for torch."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -8,14 +8,10 @@ from typing import Any
 
 
 def lazy_exports(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package that imports what it exports by need.
+    """Return a package's `__getattr__`, which imports an exported name when it is first used.
 
-    A layer above may add names to a package below it, which must not know them: as entry points (`pyproject.toml`) of a
-    group with the package's name.
-
-    Args:
-        package: its name.
-        modules: for each exported name the module that defines it.
+    `modules` maps each name to its module. A higher layer adds its own names to the package by entry points
+    (`pyproject.toml`) of a group with the package's name.
     """
 
     @cache  # of what is installed each distribution's files are read, and parsers ask for hundreds of names

@@ -1,4 +1,4 @@
-"""Sampling options of every command's config. Light: torch is imported when it is needed."""
+"""The sampling options of every command's config; torch is imported only when it is needed."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Options:
-    """The end of the chain of `super().__post_init__()` calls by which options check their own fields."""
+    """The end of the `super().__post_init__()` chain in which options check their own fields."""
 
     def __post_init__(self) -> None:
         """Check nothing."""
@@ -18,7 +18,7 @@ class Options:
 
 @dataclass(kw_only=True)
 class Filters(Options):
-    """What is left of the target's distribution, whatever the temperature."""
+    """The part of the target's distribution that is sampled from, at any temperature."""
 
     top_k: int = 0
     """Sample among the k most likely tokens only; 0 for all."""
@@ -40,17 +40,17 @@ class Filters(Options):
         require(self, finite(more_than(0)), "repetition_penalty")
 
     def at(self, temperature: float) -> "Sampling":
-        """Return them with a temperature."""
+        """Return these filters with a temperature."""
         return Sampling(temperature=temperature, **self.filters())
 
     def filters(self) -> dict[str, Any]:
-        """Return them by name."""
+        """Return the filters by name."""
         return {name: getattr(self, name) for name in Filters.__annotations__}
 
 
 @dataclass(kw_only=True)
 class Sampling(Filters):
-    """How texts are sampled."""
+    """The settings by which texts are sampled."""
 
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
@@ -60,13 +60,13 @@ class Sampling(Filters):
         require(self, finite(at_least(0)), "temperature")
 
     def sampler(self) -> "Sampler":
-        """Return how logits become the distribution that tokens are drawn from."""
+        """Return the sampler of these settings."""
         from draftsmith.decode.sampling import Sampler
 
         return Sampler.of(**asdict(self.at(self.temperature)))
 
     def generate_kwargs(self) -> dict[str, Any]:
-        """Return the same as arguments of `generate`; what is not used is left out, for it costs a call a token."""
+        """Return the settings as arguments of `generate`, without unused ones, since each costs a call per token."""
         kwargs: dict[str, Any] = {"do_sample": self.temperature > 0}
         if self.temperature > 0:
             kwargs |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}

@@ -1,8 +1,8 @@
-"""The choice of a draft length: measured costs times measured acceptance.
+"""The choice of a draft length from measured costs and measured acceptance.
 
-γ drafted tokens a round emit τ(γ) tokens for d(γ) + t(γ + 1) + o seconds, where t(k) is a forward of the target over k
-tokens, d(γ) the drafting and o the rest; plain decoding emits one for t(1). The formula of Leviathan et al. 2023
-(theorem 3.8) is the case t(k) = t(1), which no machine grants.
+A round that drafts γ tokens emits τ(γ) tokens in d(γ) + t(γ + 1) + o seconds: t(k) is a forward of the target over k
+tokens, d(γ) the drafting and o the rest. Plain decoding emits one token in t(1). The formula of Leviathan et al. 2023
+(theorem 3.8) is the case t(k) = t(1), which no real machine has.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +22,17 @@ from draftsmith.decode.proposers.base import Proposal, Proposer
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """The costs of a round on one machine, in seconds."""
+    """The costs of a round on one machine, in seconds; `overhead` is o, the rest of a round."""
 
     target: Mapping[int, float]
-    """t(k): a forward of the target over k tokens a row; k that were not measured are interpolated."""
+    """t(k), a forward of the target over k tokens a row; other k are interpolated."""
     draft_step: float
-    """Drafting one token more: d(γ) = `draft_start` + γ · `draft_step`."""
+    """One more drafted token: d(γ) = `draft_start` + γ · `draft_step`."""
     overhead: float = 0.0
-    """o: the rest of a round."""
     draft_start: float = 0.0
-    """What a draft costs however long it is."""
+    """A draft of any length."""
     plain_overhead: float = 0.0
-    """What plain decoding does for a token beside its forward."""
+    """Plain decoding's work per token outside its forward."""
 
     def __post_init__(self) -> None:
         if 1 not in self.target:
@@ -50,7 +49,7 @@ class RoundCosts:
         return self.draft_start + draft_length * self.draft_step
 
     def round_seconds(self, draft_length: int, nodes: float | None = None) -> float:
-        """Return d(γ) + t(γ + 1) + o; trees verify their `nodes` in place of γ tokens, n-grams what they find."""
+        """Return d(γ) + t(γ + 1) + o; `nodes` replaces γ as the number of verified tokens of trees and n-grams."""
         block = 1 + (draft_length if nodes is None else nodes)
         seconds = self.drafting(draft_length) + self.verification(block) + self.overhead
         return max(seconds, self.target[1])  # an overhead that noise left below zero does not undo a forward
@@ -58,7 +57,7 @@ class RoundCosts:
     def speedup(self, acceptance_length: float, draft_length: int, nodes: float | None = None) -> float:
         """Return τ·t(1) ÷ (d(γ) + t(γ + 1) + o), the speed-up over plain decoding; 1 for γ = 0.
 
-        t(1) is what plain decoding takes for a token, its own loop included.
+        Here t(1) includes plain decoding's own overhead.
         """
         if draft_length == 0:
             return 1.0
@@ -69,7 +68,7 @@ class RoundCosts:
         return 1.0 / self.speedup(1.0, draft_length, nodes)
 
     def break_even_acceptance(self, draft_length: int) -> float | None:
-        """Return the α of every position from which a chain of γ pays; None where not even α = 1 does."""
+        """Return the α at every position from which a chain of γ tokens pays; None if even α = 1 does not."""
         wanted = self.break_even_length(draft_length)
         if wanted >= draft_length + 1:
             return None
@@ -81,7 +80,7 @@ class RoundCosts:
 
 
 def interpolated(values: Mapping[int, float], x: float) -> float:
-    """Return the value at x: between the neighbours that were measured, level before the first, and a line beyond."""
+    """Return the value at x: linear between measured neighbours and beyond the last two, constant before the first."""
     measured = sorted(values)
     if len(measured) == 1 or x <= measured[0]:
         return values[measured[0]]
@@ -91,14 +90,10 @@ def interpolated(values: Mapping[int, float], x: float) -> float:
 
 
 def turn_seconds(costs: Sequence[RoundCosts], draft_lengths: Sequence[int], most: int) -> np.ndarray:
-    """Return the seconds of a round by the drafter that drafts it and the number of drafted tokens, (S, `most` + 1).
+    """Return the seconds of a round by its drafter and number of drafted tokens, (S, `most` + 1).
 
-    Whoever comes later is asked once the others have looked in vain, which takes d(0), as where nothing is drafted.
-
-    Args:
-        costs: of each of S drafters that take turns, in their order.
-        draft_lengths: γ of each.
-        most: drafted tokens of the largest draft.
+    S drafters take turns in this order, each with its γ of `draft_lengths`. A later one is asked after the earlier ones
+    found nothing, which costs each of them d(0), as a round without a draft does. `most` is the largest draft's tokens.
     """
     seconds, looked = np.zeros((len(costs), most + 1)), 0.0
     for place, (cost, draft_length) in enumerate(zip(costs, draft_lengths, strict=True)):
@@ -113,13 +108,10 @@ def turn_seconds(costs: Sequence[RoundCosts], draft_lengths: Sequence[int], most
 def text_seconds(
     costs: Sequence[RoundCosts], sizes: Sequence[np.ndarray], draft_lengths: Sequence[int], rows: int = 1
 ) -> list[float]:
-    """Return the seconds of each text's rounds where drafters take turns, its prompt left aside.
+    """Return the seconds of each text's rounds, without its prompt, where drafters take turns.
 
-    Args:
-        costs: of each of S drafters, in their order, for `rows` rows.
-        sizes: of each text its rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `BatchReplay.sizes`.
-        draft_lengths: γ of each drafter.
-        rows: B, such texts that are decoded together.
+    `costs` and `draft_lengths` are those of S drafters in their order, for `rows` texts decoded together. `sizes` holds
+    each text's rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1); see `BatchReplay.sizes`.
     """
     sizes_NSK = stacked_sizes(sizes, len(costs))
     prices_SK, all_SK = turn_seconds(costs, draft_lengths, sizes_NSK.shape[2] - 1), sizes_NSK.sum(0)
@@ -127,20 +119,15 @@ def text_seconds(
 
 
 def stacked_sizes(sizes: Sequence[np.ndarray], drafters: int) -> np.ndarray:
-    """Return several texts' rounds by drafter and number of drafted tokens in one array, (N, S, K + 1)."""
+    """Stack the rounds of N texts by drafter and number of drafted tokens, (N, S, K + 1)."""
     most = max(each.shape[1] for each in sizes)
     return np.stack([np.pad(each, ((0, drafters - len(each)), (0, most - each.shape[1]))) for each in sizes])
 
 
 def beside_others(sizes_SK: np.ndarray, others_SK: np.ndarray, rows: int) -> np.ndarray:
-    """Return a row's rounds by the latest drafter and the largest draft of all rows that are decoded with it.
+    """Return a row's rounds by the latest drafter and the largest draft of all B rows decoded with it.
 
-    These set what a round takes. The other rows' rounds are as if drawn from `others`, each for itself.
-
-    Args:
-        sizes_SK: the row's rounds by drafter and number of drafted tokens.
-        others_SK: the rounds of all.
-        rows: B, the row itself included.
+    These two set a round's time. The other rows' rounds are taken as independent draws from `others_SK`; `rows` is B.
     """
     if rows == 1:
         return sizes_SK
@@ -151,7 +138,7 @@ def beside_others(sizes_SK: np.ndarray, others_SK: np.ndarray, rows: int) -> np.
 
 
 def acceptance_length(conditional: Sequence[float]) -> float:
-    """Return τ = 1 + Σ_j Π_{i ≤ j} a_i of a chain whose positions are accepted with these conditional probabilities."""
+    """Return τ = 1 + Σ_j Π_{i ≤ j} a_i of a chain with these conditional acceptance probabilities."""
     length, reach = 1.0, 1.0
     for a in conditional:
         reach *= a
@@ -162,9 +149,9 @@ def acceptance_length(conditional: Sequence[float]) -> float:
 def best_draft_length(
     costs: RoundCosts, acceptance: float, longest: int, nodes: Callable[[int], int] | None = None
 ) -> int:
-    """Return the γ ≤ `longest` of the greatest speed-up where every position is accepted alike; 0: do not draft.
+    """Return the γ ≤ `longest` with the greatest speed-up, with one acceptance for all positions; 0: do not draft.
 
-    `nodes` says how many tokens a draft of some depth has that are verified; as many as it is deep if None.
+    `nodes` maps a draft's depth to its number of verified tokens; the depth itself if None.
     """
     speedups = [
         costs.speedup(acceptance_length([acceptance] * k), k, None if nodes is None else nodes(k))
@@ -177,7 +164,7 @@ def best_draft_length(
 def verification_costs(
     target: PreTrainedModel, rows: int, context: int, tokens: Sequence[int], repeats: int = 5, compiled: bool = False
 ) -> dict[int, float]:
-    """Measure t(k) for blocks of k tokens behind a context, `rows` at a time: medians, the sizes taken in turns."""
+    """Measure t(k), the median seconds for blocks of k tokens after a context, for `rows` rows; sizes take turns."""
     model = CachedModel(target, rows, context, block=max(tokens), compiled=compiled)
     model.prefill(torch.ones(rows, context, dtype=torch.long, device=target.device))
     blocks = {k: torch.ones(rows, k, dtype=torch.long, device=target.device) for k in tokens}
@@ -189,8 +176,8 @@ def verification_costs(
 class Plan:
     """Chooses γ anew each round, from the acceptance so far and the costs; 0 where drafting does not pay.
 
-    The rate at which drafted tokens are accepted is estimated over the recent rounds of all rows. Where it does not pay
-    to draft, every 16th round drafts one token, to notice when it would.
+    The acceptance rate is estimated over the recent rounds of all rows. While drafting does not pay, every 16th round
+    drafts one token, to notice when it would.
 
     Args:
         costs: measured costs. None measures them: the target's before the first round, the drafter's as it drafts.
@@ -210,7 +197,7 @@ class Plan:
     _proposer: Proposer | None = field(default=None, init=False)
 
     def start(self, target: PreTrainedModel, proposer: Proposer, rows: int, context: int, compiled: bool) -> None:
-        """Begin with new rows: measure the target where no costs were given and it was not measured for such drafts."""
+        """Begin with new rows, and measure the target unless its costs were given or measured for such drafts."""
         self._proposer = proposer
         largest = 1 + proposer.nodes(self.longest)
         if self.costs is None and (self._target is None or max(self._target) < largest):
@@ -238,9 +225,9 @@ class Plan:
     def propose(
         self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
     ) -> list[Proposal]:
-        """Let the proposer draft for rows that have room for `room` drafted tokens each.
+        """Let the proposer draft for rows with room for `room` drafted tokens each.
 
-        Where no costs are given it notes how long that took, for which it waits for the device.
+        Without given costs it records the drafting time, for which it waits for the device.
         """
         gamma = self.draft_length()
         lengths = [min(gamma, left) for left in room]
@@ -254,7 +241,7 @@ class Plan:
         return drafts
 
     def observe(self, accepted: int, drafted: int) -> None:
-        """Learn from the result of one row's draft."""
+        """Update the estimate with the result of one row's draft."""
         if drafted:
             self._accepted = self._accepted * self.decay + accepted
             self._rejected = self._rejected * self.decay + (accepted < drafted)
@@ -262,7 +249,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class FixedLength:
-    """A given γ in place of a `Plan`, for every round."""
+    """A fixed γ in place of a `Plan`."""
 
     longest: int
 
@@ -272,7 +259,7 @@ class FixedLength:
     def propose(
         self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
     ) -> list[Proposal]:
-        """Let the proposer draft for rows that have room for `room` drafted tokens each."""
+        """Let the proposer draft for rows with room for `room` drafted tokens each."""
         return proposer.propose(contexts, [min(self.longest, left) for left in room])
 
     def observe(self, accepted: int, drafted: int) -> None:
@@ -283,7 +270,7 @@ def as_plan(draft_length: "int | Plan | None", longest: int | None = None) -> Pl
     """Return the plan itself, a new one for None, or one of a fixed draft length.
 
     Raises:
-        InputError: a draft length below 1, or above the proposer's longest.
+        InputError: a draft length below 1 or above the proposer's longest.
     """
     if not isinstance(draft_length, int):
         return Plan() if draft_length is None else draft_length

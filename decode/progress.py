@@ -1,8 +1,8 @@
-"""Progress of a command: bars on a terminal; elsewhere, such as in a job's log, a line now and then.
+"""Progress of a command: bars on a terminal, and elsewhere, such as in a job's log, a line now and then.
 
-A library prints nothing. A command does, within `reporting`, in the first process of a job. Whatever may take long
-opens a `phase`; of nested phases the innermost is reported. A thread reports too, since a single call (a compilation,
-weights that are read) may take minutes.
+A library prints nothing. A command does, within `reporting`, in the first process of a job. Slow work opens a `phase`;
+of nested phases the innermost is reported. A thread reports too, since a single call (a compilation, reading weights)
+may take minutes.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 INTERVAL = 10.0
-"""Seconds between two lines; a command that ends before the first says nothing."""
+"""Seconds between two lines; a command that ends before the first line prints nothing."""
 LOOK = 1.0
-"""Seconds between two looks at what is being done, and until a bar is shown."""
+"""Seconds between two checks of the open phase, and before a bar is shown."""
 COUNTED = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
 UNCOUNTED = "{desc} [{elapsed}{postfix}]"
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Phase:
-    """One step of a command, and how far it is."""
+    """One step of a command, and its progress."""
 
     def __init__(self, title: str, total: int | None = None, unit: str = "", done: int = 0):
         self.title, self.total, self.unit = title, total, unit
@@ -33,14 +33,14 @@ class Phase:
         self.note = ""
 
     def advance(self, count: int = 1, note: str | None = None) -> None:
-        """Count what was done, and say something else beside it if there is a note."""
+        """Count finished items, and replace the note if one is given."""
         self.done += count
         self.note = self.note if note is None else note
         if _reporter is not None:
             _reporter.look(self)
 
     def line(self, seconds: float) -> str:
-        """Say how far it is after some seconds."""
+        """Return the progress after some seconds as one line."""
         far = [] if self.total is None else [f"{self.done} of {self.total} {self.unit}"]
         far += [self.note] if self.note else []
         far.append(time_text(seconds))
@@ -53,7 +53,7 @@ class Reporter:
     """Reports the open phases."""
 
     def __init__(self, every: float, bars: bool, clock: Callable[[], float] = time.monotonic):
-        """Begin to report: by bars, or by a line once `every` seconds have passed without one."""
+        """Report by bars, or by a line once `every` seconds have passed without one."""
         self._every, self._bars, self._clock = every, bars, clock
         self._open: dict[Phase, tuple[float, Any]] = {}
         self._spoken = clock()
@@ -75,7 +75,7 @@ class Reporter:
                     bar.close()
 
     def look(self, phase: Phase | None = None) -> None:
-        """Report how far a phase is, if it is time to; the innermost one by default."""
+        """Report a phase's progress if it is due; the innermost phase by default."""
         with self._lock:
             phase = next(reversed(self._open), None) if phase is None else phase
             if phase is None or phase not in self._open:
@@ -114,11 +114,10 @@ _reporter: Reporter | None = None
 
 @contextmanager
 def reporting(every: float | None = None, bars: bool | None = None) -> Iterator[None]:
-    """Report all phases in this block, if this is the first process of its job; within another such block do nothing.
+    """Report all phases in this block, in the first process of a job; a nested block does nothing.
 
-    Args:
-        every: seconds between two lines; `INTERVAL` if None.
-        bars: draw bars in place of lines; where standard error is a terminal if None.
+    `every` is the seconds between two lines, `INTERVAL` if None. `bars` asks for bars in place of lines; None asks for
+    them where standard error is a terminal.
     """
     global _reporter
     if _reporter is not None or os.environ.get("RANK", "0") != "0":
@@ -141,13 +140,9 @@ def reporting(every: float | None = None, bars: bool | None = None) -> Iterator[
 
 @contextmanager
 def phase(title: str, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Phase]:
-    """Open a phase for something that may take long; a command reports it.
+    """Open a phase for slow work; a command reports it.
 
-    Args:
-        title: what is done, in words.
-        total: how much there is to do, if that can be counted; may be changed later.
-        unit: of what, in the plural.
-        done: how much of it is done already.
+    `total` may change later, and is None where it cannot be counted. `unit` is a plural. `done` items were done before.
     """
     opened = Phase(title, total, unit, done)
     with contextlib.nullcontext() if _reporter is None else _reporter.reports(opened):
@@ -155,7 +150,7 @@ def phase(title: str, total: int | None = None, unit: str = "", done: int = 0) -
 
 
 def each(items: Iterable[T], title: str, unit: str, total: int | None = None) -> Iterator[T]:
-    """Yield items, in a phase that counts those that were worked on; `total` of them, if they cannot be counted."""
+    """Yield items in a phase that counts the finished ones; `total` is for items without a length."""
     with phase(title, len(items) if isinstance(items, Sized) else total, unit) as opened:
         for item in items:
             yield item
@@ -163,7 +158,7 @@ def each(items: Iterable[T], title: str, unit: str, total: int | None = None) ->
 
 
 def time_text(seconds: float) -> str:
-    """Write a time as hours, minutes and seconds: 1:02:03 or 4:05."""
+    """Format a time as hours, minutes and seconds: 1:02:03 or 4:05."""
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

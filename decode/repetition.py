@@ -1,26 +1,19 @@
-"""Repetition in texts: it unmasks an acceptance rate earned on endless loops."""
+"""Repetition in texts, which reveals an acceptance rate earned on endless loops."""
 
 from collections.abc import Iterable, Sequence
 
 
 def count_repeated_ngrams(ids: Sequence[int], n: int = 4) -> tuple[int, int]:
-    """Count the n-grams of a completion that already occurred earlier in it.
+    """Count a completion's n-grams that occurred earlier in it, and all its max(T − n + 1, 0) n-grams.
 
     Counts of several completions add; divide once, at the end.
-
-    Args:
-        ids: the completion's T token ids, without its prompt.
-        n: tokens in an n-gram.
-
-    Returns:
-        The repeated n-grams and all n-grams: `max(T - n + 1, 0)`, so (0, 0) for a completion shorter than n.
     """
     ngrams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(ngrams) - len(set(ngrams)), len(ngrams)
 
 
 def repeated_ngram_share(texts: Iterable[Sequence[int]], n: int = 4) -> float | None:
-    """Return the share, in [0, 1], of the completions' n-grams that repeat one of the same text; None without any."""
+    """Return the share, in [0, 1], of n-grams that repeat an earlier one of their text; None without n-grams."""
     repeated = total = 0
     for ids in texts:
         of_text = count_repeated_ngrams(ids, n)

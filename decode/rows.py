@@ -1,4 +1,4 @@
-"""The rows of a batch: the text that each writes, and the tensor that holds all of them."""
+"""The rows of a batch: the text that each row writes, and the tensor that holds all texts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +18,13 @@ from draftsmith.decode.sampling import Sampler
 
 @dataclass(frozen=True)
 class Departure:
-    """How far the distributions of emitted tokens lie from the target's, summed over them; it adds up as counts do."""
+    """The distance of emitted tokens' distributions from the target's, summed over tokens; it adds up like counts."""
 
     total_variation: float = 0.0
-    """Σ over tokens of TV(the distribution that the token was emitted with, p); at T=0 equal to `disagreements`."""
+    """Σ over tokens of TV(the token's distribution, p); at T=0 equal to `disagreements`."""
     disagreements: int = 0
-    """Tokens that are not the target's argmax although one of the exact rule at T=0 would be; 0 under sampling."""
+    """At T=0 the tokens that are not the target's argmax; 0 under sampling."""
     num_tokens: int = 0
-    """Emitted tokens."""
 
     def __add__(self, other: "Departure") -> "Departure":
         return Departure(
@@ -35,41 +34,39 @@ class Departure:
         )
 
     def mean_total_variation(self) -> float | None:
-        """Return the mean TV a token; None if none was emitted."""
+        """Return the mean TV per token; None without tokens."""
         return self.total_variation / self.num_tokens if self.num_tokens else None
 
     def argmax_disagreement(self) -> float | None:
-        """Return the share of tokens that differ from the exact rule's at T=0; None if none was emitted."""
+        """Return the share of tokens that differ from the exact rule's at T=0; None without tokens."""
         return self.disagreements / self.num_tokens if self.num_tokens else None
 
 
 @dataclass
 class TextRow:
-    """One text being written."""
+    """One text being written; `index` is its place in the batch."""
 
     index: int
-    """Its place in the batch."""
     padding: int
-    """Padding tokens that were taken away from its prompt."""
+    """Padding tokens that were removed from its prompt."""
     text: Tensor
-    """Room for the whole text, (max_length,), of which the first `length` tokens are written."""
+    """The buffer of the whole text, (max_length,); its first `length` tokens are written."""
     length: int
     sampler: Sampler
-    """How its logits become the distribution that tokens are drawn from."""
     eos: frozenset[int]
     """Tokens that end the text."""
     criteria: StoppingCriteriaList
-    """Further criteria that end it."""
+    """Further criteria that end the text."""
     generator: torch.Generator | None
     rounds: list[Counts] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
-    """Of each round, which drafter of several that take turns drafted."""
+    """For drafters that take turns, the drafter of each round."""
     departure: Departure = field(default_factory=Departure)
     done: bool = False
     finish_reason: str = "length"
-    """`stop` once a token or another criterion has ended the text, as servers say it."""
+    """`stop` once a token or another criterion has ended the text, in the words of servers."""
     _on_host: np.ndarray | None = field(default=None, init=False)
-    """The same room as `text` on the host, from the first use of `tokens`."""
+    """The host's copy of `text`, from the first use of `tokens`."""
 
     @property
     def context(self) -> Tensor:
@@ -78,7 +75,7 @@ class TextRow:
 
     @property
     def tokens(self) -> np.ndarray:
-        """The tokens so far on the host, (length,): read from the device once, then updated as tokens are written."""
+        """The tokens so far on the host, (length,): read from the device once, then kept up to date."""
         if self._on_host is None:
             self._on_host = np.empty(len(self.text), dtype=np.int64)
             self._on_host[: self.length] = self.context.tolist()
@@ -90,7 +87,7 @@ class TextRow:
         return len(self.text) - self.length
 
     def not_finite(self, accepted: int = 0) -> InputError:
-        """Return the error that the target's logits are not numbers, `accepted` drafted tokens behind the text."""
+        """Return the error for NaN in the target's logits, `accepted` drafted tokens after the text."""
         return InputError(
             f"target: expected finite logits, found NaN after {self.length + accepted} tokens of row {self.index}"
         )
@@ -115,11 +112,7 @@ class TextRow:
 
 
 class RowTexts(list[Tensor]):
-    """The texts of some rows, B of (T_b,), and the same tokens on the host.
-
-    Args:
-        rows: the rows.
-    """
+    """The texts of some rows, B of (T_b,), with the same tokens on the host."""
 
     def __init__(self, rows: Sequence[TextRow]):
         super().__init__(row.context for row in rows)
@@ -132,17 +125,15 @@ class RowTexts(list[Tensor]):
 
 
 def host_tokens(texts: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the tokens of texts on the host, B of (T_b,) int64: for `RowTexts` without a look at the device."""
+    """Return the tokens of texts on the host, B of (T_b,) int64; `RowTexts` need no transfer for it."""
     return texts.tokens if isinstance(texts, RowTexts) else [text.cpu().numpy() for text in texts]
 
 
 class TextBatch:
-    """The texts of some rows in one tensor, so that what a round writes goes to the device at once.
+    """The texts of some rows in one tensor, so that a round's tokens go to the device in one transfer.
 
-    Args:
-        rows: texts to be written; each row's `text` becomes a view.
-        block: tokens that one round writes to a row at most.
-        longest: of all texts that are to be written here; of these rows if None.
+    Each row's `text` becomes a view of it. A round writes at most `block` tokens to a row. `longest` is the length of
+    the longest text that is ever written here; that of these rows if None.
     """
 
     def __init__(self, rows: Sequence[TextRow], block: int, longest: int | None = None):
@@ -156,16 +147,15 @@ class TextBatch:
         self._on_host = tokens.numpy() if tokens.device.type in READ_AT_ONCE else None
 
     def _place(self, places: Iterable[int]) -> None:
-        """Write the texts of some rows so far into the tensor, which becomes their place."""
+        """Copy the texts of some rows into the tensor, which holds them from now on."""
         for place in places:
             row, tokens = self.rows[place], self._tokens[place]
             tokens[: row.length] = row.context
             row.text = tokens[: len(row.text)]
         self.lengths = Places([row.length for row in self.rows], self._tokens.device)
-        """The length of each row."""
 
     def refill(self, places: Sequence[int], rows: Sequence[TextRow]) -> None:
-        """Put other rows in the places of some that have ended; the texts of those get tensors of their own."""
+        """Replace some ended rows by others; the ended texts get tensors of their own."""
         for place, row in zip(places, rows, strict=True):
             self.rows[place].text = self.rows[place].context.clone()
             self.rows[place] = row
@@ -178,7 +168,7 @@ class TextBatch:
         return self._tokens.gather(1, self.lengths.tensor[:, None] - 1)
 
     def append(self, tokens_B: Tensor) -> None:
-        """Write one token behind each row, (B,)."""
+        """Write one token after each row, (B,)."""
         if self.lengths.alike:
             self._tokens[:, self.lengths.host[0]] = tokens_B
         else:
@@ -186,14 +176,10 @@ class TextBatch:
         self.lengths = self.lengths + 1
 
     def write(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor | None:
-        """Write tokens behind each row, in one transfer, which the places of the accepted nodes go with.
+        """Write tokens after each row, in one transfer with the places of the accepted nodes.
 
-        Args:
-            tokens: at most as many for each row as it has room for.
-            paths: the places in its block of each row's accepted nodes; none where they are all in order.
-
-        Returns:
-            The same places, (B, D): where a path ends, those that a chain would have. None without paths.
+        `paths` has the places in its block of each row's accepted nodes; it is empty where all are in order. Returns
+        them as (B, D), continued as a chain where a path ends; None without paths.
         """
         lengths = [row.length + len(new) for row, new in zip(self.rows, tokens, strict=True)]
         depth = max(map(len, paths), default=0)
@@ -220,7 +206,7 @@ class TextBatch:
         return packet[:, 1 + width :] if paths else None
 
     def select(self, places: Sequence[int]) -> None:
-        """Drop all but some rows."""
+        """Keep only some rows."""
         self.rows = [self.rows[place] for place in places]
         self._hold(self._tokens[places])
         for row, tokens in zip(self.rows, self._tokens, strict=True):

@@ -1,4 +1,4 @@
-"""Logits to distributions, and draws from them: the same for target, draft and residual.
+"""Logits to distributions, and draws from them, for target, draft and residual alike.
 
 Shape suffixes: K positions, V vocabulary, T context tokens.
 """
@@ -52,19 +52,19 @@ ROUNDINGS = 4
 
 @dataclass(frozen=True)
 class Sampler:
-    """How logits become a distribution: the processors that `generate` prepared, then softmax, or argmax at T=0."""
+    """The map from logits to a distribution: the processors that `generate` prepared, then softmax (argmax at T=0)."""
 
     processors: LogitsProcessorList
     do_sample: bool
 
     @cached_property
     def context_free(self) -> bool:
-        """Whether no processor looks at the tokens before its position."""
+        """Whether no processor reads the tokens before its position."""
         return all(isinstance(p, CONTEXT_FREE) for p in self.processors)
 
     @cached_property
     def temperature(self) -> float | None:
-        """T where that is all that the logits are changed by, 1 at T=0; None where there are other processors."""
+        """T where nothing else changes the logits, 1 at T=0; None where there are other processors."""
         if not self.processors:
             return 1.0
         (first, *others) = self.processors
@@ -82,7 +82,7 @@ class Sampler:
     ) -> "Sampler":
         """Return the sampler of these settings (see `decode.options.Sampling`), as `generate` would prepare it.
 
-        T=0 takes no notice of top-k, top-p and min-p.
+        T=0 ignores top-k, top-p and min-p.
         """
         processors = LogitsProcessorList()
         if repetition_penalty != 1:
@@ -100,7 +100,7 @@ class Sampler:
         return cls(processors, do_sample=temperature > 0)
 
     def on(self, device: torch.device) -> "Sampler":
-        """Return a copy whose processors hold their tensors on a device, for a draft model that lives on another."""
+        """Return a copy whose processors hold their tensors on a device, for a draft model on another device."""
         copies = LogitsProcessorList()
         for processor in self.processors:
             moved = copy.copy(processor)
@@ -109,15 +109,10 @@ class Sampler:
         return Sampler(copies, self.do_sample)
 
     def scores(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
-        """Return processed logits in at least float32.
+        """Return processed logits, (K, V), in at least float32; `logits_KV` is never written to.
 
-        Args:
-            logits_KV: logits of K positions, (K, V). They are never written to.
-            contexts: the tokens that each position is conditioned on, K of (T_j,) int64. Not looked at where the
-                sampler is `context_free`: then they may be left empty.
-
-        Returns:
-            (K, V).
+        `contexts` are the tokens before each position, K of (T_j,) int64; they may be empty where the sampler is
+        `context_free`.
         """
         scores_KV = logits_KV if logits_KV.dtype in (torch.float32, torch.float64) else logits_KV.float()
         if not self.processors:
@@ -152,7 +147,7 @@ class Sampler:
 
 
 def _are_top_k_top_p(first: Any, second: Any) -> bool:
-    """Say whether `top_k_top_p` does what two processors do in turn."""
+    """Return whether `top_k_top_p` can replace two successive processors."""
     return (
         type(first) is TopKLogitsWarper
         and type(second) is TopPLogitsWarper
@@ -162,10 +157,10 @@ def _are_top_k_top_p(first: Any, second: Any) -> bool:
 
 
 def _cut(processor: Any, scores_KV: Tensor) -> Tensor:
-    """Return what top-k or top-p return, bit for bit and in place, without a look at more than the likeliest tokens.
+    """Apply top-k or top-p in place, bit for bit as the library does, reading only the likeliest tokens.
 
-    Top-p has its cut among them nearly always. The library decides rows where it has not, where tokens on both
-    sides of a cut are equal (it keeps those at k), and where its own rounding may decide.
+    The cut of top-p is nearly always among them. The library decides the other rows: those whose cut lies further down,
+    has equal tokens on both sides (it keeps those at k), or is within its own rounding.
     """
     top_k = isinstance(processor, TopKLogitsWarper)
     size = processor.top_k + 1 if top_k else LIKELIEST
@@ -192,18 +187,18 @@ def _cut(processor: Any, scores_KV: Tensor) -> Tensor:
 
 
 def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float = -torch.inf) -> Tensor:
-    """Return scores with those cut away that top-k, and then top-p, leave out.
+    """Return scores, (K, V), with `filter_value` for all that top-k, and then top-p, leave out.
 
-    Like the library's `TopKLogitsWarper` and `TopPLogitsWarper` in turn, but what is sorted are k scores in place of
-    the whole vocabulary, and nothing waits for the device. Differentiable. All scores equal to the k-th pass top-k, in
-    half precision often many, and top-p is of all that passed. Of equal scores at the cut of top-p the first pass; the
-    library lets any pass.
+    Equal to the library's `TopKLogitsWarper` and `TopPLogitsWarper` in turn, but it sorts k scores, not the vocabulary,
+    and nothing waits for the device. Differentiable. All scores equal to the k-th pass top-k, often many in half
+    precision, and top-p counts all that passed. Of equal scores at the cut of top-p the first ones pass; the library
+    lets any pass.
 
     Args:
-        scores_KV: finite, or −∞, (K, V).
+        scores_KV: finite, or −∞.
         top_k: at least 1.
         top_p: in [0, 1].
-        filter_value: in place of what is cut away.
+        filter_value: replaces scores that do not pass.
     """
     values_Kk = scores_KV.detach().topk(min(top_k, scores_KV.shape[-1])).values
     least_K1 = values_Kk[:, -1:]
@@ -223,9 +218,9 @@ def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Return the place of the greatest score, (…, V) → (…); the first of equal ones, and of any that is not a number.
+    """Return the index of the greatest score, (…, V) → (…): the first of equal ones, or the first NaN.
 
-    torch's own looks at one score at a time on a CPU: at V = 152k it takes ten times as long as numpy's.
+    On a CPU torch's own reads one score at a time: at V = 152k it takes ten times as long as numpy's.
     """
     if scores.device.type != "cpu":
         return scores.argmax(-1)
@@ -233,15 +228,9 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def scores_of_rows(samplers: Sequence[Sampler], logits_BV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
-    """Return each row's logits, processed by the row's sampler: in one call where all rows share one.
+    """Return each row's logits, (B, V), processed by its sampler; in one call where all rows share one.
 
-    Args:
-        samplers: B of them.
-        logits_BV: (B, V).
-        contexts: B of (T_b,); see `Sampler.scores`.
-
-    Returns:
-        (B, V) in at least float32.
+    `contexts` are B of (T_b,); see `Sampler.scores`.
     """
     first = samplers[0]
     if all(sampler is first for sampler in samplers):
@@ -251,15 +240,15 @@ def scores_of_rows(samplers: Sequence[Sampler], logits_BV: Tensor, contexts: Seq
 
 
 def prefixes(tokens_T: Tensor, count: int) -> list[Tensor]:
-    """Return the contexts of the last `count` positions of a text, each one token longer, the last (T,)."""
+    """Return the contexts of a text's last `count` positions, each one token longer, the last one (T,)."""
     return [tokens_T[: len(tokens_T) - count + 1 + j] for j in range(count)]
 
 
 def draw(p_V: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one token from a distribution (V,) or an unnormalised one; returns (1,) int64.
+    """Draw one token, (1,) int64, from a distribution (V,), normalised or not.
 
-    By inverting the cumulative distribution in double precision: one random number in place of the V that
-    `torch.multinomial` takes, which were a third of a sampling round's time outside the forwards.
+    It inverts the cumulative distribution in double precision, which takes one random number. `torch.multinomial` takes
+    V, which was a third of a sampling round's time outside the forwards.
     """
     cumulative = p_V.cumsum(0, dtype=torch.float64)
     # On the generator's device: a draft model may live on another one than the text.
@@ -272,12 +261,10 @@ def draw(p_V: Tensor, generator: torch.Generator | None) -> Tensor:
 def uniforms(
     generators: Sequence[torch.Generator | None], counts: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return numbers uniform on [0, 1) of a dtype on a device: row i's generator draws its first `counts[i]`.
+    """Return numbers uniform on [0, 1), (B, max(counts)); row i's generator draws its first `counts[i]`.
 
-    So a row spends the random numbers that it would spend alone.
-
-    Returns:
-        (B, max(counts)); what is beyond a row's count is 1, which nothing is accepted with.
+    A row thus takes the random numbers that it would take alone. Beyond its count are ones, with which nothing is
+    accepted.
     """
     most = max(counts)
     rows = []
@@ -289,11 +276,9 @@ def uniforms(
 
 
 def draw_rows(p_BV: Tensor, u_B: Tensor) -> Tensor:
-    """Draw one token from each distribution (B, V), or unnormalised one; returns (B,) int64. See `draw`.
+    """Draw one token from each distribution (B, V), normalised or not; returns (B,) int64. See `draw`.
 
-    Args:
-        p_BV: the distributions. From one that is not a number any token comes.
-        u_B: uniform on [0, 1), float64.
+    `u_B` is uniform on [0, 1), float64. A row with NaN gives an arbitrary token.
     """
     size = p_BV.shape[-1]
     whole = size - size % BLOCK
@@ -317,29 +302,29 @@ def draw_rows(p_BV: Tensor, u_B: Tensor) -> Tensor:
 
 
 def _entries(cumulative_BV: Tensor, beyond_B1: Tensor) -> Tensor:
-    """Return the first entry beyond a number, (B, 1): one of probability zero adds nothing and is never it."""
+    """Return the first entry beyond a number, (B, 1); one of probability zero adds nothing and is never chosen."""
     return torch.searchsorted(cumulative_BV, beyond_B1, right=True).clamp_(max=cumulative_BV.shape[-1] - 1)
 
 
 def draw_siblings(q_BFM: Tensor, u_BPM: Tensor, count: int) -> Tensor:
-    """Draw siblings without replacement, each from what the earlier ones left: for all parents of a depth at once.
+    """Draw siblings without replacement, for all parents of a depth at once.
 
-    As a race: token v arrives after a time −log(u_v)/q(v), exponential with rate q(v), and the tokens in the order of
-    their arrivals are such draws (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
+    The draw is a race: token v arrives after a time −log(u_v)/q(v), exponential with rate q(v), and the order of
+    arrivals is such a sequence of draws (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
 
     Args:
-        q_BFM: distributions, of each parent (F = P) or one for all (F = 1), on M tokens.
+        q_BFM: distributions on M tokens, one for each parent (F = P) or one for all (F = 1).
         u_BPM: uniform on [0, 1), for each of P parents.
         count: siblings of a parent, at most M.
 
     Returns:
-        Places among the M tokens, (B, P, count), in the order of the draws. Those that q rules out come last.
+        Places among the M tokens, (B, P, count), in the order of the draws; tokens with q = 0 come last.
     """
     return (q_BFM / -u_BPM.log()).topk(count).indices
 
 
 def align_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """Cut logits (…, V') to the target's V entries, or fill up with minus infinity: padding is never proposed."""
+    """Cut logits (…, V') to the target's V entries, or pad them with −∞: padding is never proposed."""
     if logits.shape[-1] < vocab_size:
         return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
     return logits[..., :vocab_size]

@@ -1,7 +1,7 @@
-"""Speculative decoding: the round loop.
+"""The round loop of speculative decoding.
 
 Under the exact rule the output is that of plain decoding of the target, token for token at T=0 and in distribution
-otherwise, whatever the proposer drafts (Leviathan et al. 2023, appendix A.1).
+otherwise, for any proposer (Leviathan et al. 2023, appendix A.1).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,20 +33,18 @@ from draftsmith.decode.tree import masks_of
 
 @dataclass(frozen=True)
 class Round:
-    """The result of one round of one row, as observers get it."""
+    """One round of one row, for observers; `counts` are the round's own, and `done` says that the text ended."""
 
     row: int
     """The row's place in the batch."""
     tokens: list[int]
-    """The emitted tokens, in order: first the accepted ones."""
+    """The emitted tokens, accepted ones first."""
     counts: Counts
-    """Of this round alone."""
     bonus: bool
-    """Whether the last token is a bonus, no draft having stood against it; else a correction."""
+    """Whether the last token is a bonus after a fully accepted path; otherwise it is a correction."""
     done: bool
-    """Whether the text ends here."""
     source: int = 0
-    """Which drafter of several that take turns drafted it: its place among them."""
+    """For drafters that take turns, the index of the round's drafter."""
 
     @property
     def accepted(self) -> int:
@@ -60,7 +58,7 @@ class Round:
 
     @property
     def nodes(self) -> int:
-        """Drafted tokens: as many as `drafted` in a chain, more in a tree."""
+        """Drafted tokens: equal to `drafted` in a chain, more in a tree."""
         return self.counts.num_draft_tokens
 
 
@@ -80,19 +78,18 @@ def speculative_generate(
     """Decode speculatively with the arguments of `target.generate`.
 
     Args:
-        target: the model that decides what is written.
-        proposer: what drafts.
+        target: the model that decides the text.
+        proposer: the drafter.
         input_ids: prompts, (B, T) int64, left-padded where B > 1. Rows advance independently.
         attention_mask: (B, T), 0 on padding; all ones if None.
-        draft_length: γ, depth of a draft; less where the length limit is near. None lets a `Plan` choose it each round
-            from measured costs and acceptance; a `Plan` of yours keeps its estimates from call to call.
+        draft_length: γ, depth of a draft; less near the length limit. None lets a `Plan` choose it each round from
+            measured costs and acceptance; your own `Plan` keeps its estimates from call to call.
         rule: "exact", the lossless rule, or a lossy one: "typical", "threshold" or "cascade", or one of `decode.rules`
             with other levels.
-        seed: seeds each row's draws: row i uses seed + i, so that it draws as it would alone.
-        generate_kwargs: what `generate` takes (max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id,
-            stop_strings, streamer, …); what is left out has the default of the target's `generation_config`, as in
-            `generate` itself. And `compiled=True`, to run the models' compiled programs; and
-            `observer`, called with each `Round`.
+        seed: row i draws with seed + i, as it would alone.
+        generate_kwargs: arguments of `generate` (max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id,
+            stop_strings, streamer, …), with the defaults of the target's `generation_config`. In addition
+            `compiled=True` runs the models' compiled programs, and `observer` is called with each `Round`.
 
     Returns:
         `sequences` (B, ≤ T + max_new_tokens), padded on the right where rows end early, and `counts`.
@@ -125,12 +122,12 @@ def speculative_decode(
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> DecodeOutput | Tensor:
-    """The callable for the library: `target.generate(…, custom_generate=speculative_decode, proposer=…)`.
+    """Decode as the callable for `target.generate(…, custom_generate=speculative_decode, proposer=…)`.
 
-    `generate` prepares everything but `proposer`, `draft_length`, `rule`, `compiled`, `observer` and `seed` (None draws
-    from the global generator). It hands callables neither a streamer, to which it gives the prompt alone, nor an
-    assistant model: use `observer`, or `speculative_generate`, which serves the one and refuses the other. Logits
-    processors must be functions of tokens and logits: they see contexts that are never written.
+    `generate` prepares all arguments except `proposer`, `draft_length`, `rule`, `compiled`, `observer` and `seed` (None
+    draws from the global generator). It hands callables neither an assistant model nor a streamer, which it gives the
+    prompt alone: use `observer`, or `speculative_generate`, which refuses the first and serves the second. Logits
+    processors must be functions of tokens and logits, since they see contexts that are never written.
 
     Raises:
         InputError: as `speculative_generate`, or an input or option of `generate` that is not served.
@@ -231,7 +228,7 @@ def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], r
 
 
 class Contexts(Sequence[Tensor]):
-    """The tokens before each position of a block, (T_j,): the text, and the path of drafted tokens to it."""
+    """The tokens before each position of a block, (T_j,): the text, then the path of drafted tokens."""
 
     def __init__(self, text: Tensor, draft: Proposal):
         self._text, self._draft = text, draft
@@ -246,11 +243,7 @@ class Contexts(Sequence[Tensor]):
 
 
 def _emitted(row: TextRow, verdict: Verdict, draft: Proposal) -> list[int]:
-    """Return the accepted tokens and the one after them, as far as there is room.
-
-    Raises:
-        InputError: the target's logits are not numbers.
-    """
+    """Return the accepted tokens and the one after them, as far as there is room; NaN raises an `InputError`."""
     if verdict.token == NO_TOKEN:
         raise row.not_finite(len(verdict.path))
     accepted = verdict.accepted
@@ -260,14 +253,14 @@ def _emitted(row: TextRow, verdict: Verdict, draft: Proposal) -> list[int]:
 
 
 def _moves(verdicts: Sequence[Verdict]) -> list[list[int]]:
-    """Return each row's accepted places in its block, counted from the root; none where all are in order already."""
+    """Return each row's accepted places in its block, counted from the root; empty if all are in order already."""
     if all(verdict.path == list(range(len(verdict.path))) for verdict in verdicts):
         return []
     return [[node + 1 for node in verdict.path] for verdict in verdicts]
 
 
 def _recorded(row: TextRow, draft: Proposal, verdict: Verdict, emitted: Sequence[int]) -> Round:
-    """Count a round of a row, up to the end of its text."""
+    """Count a row's round, up to the end of its text."""
     tokens = row.advance(emitted)
     counts = Counts.of_round(draft.tree, len(verdict.path), len(tokens))
     row.rounds.append(counts)
@@ -287,15 +280,10 @@ def _outcomes(
     roots: Places,
     places: Tensor | None,
 ) -> list[Outcome]:
-    """Return what became of each row's draft, with the hidden states or features that the target was asked for.
+    """Return the outcome of each row's draft, with the target's hidden states or features where they are wanted.
 
-    Args:
-        target: just fed; its features are taken away.
-        drafts: of the rows.
-        verdicts: of the rows.
-        logits: the target's, (B, 1 + K, V).
-        roots: the slot of each row's root.
-        places: of the accepted nodes in the block, (B, D), where a path ends those of a chain; None for chains.
+    The target was just fed; its features are taken from it. `logits` are (B, 1 + K, V). `places` are those of the
+    accepted nodes in the block, (B, D), continued as a chain where a path ends; None for chains.
     """
     outcomes, hidden = [], target.hidden
     for row, (draft, verdict) in enumerate(zip(drafts, verdicts, strict=True)):
@@ -323,7 +311,7 @@ def _outcomes(
 
 
 def _streaming(streamer: Any, observer: Observer | None) -> Observer:
-    """Let a `transformers` streamer have each round's tokens, in a burst."""
+    """Return an observer that gives each round's tokens to a `transformers` streamer, in a burst."""
 
     def observe(round: Round) -> None:
         streamer.put(torch.tensor(round.tokens))

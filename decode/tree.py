@@ -1,7 +1,7 @@
 """Token trees: several continuations verified in one forward of the target; a chain is a tree of width one.
 
-Nodes are numbered in an order in which parents precede their children. The root is the last token of the text, which
-was emitted but not fed yet: a block of K drafted tokens is fed with it, as 1 + K positions, the root first.
+Parents are numbered before their children. The root is the text's last token, which was emitted but not fed yet: a
+block of K drafted tokens is fed as 1 + K positions, the root first.
 """
 
 from collections.abc import Sequence
@@ -18,26 +18,25 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth that have children, and where these are found: P parents, C children, W of one at most."""
+    """The nodes of one depth that have children, on a device: P parents, C children, at most W = `widest` a parent."""
 
     depth: int
     """The parents' depth; 0 for the root."""
     parents: tuple[int, ...]
     """The parents' numbers; `ROOT` alone at depth 0."""
     fed: Tensor
-    """The same on the device, (P,); nothing at depth 0, whose parent is the text's last token."""
+    """The parents on the device, (P,); empty at depth 0, whose parent is the text's last token."""
     paths: Tensor
-    """The nodes from the root's child down to each of them, (P, depth)."""
+    """The path from the root's child to each parent, (P, depth)."""
     visible: Tensor
-    """Which of the parents fed so far, these too, each of them attends to, (P, N) bool."""
+    """Which of the N parents up to this depth each parent attends to, (P, N) bool."""
     children: Tensor
     """The children's numbers, (C,)."""
     parent: Tensor
-    """Each child's place among the parents, (C,)."""
+    """Each child's index among the parents, (C,)."""
     candidates: Tensor
-    """Each child's place among the W best candidates of each parent, (C,): its parent's place · W + its rank."""
+    """Each child's index among the W best candidates of all parents, (C,): its parent's index · W + its rank."""
     widest: int
-    """W."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,13 @@ class Tree:
 
     @classmethod
     def from_choices(cls, choices: Sequence[Sequence[int]]) -> "Tree":
-        """Build a tree from paths of ranks (the notation of Cai et al. 2024): a node is the path to it, such as (0, 2).
+        """Build a tree from paths of ranks (the notation of Cai et al. 2024): a node is its path, such as (0, 2).
 
         Rank r names the drafter's (r + 1)-th most likely token, or under sampling its (r + 1)-th draw. Siblings are
-        put in the order of their ranks.
+        ordered by rank.
 
         Raises:
-            InputError: a path whose parent is missing, that occurs twice, or whose earlier sibling is missing (it
-                would be a draw that is not verified).
+            InputError: a path that occurs twice, or whose parent or earlier sibling (a draw never verified) is missing.
         """
         paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
         index = {path: i for i, path in enumerate(paths)}
@@ -98,14 +96,12 @@ class Tree:
     def from_accuracies(cls, accuracies: Sequence[Sequence[float]], nodes: int) -> "Tree":
         """Grow the tree of the greatest expected accepted length (Cai et al. 2024, section 2.3.3).
 
-        A node is right with the product of the accuracies along its path, taken to be independent. The paper adds the
-        most probable node again and again, which is best where accuracies fall with the rank. Measured ones need not:
-        here each budget of nodes is divided in the best way between what lies below a node and its later siblings.
+        A node is right with the product of the accuracies along its path, taken as independent. The paper adds the most
+        probable node again and again, which is best where accuracies fall with the rank. Measured ones need not fall:
+        here each budget of nodes is divided in the best way between a node's descendants and its later siblings.
 
-        Args:
-            accuracies: for each depth and rank the share of contexts whose next token the drafter's candidate of that
-                rank names.
-            nodes: how many to grow; fewer come back where more would add nothing.
+        `accuracies` are, for each depth and rank, the share of contexts whose next token is the drafter's candidate of
+        that rank. The tree has fewer than `nodes` nodes where more would add nothing.
 
         Raises:
             InputError: no positive accuracy at depth one, accuracies outside [0, 1], or `nodes` below 1.
@@ -119,7 +115,7 @@ class Tree:
         def grow(depth: int, rank: int, nodes: int) -> tuple[float, int]:
             """Return the best expected length from a rank on, given the path above, and the nodes below that rank.
 
-            −1 nodes: not even that rank.
+            −1 nodes exclude the rank itself.
             """
             if nodes == 0 or depth == len(accuracies) or rank == len(accuracies[depth]):
                 return 0.0, -1
@@ -150,7 +146,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Each node's distance from the root, 1 for the first drafted token: what its position is counted by."""
+        """Each node's distance from the root, which gives its position; 1 for the first drafted token."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -158,12 +154,12 @@ class Tree:
 
     @cached_property
     def depth(self) -> int:
-        """The longest path, 0 for an empty tree: tokens that one round can accept at most."""
+        """The length of the longest path, 0 for an empty tree: the most tokens that a round can accept."""
         return max(self.depths, default=0)
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """The most siblings that a node of each depth has, of depth 1 first."""
+        """The greatest number of siblings at each depth, from depth 1."""
         widths = [0] * self.depth
         for depth, children in zip((0, *self.depths), self.children, strict=True):
             if children:
@@ -172,14 +168,14 @@ class Tree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Children in the order in which they are verified: entry 0 those of the root, entry i + 1 those of node i."""
+        """Children in their order of verification: entry 0 holds the root's, entry i + 1 those of node i."""
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
             children[parent + 1].append(node)
         return tuple(map(tuple, children))
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes from the root's child down to `node`; nothing for the root itself."""
+        """Return the nodes from the root's child down to `node`; empty for the root."""
         nodes = []
         while node != ROOT:
             nodes.append(node)
@@ -188,7 +184,7 @@ class Tree:
 
     @cached_property
     def visible(self) -> Tensor:
-        """Which of the block's tokens each of them attends to: its ancestors and itself, (K + 1, K + 1) bool."""
+        """Which tokens of the block each one attends to, its ancestors and itself, (K + 1, K + 1) bool."""
         visible = torch.eye(len(self) + 1, dtype=torch.bool)
         visible[:, 0] = True
         for node, parent in enumerate(self.parents):
@@ -196,13 +192,13 @@ class Tree:
         return visible
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `visible` and the depths of the root and the nodes, (K + 1,), on a device; made once for each."""
+        """Return `visible` and the depths of root and nodes, (K + 1,), on a device; cached."""
         if device not in self._on_devices:
             self._on_devices[device] = self.visible.to(device), torch.tensor((0, *self.depths), device=device)
         return self._on_devices[device]
 
     def levels(self, device: torch.device) -> tuple[Level, ...]:
-        """Return the depths that have children, from the root's on, indexed on a device; made once for each."""
+        """Return the depths that have children, from the root, indexed on a device; cached."""
         if device not in self._levels:
             self._levels[device] = tuple(self._level(depth, device) for depth in range(self.depth))
         return self._levels[device]
@@ -233,7 +229,7 @@ class Tree:
         return {}
 
     def pruned(self, depth: int) -> "tuple[Tree, list[int]]":
-        """Return the tree without what lies deeper than `depth`, and the nodes that are left."""
+        """Return the tree without the nodes deeper than `depth`, and the remaining nodes."""
         if depth >= self.depth:
             return self, list(range(len(self)))
         nodes = [node for node, d in enumerate(self.depths) if d <= depth]
@@ -247,16 +243,11 @@ def _chain(length: int) -> Tree:
 
 
 def masks_of(trees: Sequence[Tree], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which tokens of its block each token attends to, and how deep each lies in its tree.
-
-    Args:
-        trees: a row's each, of at most K nodes.
-        width: K.
-        device: of the result.
+    """Return the tokens of its block that each token attends to, and the tokens' depths, for rows' trees of ≤ K nodes.
 
     Returns:
-        (1 + K, 1 + K) bool and (1 + K,) int64 where one tree of K nodes is all rows'; else (B, 1 + K, 1 + K) and
-        (B, 1 + K), where padding behind a smaller tree sees itself alone.
+        (1 + K, 1 + K) bool and (1 + K,) int64, K = `width`, where all rows share one tree of K nodes; else (B, 1 + K, 1
+        + K) and (B, 1 + K), where padding after a smaller tree sees only itself.
     """
     if all(tree is trees[0] for tree in trees) and len(trees[0]) == width:
         return trees[0].on(device)

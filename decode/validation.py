@@ -1,9 +1,8 @@
-"""Checked reading of what others wrote: answers of servers and engines, files of earlier runs, manifests.
+"""Checked reading of others' data: answers of servers and engines, files of earlier runs, manifests.
 
-A reader says what it expects as a class of pydantic's, or as a dataclass whose fields are annotated with the types
-below; `parsed` returns an instance, or says in one line which field is otherwise. JSON's types are taken as they are: a
-text is no number, true is no 1, 3.0 is no whole number, and NaN and infinity are no numbers. Other fields are
-ignored.
+A reader states what it expects as a pydantic class, or as a dataclass annotated with the types below; `parsed` returns
+an instance, or names the first wrong field in one line. JSON types are strict: a string is not a number, true is not 1,
+3.0 is not an integer, and NaN and infinity are not numbers. Other fields are ignored.
 """
 
 import json
@@ -18,13 +17,13 @@ from pydantic_core import ErrorDetails
 from draftsmith.decode.errors import InputError
 
 MOST = 2**53
-"""The largest count: every whole number up to it is one in a float, too."""
+"""The largest count: every integer up to it is exact as a float."""
 
 Count = Annotated[int, Field(ge=0, le=MOST)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
-"""Seconds, bytes, expected counts: nothing below zero, nor beyond what is counted."""
+"""Seconds, bytes, expected counts: from zero to the largest count."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 EXPECTED = {
@@ -43,31 +42,27 @@ EXPECTED = {
     "less_than_equal": "at most {le:g}",
     "literal_error": "{expected}",
 }
-"""Pydantic's kinds of errors in our words; of others its own are taken."""
+"""Pydantic's types of errors in our words; other types keep pydantic's words."""
 
 T = TypeVar("T")
 _adapters: dict[Any, TypeAdapter[Any]] = {}
-"""By class: to make one takes a millisecond, to use it a thousandth."""
+"""Adapters by class: making one takes a millisecond, using it a thousandth of that."""
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 class Said(BaseModel):
-    """What a server is expected to say; a subclass has a field for each thing that is read."""
+    """A message expected from a server; a subclass has a field for each value that is read."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
 
 def parsed(kind: type[T], text: str | bytes, where: str, secret: str | None = None) -> T:
-    """Return what JSON says, as an instance of a class.
+    """Return JSON as an instance of a pydantic model, dataclass or `TypedDict`, or a list or dictionary of them.
 
-    Args:
-        kind: a pydantic model, a dataclass, a `TypedDict`, or a list or dictionary of them.
-        text: the JSON.
-        where: the file or URL, for the message.
-        secret: a key, which some servers repeat: it is not shown.
+    Messages name `where`, the file or URL, and hide `secret`, a key that some servers repeat.
 
     Raises:
-        InputError: it is no JSON, nested too deeply (200), or otherwise than the class says; names the first field.
+        InputError: invalid JSON, nesting beyond 200, or a field that does not match; names the first one.
     """
     try:
         return _adapter(kind).validate_json(text, strict=True)
@@ -76,10 +71,9 @@ def parsed(kind: type[T], text: str | bytes, where: str, secret: str | None = No
 
 
 def answered(kind: type[T], text: str | bytes, where: str, secret: str | None = None) -> T:
-    """Return what a server's JSON says, as `parsed` does.
+    """Return a server's JSON as `parsed` does, with U+FFFD for half a surrogate pair.
 
-    A server that cuts a text in two may write half of a surrogate pair, which Python's JSON has and Unicode has not:
-    U+FFFD stands for it.
+    A server that cuts a text in two may write such a half, which Python's JSON accepts and Unicode does not.
     """
     try:
         return parsed(kind, text, where, secret)
@@ -94,7 +88,7 @@ def answered(kind: type[T], text: str | bytes, where: str, secret: str | None = 
 
 
 def checked(kind: Any, value: Any, where: str) -> Any:
-    """Return a value that is no JSON, as `parsed` does; a type with `Strict(False)` takes 3.0 and "3" for a 3."""
+    """Return a Python value validated as in `parsed`; a type with `Strict(False)` takes 3.0 and "3" as 3."""
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
@@ -102,16 +96,11 @@ def checked(kind: Any, value: Any, where: str) -> Any:
 
 
 def read(kind: type[T], path: Path, field: str = "") -> T:
-    """Return what a JSON file says, as `parsed` does.
-
-    Args:
-        kind: as of `parsed`.
-        path: the file.
-        field: the option that named it, for the message.
+    """Return a JSON file's content as `parsed` does; messages begin with `field`, the option that named it.
 
     Raises:
-        FileNotFoundError: there is none.
-        InputError: it cannot be read, or says something else; names the file and the field.
+        FileNotFoundError: no such file.
+        InputError: it cannot be read, or its content does not match; names the file and the field.
     """
     return parsed(kind, file_bytes(path), ": ".join(filter(None, [field, str(path)])))
 
@@ -120,7 +109,7 @@ def file_bytes(path: Path) -> bytes:
     """Return a file's bytes.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: no such file.
         InputError: it cannot be read.
     """
     try:
@@ -132,10 +121,10 @@ def file_bytes(path: Path) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON says, where no class says what is expected of it.
+    """Return JSON of any shape.
 
     Raises:
-        JSONDecodeError: it is none, or nested too deeply, or holds a number of too many digits for Python.
+        JSONDecodeError: invalid JSON, nested too deeply, or with a number of too many digits for Python.
     """
     try:
         return json.loads(text)
@@ -148,11 +137,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def require_tokens(ids: Sequence[int], vocab_size: int, where: str) -> None:
-    """Require that ids are a vocabulary's.
-
-    Raises:
-        InputError: names `where` and the first that is not.
-    """
+    """Raise an `InputError` that names `where` and the first id outside a vocabulary, if any."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InputError(f"{where}: expected tokens below {vocab_size}, the target's, found {token}")
@@ -165,7 +150,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _line(error: ErrorDetails, where: str, secret: str | None) -> str:
-    """Return one of pydantic's errors in one line."""
+    """Return one of pydantic's errors as one line."""
     if error["type"] == "json_invalid":
         found = str(error["ctx"]["error"]).replace("recursion limit exceeded", "nested too deeply")
         return ": ".join(filter(None, [where, f"expected JSON, found: {found}"]))
@@ -180,6 +165,6 @@ def _line(error: ErrorDetails, where: str, secret: str | None) -> str:
 
 
 def shown(value: Any, secret: str | None = None) -> str:
-    """Return the beginning of a value on one line, for a message, without a key."""
+    """Return the beginning of a value on one line, for a message, with a key hidden."""
     words = repr(value)
     return (words.replace(secret, "***") if secret else words)[:60]  # before it is cut, which may leave half a key

@@ -1,6 +1,6 @@
 """The acceptance rate of speculative decoding as a metric of Hugging Face's `evaluate`: `evaluate.load` of this folder.
 
-`evaluate` runs a copy of this file from its cache, so it finds the counts and their ratios in the installed draftsmith.
+`evaluate` runs a copy of this file from its cache, so it imports the counts and ratios from the installed draftsmith.
 """
 
 from collections.abc import Mapping, Sequence
@@ -133,7 +133,7 @@ class AcceptanceRate(evaluate.Metric):
 
 
 def _completed(where: str, given: Any) -> dict[str, Any]:
-    """Check one prompt's counts and complete them; those that do not follow from the given ones become None."""
+    """Check one prompt's counts and complete them; counts that do not follow from the given ones become None."""
     if not isinstance(given, Mapping):
         raise InputError(f"{where}: expected a dictionary of counts (tokens: config 'tokens'), found {_short(given)}")
     if strange := [name for name in given if name not in NAMES]:
@@ -167,7 +167,7 @@ def _completed(where: str, given: Any) -> dict[str, Any]:
 
 
 def _without(unknown: Sequence[str], given: Mapping[str, Any]) -> Counts:
-    """Return one prompt's counts, those that some prompt lacks as zeros, by which a ratio is None."""
+    """Return one prompt's counts, with zeros for those that some prompt lacks, so that their ratios are None."""
     return Counts.from_dict(dict(given) | dict.fromkeys(unknown, [0] * len(given["num_accepted_tokens_per_pos"])))
 
 

@@ -1,8 +1,8 @@
 """Grouped-query attention over a cache without repeating it (Ainslie et al. 2023, "GQA").
 
-Where several query heads share one head of keys, the library's `sdpa` copies all keys and values once a query head
-where a mask stands beside more than one query, as in every forward over drafted tokens. The queries of a group can as
-well stand behind each other, as the rows of one head: the cache is read once, and the numbers are the same.
+Where several query heads share one key head, the library's `sdpa` copies all keys and values for each query head if
+there are a mask and more than one query, as in every forward over drafted tokens. The queries of a group can instead
+follow each other as rows of one head: the cache is read once, and the numbers are the same.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as the library's `sdpa` does, by its interface for attention functions.
+    """Attend as the library's `sdpa` does, with its interface for attention functions.
 
     Shape suffixes: B rows, H query heads, G of them a key head, K queries, S slots, D head width.
 
@@ -37,10 +37,10 @@ def grouped_attention(
         query: (B, H, K, D).
         key: (B, H/G, S, D).
         value: (B, H/G, S, D).
-        attention_mask: additive, (B, 1, K, S), the same for all heads; None for none.
+        attention_mask: additive, (B, 1, K, S), the same for all heads; or None.
         dropout: as in `sdpa`.
-        scaling: of the scores; 1/√D if None.
-        kwargs: what `sdpa` takes besides. With a softcap or a bias of positions it is called itself.
+        scaling: the scores' factor; 1/√D if None.
+        kwargs: other arguments of `sdpa`, which itself runs for a softcap or a position bias.
 
     Returns:
         (B, K, H, D), and None in place of weights.
@@ -58,17 +58,10 @@ def grouped_attention(
 
 
 def in_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    """Attend with the queries of a group behind each other, without copies of keys and values.
+    """Attend with the queries of a group as rows of one head, without copies of keys and values.
 
-    Args:
-        query: (B, H, K, D).
-        key: (B, H/G, S, D).
-        value: (B, H/G, S, D).
-        mask: additive, (B or 1, 1, K, S); None where each query sees all keys.
-        options: `scale`, `dropout_p`.
-
-    Returns:
-        (B, H, K, D).
+    `query` and the result are (B, H, K, D), `key` and `value` (B, H/G, S, D). `mask` is additive, (B or 1, 1, K, S);
+    None where each query sees all keys. `options` are `scale` and `dropout_p`.
     """
     rows, heads, length, width = query.shape
     groups = heads // key.shape[1]
@@ -87,13 +80,13 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def implementation_of(model: PreTrainedModel) -> str:
-    """Return the attention that a model was loaded with, whatever a forward in another thread runs meanwhile."""
+    """Return the attention that a model was loaded with, even while another thread's forward replaces it."""
     name = model.config.get_text_config()._attn_implementation
     return "sdpa" if name == NAME else name
 
 
 def attends_in_groups(model: PreTrainedModel) -> bool:
-    """Whether a model runs the library's `sdpa` through its interface, and query heads share key heads."""
+    """Return whether a model runs the library's `sdpa` through its interface, and query heads share key heads."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None)
@@ -104,7 +97,7 @@ def attends_in_groups(model: PreTrainedModel) -> bool:
 class Grouped:
     """A context in which the forwards of a model that `attends_in_groups` run `grouped_attention`.
 
-    Where two threads run one model, what ends first puts `sdpa` back for both: slower, and the same numbers.
+    If two threads run one model, the first to end restores `sdpa` for both: slower, with the same numbers.
     """
 
     def __init__(self, model: PreTrainedModel):

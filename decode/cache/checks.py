@@ -1,4 +1,4 @@
-"""Checks that a model is causal, that its cache can be rolled back, and the size of that cache."""
+"""Checks that a model is causal and that its cache can be rolled back, and the size of that cache."""
 
 import inspect
 from functools import lru_cache
@@ -20,12 +20,12 @@ ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
-    """Return the longest text that a model reads, in tokens, by its config; None where it has no such limit."""
+    """Return the longest text that a model reads, in tokens, by its config; None without a limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_causal(model: PreTrainedModel, role: str) -> None:
-    """Refuse, by name, models whose tokens see what comes after them.
+    """Refuse, by name, models whose tokens attend to later ones.
 
     Training, replay, caches of the target and the library's `generate` need no more than this.
 
@@ -44,11 +44,11 @@ def check_causal(model: PreTrainedModel, role: str) -> None:
 
 
 def check_rollback(model: PreTrainedModel, role: str) -> None:
-    """Refuse, by name, models whose cache our loops cannot run: it has to drop rejected tokens, and padding.
+    """Refuse, by name, models whose cache cannot drop rejected tokens and padding.
 
     Raises:
-        InputError: as `check_causal`; or the model carries a recurrent state, has no cache, layers of unknown attention
-            or no explicit positions, or runs an attention kernel that takes no mask.
+        InputError: as `check_causal`; or a recurrent state, no cache, layers of unknown attention, no explicit
+            positions, or an attention kernel that takes no mask.
     """
     check_causal(model, role)
     name, config = type(model).__name__, model.config.get_text_config()
@@ -90,10 +90,9 @@ def parameters_of(model: PreTrainedModel) -> frozenset[str]:
 
 @torch.inference_mode()
 def cached_numbers(model: PreTrainedModel) -> int | None:
-    """Return how many numbers a cache holds for a token, by running a model; None where it has no keys and values.
+    """Return how many numbers a causal LM caches per token, by running it; None without keys and values.
 
-    Args:
-        model: any causal LM; one on the meta device is enough.
+    A model on the meta device is enough.
     """
     cache = DynamicCache()
     try:

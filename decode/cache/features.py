@@ -1,7 +1,7 @@
-"""The target's features that some drafters see: the outputs of its decoder layers at a few depths.
+"""The target's features for drafters that read them: the outputs of its decoder layers at a few depths.
 
-The target stays an ordinary model: hooks on its decoder layers collect them. Shape suffixes: B rows, T positions,
-H hidden, F = H × the number of depths.
+The target stays an ordinary model: hooks on its decoder layers collect them. Shape suffixes: B rows, T positions, H
+hidden, F = H × the number of depths.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ from draftsmith.decode.errors import InputError
 def default_layers(layers: int) -> list[int]:
     """Return the depths 2, L // 2 and L − 3 of a target of L layers (Li et al. 2025, arXiv 2503.01840; vLLM, SGLang).
 
-    Shallow targets, where these are not three different ones above 0, have others: after the first, a middle and the
-    last layer but one, or the last.
+    Targets too shallow for three different depths above 0 have others: the first layer, a middle one, and the last but
+    one, or the last.
     """
     depths = [2, layers // 2, layers - 3]
     if sorted(set(depths)) == depths:
@@ -36,7 +36,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 def last_norm(model: PreTrainedModel) -> nn.Module | None:
-    """Return the norm after the last layer, by the names of all families; None where it has none, or no weights."""
+    """Return the norm after the last layer, under any family's name; None without one, or one without weights."""
     norms = [part for part in decoder_of(model).children() if any(p.ndim == 1 for p in part.parameters(False))]
     return norms[-1] if norms else None
 
@@ -57,7 +57,7 @@ def decoder_layers(target: PreTrainedModel) -> Sequence[nn.Module]:
 
 
 def check_layers(depths: Sequence[int], layers: int, field: str) -> None:
-    """Raise an InputError where depths are not ascending, or not all within a target of `layers` layers."""
+    """Raise an `InputError` unless depths are ascending and within a target of `layers` layers."""
     if not depths or list(depths) != sorted(set(depths)) or not 1 <= depths[0] <= depths[-1] <= layers:
         raise InputError(
             f"{field}: expected ascending depths between 1 and the target's {layers} layers, found {list(depths)}"
@@ -65,22 +65,18 @@ def check_layers(depths: Sequence[int], layers: int, field: str) -> None:
 
 
 class Features(list[Tensor]):
-    """The features of the target's forwards, (B, T, F) each, the depths one behind the other."""
+    """The features of the target's forwards, (B, T, F) each, with the depths concatenated."""
 
 
 @contextmanager
 def collected(target: PreTrainedModel, depths: Sequence[int]) -> Iterator[Features]:
-    """Collect what leaves the target's layers, before any final norm, in every forward inside the block.
-
-    Args:
-        target: a causal LM; its forwards are called as ever.
-        depths: after how many layers, ascending.
+    """Collect the outputs of the target's layers at some depths, before any final norm, in every forward in this block.
 
     Yields:
-        A list that each forward adds to; empty it between forwards.
+        A list that each forward appends to; empty it between forwards.
 
     Raises:
-        InputError: depths that the target does not have.
+        InputError: depths that are not ascending, or that the target does not have.
     """
     layers = decoder_layers(target)
     check_layers(depths, len(layers), "depths")
@@ -102,7 +98,7 @@ def collected(target: PreTrainedModel, depths: Sequence[int]) -> Iterator[Featur
 
 @dataclass
 class States:
-    """The states that are wanted of a model's forwards."""
+    """The wanted states of a model's forwards."""
 
     hidden: Tensor | None = None
     """The head's input in the last forward, (B, T, H)."""
@@ -111,9 +107,9 @@ class States:
 
 @contextmanager
 def watched(model: PreTrainedModel, wants_hidden: bool, depths: Sequence[int]) -> Iterator[States]:
-    """Keep the states that are wanted of the forwards in this block.
+    """Keep the wanted states of the forwards in this block.
 
-    Not by `output_hidden_states`, which would keep those of every layer of a long prompt.
+    `output_hidden_states` would keep those of every layer of a long prompt.
     """
     states = States()
 

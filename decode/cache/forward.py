@@ -1,4 +1,4 @@
-"""What programs compute: a model's forward over a block of tokens, and what others build of it.
+"""What programs compute: a model's forward over a block of tokens, and forwards built from it.
 
 Shape suffixes: B rows, K tokens of a block, M of the last slots, N slots that are attended to, S slots, V vocabulary.
 """
@@ -17,7 +17,7 @@ from draftsmith.decode.cache.layers import Block, Layer
 from draftsmith.decode.cache.masks import Masks
 
 NO_TOKEN = -1
-"""In place of a token: the logits are not numbers, and no token follows from them."""
+"""Replaces a token where the logits are NaN."""
 Axes = Mapping[int, str]
 """The axes of an input whose sizes vary, by symbols: b rows, k tokens, j one more, l columns kept, m of the last slots,
 n slots that are attended to, s all slots."""
@@ -26,16 +26,13 @@ n slots that are attended to, s all slots."""
 class Forward(nn.Module, ABC):
     """A module that a program computes.
 
-    Its inputs are tensors, and lists of tensors. Its own buffers are part of the program; the tensors of its `model`
-    are those of the present model.
-
-    Args:
-        model: the model that it runs.
-        key: what sets it apart from other forwards of the model, in words and numbers: part of the program's name.
+    Its inputs are tensors and lists of tensors. Its own buffers are part of the program; the tensors of its `model` are
+    those of the present model. `key` distinguishes it from other forwards of the model, in words and numbers that
+    become part of the program's name.
     """
 
     sources: Sequence[str] = ()
-    """Files whose code it runs, beside those of its own class and of programs."""
+    """Files with the code that it runs, in addition to those of its own class and of programs."""
 
     def __init__(self, model: nn.Module, key: tuple[Any, ...]):
         super().__init__()
@@ -43,22 +40,22 @@ class Forward(nn.Module, ABC):
 
     @property
     def title(self) -> str:
-        """What is compiled, for whoever waits."""
+        """The name of the program in progress messages."""
         return f"the forward of {type(self.model).__name__}"
 
     @abstractmethod
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the axes of each input that vary, in the inputs' nesting."""
+        """Return the varying axes of each input, in the inputs' nesting."""
 
 
 class BlockForward(Forward):
-    """The forward of a causal LM over a block of tokens behind the slots of each row.
+    """The forward of a causal LM over a block of tokens after each row's slots.
 
     Args:
         model: a causal LM.
-        further: the model's inputs beside tokens, by name.
-        depths: gives the features of the model's layers at these depths.
-        written: whether each layer has keys of its own; others read an earlier layer's.
+        further: the names of the model's inputs other than tokens.
+        depths: the layers whose features it returns.
+        written: whether each layer has its own keys; others read an earlier layer's.
     """
 
     def __init__(self, model: PreTrainedModel, further: Sequence[str], depths: Sequence[int], written: Sequence[bool]):
@@ -70,7 +67,7 @@ class BlockForward(Forward):
         self.window: int = getattr(config, "sliding_window", None) or 0
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the axes of each input that vary."""
+        """Return the varying axes of each input."""
         *_, extras, cached = inputs
         block = {0: "b", 1: "k"}
         return block, {0: "b"}, {0: "n"}, {}, block | {2: "m"}, block, {0: "l"}, *self.axes_behind(extras, cached)
@@ -104,8 +101,8 @@ class BlockForward(Forward):
             visible: which of the last M ≥ K slots up to the block's end each token attends to, (B, K, M) bool.
             depths: each token's position beyond its row's start, (B, K) int64.
             kept: the columns whose logits are wanted, (L,) int64.
-            extras: further inputs, (B, K, …), and with sliding layers the positions of the tokens in all slots, (B, S)
-                int64, which are written.
+            extras: the `further` inputs, (B, K, …), and with sliding layers the positions of the tokens in all slots,
+                (B, S) int64, which are written.
             cached: the keys and values of the layers that have their own, (B, H, S, D), which are written.
 
         Returns:
@@ -147,9 +144,9 @@ class BlockForward(Forward):
 
 
 def likeliest(scores: Tensor) -> Tensor:
-    """Return the place of the greatest score, (…, V) → (…); the first of equal ones, `NO_TOKEN` where one is NaN.
+    """Return the index of the greatest score, (…, V) → (…): the first of equal ones, `NO_TOKEN` if any is NaN.
 
-    By two passes that compilers turn into vectors, which they do not with an argmax.
+    Compilers vectorise these two passes, but not an argmax.
     """
     size = scores.shape[-1]
     places = torch.arange(size, dtype=torch.int32, device=scores.device)
@@ -158,5 +155,5 @@ def likeliest(scores: Tensor) -> Tensor:
 
 
 def has_head(model: PreTrainedModel) -> bool:
-    """Whether a model has an output head of its own, whose input a program gives."""
+    """Return whether a model has its own output head, whose input a program returns."""
     return model.get_output_embeddings() is not None

@@ -1,4 +1,4 @@
-"""CUDA graphs of programs: all kernels of a call launched as one, where the inputs lie where they lay before.
+"""CUDA graphs of programs: all kernels of a call launched as one, for inputs at unchanged addresses.
 
 Off unless `$DRAFTSMITH_CUDA_GRAPHS` is 1: no GPU has ever run it.
 """
@@ -13,21 +13,21 @@ from torch import Tensor
 FLAG = "DRAFTSMITH_CUDA_GRAPHS"
 """The environment variable that turns them on."""
 MOST = 64
-"""Graphs of a program that are kept: one for each shape of its inputs and for each place of the caches."""
+"""The most graphs kept of a program: one for each shape of its inputs and each address of the caches."""
 FEWEST_SLOTS = 256
-"""Slots that programs attend to at least, and powers of two from there on: each number of slots is a graph."""
+"""The fewest slots that programs attend to, then powers of two, since each number of slots is a graph."""
 Run = Callable[[list[Tensor]], list[Tensor]]
 Captured = tuple[Callable[[], None], list[Tensor]]
-"""What repeats a call, and the outputs that it writes to."""
+"""A function that repeats a call, and the outputs that it writes to."""
 
 
 def enabled(device: torch.device) -> bool:
-    """Whether programs on this device run as graphs."""
+    """Return whether programs on this device run as graphs."""
     return device.type == "cuda" and os.environ.get(FLAG) == "1"
 
 
 def capture(call: Callable[[], list[Tensor]]) -> Captured:
-    """Capture a call on the present CUDA device; it has run before, so that nothing is loaded on the way."""
+    """Capture a call on the present CUDA device; it must have run before, so that nothing is loaded on the way."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = call()
@@ -37,11 +37,8 @@ def capture(call: Callable[[], list[Tensor]]) -> Captured:
 class Graphs:
     """The graphs of a program.
 
-    Args:
-        run: the program.
-        stays: for each input whether it is used where it lies, as caches are that the program writes to; the others
-            are copied to addresses of the graph's own.
-        capture: makes a graph of a call.
+    `stays` marks the inputs that are used at their own address, such as caches that the program writes to; the others
+    are copied to the graph's own. `capture` makes a graph of a call.
     """
 
     def __init__(self, run: Run, stays: Sequence[bool], capture: Callable[..., Captured] = capture):
@@ -49,11 +46,11 @@ class Graphs:
         self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
 
     def clear(self) -> None:
-        """Forget all graphs: the program has other weights now."""
+        """Forget all graphs, since the program has other weights now."""
         self._graphs.clear()
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return what the program gives, in tensors of the caller's own."""
+        """Return the program's outputs, in tensors of the caller's own."""
         places = [tensor.data_ptr() if stays else None for tensor, stays in zip(inputs, self._stays, strict=True)]
         key = *places, *(tensor.shape for tensor in inputs)
         if key in self._graphs:

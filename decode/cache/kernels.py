@@ -1,15 +1,16 @@
-"""The kernel that PyTorch's attention chooses on CUDA, and ways around the slowest.
+"""The kernel that PyTorch's attention chooses on CUDA, and ways around the slowest one.
 
-`scaled_dot_product_attention` has two kernels there that hold no scores, and a fallback, "math", that holds all of
-them in float32: queries × keys a head, kept for the backward. It says nothing when it falls back. The rules are those
-of torch 2.13 (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`) for GPUs of compute capability 8.0 and more:
+`scaled_dot_product_attention` has two kernels there that hold no scores, and a fallback, "math", that holds all of them
+in float32: queries × keys a head, kept for the backward. It falls back silently. The rules are those of torch 2.13
+(`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`) for GPUs of compute capability 8.0 and more:
 
 | kernel    | dtypes                      | head width             | mask | groups of query heads |
 |-----------|-----------------------------|------------------------|------|-----------------------|
 | flash     | float16, bfloat16           | at most 256            | none | yes                   |
 | efficient | float16, bfloat16, float32  | any multiple of 8 or 4 | any  | no                    |
 
-cuDNN's kernel takes masks beside groups, but only newer GPUs prefer it, and only for some widths: it is not relied on.
+cuDNN's kernel takes masks together with groups, but only newer GPUs prefer it, and only for some widths: nothing here
+relies on it.
 """
 
 from contextlib import nullcontext
@@ -23,23 +24,18 @@ HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
 """The widest heads that flash takes."""
 ALIGNED = 16
-"""Entries that rows of a mask begin at a multiple of, lest the efficient kernel copy it at every call."""
+"""Rows of a mask begin at a multiple of this many entries; else the efficient kernel copies it at every call."""
 
 
 def computing_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that a matrix product of a tensor is computed in, under autocast or not."""
+    """Return the dtype in which a matrix product of a tensor is computed, under autocast or not."""
     device = tensor.device.type
     castable = tensor.dtype != torch.float64 and torch.amp.is_autocast_available(device)
     return torch.get_autocast_dtype(device) if castable and torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def flash_takes(query: Tensor, masked: bool = False) -> bool:
-    """Whether the flash kernel takes such queries, beside keys and values as wide: in groups of heads too.
-
-    Args:
-        query: (…, width).
-        masked: a mask stands beside them.
-    """
+    """Return whether the flash kernel takes queries, (…, width), with keys and values as wide, and with groups."""
     width, learns = query.shape[-1], query.requires_grad and torch.is_grad_enabled()
     # Compute capabilities 8.6, 8.9 and 12 have no backward of some widths.
     narrow = width <= WIDEST and not (learns and 192 < width <= 224)
@@ -56,12 +52,9 @@ def cuda_kernel(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> str:
-    """Return what `scaled_dot_product_attention` would run on CUDA for its arguments, wherever they lie.
+    """Return the kernel, "flash", "efficient" or "math", that CUDA would run for these arguments on any device.
 
-    Tensors without data will do.
-
-    Returns:
-        "flash", "efficient" or "math".
+    The arguments are those of `scaled_dot_product_attention`; tensors without data are enough.
     """
     del dropout_p, scale  # both kernels take any
     states = query, key, value
@@ -87,15 +80,15 @@ def cuda_kernel(
 
 
 class AsOnCuda:
-    """A context in which attention runs by the math kernel where CUDA would, on any device, with or without data.
+    """A context in which attention runs the math kernel where CUDA would, on any device, with or without data.
 
-    PyTorch's function itself is another meanwhile, so that what a backward computes once more meets it, too. That is
-    for traces and tests: no other thread may attend in the meantime.
+    It replaces PyTorch's function itself, so that a backward's recomputation meets it, too. It is for traces and tests:
+    no other thread may attend in the meantime.
     """
 
     def __init__(self) -> None:
         self.chosen: list[str] = []
-        """The kernel of each call, in turn."""
+        """The kernel of each call, in order."""
         self._entered: list[Any] = []
 
     def __enter__(self) -> "AsOnCuda":
@@ -117,18 +110,9 @@ class AsOnCuda:
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """Attend as `scaled_dot_product_attention` does, in groups of query heads where CUDA has a kernel for them.
 
-    Elsewhere keys and values are repeated, once a query head of their group: numbers are the same, and memory grows
-    with places in place of their square.
-
-    Args:
-        query: (B, heads, T, width).
-        key: (B, key heads, S, width).
-        value: (B, key heads, S, width).
-        mask: as `attn_mask`.
-        options: `is_causal`, `scale`, `dropout_p`.
-
-    Returns:
-        (B, heads, T, width).
+    Elsewhere keys and values are repeated for each query head of their group: the numbers are the same, and memory
+    grows with positions in place of their square. `query` and the result are (B, heads, T, width), `key` and `value`
+    (B, key heads, S, width).
     """
     grouped = query.shape[1] != key.shape[1]
     if grouped and not flash_takes(query, mask is not None):
@@ -138,15 +122,15 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def repeated(states: Tensor, heads: int) -> Tensor:
-    """Return keys or values, (B, key heads, S, width), once a query head of their group, (B, heads, S, width)."""
+    """Repeat keys or values, (B, key heads, S, width), for each query head of their group, (B, heads, S, width)."""
     return states.repeat_interleave(heads // states.shape[1], dim=1)
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype, hidden: float = float("-inf")) -> Tensor:
     """Return a mask to add to scores: 0 where an entry is visible, (…, T, S), and `hidden` elsewhere.
 
-    Kernels take no other, and make one of a mask of bools at each call, which the backward keeps. The rows lie
-    `ALIGNED`, so do those of `mask[..., :t, :s]`.
+    Given bools, kernels make such a mask at each call, which the backward keeps. The rows are `ALIGNED`, and so are
+    those of `mask[..., :t, :s]`.
     """
     *shape, length = visible.shape
     mask = torch.zeros(*shape, length + -length % ALIGNED, dtype=dtype, device=visible.device)[..., :length]

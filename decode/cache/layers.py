@@ -1,4 +1,4 @@
-"""Slots of keys and values, and a layer's buffers of them.
+"""Slots of keys and values, and each layer's buffers of them.
 
 Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width.
 """
@@ -15,15 +15,15 @@ from transformers.cache_utils import CacheLayerMixin
 SLOTS = 64
 
 READ_AT_ONCE = {"cpu"}
-"""Devices whose values cost nothing to look at, and nothing to write from the host."""
+"""Devices whose values the host reads and writes without a transfer."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of a number, what numpy knows of that size: it has no bfloat16."""
+"""Numpy's integers by their number of bytes, since it has no bfloat16."""
 SavedLayer = tuple[Tensor, Tensor]
 """Keys and values of one row in one layer, (H, T, D) each."""
 
 
 class Places:
-    """A slot for each row: numbers on the host, and a tensor on the device that is made at its first use."""
+    """A slot for each row: numbers on the host, and a tensor on the device that is made when it is first used."""
 
     def __init__(self, host: Sequence[int], device: torch.device, tensor: Tensor | None = None):
         self.host, self._device, self._tensor = list(host), device, tensor
@@ -44,7 +44,7 @@ class Places:
 
     @property
     def alike(self) -> bool:
-        """Whether all rows have the same."""
+        """Whether all rows have the same slot."""
         return len(set(self.host)) == 1
 
     def __add__(self, offset: int) -> "Places":
@@ -62,12 +62,12 @@ def _of_one_row(place: int, device: torch.device) -> Tensor:
 
 
 class Block:
-    """Where the tokens of the present forward go; all layers share it."""
+    """The slots of the present forward's tokens, shared by all layers."""
 
     start: int | None = 0
-    """The first slot, where it is the same for every row."""
+    """The first slot; None where rows differ."""
     width: int
-    """One more than the last slot that is attended to."""
+    """The last slot that is attended to, plus one."""
     reach: int = 0
     """The first slot that layers with a window attend to."""
 
@@ -85,7 +85,7 @@ class Block:
         self._slots = {slots.device: slots}
 
     def slots_on(self, device: torch.device) -> Tensor:
-        """Return them on the device of a layer: a model may be spread over several."""
+        """Return the slots on the device of a layer, since a model may be spread over several."""
         if device not in self._slots:
             self._slots[device] = self.slots.to(device)
         return self._slots[device]
@@ -115,10 +115,10 @@ class Layer(CacheLayerMixin):
         self.block, self.rows, self.slots, self.whole = block, rows, slots, whole
         self.is_sliding, self._rollback = window > 0, rollback
         self.first = 0
-        """The slot that the buffers begin with: a layer with a window forgets what lies before it."""
+        """The slot that the buffers begin with; a layer with a window forgets the slots before it."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the buffers as the first keys and values, (B, H, K, D), are."""
+        """Make buffers like the first keys and values, (B, H, K, D)."""
         slots = self.slots if self.whole else 0
         self.keys, self.values = (
             torch.zeros(self.rows, s.shape[1], slots, s.shape[3], dtype=s.dtype, device=s.device)
@@ -127,7 +127,7 @@ class Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def _grow(self) -> None:
-        """Make room: twice as many slots as are in use, so that copying costs as much as writing."""
+        """Make room: twice the slots in use, so that copying costs no more than writing."""
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         drop = 0
         if self.is_sliding:
@@ -138,14 +138,14 @@ class Layer(CacheLayerMixin):
         self.keys, self.values = (torch.nn.functional.pad(s[:, :, drop:], padding) for s in (keys, values))
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy slots on the host: of a row, to a slot, from a later one; numpy takes a microsecond each."""
+        """Copy slots on the host, each (row, to, source) with a later source; numpy takes a microsecond each."""
         for states in (self.keys, self.values):
             bits = cast(Tensor, states).view(BITS[cast(Tensor, states).element_size()]).numpy()
             for row, to, source in moves:
                 bits[row, :, to - self.first] = bits[row, :, source - self.first]
 
     def refill(self, rows: Tensor, other: "Layer", width: int) -> None:
-        """Let some rows, (R,) int64, begin with the first `width` slots of another cache's R rows."""
+        """Begin some rows, (R,) int64, with the first `width` slots of another cache's R rows."""
         if width > cast(Tensor, self.keys).shape[2]:
             self.block.width = width
             self._grow()
@@ -158,7 +158,7 @@ class Layer(CacheLayerMixin):
         return keys[row, :, :length].clone(), values[row, :, :length].clone()
 
     def restore(self, rows: Sequence[SavedLayer | None]) -> None:
-        """Let each row begin with the slots that were saved of it, if any: of one row at least."""
+        """Begin each row with its saved slots, if any; at least one row has some."""
         held = next(saved for saved in rows if saved is not None)
         width = max(saved[0].shape[1] for saved in rows if saved is not None)
         slots = min(self.slots, -(-width // SLOTS) * SLOTS)
@@ -192,12 +192,12 @@ class Layer(CacheLayerMixin):
         return keys.narrow(2, *seen), values.narrow(2, *seen)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many slots are attended to, and the first of them."""
+        """Return the number of slots that are attended to, and the first of them."""
         reach = self.block.reach if self.is_sliding else 0
         return self.block.width - reach, reach
 
     def get_seq_length(self) -> int:
-        """Return the slot that the block begins at; 0 where rows differ."""
+        """Return the first slot of the block; 0 where rows differ."""
         return self.block.start or 0
 
     def get_max_length(self) -> int:

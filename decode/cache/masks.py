@@ -14,14 +14,14 @@ from draftsmith.decode.cache.layers import Block
 
 
 class Masks:
-    """Makes the masks of a model's blocks, to be added to the scores.
+    """Makes the additive masks of a model's blocks.
 
     Args:
-        model: whose dtype and device they have.
-        types: the kinds of its layers, where its config names any.
-        window: positions that a token of a sliding layer attends to; 0 where there are none.
+        model: its dtype and device are the masks'.
+        types: the kinds of its layers, if its config names any.
+        window: positions that a token of a sliding layer attends to; 0 without such layers.
         slots_S: 0 … S − 1 on the device.
-        dtype: of the scores; the model's if None.
+        dtype: that of the scores; the model's if None.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Masks:
         Args:
             block: its slots.
             rows: B.
-            positions: of its tokens, (1 or B, K).
+            positions: its tokens' positions, (1 or B, K).
             cached_BS: the position of the token in each slot, where layers have a window.
             visible: which of the last N slots each token attends to, (K, N) or (B, K, N) bool; causal if None.
             by_depth: positions are those of a tree's nodes, not of successive tokens.
@@ -70,7 +70,7 @@ class Masks:
         return None
 
     def by_slot(self, block: Block, positions_BK: Tensor, cached_BS: Tensor | None, visible: Tensor | None) -> Any:
-        """Return the mask of a block whose rows begin at slots of their own: see `of_block`."""
+        """Return the mask of a block whose rows begin at different slots; see `of_block`."""
         rows, k = positions_BK.shape
         slots = self._slots_S[: block.width]
         if visible is None:
@@ -94,7 +94,7 @@ class Masks:
         return mask.masked_fill_(~allowed, self._minimum)[:, None]
 
     def _by_type(self, full: Tensor, windowed: Tensor | None = None) -> Any:
-        """Hand out masks as the library's `create_masks_for_generate` does."""
+        """Return masks in the form of the library's `create_masks_for_generate`."""
         windowed = full if windowed is None else windowed
         if self._types:
             return {name: windowed if name == "sliding_attention" else full for name in self._types}

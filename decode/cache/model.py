@@ -1,9 +1,9 @@
-"""A model with its key-value cache: blocks of tokens go in at any length, and what was rejected costs nothing to drop.
+"""A model with its key-value cache: it takes blocks of tokens at any length, and dropping rejected ones is free.
 
-Keys and values lie in buffers that grow by doubling, up to the length limits: slot i of a row holds its token i. A
-forward says where each row's block starts, and attends to the slots before it. So a rollback is no operation at all,
-and rows of a batch advance by different lengths without holes or padding between their tokens. Compiled forwards do
-the same in one program; their buffers have their full size from the start.
+Keys and values are in buffers that grow by doubling, up to the length limits: slot i of a row holds its token i. A
+forward gets the slot where each row's block starts, and attends to the slots before it. So a rollback needs no
+operation, and rows of a batch advance by different lengths without holes or padding between their tokens. Compiled
+forwards do the same in one program; their buffers have full size from the start.
 
 Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V vocabulary.
 """
@@ -28,26 +28,26 @@ from draftsmith.decode.cache.rotary import rotary_limit
 from draftsmith.decode.errors import InputError
 
 STEP = 16
-"""Programs attend to a multiple of so many slots, as kernels like their masks."""
+"""Programs attend to a multiple of this many slots, since kernels prefer such masks."""
 SHORT = 128
-"""Tokens of prompts at most that a program reads: of more, products are better left to the library."""
+"""The longest prompts, in tokens, that a program reads; the library's products are better for longer ones."""
 SavedRow = Sequence[SavedLayer | None]
-"""What a row's cache holds, a pair a layer; None where a layer reads an earlier one's."""
+"""A row's cache, a pair a layer; None for a layer that reads an earlier layer's."""
 
 
 class CachedModel:
     """A causal LM and the cache of some rows.
 
     Args:
-        model: a model that `check_rollback` passes.
+        model: a model that `check_rollback` accepts.
         rows: B, rows decoded together.
-        max_length: tokens of a row at most.
-        block: tokens fed in one forward at most, after the prompt; rejected ones need room behind the last length.
+        max_length: the most tokens of a row.
+        block: the most tokens fed in one forward after the prompt; rejected ones need room after the last length.
         compiled: run blocks through the model's compiled program.
-        wants_hidden: keep in `hidden` what the head saw in the last forward.
-        rollback: tokens that may be taken back from one forward to the next; two blocks if None. Layers with a window
-            forget what is further away.
-        wants_features: keep in `features` what leaves the model's layers at these depths in the forwards.
+        wants_hidden: keep the head's input of the last forward in `hidden`.
+        rollback: the most tokens taken back from one forward to the next, which layers with a window must not forget;
+            two blocks if None.
+        wants_features: keep the outputs of the model's layers at these depths in `features`.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class CachedModel:
         self.model, self.compiled, self._rows = model, compiled, rows
         self.wants_hidden = wants_hidden
         self.hidden: Tensor | None = None
-        """Of the positions whose logits the last forward returned, (B, keep, H)."""
+        """The head's input at the positions whose logits the last forward returned, (B, keep, H)."""
         self.likeliest: Tensor | None = None
-        """The likeliest token of each position of the last block, (B, K), where it ran compiled: see `likeliest`."""
+        """The likeliest token at each position of the last block, (B, K), if it ran compiled; see `likeliest`."""
         self.features = Features()
-        """Of all positions of each forward since it was emptied, (B, T, F)."""
+        """The features of all positions, (B, T, F) for each forward since it was last emptied."""
         self._depths = list(wants_features)
         config = model.config.get_text_config()
         slots = max_length + block
@@ -106,16 +106,16 @@ class CachedModel:
         return not self._layers[0].is_initialized
 
     def prefill_texts(self, texts: Sequence[Tensor]) -> None:
-        """Feed texts, B of (T_b,) int64, but for their last tokens, into an empty cache."""
+        """Feed texts, B of (T_b,) int64, without their last tokens, into an empty cache."""
         longest = max(map(len, texts))
         self._check_rotary(min(map(len, texts)) - 1)
         if longest > 1:
             self.prefill(padded(texts, longest)[:, :-1])
 
     def refill(self, rows: Sequence[int], texts: Sequence[Tensor]) -> None:
-        """Feed other texts, of (T_b,) int64, but for their last tokens, to some rows; the others stay as they are.
+        """Feed other texts, of (T_b,) int64, without their last tokens, to some rows; the others stay as they are.
 
-        Layers with a window must not have forgotten anything: `rollback` is the greatest length.
+        It needs `rollback` = the greatest length, so that layers with a window have forgotten nothing.
         """
         fresh = CachedModel(self.model, len(rows), self._last + 1)
         fresh.prefill_texts(texts)
@@ -127,9 +127,9 @@ class CachedModel:
             self._positions[places, :width] = self._range[:width]
 
     def saved(self, row: int, length: int) -> SavedRow:
-        """Return a copy of a row's first slots, with which another cache of the model can begin.
+        """Return a copy of a row's first slots, for another cache of the model to begin with.
 
-        Layers with a window must not have forgotten anything: `rollback` is the greatest length.
+        It needs `rollback` = the greatest length, so that layers with a window have forgotten nothing.
         """
         return [layer.saved(row, length) if layer.is_initialized else None for layer in self._layers]
 
@@ -145,15 +145,10 @@ class CachedModel:
             self._positions[:] = self._range
 
     def prefill(self, tokens: Tensor, keep: int = 1, further: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Feed beginnings of texts, (B, T), padded on the right, into an empty cache.
+        """Feed beginnings of texts, (B, T) int64, padded on the right, into an empty cache.
 
-        Args:
-            tokens: (B, T) int64.
-            keep: how many columns' logits to return, the last ones'.
-            further: inputs of the model's beside tokens, by name, (B, T, …).
-
-        Returns:
-            The logits of the last `keep` columns, (B, keep, V).
+        `further` are the model's other inputs by name, (B, T, …). Returns the logits of the last `keep` columns, (B,
+        keep, V).
         """
         length = tokens.shape[1]
         self._check_rotary(length)
@@ -178,16 +173,16 @@ class CachedModel:
         """Feed a block of tokens to each row.
 
         Args:
-            tokens: (B, K) int64; a row's own block may be shorter: what lies behind it is overwritten later.
-            starts: for each row the slot of its first token; all slots before it are attended to.
-            keep: how many tokens' logits to return, the last ones'; all K if None.
+            tokens: (B, K) int64; a row's own block may be shorter, and the padding after it is overwritten later.
+            starts: the slot of each row's first token; it attends to all slots before it.
+            keep: the number of last tokens whose logits are returned; all K if None.
             visible: which of the last N ≥ K slots up to the block's end each token attends to, (K, N) or (B, K, N)
                 bool; the slots before those are visible to all. Causal if None.
             depths: each token's position beyond its row's start, (K,) or (B, K); 0…K − 1 if None.
-            further: inputs of the model's beside tokens, by name, (B, K, …).
+            further: the model's other inputs by name, (B, K, …).
 
         Returns:
-            (B, keep, V).
+            The logits, (B, keep, V).
         """
         rows, k = tokens.shape
         places = starts if isinstance(starts, Places) else Places(starts, self._device)
@@ -241,7 +236,7 @@ class CachedModel:
             self._positions[rows[:, None], to] = to
 
     def select(self, rows: Sequence[int]) -> None:
-        """Drop all but some rows."""
+        """Keep only some rows."""
         if self.is_empty:
             for layer in self._layers:
                 layer.rows = len(rows)
@@ -252,11 +247,11 @@ class CachedModel:
 
     @property
     def _written(self) -> list[Layer]:
-        """The layers with keys of their own: some models' last layers read an earlier one's (Gemma 3n, Gemma 4)."""
+        """The layers with their own keys; some models' last layers read an earlier layer's (Gemma 3n, Gemma 4)."""
         return [layer for layer in self._layers if layer.is_initialized]
 
     def _check_rotary(self, length: int) -> None:
-        """Look at the shortest text of the first forward: no later one may turn what is cached by other angles."""
+        """Check the shortest text of the first forward: later ones may not turn cached keys by other angles."""
         limit, self._rotary_limit = self._rotary_limit, None
         if limit is None or self._last < limit[1]:
             return
@@ -268,7 +263,7 @@ class CachedModel:
             )
 
     def _placed(self, places: Places, k: int, depths: Tensor | None) -> Tensor:
-        """Say to the layers which slots a block of K tokens goes to; return its positions, (1 or B, K)."""
+        """Set the slots of a block of K tokens for the layers; return its positions, (1 or B, K)."""
         block = self._block
         block.start = places.host[0] if places.alike else None
         block.width = max(places.host) + k
@@ -296,7 +291,7 @@ class CachedModel:
         keep: int,
         further: Mapping[str, Tensor] | None,
     ) -> Tensor:
-        """Run the model; return the logits of the last `keep` columns, and keep the states that are wanted."""
+        """Run the model; return the logits of the last `keep` columns, and keep the wanted states."""
         inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, **(further or {})}
         if keep < tokens.shape[1] and self._keeps:
             # A long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
@@ -324,7 +319,7 @@ class CachedModel:
         further: Mapping[str, Tensor],
         keep: int,
     ) -> Tensor:
-        """Run the program of a block; return the logits, (B, keep, V), and keep the states that are wanted."""
+        """Run the program of a block; return the logits, (B, keep, V), and keep the wanted states."""
         rows, k = tokens.shape
         if visible is None or depths is None:
             given = self._chain(rows, k, keep)
@@ -346,19 +341,19 @@ class CachedModel:
         given: Sequence[Any],
         further: Mapping[str, Tensor],
     ) -> list[Tensor]:
-        """Run a program that feeds a block of tokens to each row, and perhaps what it chooses behind it.
+        """Run a program that feeds a block of tokens to each row, and may choose and feed more tokens after it.
 
         Args:
-            name: of the program, among those of this object.
-            make: returns what it computes, of the model's `BlockForward`; called at its first use.
+            name: the program's key among those of this object.
+            make: turns the model's `BlockForward` into the program's forward; called at its first use.
             tokens: (B, K) int64.
-            places: for each row the slot of its first token.
-            reach: slots from a row's first token on that are written.
-            given: the program's inputs behind the greatest position.
-            further: inputs of the model's beside tokens, by name, (B, K, …).
+            places: the slot of each row's first token.
+            reach: the number of slots written, from a row's first token on.
+            given: the program's inputs after the greatest position.
+            further: the model's other inputs by name, (B, K, …).
 
         Returns:
-            What the program gives.
+            The program's outputs.
         """
         if self.is_empty and not self._made_buffers():  # the model itself makes them
             self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
@@ -384,13 +379,13 @@ class CachedModel:
         return program(*inputs)
 
     def _attended(self, end: int) -> int:
-        """Return how many slots a program attends to, of which the first `end` are filled."""
+        """Return how many slots a program attends to when the first `end` are filled."""
         if self._in_graphs:
             return max(graphs.FEWEST_SLOTS, 1 << (end - 1).bit_length())
         return -(-end // STEP) * STEP
 
     def _made_buffers(self) -> bool:
-        """Make the buffers as those of an earlier cache of the model; say whether there was one."""
+        """Make buffers like those of an earlier cache of the model; return whether there was one."""
         for layer, template in zip(self._layers, self._programs.templates, strict=False):
             if template is not None:
                 layer.lazy_initialization(*template)
@@ -398,14 +393,14 @@ class CachedModel:
 
     @property
     def _is_compiled(self) -> bool:
-        """Whether the model's program for blocks is there already, and what its buffers are like."""
+        """Whether the model's program for blocks is loaded, with templates of its buffers."""
         if not self.compiled or not self._programs.templates:
             return False
         written = [template is not None for template in self._programs.templates]
         return self._programs.has(BlockForward(self.model, (), self._depths, written))
 
     def _chain(self, rows: int, k: int, keep: int) -> list[Tensor]:
-        """Return `visible`, `depths` and `kept` of a chain: see `BlockForward`."""
+        """Return `visible`, `depths` and `kept` of a chain; see `BlockForward`."""
         if (rows, k, keep) not in self._chains:
             visible = torch.ones(rows, k, k, dtype=torch.bool, device=self._device).tril()
             self._chains[rows, k, keep] = [visible, self._range[:k].repeat(rows, 1), self._range[k - keep : k]]
@@ -420,5 +415,5 @@ def _template(layer: Layer) -> tuple[Tensor, Tensor] | None:
 
 
 def padded(texts: Iterable[Tensor], width: int) -> Tensor:
-    """Put token sequences of at most `width` tokens into one tensor, (B, width), with zeros on the right."""
+    """Stack token sequences of at most `width` tokens, (B, width), with zeros on the right."""
     return torch.stack([torch.nn.functional.pad(t, (0, width - len(t))) if len(t) < width else t for t in texts])

@@ -1,8 +1,8 @@
-"""Products of a few rows with a large weight, as compiled programs compute them on CPUs: `product.cpp` beside it.
+"""Products of a few rows with a large weight, for compiled programs on CPUs, by `product.cpp`.
 
-The libraries' kernels are made for many rows: of an AMD processor with AVX2 they take half the memory's speed for one
-row, and twice as long for four. This one reads a weight once, whatever the rows, and takes float32 weights that are
-numbers of bfloat16, as those of most checkpoints are, as such: half the bytes, and the same numbers.
+The libraries' kernels are made for many rows: on an AMD processor with AVX2 they reach half the memory's speed for one
+row, and take twice as long for four. This one reads a weight once for all rows. Float32 weights whose numbers all fit
+bfloat16, as in most checkpoints, are stored as bfloat16: half the bytes, and the same numbers.
 
 Shape suffixes: K inputs, N outputs, O blocks of 16 outputs.
 """
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 16
-"""Outputs that lie together; `BLOCK` of product.cpp."""
+"""Outputs stored together; `BLOCK` of product.cpp."""
 SOURCES = [__file__, str(Path(__file__).with_suffix(".cpp"))]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether products with a weight, (N, K), are computed by this kernel."""
+    """Return whether this kernel computes products with a weight, (N, K)."""
     if weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return False
     # With instructions for tiles of bfloat16 the library's products of many rows are far ahead.
@@ -29,7 +29,7 @@ def packs(weight: Tensor) -> bool:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """Return a weight, (N, K), in blocks of outputs, (O, K, 16), in bfloat16 where no number changes by it."""
+    """Return a weight, (N, K), in blocks of outputs, (O, K, 16), in bfloat16 if that changes no number."""
     halved = weight.to(torch.bfloat16)
     weight = halved if bool((halved.to(weight.dtype) == weight).all()) else weight
     outputs, inputs = weight.shape
@@ -40,16 +40,7 @@ def packed(weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("draftsmith::block_product", mutates_args=())
 def block_product(rows: Tensor, weight: Tensor, outputs: int) -> Tensor:
-    """Return the product of rows with a packed weight: the reference of what programs compute.
-
-    Args:
-        rows: (…, K), contiguous.
-        weight: `packed`, (O, K, 16).
-        outputs: N.
-
-    Returns:
-        (…, N) in the rows' dtype.
-    """
+    """Return rows (…, K) times a packed weight (O, K, 16), as (…, N) in the rows' dtype: the programs' reference."""
     whole = weight.transpose(1, 2).flatten(0, 1)[:outputs]
     return torch.nn.functional.linear(rows, whole.to(rows.dtype))
 
@@ -61,7 +52,7 @@ def _(rows: Tensor, weight: Tensor, outputs: int) -> Tensor:
 
 @lru_cache
 def in_programs() -> dict[str, Any]:
-    """Return the compiler's settings with which programs compute `block_product` by product.cpp."""
+    """Return the compiler's settings by which programs compute `block_product` with product.cpp."""
     source = Path(SOURCES[1]).read_text()
     function = (
         "AOTITorchError aoti_torch_cpu_block_product(AtenTensorHandle rows, AtenTensorHandle weight, int64_t outputs, "

@@ -1,10 +1,10 @@
 """Forwards of a model over its cache, compiled ahead of time (AOTInductor).
 
-One program of a model serves all numbers of rows, blocks and texts: its shapes are symbols. It has no guards: a change
-of the model is looked for once a call of the decoder, not once a forward. Programs are kept on disk without weights,
-so that the next process reads in a moment what took half a minute to compile. On a GPU this has never been run.
+One program of a model serves all numbers of rows, blocks and texts: its shapes are symbols. It has no guards: changes
+of the model are looked for once per call of the decoder, not once per forward. Programs are kept on disk without
+weights, so that the next process loads in a moment what took half a minute to compile. No GPU has ever run this.
 
-What a program computes is a `Forward`.
+A `Forward` defines what a program computes.
 """
 
 import hashlib
@@ -45,29 +45,29 @@ from draftsmith.decode.progress import phase
 FOLDER = "DRAFTSMITH_PROGRAMS"
 """The environment variable that names another folder for compiled programs."""
 SMALL = 4096
-"""Numbers of a kernel at least that a thread is worth waking for."""
+"""The fewest numbers of a kernel that are worth waking a thread for."""
 LITERAL = 256
-"""Numbers of a constant at most that a forward may have beside the model's weights: a literal, not a weight."""
+"""The most numbers of a forward's own constant, which is then a literal and not a weight."""
 UNREADABLE = OSError, RuntimeError, SafetensorError
 SAMPLED = 8
-"""Entries of a weight that are compared to see whether it was changed."""
+"""Entries of a weight that are compared to detect a change."""
 
 
 class NotCompiled(InputError):
-    """A program that is not on disk where none may be compiled."""
+    """A program that is not on disk where nothing may be compiled."""
 
 
 _may_compile = True
 
 
 def may_compile() -> bool:
-    """Return whether a program that is not on disk is compiled: not within `nothing_compiled`."""
+    """Return whether missing programs are compiled, which `nothing_compiled` forbids."""
     return _may_compile
 
 
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Within it programs are read from disk, and one that is not there raises `NotCompiled`."""
+    """Read programs from disk only in this block; a missing one raises `NotCompiled`."""
     global _may_compile
     _may_compile = False
     try:
@@ -82,11 +82,7 @@ class Program:
     def __init__(self, model: nn.Module, forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]):
         """Read the program from disk, or compile it.
 
-        Args:
-            model: the forward's.
-            forward: what to compute.
-            example: its inputs, of any sizes.
-            weights: see `use`.
+        `example` holds the forward's inputs, of any sizes; for `weights` see `use`.
 
         Raises:
             InputError: a forward that cannot be traced, or a folder that cannot be written.
@@ -129,7 +125,7 @@ class Program:
             self._graphs.clear()
 
     def __call__(self, *inputs: Any) -> list[Tensor]:
-        """Run it with the inputs of its `Forward`."""
+        """Run the program with the inputs of its `Forward`."""
         return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> list[Tensor]:
@@ -137,7 +133,7 @@ class Program:
 
 
 def flattened(nested: Sequence[Any]) -> list[Any]:
-    """Return the inputs of a program, or what belongs to each, without lists inside."""
+    """Return a program's inputs, or values for each input, without inner lists."""
     flat: list[Any] = []
     for given in nested:
         if isinstance(given, list):
@@ -155,11 +151,11 @@ class Programs:
         self._watch = _Watch()
         self._weights: dict[str, Tensor] = {}  # one copy for all programs
         self.templates: list[tuple[Tensor, Tensor] | None] = []
-        """Empty keys and values of each layer, (0, H, 0, D), for its buffers; none before the model's first forward."""
+        """Empty keys and values of each layer, (0, H, 0, D), for its buffers; empty before the first forward."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "Programs":
-        """Return the programs of a model, with its present weights; none where its structure has changed."""
+        """Return the programs of a model, with its present weights; empty if its structure has changed."""
         programs = _PROGRAMS.setdefault(model, cls())
         other_structure, other_weights = programs._watch.look(model)
         if other_structure:
@@ -172,11 +168,11 @@ class Programs:
         return programs
 
     def has(self, forward: Forward) -> bool:
-        """Whether the program of a forward of the model is there already."""
+        """Return whether the program of a forward of the model is loaded."""
         return (forward.key, torch.get_num_threads()) in self._programs
 
     def get(self, forward: Forward, example: Sequence[Any]) -> Program:
-        """Return the program of a forward of the model; it is made at its first use, for inputs like these."""
+        """Return the program of a forward of the model, made at its first use with inputs like `example`."""
         key = forward.key, torch.get_num_threads()
         if key not in self._programs:
             self._weights = self._weights or laid_out(forward.model)
@@ -188,13 +184,13 @@ _PROGRAMS: "weakref.WeakKeyDictionary[nn.Module, Programs]" = weakref.WeakKeyDic
 
 
 def folder() -> Path:
-    """Return where programs are kept: $DRAFTSMITH_PROGRAMS, or draftsmith/programs in the user's cache."""
+    """Return the folder of programs: $DRAFTSMITH_PROGRAMS, or draftsmith/programs in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(FOLDER) or Path(cache) / "draftsmith" / "programs")
 
 
 def on_disk(forward: Forward) -> bool:
-    """Return whether a program is kept on disk, so that no process needs to compile it."""
+    """Return whether a program is on disk, so that no process needs to compile it."""
     return _path(forward).exists()
 
 
@@ -203,18 +199,12 @@ def _path(forward: Forward) -> Path:
 
 
 def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]) -> Any:
-    """Trace a forward, with symbols for the axes that vary; its linear layers have their weights laid out for it.
+    """Trace a forward into a `torch.export.ExportedProgram`, with symbols for the varying axes.
 
-    Args:
-        forward: what to trace.
-        example: its inputs, of any sizes.
-        weights: of its model, as `laid_out` gives them.
-
-    Returns:
-        A `torch.export.ExportedProgram`.
+    `example` holds its inputs, of any sizes. `weights` are its model's, from `laid_out`.
 
     Raises:
-        InputError: a forward that cannot be traced, such as one that decides by its tokens.
+        InputError: a forward that cannot be traced, such as one that branches on its tokens.
     """
     from torch.export import Dim, export
     from torch.fx.experimental import _config
@@ -251,7 +241,7 @@ def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Ten
 
 
 def _write(program: Any, forward: Forward, path: Path) -> None:
-    """Compile what was exported, and write it, and beside it the constants that are not the model's."""
+    """Compile an exported program, and write it with its constants that are not the model's."""
     model = forward.model
     known = tensors(model)
     own = {
@@ -289,14 +279,14 @@ def _write(program: Any, forward: Forward, path: Path) -> None:
 
 
 def _alone(path: Path) -> FileLock:
-    """Return a lock for the process that makes a program: two that do would write the same files of the compiler's."""
+    """Return the lock for making a program: two processes would write the same files of the compiler."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # a second
 
     return FileLock(Path(cache_dir()) / f"{path.stem}.lock")
 
 
 class _Watch:
-    """Tells whether a model has changed since it was last looked at, in a fraction of a millisecond."""
+    """Detects whether a model has changed since the last look, in a fraction of a millisecond."""
 
     def __init__(self) -> None:
         self._structure: Any = None
@@ -327,7 +317,7 @@ class _Watch:
 
 
 def _sampled(tensor: Tensor) -> np.ndarray | None:
-    """Return a view of some entries: a change through `.data` leaves no other trace."""
+    """Return a view of some entries, the only trace of a change through `.data`."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return None
     bits = BITS.get(tensor.element_size())
@@ -338,7 +328,7 @@ def _sampled(tensor: Tensor) -> np.ndarray | None:
 
 
 def _numbers(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return what a module computes with beside tensors, such as the scales of adapters: numbers and words in it."""
+    """Return a module's plain attributes that it may compute with, such as the scales of adapters."""
     return [
         (name, value if type(value) in PLAIN else repr(value))
         for name, value in vars(module).items()
@@ -353,7 +343,7 @@ def _is_plain(value: Any) -> bool:
 
 
 NAME = "name_or_path"
-"""Of where a model was read from: one of the same shape from elsewhere has the same programs."""
+"""The config's field for the model's source: equal models from elsewhere have the same programs."""
 PLAIN, NESTED = {bool, int, float, str, type(None)}, {list, tuple, dict}
 
 
@@ -364,12 +354,12 @@ def _config(model: nn.Module) -> str:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where a model lies; a module without tensors runs on the CPU."""
+    """Return the device of a model; a module without tensors runs on the CPU."""
     return next((tensor.device for tensor in tensors(model).values()), torch.device("cpu"))
 
 
 def _key(model: nn.Module, forward: Forward) -> str:
-    """Return the name of a program: another one for whatever would make another program."""
+    """Return the name of a program, a digest of everything that shapes it."""
     modules, device = list(model.named_modules()), device_of(model)
     classes = {type(module) for _, module in modules} | set(type(forward).__mro__)
     sources = {path for kind in classes if (path := _own_source(kind))} | {*_CORE, *forward.sources}
@@ -394,7 +384,7 @@ _CORE = [__file__, *(inspect.getfile(module) for module in (Layer, Masks, Groupe
 
 
 def _own_source(kind: type) -> str | None:
-    """Return the file of a module class that no library's version stands for."""
+    """Return the file of a module class, unless a library's version identifies it."""
     if kind.__module__.partition(".")[0] in ("torch", "transformers"):
         return None
     try:

@@ -1,8 +1,8 @@
-"""Rotary frequencies that change with the length of a text: in a batch, each text has those that it would have alone.
+"""Rotary frequencies that change with the length of a text, as each text of a batch has them alone.
 
-The library takes one length for all rows, that of the longest text of a forward (longrope), or of all forwards since a
-short one (dynamic). Here hooks on the embeddings take that of each text. A text begins at position 0: a row, or a
-sample of a packed row. Shape suffixes: B rows, T positions, D of a head.
+The library takes one length for all rows: the longest text of a forward (longrope), or of all forwards since a short
+one (dynamic). Here hooks on the embeddings take each text's own. A text begins at position 0: a row, or a sample of a
+packed row. Shape suffixes: B rows, T positions, D of a head.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 
 def rotary_limit(model: PreTrainedModel) -> tuple[str, int] | None:
-    """Return the rope type and the length that its frequencies change at; None where they never do."""
+    """Return the rope type and the length at which its frequencies change; None where they never do."""
     config = model.config.get_text_config()
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -28,7 +28,7 @@ def rotary_limit(model: PreTrainedModel) -> tuple[str, int] | None:
 
 
 def rotate_by_text(model: nn.Module) -> bool:
-    """Have frequencies that change with the length follow each text's own, from now on; say whether there are any."""
+    """Let length-dependent frequencies follow each text's own length from now on; return whether there are any."""
     embeddings = [module for module in model.modules() if _kinds(module) & {"longrope", "dynamic"}]
     for module in embeddings:
         if _by_text not in module._forward_hooks.values():
@@ -37,12 +37,9 @@ def rotate_by_text(model: nn.Module) -> bool:
 
 
 def own_positions(model: nn.Module, lengths: Sequence[int], ids_BT: Tensor) -> dict[str, Tensor]:
-    """Return the `position_ids` (B, T) with which texts padded on the right are read as alone; none where none matter.
+    """Return the `position_ids` (B, T) by which right-padded texts are read as alone; empty where they do not matter.
 
-    Args:
-        model: reads the texts; its frequencies follow them from now on.
-        lengths: tokens of each of the B texts.
-        ids_BT: the texts.
+    From now on the model's frequencies follow the texts. `lengths` are the tokens of each of the B texts.
     """
     if not rotate_by_text(model):
         return {}
@@ -56,7 +53,7 @@ def _kinds(module: nn.Module) -> set[str]:
 
 
 def _by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Turn each text by its own length: a hook on a rotary embedding."""
+    """Turn each text by its own length, as a forward hook of a rotary embedding."""
     inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     positions_BT, layer_type = inputs["position_ids"], inputs.get("layer_type")
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]

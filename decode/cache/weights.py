@@ -1,7 +1,7 @@
-"""The weights that compiled forwards compute with on CPUs: copies that are laid out for blocks of a few tokens.
+"""The weights of compiled forwards on CPUs: copies laid out for blocks of a few tokens.
 
-Such a block reads every weight for little arithmetic: weights lie in the order in which `product` reads them, and
-linear layers that see the same input are one product.
+Such a block reads every weight for little arithmetic: weights are stored in the order in which `product` reads them,
+and linear layers with the same input are one product.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftsmith.decode.cache.product import block_product, packed, packs
 
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-"""Names of linear layers in one module that see the same input, in most families."""
+"""Names of linear layers in one module that have the same input, in most families."""
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -24,17 +24,15 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Group:
-    """Linear layers that are one product."""
+    """Linear layers that are one product; `names` are in the parent, and `path` is the first one's in the model."""
 
     parent: nn.Module
     names: tuple[str, ...]
-    """In the parent."""
     path: str
-    """Of the first one in the model."""
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers."""
+        """The linear layers."""
         return [self.parent._modules[name] for name in self.names]  # type: ignore[misc]
 
     def laid_out(self) -> dict[str, Tensor]:
@@ -48,7 +46,7 @@ class Group:
 
 
 def groups(model: nn.Module) -> Iterator[Group]:
-    """Yield a model's linear layers on a CPU, together where they see the same input."""
+    """Yield a model's linear layers on a CPU, grouped where they have the same input."""
     for path, parent in model.named_modules():
         plain = {name for name, child in parent._modules.items() if _is_plain(child)}
         for names in (*(names for names in TOGETHER if _alike(parent, names, plain)), *((name,) for name in plain)):
@@ -74,7 +72,7 @@ def _alike(parent: nn.Module, names: Sequence[str], plain: set[str]) -> bool:
 
 
 def laid_out(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that lends them: see `lent`. The copies take the weights' memory again."""
+    """Return a model's tensors for `lent`; the copies take the weights' memory again."""
     given = {name: tensor.detach() for name, tensor in tensors(model).items()}
     for group in groups(model):
         given |= group.laid_out()
@@ -83,7 +81,7 @@ def laid_out(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def lent(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let linear layers compute with weights as `laid_out` gives them, in this block."""
+    """Let linear layers compute with weights from `laid_out` in this block."""
     changed: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for group in list(groups(model)):
@@ -121,7 +119,7 @@ class _Whole(nn.Module):
         self._last = _Last()
 
     def part(self, index: int, inputs: Tensor) -> Tensor:
-        """Return what one of the layers gives: the product is computed once for an input."""
+        """Return one layer's output; the product is computed once for an input."""
         if self._last.inputs is not inputs:
             self._last.inputs = inputs
             self._last.parts = self._product(inputs).split(self.sizes, dim=-1)
@@ -138,7 +136,7 @@ class _Whole(nn.Module):
 
 
 class _Part(nn.Module):
-    """One of the other layers."""
+    """One of the other layers of a group."""
 
     def __init__(self, whole: _Whole, index: int):
         super().__init__()

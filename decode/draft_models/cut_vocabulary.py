@@ -1,10 +1,10 @@
-"""Drafts with a cut vocabulary: a head over the tokens that texts need most (FR-Spec, arXiv 2502.14856, section 3).
+"""Drafts with a cut vocabulary: a head over the most frequent tokens (FR-Spec, arXiv 2502.14856, section 3).
 
-Of a small draft with a large vocabulary the head is most of what a forward reads. Few tokens make up most of any text,
-so a draft whose head knows those alone is much faster and agrees nearly as often. What it can't propose has q = 0.
+The head of a small draft with a large vocabulary is most of what a forward reads. Few tokens make up most of any text,
+so a draft whose head knows only those is much faster and agrees nearly as often. Tokens outside have q = 0.
 
 Such a draft is an ordinary model directory with its whole embeddings and head, and the ids of the D tokens in
-config.json. Its head is cut in memory where it drafts. Shape suffixes: H hidden, V vocabulary, D tokens that it drafts.
+config.json. Its head is cut in memory for drafting. Shape suffixes: H hidden, V vocabulary, D drafted tokens.
 """
 
 from typing import Any
@@ -21,11 +21,9 @@ SOFTCAP = "final_logit_softcapping"
 
 
 def kept_tokens(config: PretrainedConfig, field: str = "draft") -> Tensor | None:
-    """Return the tokens that a draft proposes, (D,) int64 on the CPU; None where they are all.
+    """Return the tokens that a draft proposes, (D,) int64 on the CPU; None where it proposes all.
 
-    Args:
-        config: the draft's, or its text model's.
-        field: what to call it in the error message.
+    `config` is the draft's or its text model's; messages begin with `field`.
 
     Raises:
         InputError: the list is not of at least two ascending ids below the vocabulary's size.
@@ -41,12 +39,10 @@ def kept_tokens(config: PretrainedConfig, field: str = "draft") -> Tensor | None
 
 
 class CutHead(nn.Linear):
-    """A head that computes D logits and gives −∞ for all other tokens, so that whoever reads them sees V.
+    """A head that computes D logits and gives −∞ for all other tokens, so that its output has V logits.
 
-    Args:
-        head: the whole head, a linear map, of which the D rows are copied.
-        tokens_D: ids, int64.
-        softcap: bounds the D logits, where the family does so; behind this head −∞ would become finite.
+    `head` is the whole head, a linear map, whose D rows are copied. `softcap` bounds the D logits in families that do
+    so; applied after this head it would make −∞ finite.
     """
 
     def __init__(self, head: nn.Module, tokens_D: Tensor, softcap: float | None = None):
@@ -62,7 +58,7 @@ class CutHead(nn.Linear):
         self.vocab_size, self.softcap = len(weight), softcap
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits, (…, V), of hidden states (…, H)."""
+        """Return logits, (…, V), for hidden states (…, H)."""
         logits = super().forward(hidden)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
@@ -73,7 +69,7 @@ class CutHead(nn.Linear):
 def cut_head(model: PreTrainedModel, field: str = "draft") -> PreTrainedModel:
     """Cut a loaded draft's head to the tokens that its config lists, in place, and return the draft.
 
-    For inference: it can no longer be trained or saved. One that lists none stays as it is.
+    The draft is then for inference only: it cannot be trained or saved. A draft without a list stays whole.
 
     Raises:
         InputError: as `kept_tokens`.
@@ -88,5 +84,5 @@ def cut_head(model: PreTrainedModel, field: str = "draft") -> PreTrainedModel:
 
 
 def has_whole_head(model: PreTrainedModel) -> bool:
-    """Say whether a draft with a cut vocabulary still has its whole head."""
+    """Return whether a draft with a cut vocabulary still has its whole head."""
     return kept_tokens(model.config) is not None and not isinstance(model.get_output_embeddings(), CutHead)

@@ -7,14 +7,10 @@ from draftsmith.decode.tree import Tree
 
 
 def searched_tree(config: PretrainedConfig, key: str) -> Tree | None:
-    """Return the tree of a drafter's config; None where it has none, and the drafter drafts chains.
-
-    Args:
-        config: of the drafter.
-        key: of the tree's choices: see `Tree.from_choices`.
+    """Return the tree whose choices (see `Tree.from_choices`) a drafter's config has under `key`; None for chains.
 
     Raises:
-        InputError: the config says something else than a tree.
+        InputError: the config has no valid tree there.
     """
     choices = getattr(config.get_text_config(), key, None)
     if choices is None:

@@ -1,4 +1,4 @@
-"""The logits that are tokens, and texts with tokens that have none."""
+"""Logits that belong to tokens, and tokens without a logit."""
 
 from collections.abc import Sequence
 
@@ -8,29 +8,18 @@ from draftsmith.decode.errors import InputError
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> int:
-    """Return how many of a model's logits are tokens of its tokenizer, from the first: those behind them are padding.
+    """Return how many of a model's logits belong to its tokenizer's tokens; later ones are padding.
 
-    A tokenizer may have tokens behind all logits, as multimodal ones do (Gemma 3's `<image_soft_token>`): no text that
-    a model writes has them.
-
-    Args:
-        tokenizer: the model's.
-        config: the model's, which says how many logits there are.
+    A tokenizer may have tokens after the last logit, as multimodal ones do (Gemma 3's `<image_soft_token>`); no text
+    that a model writes has them.
     """
     return min(max(tokenizer.get_vocab().values()) + 1, config.get_text_config().vocab_size)
 
 
 def require_logits(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int, what: str) -> None:
-    """Require that a model has a logit for every token of a text.
+    """Raise an `InputError` that names the first token of a text for which a model has no logit.
 
-    Args:
-        ids: the text's tokens.
-        tokenizer: the model's.
-        vocab_size: how many logits, and so embeddings, it has.
-        what: the text's name, for the message.
-
-    Raises:
-        InputError: names the first such token.
+    `vocab_size` is its number of logits, and so of embeddings; `what` names the text in the message.
     """
     beyond = next((token for token in ids if token >= vocab_size), None)
     if beyond is not None:

@@ -1,8 +1,7 @@
 """Acceptance rules, as pure functions of tensors.
 
-p: the target's distributions, q: the drafter's, both after the same warping. Row 0 of p belongs to the root, the last
-token of the text, and row i + 1 to node i of the draft's tree: the distribution of the token after it. Shape suffixes:
-K drafted tokens, V vocabulary.
+p is the target's distribution and q the drafter's, both after the same warping. Row 0 of p follows the root, the text's
+last token, and row i + 1 follows node i of the draft's tree. Shape suffixes: K drafted tokens, V vocabulary.
 """
 
 import math
@@ -25,19 +24,16 @@ Value = TypeVar("Value", covariant=True)
 class ByNode(Protocol[Value]):
     """Values of the root and the nodes of a draft, such as a list or the rows of a tensor (K + 1, V).
 
-    One that computes its values lazily computes each once.
+    A lazy implementation computes each value once.
     """
 
     def __getitem__(self, place: int) -> Value: ...
 
 
 def accept_greedy(chosen: ByNode[int], drafted: Sequence[int], tree: Tree) -> tuple[list[int], int]:
-    """The exact rule at T=0, where p and q are one-hot: accept while the draft names the target's argmax.
+    """Accept while the draft names the target's argmax: the exact rule at T=0, where p and q are one-hot.
 
-    Args:
-        chosen: the target's argmax tokens, K + 1 of them. Those of the root and of accepted nodes are looked at.
-        drafted: the drafted tokens, K.
-        tree: the draft's shape.
+    `chosen` has the target's argmax tokens, K + 1 of them; only those of the root and of accepted nodes are read.
 
     Returns:
         The accepted nodes, from the root's child down, and the token to emit after them.
@@ -55,23 +51,23 @@ def accept_greedy(chosen: ByNode[int], drafted: Sequence[int], tree: Tree) -> tu
 def accept_exact(
     p: ByNode[Tensor], q: Tensor | None, drafted: Tensor, tree: Tree, generator: torch.Generator | None = None
 ) -> tuple[list[int], Tensor]:
-    """Speculative sampling on a tree: recursive rejection, sibling by sibling, down from the root.
+    """Verify a tree by speculative sampling: recursive rejection, sibling by sibling, down from the root.
 
     At each node the first child's token x is accepted with probability min(1, p(x)/q(x)). If it is rejected, p becomes
-    the residual norm(max(0, p − q)), and the next sibling is tried against it with the q that it was drawn from, which
-    no longer holds the earlier siblings; when none is left, the token to emit is drawn from the residual. After a leaf
-    a bonus token is drawn from p. Each emitted token has distribution p, whatever q is. A chain is the case of one
-    child (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2; siblings: Miao et al. 2023, SpecInfer,
-    algorithm 2; without replacement: Chen et al. 2024, Sequoia, algorithm 2).
+    the residual norm(max(0, p − q)), and the next sibling is tried against it with its own q, which no longer holds the
+    earlier siblings. When no sibling is left, the token to emit is drawn from the residual. After a leaf a bonus token
+    is drawn from p. Each emitted token has distribution p, for any q. A chain is the case of one child (Leviathan et
+    al. 2023, algorithm 1; Chen et al. 2023, algorithm 2; siblings: Miao et al. 2023, SpecInfer, algorithm 2; without
+    replacement: Chen et al. 2024, Sequoia, algorithm 2).
 
-    Where q is not a number nothing was drawn, as where it is zero: the token is rejected, p stays as it is, and a
-    warning says so. p must be finite.
+    Where q is NaN nothing was drawn, as where it is zero: the token is rejected, p stays as it is, and a warning is
+    given. p must be finite.
 
     Args:
-        p: K + 1 of (V,). Those of the root and of accepted nodes are looked at.
+        p: K + 1 of (V,); only those of the root and of accepted nodes are read.
         q: the distribution that each node's token was drawn from, (K, V): for a later sibling q without the earlier
-            siblings' tokens, renormalised; all zero where no token was left. None where the draft is deterministic
-            (q one-hot); then siblings must be distinct.
+            siblings' tokens, renormalised; all zero where no token was left. None where the draft is deterministic (q
+            one-hot); then siblings must be distinct.
         drafted: the drafted tokens, (K,).
         tree: the draft's shape.
         generator: the source of randomness; the global one if None.
@@ -108,19 +104,19 @@ def accept_exact(
 def accept_exact_chains(
     p_BKV: Tensor, q_BKV: Tensor | None, drafted_BK: Tensor, r_BK: Tensor, u_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`accept_exact` for the chains of a whole batch at once, without a look at any value on the host.
+    """Return `accept_exact` of a whole batch's chains, computed without reading any value on the host.
 
     Shape suffixes: B rows, K drafted tokens, V vocabulary.
 
     Args:
         p_BKV: the target's distributions, (B, K + 1, V).
-        q_BKV: what the tokens were drawn from, (B, K, V); None where every draft is deterministic.
-        drafted_BK: the drafted tokens; a shorter chain is filled up with any.
-        r_BK: uniform on [0, 1); 1 behind the end of a shorter chain.
+        q_BKV: the drafter's distributions, (B, K, V); None where every draft is deterministic.
+        drafted_BK: the drafted tokens; a shorter chain is filled up with any token.
+        r_BK: uniform on [0, 1); 1 after the end of a shorter chain.
         u_B: uniform on [0, 1), float64, for the last token.
 
     Returns:
-        How many tokens are accepted, (B,), and the token after them, (B,).
+        The number of accepted tokens, (B,), and the token after them, (B,).
     """
     rows = torch.arange(p_BKV.shape[0], device=p_BKV.device)  # not `len`, which a trace takes for a constant
     drafted_BK1 = drafted_BK[..., None]
@@ -147,19 +143,19 @@ def accept_exact_chains(
 def accept_siblings(
     p_M: Floats, q_M: Floats | None, places: Sequence[int], r: Sequence[float]
 ) -> tuple[int | None, Floats]:
-    """`accept_exact` among the siblings of one node, on the tokens that q may name: the rest of p never changes.
+    """Return `accept_exact` among the siblings of one node, on the M tokens that q supports.
 
-    Shape suffix: M tokens, the support of q; of a deterministic draft its own tokens.
+    Other tokens of p never change. For a deterministic draft the M tokens are its own.
 
     Args:
-        p_M: the target's probabilities of these tokens; all others have what is left to 1 together.
+        p_M: the target's probabilities of these tokens; the other tokens have the rest of 1.
         q_M: the distribution that the first sibling was drawn from; None where the draft is deterministic.
-        places: each sibling's place among the M tokens.
+        places: each sibling's index among the M tokens.
         r: uniform on [0, 1), for each sibling.
 
     Returns:
-        Which sibling is accepted, or None, and the residual of these tokens on the scale of `p_M`, (M,), beside which
-        what lies outside of them is as likely as before.
+        The accepted sibling, or None, and the residual of these tokens on the scale of `p_M`, (M,); the probabilities
+        outside the support keep their ratio to it.
     """
     p_M = p_M.astype(np.float64)
     outside = max(0.0, 1.0 - float(p_M.sum()))
@@ -184,21 +180,16 @@ def accept_siblings(
 
 
 def residual_rows(p_BV: Tensor, q_BV: Tensor) -> Tensor:
-    """Return `residual` of each row: max(0, p − q), (B, V), or p where that leaves no mass."""
+    """Return `residual` of each row, max(0, p − q), (B, V), or p where that leaves no mass."""
     rest_BV = (p_BV - q_BV).clamp_(min=0.0)
     return torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
 
 
 def residual(p: Tensor, q: Tensor | None, x: Tensor) -> Tensor:
-    """Return max(0, p − q), the unnormalised distribution of the token that replaces a rejected draft.
+    """Return max(0, p − q), (V,), the unnormalised distribution of the token that replaces the rejected x.
 
-    Args:
-        p: the target's distribution, (V,); it is left as it is.
-        q: the drafter's, (V,), or None for a one-hot one on x.
-        x: the rejected token, a scalar.
-
-    Returns:
-        (V,); where rounding leaves no mass at all (p = q, whose rejection has probability zero), p itself.
+    q is None for one-hot on x. Where rounding leaves no mass (p = q, where rejection has probability zero) it returns
+    p, which is never written to.
     """
     rest = p.scatter(0, x.view(1), 0.0) if q is None else (p - q).clamp(min=0.0)
     return rest if bool(rest.any()) else p

@@ -1,4 +1,4 @@
-"""Drafts judged under sampling by programs: from the target's logits to what the host has to know, in one call.
+"""Compiled verdicts under sampling: from the target's logits to the host's few numbers in one call.
 
 Shape suffixes: B rows, K drafted tokens, V vocabulary.
 """
@@ -20,18 +20,11 @@ from draftsmith.decode.sampling import draw_rows
 
 
 def chain_packet(scores_BKV: Tensor, drafted_BK: Tensor, q_BKV: Tensor | None, r_BK: Tensor, u_B: Tensor) -> Tensor:
-    """Return what the host has to know of chains under the exact rule.
-
-    Args:
-        scores_BKV: the target's processed logits, (B, K + 1, V).
-        drafted_BK: see `accept_exact_chains`, and all that follow.
-        q_BKV: see there.
-        r_BK: see there.
-        u_B: see there.
+    """Return the exact rule's results for chains, from processed logits (B, K + 1, V); see `accept_exact_chains`.
 
     Returns:
-        (B, 4 + K) int64: how many tokens are accepted, the token after them, whether p is not a number there, whether q
-        is not a number anywhere, and the drafted tokens.
+        (B, 4 + K) int64: the number of accepted tokens, the token after them, whether p is NaN there, whether q is NaN
+        anywhere, and the drafted tokens.
     """
     p_BKV = scores_BKV.softmax(-1)
     count_B, token_B = accept_exact_chains(p_BKV, q_BKV, drafted_BK, r_BK, u_B)
@@ -42,7 +35,7 @@ def chain_packet(scores_BKV: Tensor, drafted_BK: Tensor, q_BKV: Tensor | None, r
 
 
 def drawn_packet(scores_BV: Tensor, u_B: Tensor) -> Tensor:
-    """Return a token of each row drawn from its scores, (B,) int64; `NO_TOKEN` where they are not numbers."""
+    """Return a token drawn from each row's scores, (B,) int64; `NO_TOKEN` where they are NaN."""
     p_BV = scores_BV.softmax(-1)
     return torch.where(p_BV[:, 0].isnan(), NO_TOKEN, draw_rows(p_BV, u_B))
 
@@ -51,9 +44,9 @@ class Judgement(Forward):
     """A function of the target's logits at a temperature.
 
     Args:
-        function: of the processed logits and further inputs; gives one tensor.
-        key: what it depends on beside its inputs: see `Forward`.
-        axes: those that vary of the logits and the further inputs.
+        function: takes the processed logits and other tensors, and returns one tensor.
+        key: its dependencies in addition to its inputs; see `Forward`.
+        axes: the axes that vary, of the logits and the other tensors.
     """
 
     sources = tuple(inspect.getfile(module) for module in (sampling, acceptance))
@@ -64,7 +57,7 @@ class Judgement(Forward):
 
     @property
     def title(self) -> str:
-        """What is compiled, for whoever waits."""
+        """The name of the program in progress messages."""
         return "the rule for sampling"
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -73,7 +66,7 @@ class Judgement(Forward):
         return logits, {}, further
 
     def forward(self, logits: Tensor, temperature: Tensor, further: list[Tensor]) -> list[Tensor]:
-        """Return what the function gives, alone; the logits are (B, …, V) of any dtype."""
+        """Return the function's result; the logits are (B, …, V) of any dtype."""
         scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return [self._function(scores / temperature, *further)]
 
@@ -81,7 +74,7 @@ class Judgement(Forward):
 def judged_chains(
     logits: Tensor, temperature: float, drafted: Tensor, q: Tensor | None, r: Tensor, u: Tensor
 ) -> Tensor:
-    """Return `chain_packet` of logits, (B, K + 1, V), K > 0, at a temperature, by a program."""
+    """Return `chain_packet` of logits, (B, K + 1, V), K > 0, at a temperature, computed by a program."""
     block, chains, rows = {0: "b", 1: "j"}, {0: "b", 1: "k"}, {0: "b"}
     if q is None:
         return _judged(_certain_chains, (block, chains, chains, rows), temperature, logits, drafted, r, u)
@@ -97,7 +90,7 @@ def _certain_chains(scores: Tensor, drafted: Tensor, r: Tensor, u: Tensor) -> Te
 
 
 def drawn_tokens(logits: Tensor, temperature: float, u: Tensor) -> Tensor:
-    """Return `drawn_packet` of logits, (B, V), at a temperature, by a program."""
+    """Return `drawn_packet` of logits, (B, V), at a temperature, computed by a program."""
     return _judged(drawn_packet, ({0: "b"}, {0: "b"}), temperature, logits, u)
 
 

@@ -1,4 +1,4 @@
-"""Rules of acceptance: the lossless one, and lossy ones that say how far they depart from p."""
+"""Rules of acceptance: the lossless one, and lossy ones that report how far they depart from p."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from draftsmith.decode.tree import ROOT, Tree
 
 
 class Rule(ABC):
-    """Verifies drafts."""
+    """A rule that verifies drafts."""
 
     lossy: bool
     """Whether the output's distribution may differ from the target's. Lossy rules verify no drawn siblings."""
@@ -34,14 +34,10 @@ class Rule(ABC):
     def verify(
         self, sampler: Sampler, logits: Tensor, contexts: Sequence[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
-        """Return which of one row's drafted tokens are accepted, and the token after them.
+        """Return the accepted drafted tokens of one row, and the token after them.
 
-        Args:
-            sampler: how the target's logits become p.
-            logits: the target's, (K + 1, V), the root's first.
-            contexts: the tokens before each of them, for processors that look at them.
-            proposal: the draft of K tokens.
-            generator: the row's source of randomness.
+        `logits` are the target's, (K + 1, V), the root's first. `contexts` are the tokens before each of these
+        positions, for processors that read them.
         """
 
     def verify_batch(
@@ -53,15 +49,10 @@ class Rule(ABC):
         generators: Sequence[Generator],
         likeliest: Tensor | None = None,
     ) -> list[Verdict]:
-        """Return `verify`'s verdict for each row; a rule that can verify all rows at once does so here.
+        """Return each row's verdict; a rule that can verify all rows at once overrides this.
 
-        Args:
-            samplers: each row's.
-            logits: the target's, (B, K + 1, V), where K is the largest draft's tokens.
-            contexts: each row's.
-            proposals: each row's.
-            generators: each row's.
-            likeliest: the greatest logits' tokens, (B, K + 1), where the target ran compiled; `NO_TOKEN` for NaN.
+        `logits` are (B, K + 1, V) for the largest draft's K tokens. `likeliest` are the tokens of the greatest logits,
+        (B, K + 1), `NO_TOKEN` for NaN, where the target ran compiled.
         """
         rows = zip(samplers, logits, contexts, proposals, generators, strict=True)
         return [
@@ -72,7 +63,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class Exact(Rule):
-    """The lossless rule: the output has the target's distribution, whatever was drafted (see `accept_exact`)."""
+    """The lossless rule: the output has the target's distribution for any draft (see `accept_exact`)."""
 
     lossy = False
 
@@ -81,7 +72,7 @@ class Exact(Rule):
     ) -> Verdict:
         """Accept by rejection sampling, or at T=0 while the draft names the argmax.
 
-        Only the contexts on the accepted path are processed: what the processors cost is paid for them alone.
+        Processors run only for the contexts on the accepted path.
         """
         p = Processed(sampler, logits, contexts)
         if not sampler.do_sample:
@@ -101,7 +92,7 @@ class Exact(Rule):
         generators: Sequence[Generator],
         likeliest: Tensor | None = None,
     ) -> list[Verdict]:
-        """Verify all rows at once where processors look at nothing but the scores: one transfer for all of them."""
+        """Verify all rows at once, with one transfer, where processors read nothing but the scores."""
         sampler = samplers[0]
         if not sampler.context_free:
             return super().verify_batch(samplers, logits, contexts, proposals, generators)
@@ -124,7 +115,7 @@ class Exact(Rule):
 class Threshold(Rule):
     """Lossy: accept a drafted token while the target's probability of it is above a level.
 
-    In a tree the longest accepted path wins. At T=0 the probability is that of the processed logits at temperature 1.
+    In a tree the longest accepted path wins. At T=0 the processed logits give the probability at temperature 1.
     """
 
     level: float = 0.3
@@ -135,7 +126,7 @@ class Threshold(Rule):
             raise InputError(f"level: expected at least 0 and less than 1, found {self.level}")
 
     def levels(self, p: Tensor) -> Tensor:
-        """Return the level for each context's distribution p, (K + 1, V) → (K + 1,)."""
+        """Return the level for each distribution p, (K + 1, V) → (K + 1,)."""
         return p.new_full(p.shape[:1], self.level)
 
     def verify(
@@ -171,9 +162,9 @@ class Threshold(Rule):
 
 @dataclass(frozen=True)
 class Typical(Threshold):
-    """Lossy: typical acceptance (Cai et al. 2024, section 2.3.1): the level is min(ε, δ·exp(−H(p))).
+    """Lossy: typical acceptance (Cai et al. 2024, section 2.3.1), with level min(ε, δ·exp(−H(p))).
 
-    `level` is ε; H is the entropy of p, so that less likely tokens pass where the target is unsure.
+    `level` is ε, and H the entropy of p: less likely tokens pass where the target is unsure.
     """
 
     level: float = 0.09
@@ -192,10 +183,10 @@ class Typical(Threshold):
 
 @dataclass(frozen=True)
 class Cascade(Rule):
-    """Lossy: drafted tokens stand unverified while the drafter is confident; the target speaks where it is not.
+    """Lossy: drafted tokens are accepted unverified while the drafter is confident; after that the target decides.
 
-    Confidence is max q, the probability of the drafter's most likely token. The target's forward over the tokens that
-    stand is needed for its cache anyway, so the departure comes for free.
+    Confidence is max q, the probability of the drafter's most likely token. The cache needs the target's forward over
+    the accepted tokens anyway, so the departure is measured for free.
     """
 
     level: float = 0.8
@@ -256,7 +247,7 @@ def _verdict(
     emitted_distribution: Callable[[int], Tensor | None],
     generator: Generator,
 ) -> Verdict:
-    """Add the token after the path, and how far the distribution of each emitted token departed from p."""
+    """Add the token after the path, and the departure from p of each emitted token's distribution."""
     last = path[-1] if path else ROOT
     # Of the scores: softmax rounds near-ties to ties.
     token = int(draw(p[last + 1], generator) if sampler.do_sample else scores[last + 1].argmax())

@@ -1,8 +1,7 @@
 """The exact rule for a whole batch, with few transfers from the device.
 
-Where processors look at the tokens before a position, each row is verified by itself, as `acceptance` beside this file
-says. Where they look at the scores alone, chains and greedy trees take one transfer to the host, and sampled trees one
-for each depth that is looked at.
+Where processors read the tokens before a position, each row is verified alone, by `acceptance`. Where they read only
+the scores, chains and greedy trees take one transfer to the host, and sampled trees one for each depth that is reached.
 """
 
 import warnings
@@ -34,22 +33,20 @@ class Verdict:
     path: list[int]
     """The accepted nodes, from the root's child down."""
     token: int
-    """The token to emit after them: a correction, or the bonus token after a leaf. `NO_TOKEN` where a distribution of
-    the target's on the way is not one."""
+    """The token after them: a correction, or the bonus after a leaf. `NO_TOKEN` where the target's logits are NaN."""
     accepted: list[int] | None = None
-    """The accepted tokens; None where the rule did not look at them."""
+    """The accepted tokens; None where the rule did not read them."""
     departures: list[tuple[float, bool]] | None = None
-    """Lossy rules: for each token, accepted ones and the last, TV(its distribution, p), and at T=0 whether it is not
-    the argmax."""
+    """Lossy rules: for each emitted token TV(its distribution, p), and at T=0 whether it is not the argmax."""
 
 
 class Processed:
-    """The target's distributions of one row's draft, or at T=0 its argmax tokens, computed where they are looked at."""
+    """The target's distributions for one row's draft, or at T=0 its argmax tokens, each computed when it is read."""
 
     def __init__(self, sampler: Sampler, logits_KV: Tensor, contexts: Sequence[Tensor]):
         self._sampler, self._logits_KV, self._contexts = sampler, logits_KV, contexts
         self.broken = False
-        """Whether one of them is not a number."""
+        """Whether one that was read is NaN."""
 
     def __getitem__(self, place: int) -> Any:
         contexts = [] if self._sampler.context_free else [self._contexts[place]]
@@ -67,9 +64,9 @@ class Processed:
 def greedy_verdicts(
     sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal], likeliest: Tensor | None = None
 ) -> list[Verdict]:
-    """At T=0: the argmax of every position, and the drafted tokens, in one transfer.
+    """Judge drafts at T=0, with the argmax of every position and the drafted tokens in one transfer.
 
-    `likeliest` is that of the logits, (B, K + 1), where it is known; processors may have other scores.
+    `likeliest` is the argmax of the logits, (B, K + 1), where it is known; processors may change it.
     """
     size = logits.shape[1]
     if likeliest is None or sampler.processors:
@@ -97,7 +94,7 @@ def chain_verdicts(
     generators: Sequence[Generator],
     compiled: bool = False,
 ) -> list[Verdict]:
-    """Chains under sampling, decided on the device: counts and tokens in one transfer; compiled by a program."""
+    """Judge chains under sampling on the device, with counts and tokens in one transfer; `compiled` by a program."""
     size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
     dtype, device = torch.promote_types(logits.dtype, torch.float32), logits.device
     r = _padded(uniforms(generators, counts, dtype, device), size)
@@ -116,7 +113,7 @@ def chain_verdicts(
 def tree_verdicts(
     sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal], generators: Sequence[Generator]
 ) -> list[Verdict]:
-    """Trees under sampling: a transfer for each depth that some row's path reaches, of p on the siblings' support.
+    """Judge trees under sampling, with one transfer of p on the siblings' support for each depth that is reached.
 
     The target's logits are processed along the paths alone, and q is never spread over the vocabulary. Either all
     drafts are deterministic, or all have `siblings`.
@@ -157,18 +154,16 @@ def tree_verdicts(
 
 
 def _padded(r_BK: Tensor, size: int) -> Tensor:
-    """Return random numbers for so many nodes, (B, size): nothing is accepted with 1."""
+    """Return random numbers for `size` nodes, (B, size), padded by ones, with which nothing is accepted."""
     missing = size - r_BK.shape[1]
     return torch.nn.functional.pad(r_BK, (0, missing), value=1.0) if missing else r_BK
 
 
 class _TreeDrafts:
-    """The trees of a batch on the host, with all that their nodes are tested with, by one transfer.
+    """The trees of a batch on the host, with all values that their nodes are tested with, in one transfer.
 
-    Args:
-        proposals: either all deterministic, or all with `siblings`.
-        size: K, nodes of the largest.
-        r_BK: uniform on [0, 1), to test each node with.
+    The proposals are either all deterministic, or all have `siblings`. K = `size` is the largest one's nodes, and
+    `r_BK` is uniform on [0, 1), a number to test each node with.
     """
 
     def __init__(self, proposals: Sequence[Proposal], size: int, r_BK: Tensor):
@@ -177,8 +172,7 @@ class _TreeDrafts:
         parts = [tokens_BK, r_BK]
         drawn = [proposal.siblings for proposal in proposals if proposal.siblings is not None]
         self.support_BFM = tokens_BK[:, None]
-        """The tokens that siblings may name, on the device: those of the F distributions that they were drawn from, or
-        of a deterministic draft its own."""
+        """The tokens that siblings may name, on the device: F distributions' support, or a deterministic draft."""
         if drawn:
             each = [proposal.siblings or drawn[0] for proposal in proposals]  # a row that drafts nothing has none
             self.support_BFM, q_BFM = torch.stack([s.support for s in each]), torch.stack([s.q for s in each])
@@ -193,11 +187,11 @@ class _TreeDrafts:
                 warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=3)
 
     def children(self, row: int, node: int) -> tuple[int, ...]:
-        """Return the nodes below one, or below the root."""
+        """Return the children of a node, or of the root."""
         return self._proposals[row].tree.children[node + 1]
 
     def distribution(self, row: int, node: int) -> int:
-        """Return which of the F distributions the children of a node were drawn from."""
+        """Return the index, among the F distributions, of the one that a node's children were drawn from."""
         siblings = self._proposals[row].siblings
         return 0 if siblings is None else siblings.of[node + 1]
 
@@ -205,7 +199,7 @@ class _TreeDrafts:
         """Test a node's children in turn, by the target's probabilities of their support.
 
         Returns:
-            The child that is accepted, if any; and what is left of p on the support, ∞ where that is all of it, (M,).
+            The accepted child, or None; and the residual of p on the support, (M,), ∞ where it is all of p.
         """
         children, left_M = list(self.children(row, node)), np.full(self.support_BFM.shape[2], np.inf)
         if not children:
