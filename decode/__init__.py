@@ -38,42 +38,34 @@ if TYPE_CHECKING:
     from draftsmith.decode.speculative import speculative_generate as speculative_generate
     from draftsmith.decode.tree import Tree as Tree
 
-    ParallelDraftProposer: type[DraftModelProposer]  # an entry point of the recipe that it belongs to
+    ParallelDraftProposer: type[DraftModelProposer]  # the recipe that trains it adds it as an entry point
 
-_MODULES = {
-    "autoregressive_decode": "draftsmith.decode.autoregressive",
-    "autoregressive_generate": "draftsmith.decode.autoregressive",
-    "Counts": "draftsmith.decode.counts",
-    "InputError": "draftsmith.decode.errors",
-    "DecodeOutput": "draftsmith.decode.generation",
-    "Departure": "draftsmith.decode.rows",
-    "Replay": "draftsmith.decode.measurement.replay",
-    "replay_acceptance": "draftsmith.decode.measurement.replay",
-    "Plan": "draftsmith.decode.planner",
-    "Proposal": "draftsmith.decode.proposers.base",
-    "Proposer": "draftsmith.decode.proposers.base",
-    "cut_head": "draftsmith.decode.draft_models.cut_vocabulary",
-    "DraftModelProposer": "draftsmith.decode.proposers.draft_model",
-    "DynamicTree": "draftsmith.decode.proposers.draft_tree",
-    "early_exit": "draftsmith.decode.proposers.early_exit",
-    "HybridProposer": "draftsmith.decode.proposers.hybrid",
-    "Switch": "draftsmith.decode.proposers.hybrid",
-    "LookaheadProposer": "draftsmith.decode.proposers.lookahead",
-    "PromptLookupProposer": "draftsmith.decode.proposers.prompt_lookup",
-    "RetokenizedProposer": "draftsmith.decode.proposers.retokenized",
-    "RunAheadProposer": "draftsmith.decode.proposers.run_ahead",
-    "SuffixProposer": "draftsmith.decode.proposers.suffix.proposer",
-    "SuffixStore": "draftsmith.decode.proposers.suffix.store",
-    "BlindProposer": "draftsmith.decode.proposers.unigram",
-    "Cascade": "draftsmith.decode.rules",
-    "Exact": "draftsmith.decode.rules",
-    "Threshold": "draftsmith.decode.rules",
-    "Typical": "draftsmith.decode.rules",
-    "Round": "draftsmith.decode.speculative",
-    "speculative_decode": "draftsmith.decode.speculative",
-    "speculative_generate": "draftsmith.decode.speculative",
-    "Tree": "draftsmith.decode.tree",
+_EXPORTS = {
+    "autoregressive": ("autoregressive_decode", "autoregressive_generate"),
+    "counts": ("Counts",),
+    "draft_models.cut_vocabulary": ("cut_head",),
+    "errors": ("InputError",),
+    "generation": ("DecodeOutput",),
+    "measurement.replay": ("Replay", "replay_acceptance"),
+    "planner": ("Plan",),
+    "proposers.base": ("Proposal", "Proposer"),
+    "proposers.draft_model": ("DraftModelProposer",),
+    "proposers.draft_tree": ("DynamicTree",),
+    "proposers.early_exit": ("early_exit",),
+    "proposers.hybrid": ("HybridProposer", "Switch"),
+    "proposers.lookahead": ("LookaheadProposer",),
+    "proposers.prompt_lookup": ("PromptLookupProposer",),
+    "proposers.retokenized": ("RetokenizedProposer",),
+    "proposers.run_ahead": ("RunAheadProposer",),
+    "proposers.suffix.proposer": ("SuffixProposer",),
+    "proposers.suffix.store": ("SuffixStore",),
+    "proposers.unigram": ("BlindProposer",),
+    "rows": ("Departure",),
+    "rules": ("Cascade", "Exact", "Threshold", "Typical"),
+    "speculative": ("Round", "speculative_decode", "speculative_generate"),
+    "tree": ("Tree",),
 }
+_MODULES = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
 __all__ = [*_MODULES, "ParallelDraftProposer"]
 if not TYPE_CHECKING:
     __getattr__ = lazy_exports(__name__, _MODULES)

@@ -59,8 +59,8 @@ def autoregressive_decode(
     queue = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
     for row, tokens in zip(queue, begun or [], strict=False):
         _resume(row, tokens)
-    if left := [row for row in queue if not row.done]:
-        _write(model, left, rows or len(left), compiled, observer)
+    if unfinished := [row for row in queue if not row.done]:
+        _write(model, unfinished, rows or len(unfinished), compiled, observer)
     return collect_output(queue, input_ids, generation_config)
 
 
@@ -70,7 +70,7 @@ def _resume(row: TextRow, tokens: Sequence[int]) -> None:
     row.advance(tokens)
     row.rounds += [TOKEN] * len(tokens)
     if row.sampler.do_sample:
-        for _ in tokens:
+        for _ in tokens:  # the generator continues where the earlier call left it
             uniforms([row.generator], [1], torch.float64, row.text.device)
 
 
@@ -78,6 +78,7 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
     """Write all texts to their ends, one token per row at a time."""
     waiting, longest = deque(queue[rows:]), max(len(row.text) for row in queue)
     texts = TextBatch(queue[:rows], 1, longest)
+    # A row that begins another text goes back to slot 0: layers with a window must then forget nothing.
     target = CachedModel(model, len(texts.rows), longest, compiled=compiled, rollback=longest if waiting else None)
     logits: Tensor | None = None  # after the last tokens, (B, 1, V)
     if len(texts.rows) == 1:
@@ -97,35 +98,34 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
             row.rounds.append(TOKEN)
             if observer is not None:
                 observer(row, token)
-        ended = [place for place, row in enumerate(batch) if row.done]
-        if ended and waiting:
-            places = ended[: len(waiting)]
+        free = [place for place, row in enumerate(batch) if row.done]
+        if free and waiting:
+            # The next texts take the rows of those that have ended.
+            places = free[: len(waiting)]
             next_rows = [waiting.popleft() for _ in places]
             target.refill(places, [row.context for row in next_rows])
             texts.refill(places, next_rows)
-        left = [place for place, row in enumerate(texts.rows) if not row.done]
-        if not left:
+        unfinished = [place for place, row in enumerate(texts.rows) if not row.done]
+        if not unfinished:
             return
-        if len(left) < len(texts.rows):
-            target.select(left)
-            texts.select(left)
+        if len(unfinished) < len(texts.rows):
+            target.select(unfinished)
+            texts.select(unfinished)
         logits = None
 
 
 def _next_tokens(rows: Sequence[TextRow], logits_BV: Tensor, likeliest_BK: Tensor | None) -> Tensor:
-    """Return the token after each row, (B,); `NO_TOKEN` where the logits are NaN.
-
-    `likeliest_BK` is None where the target ran eagerly; see `CachedModel.likeliest`.
-    """
+    """Return the token after each row, (B,); `NO_TOKEN` for NaN. `likeliest_BK` is None after an eager forward."""
     samplers = [row.sampler for row in rows]
     sampler, temperature = samplers[0], samplers[0].temperature
     if sampler.do_sample:
         generators = [row.generator for row in rows]
         u_B = uniforms(generators, [1] * len(rows), torch.float64, logits_BV.device)[:, 0]
+    # A target that ran compiled has its argmax already, and draws by a program where only T changes its logits.
     if likeliest_BK is not None and temperature is not None:
         return drawn_tokens(logits_BV, temperature, u_B) if sampler.do_sample else likeliest_BK[:, -1]
     scores_BV = scores_of_rows(samplers, logits_BV, [] if sampler.context_free else [row.context for row in rows])
     if sampler.do_sample:
         return drawn_packet(scores_BV, u_B)
-    tokens_B = argmax(scores_BV)  # the first that is not a number
+    tokens_B = argmax(scores_BV)  # the first NaN, if there is one
     return tokens_B.masked_fill(scores_BV.gather(1, tokens_B[:, None])[:, 0].isnan(), NO_TOKEN)

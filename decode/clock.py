@@ -40,17 +40,19 @@ def timed(call: Callable[[], Result], device: torch.device | None = None) -> tup
 
 def launch_seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the median seconds until a call returns, without waiting for its device."""
-    taken = []
+    seconds = []
     for _ in range(repeats):
         begin = now(device)
         call()
-        taken.append(time.perf_counter() - begin)
-    return median_high(taken)
+        seconds.append(time.perf_counter() - begin)
+    return median_high(seconds)
 
 
 def compilations() -> int:
     """Return the number of forwards that were compiled or read from disk in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second, and without it there are none
+    dynamo = sys.modules.get(
+        "torch._dynamo.utils"
+    )  # importing it takes a second; unless it is imported, nothing was compiled
     return len(PROGRAMS) + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
 
@@ -72,4 +74,4 @@ def median_seconds(
     for _ in range(repeats + 1):
         for key, call in calls.items():
             seconds[key].append(timed(call, device)[0])
-    return {key: median_high(of_call[1:]) for key, of_call in seconds.items()}
+    return {key: median_high(times[1:]) for key, times in seconds.items()}

@@ -15,10 +15,7 @@ from draftsmith.decode.validation import Count
 
 @dataclass(frozen=True)
 class Ratios:
-    """Counts and their ratios: a decoder's integers, or the values that replay expects for one text.
-
-    `Counts` explains the fields. At T=0 the expected values are whole numbers, equal to the decoder's.
-    """
+    """Counts, or their expected values from replay, with their ratios; `Counts` explains the fields."""
 
     num_drafts: float
     num_draft_tokens: float
@@ -78,12 +75,11 @@ class Counts(Ratios):
     def of_round(cls, draft: Tree | int, accepted: int, emitted: int) -> "Counts":
         """Count one round, by the class's rule for texts that end inside an accepted block.
 
-        `draft` is a tree, or the length of a chain. `emitted` tokens entered the text: `accepted` + 1, or fewer at its
-        end.
+        `draft` is a tree, or a chain's length. `emitted` tokens entered the text: `accepted` + 1, or fewer at its end.
         """
         tree = Tree.chain(draft) if isinstance(draft, int) else draft
         accepted = min(accepted, emitted)
-        depth = tree.depth if emitted > accepted else emitted  # what was drafted past the end does not count
+        depth = tree.depth if emitted > accepted else emitted  # positions past the text's end do not count
         return cls(
             num_drafts=1,
             num_draft_tokens=sum(d <= depth for d in tree.depths),
@@ -103,8 +99,8 @@ class Counts(Ratios):
     @classmethod
     def total(cls, counts: Iterable["Counts"]) -> "Counts":
         """Return the field-by-field sum; for many rounds it is far faster than repeated addition."""
-        added = [cls(), *counts]
-        return cls(*(_total([getattr(one, name) for one in added]) for name in NAMES))
+        terms = [cls(), *counts]
+        return cls(*(_total([getattr(term, name) for term in terms]) for name in NAMES))
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts.total([self, other])
@@ -118,18 +114,14 @@ NAMES = tuple(field.name for field in fields(Counts))
 
 
 def possible(counts: Counts) -> Counts:
-    """Return the counts, if a decoder can have produced them.
-
-    Raises:
-        ValueError: the counts contradict each other; the message says how.
-    """
-    tried = zip_longest(
+    """Return the counts; a ValueError says why no decoder can have produced them."""
+    positions = zip_longest(
         counts.num_accepted_tokens_per_pos, counts.num_reached_per_pos, counts.num_draft_tokens_per_pos, fillvalue=0
     )
     accepted = counts.num_accepted_tokens
     if sum(counts.num_accepted_tokens_per_pos) != accepted or accepted > counts.num_draft_tokens:
         raise ValueError(f"expected as many accepted tokens as all positions have, found {accepted}")
-    if not all(a <= reached <= drafted <= counts.num_drafts for a, reached, drafted in tried):
+    if not all(a <= reached <= drafted <= counts.num_drafts for a, reached, drafted in positions):
         raise ValueError("expected no more accepted than reached, reached than drafted, and drafted than rounds")
     return counts
 

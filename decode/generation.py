@@ -66,7 +66,7 @@ PADDED_LENGTHS: dict[type[LogitsProcessor], str] = {
 }
 
 
-# Processors that one forward over K + 1 positions cannot serve: they keep a state, or call a model themselves.
+# Processors that one forward over K + 1 positions cannot serve: they keep a state, or call a model.
 STATEFUL = (
     "ClassifierFreeGuidanceLogitsProcessor",
     "DiaClassifierFreeGuidanceLogitsProcessor",
@@ -74,9 +74,9 @@ STATEFUL = (
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
 )
 STATEFUL_PACKAGES = ("outlines", "xgrammar")
-# Inputs that `generate` passes with the tokens. Any other would change the model's output, and is not fed.
+# Inputs that `generate` passes with the tokens. Any other would change the model's output, and is refused.
 SERVED_INPUTS = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
-# Options of `generate` that this decoder does not serve, with the values that ask for nothing.
+# Options of `generate` that our decoders do not serve, with their unset values.
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "prompt_lookup_num_tokens": (None,),
@@ -90,10 +90,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 
 
 def check_request(config: GenerationConfig, processors: LogitsProcessorList, rows: int) -> None:
-    """Raise an `InputError` for options of `generate` that our decoders would silently ignore.
-
-    These are options that are not served, processors with a state, and in a batch those that hold every prompt.
-    """
+    """Raise an `InputError` for options and processors of `generate` that our decoders would silently ignore."""
     for name, unused in UNSERVED.items():
         if (value := getattr(config, name, None)) not in unused:
             raise InputError(f"{name}: expected it to be left out, for it is not supported here, found {value}")
@@ -110,18 +107,20 @@ def check_request(config: GenerationConfig, processors: LogitsProcessorList, row
             raise InputError(f"logits_processor: expected one prompt with {name}, found {rows}")
 
 
-def paddings_of(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]:
+def count_paddings(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]:
     """Return the number of padding tokens before each row of (B, T) tokens, and check all inputs of `generate`.
 
     Raises:
         InputError: another input of the model, positions that do not count the tokens, a filled cache, or no left
             padding.
     """
-    others = sorted(
-        name for name, value in model_inputs.items() if name not in SERVED_INPUTS and not _is_left_out(value)
+    unserved = sorted(
+        name
+        for name, value in model_inputs.items()  # `generate` adds an empty dict for the images of multimodal classes
+        if name not in SERVED_INPUTS and not (value is None or value is False or value == {})
     )
-    if others:
-        raise InputError(f"inputs: expected input_ids and attention_mask alone, found {', '.join(others)}")
+    if unserved:
+        raise InputError(f"inputs: expected input_ids and attention_mask alone, found {', '.join(unserved)}")
     cache = model_inputs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise InputError(f"past_key_values: expected an empty cache, found {cache.get_seq_length()} tokens in it")
@@ -133,24 +132,20 @@ def paddings_of(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]
             f"attention_mask: expected the shape {tuple(input_ids.shape)} of input_ids, found {tuple(mask.shape)}"
         )
     ones = (mask != 0).long()
-    # One transfer: the padding of each row, whether ones follow zeros alone, and whether positions count them.
+    # One transfer for three facts of each row: its padding, whether a zero follows a one, and whether its positions
+    # differ from the tokens' places in the text.
     falls = (ones.diff(dim=1) < 0).any(1)
-    counted = torch.zeros_like(falls)
+    shifted = torch.zeros_like(falls)
     if positions is not None and positions.shape == input_ids.shape:
-        counted = ((positions != ones.cumsum(1) - 1) & (ones > 0)).any(1)
-    facts = torch.stack([(ones == 0).sum(1), falls.long(), counted.to(falls).long()]).tolist()
-    for row, (padding, fall, other) in enumerate(zip(*facts, strict=True)):
+        shifted = ((positions != ones.cumsum(1) - 1) & (ones > 0)).any(1)
+    facts = torch.stack([(ones == 0).sum(1), falls.long(), shifted.to(falls).long()]).tolist()
+    for row, (padding, fall, shift) in enumerate(zip(*facts, strict=True)):
         if fall or padding == input_ids.shape[1]:
-            what = "a row of zeros" if padding == input_ids.shape[1] else "a zero behind a one"
-            raise InputError(f"attention_mask: expected left padding, zeros and then ones, found {what} in row {row}")
-        if other:
+            fault = "a row of zeros" if padding == input_ids.shape[1] else "a zero after a one"
+            raise InputError(f"attention_mask: expected left padding, zeros and then ones, found {fault} in row {row}")
+        if shift:
             raise InputError(f"position_ids: expected each token's place in the text, found others in row {row}")
     return facts[0]
-
-
-def _is_left_out(value: Any) -> bool:
-    """Return whether an input is unset; `generate` adds an empty dict for the images of multimodal classes."""
-    return value is None or value is False or value == {}
 
 
 def row_processors(processors: LogitsProcessorList, row: int, padding: int) -> LogitsProcessorList:
@@ -168,7 +163,7 @@ def row_processors(processors: LogitsProcessorList, row: int, padding: int) -> L
             processor.prompt_ignore_length, Tensor
         ):
             processor = copy.copy(processor)
-            processor.prompt_ignore_length = None  # each row's padding, which was taken away
+            processor.prompt_ignore_length = None  # the row's padding, which is removed
         elif isinstance(processor, PrefixConstrainedLogitsProcessor):
             allowed = processor._prefix_allowed_tokens_fn
             processor = PrefixConstrainedLogitsProcessor(partial(_allowed_in_row, allowed, row), num_beams=1)
@@ -196,13 +191,13 @@ def prepare_rows(
     counts from the prompt's end or asks for the row.
 
     Raises:
-        InputError: see `check_request` and `paddings_of`.
+        InputError: see `check_request` and `count_paddings`.
     """
     check_request(config, processors, len(input_ids))
-    paddings = paddings_of(input_ids, model_inputs)
+    paddings = count_paddings(input_ids, model_inputs)
     input_ids = input_ids.to(model.device)
     eos = frozenset(t for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.tolist())
-    others = StoppingCriteriaList([c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)])
+    further = StoppingCriteriaList([c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)])
     by_row = any(type(p) in PADDED_LENGTHS or isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors)
     rows: list[TextRow] = []
     for i, padding in enumerate(paddings):
@@ -212,7 +207,7 @@ def prepare_rows(
         generator = None if seed is None else torch.Generator(model.device).manual_seed(seed + i)
         if by_row or not rows:
             sampler = Sampler(row_processors(processors, i, padding), bool(config.do_sample))
-        rows.append(TextRow(i, padding, text, length, sampler, eos, others, generator))
+        rows.append(TextRow(i, padding, text, length, sampler, eos, further, generator))
     return rows
 
 
@@ -232,28 +227,26 @@ def collect_output(
     counts = tuple(Counts.total(row.rounds) for row in rows)
     departures = tuple(row.departure for row in rows) if lossy else ()
     reasons = tuple(row.finish_reason for row in rows)
-    prompts = [row.length - its.num_emitted_tokens for row, its in zip(rows, counts, strict=True)]
+    prompts = [row.length - count.num_emitted_tokens for row, count in zip(rows, counts, strict=True)]
     beyond = undrafted([row.length for row in rows], prompts, positions)
     return DecodeOutput(sequences, Counts.total(counts), counts, departures, _by_source(rows), reasons, beyond)
 
 
 def undrafted(lengths: Sequence[int], prompts: Sequence[int], positions: int | None) -> int:
-    """Return the number of tokens beyond the drafter's positions, which no draft can hold.
-
-    `lengths` include the prompts. `positions` is the longest text that can be drafted after; None for no limit.
-    """
+    """Return how many tokens no draft can hold, since the drafter ends after `positions` (None: never) tokens."""
     if positions is None:
         return 0
     return sum(max(0, length - max(prompt, positions + 1)) for length, prompt in zip(lengths, prompts, strict=True))
 
 
 def _by_source(rows: Sequence[TextRow]) -> tuple[tuple[Counts, ...], ...]:
+    """Return each row's counts by drafter; empty where one drafter wrote all."""
     last = max((source for row in rows for source in row.sources), default=0)
     if not last:
         return ()
     return tuple(
         tuple(
-            Counts.total(counts for counts, its in zip(row.rounds, row.sources, strict=True) if its == source)
+            Counts.total(round for round, drafter in zip(row.rounds, row.sources, strict=True) if drafter == source)
             for source in range(last + 1)
         )
         for row in rows
@@ -261,11 +254,7 @@ def _by_source(rows: Sequence[TextRow]) -> tuple[tuple[Counts, ...], ...]:
 
 
 def generate_arguments(
-    target: PreTrainedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    tokenizer: Any = None,
-    **kwargs: Any,
+    target: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, tokenizer: Any = None, **kwargs: Any
 ) -> dict[str, Any]:
     """Return the arguments with which `target.generate` calls one of our decoders as `custom_generate`.
 
@@ -276,8 +265,8 @@ def generate_arguments(
     """
     if kwargs.get("assistant_model") is not None:
         raise InputError("assistant_model: expected it to be left out, for the proposer drafts, found one")
-    given, own = (kwargs.get("generation_config"), target.generation_config)
-    stop_strings = own.stop_strings if given is None or given.stop_strings is None else given.stop_strings
+    config, default = kwargs.get("generation_config"), target.generation_config
+    stop_strings = default.stop_strings if config is None or config.stop_strings is None else config.stop_strings
     stop_strings = kwargs.pop("stop_strings", stop_strings)
     if stop_strings is not None:
         if tokenizer is None:
@@ -287,25 +276,23 @@ def generate_arguments(
         kwargs["stopping_criteria"] = criteria
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     kwargs |= {"inputs": input_ids, "attention_mask": mask}
-    if given is None:
+    if config is None:
         return kwargs | {"return_dict_in_generate": True}
-    config = copy.deepcopy(given)  # the library warns of arguments beside a config
+    config = copy.deepcopy(config)  # the library warns of arguments next to a config
     config.return_dict_in_generate, config.stop_strings = True, None
     return kwargs | {"generation_config": config}
 
 
 def decoded(target: PreTrainedModel, decoder: Any, arguments: Mapping[str, Any]) -> DecodeOutput:
-    """Run one of our decoders in `target.generate`; return an ordinary tensor, not one of inference mode.
-
-    The criteria have the stop strings already. In the target's own config `generate` would need a tokenizer for them.
-    """
+    """Run one of our decoders in `target.generate`; return an ordinary tensor, not one of inference mode."""
     generate: Any = target.generate
-    own: Any = target.generation_config
-    target.generation_config = copy.copy(own)
+    config: Any = target.generation_config
+    # The criteria have the stop strings already; in the target's own config they would require a tokenizer.
+    target.generation_config = copy.copy(config)
     target.generation_config.stop_strings = None
     try:
         with torch.inference_mode():
             output = generate(custom_generate=decoder, **arguments)
     finally:
-        target.generation_config = own
+        target.generation_config = config
     return replace(output, sequences=output.sequences.clone())

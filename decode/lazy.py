@@ -8,21 +8,20 @@ from typing import Any
 
 
 def lazy_exports(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`, which imports an exported name when it is first used.
+    """Return a package's `__getattr__`, which imports each name from its module of `modules` at its first use.
 
-    `modules` maps each name to its module. A higher layer adds its own names to the package by entry points
-    (`pyproject.toml`) of a group with the package's name.
+    A higher layer adds its own names by entry points (`pyproject.toml`) of a group with the package's name.
     """
 
-    @cache  # of what is installed each distribution's files are read, and parsers ask for hundreds of names
-    def added() -> Mapping[str, EntryPoint]:
+    @cache  # it reads files of every installed distribution, and parsers ask for hundreds of names
+    def points() -> Mapping[str, EntryPoint]:
         return {point.name: point for point in entry_points(group=package)}
 
     def get(name: str) -> Any:
         if name in modules:
             return getattr(import_module(modules[name]), name)
-        if name in added():
-            return added()[name].load()
+        if name in points():
+            return points()[name].load()
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get

@@ -52,13 +52,10 @@ class RoundCosts:
         """Return d(γ) + t(γ + 1) + o; `nodes` replaces γ as the number of verified tokens of trees and n-grams."""
         block = 1 + (draft_length if nodes is None else nodes)
         seconds = self.drafting(draft_length) + self.verification(block) + self.overhead
-        return max(seconds, self.target[1])  # an overhead that noise left below zero does not undo a forward
+        return max(seconds, self.target[1])  # a round is no faster than a forward, even if noise makes o negative
 
     def speedup(self, acceptance_length: float, draft_length: int, nodes: float | None = None) -> float:
-        """Return τ·t(1) ÷ (d(γ) + t(γ + 1) + o), the speed-up over plain decoding; 1 for γ = 0.
-
-        Here t(1) includes plain decoding's own overhead.
-        """
+        """Return τ·t(1) ÷ (d(γ) + t(γ + 1) + o), the speed-up over plain decoding with its overhead; 1 for γ = 0."""
         if draft_length == 0:
             return 1.0
         return acceptance_length * (self.target[1] + self.plain_overhead) / self.round_seconds(draft_length, nodes)
@@ -69,13 +66,13 @@ class RoundCosts:
 
     def break_even_acceptance(self, draft_length: int) -> float | None:
         """Return the α at every position from which a chain of γ tokens pays; None if even α = 1 does not."""
-        wanted = self.break_even_length(draft_length)
-        if wanted >= draft_length + 1:
+        break_even = self.break_even_length(draft_length)
+        if break_even >= draft_length + 1:
             return None
         low, high = 0.0, 1.0
-        for _ in range(50):  # τ grows with α
+        for _ in range(50):  # bisection, since τ grows with α
             middle = (low + high) / 2
-            low, high = (low, middle) if acceptance_length([middle] * draft_length) >= wanted else (middle, high)
+            low, high = (low, middle) if acceptance_length([middle] * draft_length) >= break_even else (middle, high)
         return high
 
 
@@ -92,26 +89,25 @@ def interpolated(values: Mapping[int, float], x: float) -> float:
 def turn_seconds(costs: Sequence[RoundCosts], draft_lengths: Sequence[int], most: int) -> np.ndarray:
     """Return the seconds of a round by its drafter and number of drafted tokens, (S, `most` + 1).
 
-    S drafters take turns in this order, each with its γ of `draft_lengths`. A later one is asked after the earlier ones
-    found nothing, which costs each of them d(0), as a round without a draft does. `most` is the largest draft's tokens.
+    S drafters take turns in this order, each with its γ; a round that drafts nothing costs d(0).
     """
-    seconds, looked = np.zeros((len(costs), most + 1)), 0.0
+    # A later drafter is asked after the earlier ones found nothing, which costs each of them d(0).
+    seconds, searching = np.zeros((len(costs), most + 1)), 0.0
     for place, (cost, draft_length) in enumerate(zip(costs, draft_lengths, strict=True)):
         for nodes in range(most + 1):
-            drafting = looked + cost.drafting(draft_length if nodes else 0)
+            drafting = searching + cost.drafting(draft_length if nodes else 0)
             # As in `RoundCosts.round_seconds`, a round is no faster than a forward.
             seconds[place, nodes] = max(drafting + cost.verification(1 + nodes) + cost.overhead, cost.target[1])
-        looked += cost.drafting(0)
+        searching += cost.drafting(0)
     return seconds
 
 
 def text_seconds(
     costs: Sequence[RoundCosts], sizes: Sequence[np.ndarray], draft_lengths: Sequence[int], rows: int = 1
 ) -> list[float]:
-    """Return the seconds of each text's rounds, without its prompt, where drafters take turns.
+    """Return the seconds of each text's rounds, without its prompt, where S drafters take turns over `rows` rows.
 
-    `costs` and `draft_lengths` are those of S drafters in their order, for `rows` texts decoded together. `sizes` holds
-    each text's rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1); see `BatchReplay.sizes`.
+    `sizes` are each text's rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `BatchReplay.sizes`.
     """
     sizes_NSK = stacked_sizes(sizes, len(costs))
     prices_SK, all_SK = turn_seconds(costs, draft_lengths, sizes_NSK.shape[2] - 1), sizes_NSK.sum(0)
@@ -120,18 +116,16 @@ def text_seconds(
 
 def stacked_sizes(sizes: Sequence[np.ndarray], drafters: int) -> np.ndarray:
     """Stack the rounds of N texts by drafter and number of drafted tokens, (N, S, K + 1)."""
-    most = max(each.shape[1] for each in sizes)
-    return np.stack([np.pad(each, ((0, drafters - len(each)), (0, most - each.shape[1]))) for each in sizes])
+    most = max(text.shape[1] for text in sizes)
+    return np.stack([np.pad(text, ((0, drafters - len(text)), (0, most - text.shape[1]))) for text in sizes])
 
 
 def beside_others(sizes_SK: np.ndarray, others_SK: np.ndarray, rows: int) -> np.ndarray:
-    """Return a row's rounds by the latest drafter and the largest draft of all B rows decoded with it.
-
-    These two set a round's time. The other rows' rounds are taken as independent draws from `others_SK`; `rows` is B.
-    """
+    """Return a row's rounds by the latest drafter and the largest draft of all its batch's rows, which set the time."""
     if rows == 1:
         return sizes_SK
-    # P(no other row is beyond s or k) · the row's own rounds that are not, and its increments.
+    # The other rows' rounds are taken as independent draws from `others_SK`. The cumulative sum of the batch's rounds
+    # is P(no other row is beyond s or k) · the row's own rounds up to s and k; its increments are returned.
     within = others_SK.cumsum(0).cumsum(1) / others_SK.sum()
     together = sizes_SK.cumsum(0).cumsum(1) * within ** (rows - 1)
     return np.diff(np.diff(together, axis=0, prepend=0.0), axis=1, prepend=0.0)
@@ -149,10 +143,7 @@ def acceptance_length(conditional: Sequence[float]) -> float:
 def best_draft_length(
     costs: RoundCosts, acceptance: float, longest: int, nodes: Callable[[int], int] | None = None
 ) -> int:
-    """Return the γ ≤ `longest` with the greatest speed-up, with one acceptance for all positions; 0: do not draft.
-
-    `nodes` maps a draft's depth to its number of verified tokens; the depth itself if None.
-    """
+    """Return the γ ≤ `longest` with the greatest speed-up, with one acceptance for all positions; 0: do not draft."""
     speedups = [
         costs.speedup(acceptance_length([acceptance] * k), k, None if nodes is None else nodes(k))
         for k in range(longest + 1)
@@ -174,16 +165,11 @@ def verification_costs(
 
 @dataclass
 class Plan:
-    """Chooses γ anew each round, from the acceptance so far and the costs; 0 where drafting does not pay.
+    """Chooses γ anew each round, from the acceptance over recent rounds of all rows and the costs.
 
-    The acceptance rate is estimated over the recent rounds of all rows. While drafting does not pay, every 16th round
-    drafts one token, to notice when it would.
-
-    Args:
-        costs: measured costs. None measures them: the target's before the first round, the drafter's as it drafts.
-            Under sampling the texts then depend on the clock: their distribution is right, but a seed does not repeat
-            them.
-        longest: the greatest γ.
+    Without measured `costs` it measures the target's before the first round, and the drafter's as it drafts. Under
+    sampling the texts then depend on the clock: their distribution is right, but a seed does not repeat them. `longest`
+    is the greatest γ.
     """
 
     costs: RoundCosts | None = None
@@ -207,33 +193,31 @@ class Plan:
     def draft_length(self) -> int:
         """Return γ for the next round."""
         costs, longest, nodes, at_once = self.costs, self.longest, None, False
-        if self._proposer is not None:
+        if self._proposer is not None:  # its own limit, and its trees' sizes
             nodes, at_once = self._proposer.nodes, self._proposer.at_once
             longest = longest if self._proposer.longest is None else min(longest, self._proposer.longest)
         if costs is None:
             if not self._drafting:
                 return min(4, longest)
-            recent = sorted(self._drafting[-15:])
+            recent = sorted(self._drafting[-15:])  # a median, since the first calls are slow
             drafting = recent[len(recent) // 2]
             costs = RoundCosts(
                 self._target or {}, 0.0 if at_once else drafting, draft_start=drafting if at_once else 0.0
             )
         best = best_draft_length(costs, self._accepted / (self._accepted + self._rejected), longest, nodes)
+        # While drafting does not pay, every 16th round drafts one token, to notice when it would.
         self._idle = 0 if best else self._idle + 1
         return 1 if self._idle and self._idle % 16 == 0 else best
 
     def propose(
         self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
     ) -> list[Proposal]:
-        """Let the proposer draft for rows with room for `room` drafted tokens each.
-
-        Without given costs it records the drafting time, for which it waits for the device.
-        """
+        """Let the proposer draft for rows with room for `room` tokens each; time it where no costs were given."""
         gamma = self.draft_length()
-        lengths = [min(gamma, left) for left in room]
+        lengths = [min(gamma, tokens) for tokens in room]
         if self.costs is not None:
             return proposer.propose(contexts, lengths)
-        begin = now(target.device)
+        begin = now(target.device)  # waits for the device
         drafts = proposer.propose(contexts, lengths)
         seconds, depth = now(target.device) - begin, max(draft.tree.depth for draft in drafts)
         if depth:
@@ -242,7 +226,7 @@ class Plan:
 
     def observe(self, accepted: int, drafted: int) -> None:
         """Update the estimate with the result of one row's draft."""
-        if drafted:
+        if drafted:  # old rounds lose weight; a round has one rejection at most
             self._accepted = self._accepted * self.decay + accepted
             self._rejected = self._rejected * self.decay + (accepted < drafted)
 
@@ -260,18 +244,14 @@ class FixedLength:
         self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
     ) -> list[Proposal]:
         """Let the proposer draft for rows with room for `room` drafted tokens each."""
-        return proposer.propose(contexts, [min(self.longest, left) for left in room])
+        return proposer.propose(contexts, [min(self.longest, tokens) for tokens in room])
 
     def observe(self, accepted: int, drafted: int) -> None:
         """Learn nothing."""
 
 
 def as_plan(draft_length: "int | Plan | None", longest: int | None = None) -> Plan | FixedLength:
-    """Return the plan itself, a new one for None, or one of a fixed draft length.
-
-    Raises:
-        InputError: a draft length below 1 or above the proposer's longest.
-    """
+    """Return the plan itself, a new one for None, or one of a fixed draft length if it is in the proposer's range."""
     if not isinstance(draft_length, int):
         return Plan() if draft_length is None else draft_length
     if draft_length < 1:

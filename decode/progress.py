@@ -41,12 +41,12 @@ class Phase:
 
     def line(self, seconds: float) -> str:
         """Return the progress after some seconds as one line."""
-        far = [] if self.total is None else [f"{self.done} of {self.total} {self.unit}"]
-        far += [self.note] if self.note else []
-        far.append(time_text(seconds))
+        parts = [] if self.total is None else [f"{self.done} of {self.total} {self.unit}"]
+        parts += [self.note] if self.note else []
+        parts.append(time_text(seconds))
         if self.total is not None and self.done > self.begun_at:
-            far.append(f"{time_text(seconds * (self.total - self.done) / (self.done - self.begun_at))} left")
-        return f"{self.title}: {', '.join(far)}"
+            parts.append(f"{time_text(seconds * (self.total - self.done) / (self.done - self.begun_at))} left")
+        return f"{self.title}: {', '.join(parts)}"
 
 
 class Reporter:
@@ -56,7 +56,7 @@ class Reporter:
         """Report by bars, or by a line once `every` seconds have passed without one."""
         self._every, self._bars, self._clock = every, bars, clock
         self._open: dict[Phase, tuple[float, Any]] = {}
-        self._spoken = clock()
+        self._last_line = clock()
         self._lock = threading.RLock()  # bars are drawn by two threads
 
     @contextmanager
@@ -80,13 +80,13 @@ class Reporter:
             phase = next(reversed(self._open), None) if phase is None else phase
             if phase is None or phase not in self._open:
                 return
-            begun, bar = self._open[phase]
+            start, bar = self._open[phase]
             if bar is not None:
                 self._draw(phase, bar)
-            elif (now := self._clock()) - self._spoken >= self._every:
-                self._spoken = now
+            elif (now := self._clock()) - self._last_line >= self._every:
+                self._last_line = now
                 with contextlib.suppress(OSError, ValueError):  # a closed pipe
-                    print(phase.line(now - begun), file=sys.stderr, flush=True)
+                    print(phase.line(now - start), file=sys.stderr, flush=True)
 
     def _bar(self, phase: Phase) -> Any:
         from tqdm.auto import tqdm
@@ -116,45 +116,41 @@ _reporter: Reporter | None = None
 def reporting(every: float | None = None, bars: bool | None = None) -> Iterator[None]:
     """Report all phases in this block, in the first process of a job; a nested block does nothing.
 
-    `every` is the seconds between two lines, `INTERVAL` if None. `bars` asks for bars in place of lines; None asks for
-    them where standard error is a terminal.
+    Lines come `every` seconds, `INTERVAL` if None; with `bars`, by default on a terminal, there are bars instead.
     """
     global _reporter
     if _reporter is not None or os.environ.get("RANK", "0") != "0":
         yield
         return
     _reporter = reporter = Reporter(INTERVAL if every is None else every, sys.stderr.isatty() if bars is None else bars)
-    ended = threading.Event()
+    end = threading.Event()
 
-    def watch() -> None:
-        while not ended.wait(LOOK):
+    def watch() -> None:  # a single call may take minutes without `advance`
+        while not end.wait(LOOK):
             reporter.look()
 
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        ended.set()
+        end.set()
         _reporter = None
 
 
 @contextmanager
 def phase(title: str, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Phase]:
-    """Open a phase for slow work; a command reports it.
-
-    `total` may change later, and is None where it cannot be counted. `unit` is a plural. `done` items were done before.
-    """
-    opened = Phase(title, total, unit, done)
-    with contextlib.nullcontext() if _reporter is None else _reporter.reports(opened):
-        yield opened
+    """Open a phase for slow work, which a command reports; `total` may change later, and `unit` is a plural."""
+    current = Phase(title, total, unit, done)
+    with contextlib.nullcontext() if _reporter is None else _reporter.reports(current):
+        yield current
 
 
 def each(items: Iterable[T], title: str, unit: str, total: int | None = None) -> Iterator[T]:
     """Yield items in a phase that counts the finished ones; `total` is for items without a length."""
-    with phase(title, len(items) if isinstance(items, Sized) else total, unit) as opened:
+    with phase(title, len(items) if isinstance(items, Sized) else total, unit) as current:
         for item in items:
             yield item
-            opened.advance()
+            current.advance()
 
 
 def time_text(seconds: float) -> str:

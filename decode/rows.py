@@ -93,16 +93,13 @@ class TextRow:
         )
 
     def advance(self, tokens: Sequence[int]) -> list[int]:
-        """Add tokens to the text, up to its end; return those that belong to it.
-
-        The text ends with the first new token that meets any criterion.
-        """
+        """Add tokens to the text, up to the first that meets a criterion; return those that belong to it."""
         start = self.length
         if self._on_host is not None:
             self._on_host[start : start + len(tokens)] = tokens
         for i, token in enumerate(tokens, start=1):
             self.length = start + i
-            criteria: Any = self.criteria
+            criteria: Any = self.criteria  # annotated for LongTensor
             if token in self.eos or (criteria and bool(criteria(self.context[None], None).all())):
                 self.finish_reason = "stop"
             self.done = self.room == 0 or self.finish_reason == "stop"
@@ -130,10 +127,9 @@ def host_tokens(texts: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 class TextBatch:
-    """The texts of some rows in one tensor, so that a round's tokens go to the device in one transfer.
+    """The texts of some rows in one tensor, of which each row's `text` becomes a view.
 
-    Each row's `text` becomes a view of it. A round writes at most `block` tokens to a row. `longest` is the length of
-    the longest text that is ever written here; that of these rows if None.
+    A round writes at most `block` tokens to a row. `longest` is that of all texts ever written here; of `rows` if None.
     """
 
     def __init__(self, rows: Sequence[TextRow], block: int, longest: int | None = None):
@@ -144,7 +140,7 @@ class TextBatch:
 
     def _hold(self, tokens: Tensor) -> None:
         self._tokens = tokens
-        self._on_host = tokens.numpy() if tokens.device.type in READ_AT_ONCE else None
+        self._on_host = tokens.numpy() if tokens.device.type in READ_AT_ONCE else None  # shares the memory
 
     def _place(self, places: Iterable[int]) -> None:
         """Copy the texts of some rows into the tensor, which holds them from now on."""
@@ -176,19 +172,19 @@ class TextBatch:
         self.lengths = self.lengths + 1
 
     def write(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor | None:
-        """Write tokens after each row, in one transfer with the places of the accepted nodes.
+        """Write tokens after each row, in one transfer with the accepted nodes' places in its block, if not in order.
 
-        `paths` has the places in its block of each row's accepted nodes; it is empty where all are in order. Returns
-        them as (B, D), continued as a chain where a path ends; None without paths.
+        Returns these places, (B, D), continued as a chain where a path ends; None without paths.
         """
         lengths = [row.length + len(new) for row, new in zip(self.rows, tokens, strict=True)]
         depth = max(map(len, paths), default=0)
         chained = [[*path, *range(len(path) + 1, depth + 1)] for path in paths]
         if self._on_host is not None:
-            for written, length, new in zip(self._on_host, lengths, tokens, strict=True):
-                written[length - len(new) : length] = new
+            for text, length, new in zip(self._on_host, lengths, tokens, strict=True):
+                text[length - len(new) : length] = new
             self.lengths = Places(lengths, self._tokens.device)
             return torch.tensor(chained) if paths else None
+        # One transfer for all: each row's new length, its tokens, padded, and its path. The padding is overwritten.
         width = max(map(len, tokens))
         packet = torch.tensor(
             [

@@ -27,8 +27,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-# These look at the scores alone, so that all positions of a block can be warped in one call. Every other processor
-# (penalties, bans, minimum length) may look at the tokens before its position, drafted ones included.
+# These read the scores alone, so that all positions of a block are warped in one call. Any other processor (penalties,
+# bans, minimum length) may read the tokens before its position, drafted ones included.
 CONTEXT_FREE = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -42,11 +42,11 @@ CONTEXT_FREE = (
 )
 
 
-# Draws from more entries than this look for a block of entries first, and cuts among the likeliest ones.
+# From more entries than LARGE, draws choose a BLOCK of entries first, and cuts are made among the LIKELIEST ones.
 LARGE, BLOCK, LIKELIEST = 2**14, 512, 1024
 # The library's sums of float32 probabilities were off by 3e-5 at most.
 TOP_P_ROUNDING = 1e-4
-# Roundings by which a sum may fall short of top-p and still count as having reached it.
+# The roundings by which a sum may fall short of top-p and still count as reaching it.
 ROUNDINGS = 4
 
 
@@ -80,10 +80,7 @@ class Sampler:
         repetition_penalty: float = 1.0,
         no_repeat_ngram_size: int = 0,
     ) -> "Sampler":
-        """Return the sampler of these settings (see `decode.options.Sampling`), as `generate` would prepare it.
-
-        T=0 ignores top-k, top-p and min-p.
-        """
+        """Return the sampler of these settings (see `Sampling`), as `generate` would prepare it."""
         processors = LogitsProcessorList()
         if repetition_penalty != 1:
             processors.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
@@ -124,16 +121,16 @@ class Sampler:
         return torch.cat([self._process(t[None, :], row[None, :]) for t, row in zip(contexts, scores_KV, strict=True)])
 
     def _process(self, ids: Tensor | None, scores: Tensor) -> Tensor:
-        # Not by the list's own call, which looks up every processor's signature each time.
+        # The list's own call would look up every processor's signature each time.
         processors: Any = self.processors  # annotated for LongTensor, which no tensor's static type is
-        waiting = list(processors)
-        while waiting:
-            processor = waiting.pop(0)
+        queue = list(processors)
+        while queue:
+            processor = queue.pop(0)
             large = type(processor) in (TopKLogitsWarper, TopPLogitsWarper) and scores.shape[-1] > LARGE
             if large and scores.device.type == "cpu":
                 scores = _cut(processor, scores)
-            elif large and waiting and _are_top_k_top_p(processor, waiting[0]):
-                scores = top_k_top_p(scores, processor.top_k, waiting.pop(0).top_p, processor.filter_value)
+            elif large and queue and _are_top_k_top_p(processor, queue[0]):
+                scores = top_k_top_p(scores, processor.top_k, queue.pop(0).top_p, processor.filter_value)
             else:
                 scores = processor(ids, scores)
         return scores
@@ -167,22 +164,24 @@ def _cut(processor: Any, scores_KV: Tensor) -> Tensor:
     if size > LIKELIEST:
         return cast(Tensor, processor(None, scores_KV))
     values_KM, places_KM = scores_KV.topk(size)
+    # How many are kept, and whether the library has to decide it.
     if top_k:
         kept_K1 = torch.full_like(places_KM[:, :1], size - 1)
         unsure_K1 = torch.zeros_like(kept_K1, dtype=torch.bool)
     else:
-        everything = values_KM if bool((values_KM[:, -1] == -torch.inf).all()) else scores_KV
-        p_KM = (values_KM.double() - everything.logsumexp(-1, keepdim=True).double()).exp()
+        # After top-k all finite scores may be among the likeliest: then their sum is enough.
+        support = values_KM if bool((values_KM[:, -1] == -torch.inf).all()) else scores_KV
+        p_KM = (values_KM.double() - support.logsumexp(-1, keepdim=True).double()).exp()
         likelier_KM = p_KM.cumsum(-1) - p_KM
         kept_K1 = (likelier_KM < processor.top_p).sum(-1, keepdim=True).clamp(processor.min_tokens_to_keep, size)
         unsure_K1 = ~((likelier_KM - processor.top_p).abs() > TOP_P_ROUNDING).all(-1, keepdim=True)
     next_K1 = values_KM.gather(1, kept_K1.clamp(max=size - 1))
     unsure_K1 |= ~(values_KM.gather(1, kept_K1 - 1) > next_K1)
-    theirs = processor(None, scores_KV[unsure_K1[:, 0]]) if bool(unsure_K1.any()) else None
+    library = processor(None, scores_KV[unsure_K1[:, 0]]) if bool(unsure_K1.any()) else None
     cut_KM = values_KM.masked_fill_(torch.arange(size) >= kept_K1, processor.filter_value)
     scores_KV.fill_(processor.filter_value).scatter_(1, places_KM, cut_KM)
-    if theirs is not None:
-        scores_KV[unsure_K1[:, 0]] = theirs
+    if library is not None:
+        scores_KV[unsure_K1[:, 0]] = library
     return scores_KV
 
 
@@ -204,12 +203,13 @@ def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float
     least_K1 = values_Kk[:, -1:]
     if top_p >= 1:
         return scores_KV.masked_fill(scores_KV < least_K1, filter_value)
-    # Of what the k most probable have together, top-p is more where there are others that equal the last of them.
+    # Others that equal the k-th score pass top-k, too. Their mass adds to top-p's sum, in units of the first k's sum.
     p_Kk = values_Kk.softmax(-1)
     least_p_K1, others_K1 = p_Kk[:, -1:], (scores_KV >= least_K1).sum(-1, keepdim=True) - p_Kk.shape[-1]
     top_p *= 1 - ROUNDINGS * torch.finfo(p_Kk.dtype).eps
     wanted_K1 = top_p * others_K1 * least_p_K1 + top_p
     last_K1 = (p_Kk.cumsum(-1, dtype=torch.float64) < wanted_K1).sum(-1, keepdim=True).clamp(max=p_Kk.shape[-1] - 1)
+    # Where even the first k's whole sum falls short, some of the others are kept as well.
     kept_others_K1 = ((wanted_K1 - 1) / least_p_K1).ceil().clamp(min=0)
     cut_K1 = values_Kk.gather(1, last_K1)
     higher_K1, equal_KV = (values_Kk > cut_K1).sum(-1, keepdim=True), scores_KV == cut_K1
@@ -218,25 +218,20 @@ def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Return the index of the greatest score, (…, V) → (…): the first of equal ones, or the first NaN.
-
-    On a CPU torch's own reads one score at a time: at V = 152k it takes ten times as long as numpy's.
-    """
+    """Return the index of the greatest score, (…, V) → (…): the first of equal ones, or the first NaN."""
     if scores.device.type != "cpu":
         return scores.argmax(-1)
+    # Torch's own reads one score at a time on a CPU: at V = 152k it takes ten times as long as numpy's.
     return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
 
 
 def scores_of_rows(samplers: Sequence[Sampler], logits_BV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
-    """Return each row's logits, (B, V), processed by its sampler; in one call where all rows share one.
-
-    `contexts` are B of (T_b,); see `Sampler.scores`.
-    """
+    """Return each row's logits, (B, V), processed by its sampler; `contexts` are B of (T_b,), see `Sampler.scores`."""
     first = samplers[0]
     if all(sampler is first for sampler in samplers):
         return first.scores(logits_BV, contexts)
-    each = zip(samplers, logits_BV.split(1), contexts, strict=True)
-    return torch.cat([sampler.scores(logits_1V, [context]) for sampler, logits_1V, context in each])
+    rows = zip(samplers, logits_BV.split(1), contexts, strict=True)
+    return torch.cat([sampler.scores(logits_1V, [context]) for sampler, logits_1V, context in rows])
 
 
 def prefixes(tokens_T: Tensor, count: int) -> list[Tensor]:
@@ -245,27 +240,22 @@ def prefixes(tokens_T: Tensor, count: int) -> list[Tensor]:
 
 
 def draw(p_V: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one token, (1,) int64, from a distribution (V,), normalised or not.
-
-    It inverts the cumulative distribution in double precision, which takes one random number. `torch.multinomial` takes
-    V, which was a third of a sampling round's time outside the forwards.
-    """
+    """Draw one token, (1,) int64, from a distribution (V,), normalised or not."""
+    # Inverting the cumulative distribution takes one random number. `torch.multinomial` takes V, which was a third of
+    # a sampling round's time outside the forwards.
     cumulative = p_V.cumsum(0, dtype=torch.float64)
-    # On the generator's device: a draft model may live on another one than the text.
+    # The generator may be on another device than the draft model.
     device = p_V.device if generator is None else generator.device
     u = torch.rand(1, generator=generator, device=device, dtype=torch.float64).to(p_V.device) * cumulative[-1]
-    # The first entry beyond u: a token of probability zero adds nothing and is never it.
+    # The first entry beyond u; a token of probability zero adds nothing and is never chosen.
     return torch.searchsorted(cumulative, u, right=True).clamp_(max=len(p_V) - 1)
 
 
 def uniforms(
     generators: Sequence[torch.Generator | None], counts: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return numbers uniform on [0, 1), (B, max(counts)); row i's generator draws its first `counts[i]`.
-
-    A row thus takes the random numbers that it would take alone. Beyond its count are ones, with which nothing is
-    accepted.
-    """
+    """Return numbers uniform on [0, 1), (B, max(counts)), `counts[i]` by row i's generator and then ones."""
+    # A row takes the random numbers that it would take alone. With the ones after them nothing is accepted.
     most = max(counts)
     rows = []
     for generator, count in zip(generators, counts, strict=True):
@@ -276,23 +266,20 @@ def uniforms(
 
 
 def draw_rows(p_BV: Tensor, u_B: Tensor) -> Tensor:
-    """Draw one token from each distribution (B, V), normalised or not; returns (B,) int64. See `draw`.
-
-    `u_B` is uniform on [0, 1), float64. A row with NaN gives an arbitrary token.
-    """
+    """Draw one token, (B,) int64, from each distribution (B, V), normalised or not, at float64 u_B in [0, 1)."""
     size = p_BV.shape[-1]
     whole = size - size % BLOCK
     if size < LARGE:
         cumulative = p_BV.cumsum(-1, dtype=torch.float64)
         return _entries(cumulative, u_B[:, None] * cumulative[:, -1:])[:, 0]
-    # First a block of tokens, then one of it: the cumulative sum of a large vocabulary is memory for all of it.
+    # First choose a block of tokens, then one of its tokens: the cumulative sum over a large vocabulary takes memory.
     blocks_BN = p_BV[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
     if whole < size:
         blocks_BN = torch.cat([blocks_BN, p_BV[:, whole:].sum(-1, keepdim=True)], -1)
     cumulative = blocks_BN.cumsum(-1, dtype=torch.float64)
     beyond_B1 = u_B[:, None] * cumulative[:, -1:]
     block_B1 = _entries(cumulative, beyond_B1)
-    # How far into the block, on [0, 1): of it alone.
+    # The place of u within the block, as a share of the block's mass, in [0, 1).
     into_B1 = 1.0 - (cumulative.gather(1, block_B1) - beyond_B1) / blocks_BN.gather(1, block_B1)
     places_BM = block_B1 * BLOCK + torch.arange(BLOCK, device=p_BV.device)
     p_BM = p_BV.gather(1, places_BM.clamp(max=size - 1)).where(places_BM < size, 0.0)
@@ -320,6 +307,7 @@ def draw_siblings(q_BFM: Tensor, u_BPM: Tensor, count: int) -> Tensor:
     Returns:
         Places among the M tokens, (B, P, count), in the order of the draws; tokens with q = 0 come last.
     """
+    # The greatest rate ÷ exponential is the first arrival.
     return (q_BFM / -u_BPM.log()).topk(count).indices
 
 

@@ -16,13 +16,7 @@ from draftsmith.decode.cache import CachedModel, Places, check_rollback
 from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import (
-    DecodeOutput,
-    collect_output,
-    decoded,
-    generate_arguments,
-    prepare_rows,
-)
+from draftsmith.decode.generation import DecodeOutput, collect_output, decoded, generate_arguments, prepare_rows
 from draftsmith.decode.planner import FixedLength, Plan, as_plan
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer, tokens_of
 from draftsmith.decode.rows import Departure, RowTexts, TextBatch, TextRow
@@ -99,7 +93,7 @@ def speculative_generate(
     """
     streamer = generate_kwargs.get("streamer")
     if streamer is not None:
-        # `generate` gives it the prompt, and then hands callables no streamer.
+        # `generate` gives the streamer the prompt, and then hands callables none.
         if len(input_ids) > 1:
             raise InputError(f"streamer: expected one prompt, found {len(input_ids)}")
         generate_kwargs["observer"] = _streaming(streamer, generate_kwargs.get("observer"))
@@ -148,10 +142,7 @@ def _write(
     compiled: bool,
     observer: Observer | None,
 ) -> None:
-    """Write texts to their ends, a round at a time (Leviathan et al. 2023, algorithm 1): draft, verify, accept, emit.
-
-    p is the target's distribution and q the proposer's, both warped by the sampler.
-    """
+    """Write texts to their ends, a round at a time (Leviathan et al. 2023, algorithm 1)."""
     task = _task(model, rows, plan, rule, compiled)
     largest = proposer.start(task)
     wants: dict[str, Any] = {"wants_hidden": proposer.wants_hidden, "wants_features": proposer.wants_features}
@@ -213,11 +204,12 @@ def _task(
 def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], roots: Places, width: int) -> Tensor:
     """Feed each row's last token, which was not fed yet, and its draft; return the logits, (B, 1 + width, V)."""
     rows, chains = texts.rows, all(draft.tree.is_chain for draft in drafts)
-    if target.is_empty:
+    if target.is_empty:  # the first round
         if len(rows) == 1 and chains:
             # The prompt and the first draft in one forward.
             return target.prefill(torch.cat([rows[0].context, drafts[0].tokens])[None, :], keep=width + 1)
         target.prefill_texts([row.context for row in rows])
+    # A proposer may have made the whole block on the device already.
     blocks = drafts.block if isinstance(drafts, Drafts) else None
     if blocks is None or blocks.shape[1] != 1 + width:
         blocks = torch.cat([texts.last(), tokens_of(drafts, width)], 1)
@@ -267,6 +259,7 @@ def _recorded(row: TextRow, draft: Proposal, verdict: Verdict, emitted: Sequence
     row.sources.append(draft.source)
     for distance, disagrees in (verdict.departures or [])[: len(tokens)]:
         row.departure += Departure(distance, int(disagrees), 1)
+    # After a leaf the token is a bonus; elsewhere the target rejected a child, unless the text ended in the path.
     at_leaf = not draft.tree.children[verdict.path[-1] + 1 if verdict.path else 0]
     bonus = at_leaf and len(draft.tree) > 0 and len(tokens) > len(verdict.path)
     return Round(row.index, tokens, counts, bonus, row.done, draft.source)
@@ -282,29 +275,27 @@ def _outcomes(
 ) -> list[Outcome]:
     """Return the outcome of each row's draft, with the target's hidden states or features where they are wanted.
 
-    The target was just fed; its features are taken from it. `logits` are (B, 1 + K, V). `places` are those of the
-    accepted nodes in the block, (B, D), continued as a chain where a path ends; None for chains.
+    `logits` are (B, 1 + K, V). `places` are the accepted nodes' in the block, (B, D), None for chains.
     """
     outcomes, hidden = [], target.hidden
     for row, (draft, verdict) in enumerate(zip(drafts, verdicts, strict=True)):
-        size, of_row, its_hidden = 1 + len(draft.tree), logits[row], None if hidden is None else hidden[row]
-        if size < of_row.shape[0]:
-            of_row, its_hidden = of_row[:size], None if its_hidden is None else its_hidden[:size]
-        outcomes.append(Outcome(verdict.path, of_row, its_hidden))
+        size, row_logits, row_hidden = 1 + len(draft.tree), logits[row], None if hidden is None else hidden[row]
+        if size < row_logits.shape[0]:  # padding after a smaller draft
+            row_logits, row_hidden = row_logits[:size], None if row_hidden is None else row_hidden[:size]
+        outcomes.append(Outcome(verdict.path, row_logits, row_hidden))
     if not target.features:
         return outcomes
-    # One forward, or two: prompts and then the first block.
+    # They come from one forward, or from two: the prompts', and then the first block's.
     width, before, block = logits.shape[1], target.features[0], target.features[-1][:, -logits.shape[1] :]
     first = len(target.features) > 1 or before.shape[1] > width
     if places is not None:
         nodes = torch.nn.functional.pad(places, (1, 0)).to(block.device).clamp(max=width - 1)
         block = block.take_along_dim(nodes[..., None], dim=1)
+    # The list would otherwise grow by each round's features.
     target.features.clear()
     return [
         replace(
-            outcome,
-            features=block[row, : 1 + len(outcome.path)],
-            prompt_features=before[row, :root] if first else None,
+            outcome, features=block[row, : 1 + len(outcome.path)], prompt_features=before[row, :root] if first else None
         )
         for row, (outcome, root) in enumerate(zip(outcomes, roots.host, strict=True))
     ]

@@ -41,11 +41,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Tree:
-    """The shape of a draft: each node's parent, `ROOT` for those that follow the text directly.
-
-    Raises:
-        InputError: a parent that does not precede its child.
-    """
+    """The shape of a draft: each node's parent, `ROOT` after the text; an `InputError` if one follows its child."""
 
     parents: tuple[int, ...]
 
@@ -96,10 +92,6 @@ class Tree:
     def from_accuracies(cls, accuracies: Sequence[Sequence[float]], nodes: int) -> "Tree":
         """Grow the tree of the greatest expected accepted length (Cai et al. 2024, section 2.3.3).
 
-        A node is right with the product of the accuracies along its path, taken as independent. The paper adds the most
-        probable node again and again, which is best where accuracies fall with the rank. Measured ones need not fall:
-        here each budget of nodes is divided in the best way between a node's descendants and its later siblings.
-
         `accuracies` are, for each depth and rank, the share of contexts whose next token is the drafter's candidate of
         that rank. The tree has fewer than `nodes` nodes where more would add nothing.
 
@@ -113,12 +105,11 @@ class Tree:
 
         @cache
         def grow(depth: int, rank: int, nodes: int) -> tuple[float, int]:
-            """Return the best expected length from a rank on, given the path above, and the nodes below that rank.
-
-            −1 nodes exclude the rank itself.
-            """
+            """Return the best expected length from a rank on, and the nodes below that rank; −1 excludes the rank."""
             if nodes == 0 or depth == len(accuracies) or rank == len(accuracies[depth]):
                 return 0.0, -1
+            # Entry b + 1 is for b nodes below this rank, and the rest for its later siblings. The paper adds the most
+            # probable node again and again, which is best where accuracies fall with the rank; measured ones need not.
             lengths = [0.0] + [
                 accuracies[depth][rank] * (1 + grow(depth + 1, 0, below)[0])
                 + grow(depth, rank + 1, nodes - 1 - below)[0]
@@ -127,6 +118,7 @@ class Tree:
             best = max(range(nodes + 1), key=lambda i: lengths[i])
             return lengths[best], best - 1
 
+        # Follow the best division down from the root.
         def paths(above: tuple[int, ...], rank: int, nodes: int) -> list[tuple[int, ...]]:
             _, below = grow(len(above), rank, nodes)
             if below < 0:
@@ -134,10 +126,10 @@ class Tree:
             node = (*above, rank)
             return [node, *paths(node, 0, below), *paths(above, rank + 1, nodes - 1 - below)]
 
-        chosen = paths((), 0, nodes)
-        if not chosen:
+        choices = paths((), 0, nodes)
+        if not choices:
             raise InputError("accuracies: expected a positive one for the first token, found none")
-        return cls.from_choices(chosen)
+        return cls.from_choices(choices)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -204,6 +196,7 @@ class Tree:
         return self._levels[device]
 
     def _level(self, depth: int, device: torch.device) -> Level:
+        # `fed` are the parents down to this depth, in the order in which a drafter feeds them.
         inner = [node for node in range(ROOT, len(self)) if self.children[node + 1]]
         depths = (0, *self.depths)
         parents = [node for node in inner if depths[node + 1] == depth]

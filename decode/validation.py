@@ -59,10 +59,8 @@ class Said(BaseModel):
 def parsed(kind: type[T], text: str | bytes, where: str, secret: str | None = None) -> T:
     """Return JSON as an instance of a pydantic model, dataclass or `TypedDict`, or a list or dictionary of them.
 
-    Messages name `where`, the file or URL, and hide `secret`, a key that some servers repeat.
-
     Raises:
-        InputError: invalid JSON, nesting beyond 200, or a field that does not match; names the first one.
+        InputError: invalid JSON, or the first field that does not match; names `where`, a file or URL, hides `secret`.
     """
     try:
         return _adapter(kind).validate_json(text, strict=True)
@@ -71,13 +69,11 @@ def parsed(kind: type[T], text: str | bytes, where: str, secret: str | None = No
 
 
 def answered(kind: type[T], text: str | bytes, where: str, secret: str | None = None) -> T:
-    """Return a server's JSON as `parsed` does, with U+FFFD for half a surrogate pair.
-
-    A server that cuts a text in two may write such a half, which Python's JSON accepts and Unicode does not.
-    """
+    """Return a server's JSON as `parsed` does, with U+FFFD for half a surrogate pair."""
     try:
         return parsed(kind, text, where, secret)
     except InputError:
+        # A server that cuts a text in two may write half a surrogate pair, which Python's JSON reads and Unicode lacks.
         try:
             whole = json.dumps(parse_json(text), ensure_ascii=False)
         except (ValueError, RecursionError):
@@ -96,22 +92,12 @@ def checked(kind: Any, value: Any, where: str) -> Any:
 
 
 def read(kind: type[T], path: Path, field: str = "") -> T:
-    """Return a JSON file's content as `parsed` does; messages begin with `field`, the option that named it.
-
-    Raises:
-        FileNotFoundError: no such file.
-        InputError: it cannot be read, or its content does not match; names the file and the field.
-    """
+    """Return a JSON file's content as `parsed` does; messages begin with `field`, the option that named it."""
     return parsed(kind, file_bytes(path), ": ".join(filter(None, [field, str(path)])))
 
 
 def file_bytes(path: Path) -> bytes:
-    """Return a file's bytes.
-
-    Raises:
-        FileNotFoundError: no such file.
-        InputError: it cannot be read.
-    """
+    """Return a file's bytes; raises FileNotFoundError, or an InputError if it cannot be read."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -121,11 +107,7 @@ def file_bytes(path: Path) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return JSON of any shape.
-
-    Raises:
-        JSONDecodeError: invalid JSON, nested too deeply, or with a number of too many digits for Python.
-    """
+    """Return JSON of any shape; raises a JSONDecodeError, also for deep nesting and numbers too long for Python."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -152,19 +134,19 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def _line(error: ErrorDetails, where: str, secret: str | None) -> str:
     """Return one of pydantic's errors as one line."""
     if error["type"] == "json_invalid":
-        found = str(error["ctx"]["error"]).replace("recursion limit exceeded", "nested too deeply")
-        return ": ".join(filter(None, [where, f"expected JSON, found: {found}"]))
+        fault = str(error["ctx"]["error"]).replace("recursion limit exceeded", "nested too deeply")
+        return ": ".join(filter(None, [where, f"expected JSON, found: {fault}"]))
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).removeprefix(".")
     context: Mapping[str, Any] = error.get("ctx", {})
-    if error["type"] == "value_error":  # of a check of ours, which says all of it
+    if error["type"] == "value_error":  # one of our own checks, with a complete message
         return ": ".join(filter(None, [where, place, str(context["error"])]))
     words = EXPECTED.get(error["type"])
     expected = error["msg"].removeprefix("Input should be ") if words is None else words.format(**context)
-    found = "none" if error["type"] == "missing" else shown(error["input"], secret)
-    return ": ".join(filter(None, [where, place, f"expected {expected}, found {found}"]))
+    value = "none" if error["type"] == "missing" else shown(error["input"], secret)
+    return ": ".join(filter(None, [where, place, f"expected {expected}, found {value}"]))
 
 
 def shown(value: Any, secret: str | None = None) -> str:
     """Return the beginning of a value on one line, for a message, with a key hidden."""
     words = repr(value)
-    return (words.replace(secret, "***") if secret else words)[:60]  # before it is cut, which may leave half a key
+    return (words.replace(secret, "***") if secret else words)[:60]  # hidden first: a cut may leave half a key

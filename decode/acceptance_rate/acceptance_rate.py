@@ -1,7 +1,4 @@
-"""The acceptance rate of speculative decoding as a metric of Hugging Face's `evaluate`: `evaluate.load` of this folder.
-
-`evaluate` runs a copy of this file from its cache, so it imports the counts and ratios from the installed draftsmith.
-"""
+"""The acceptance rate of speculative decoding, as a metric that `evaluate.load` takes from this folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -10,7 +7,7 @@ from typing import Any
 
 import datasets
 
-# As a module: of the names in this file `evaluate` takes the first metric class, which would be an imported `Metric`.
+# Imported as a module: `evaluate` takes the first metric class in this file, which would be an imported `Metric`.
 import evaluate
 
 try:
@@ -23,8 +20,8 @@ except ModuleNotFoundError as error:
     raise ImportError("acceptance_rate: expected draftsmith to be installed (`pip install -e` its clone)") from None
 
 DESCRIPTION = """\
-How far a target model agrees with what was drafted for it in speculative decoding: accepted ÷ drafted tokens, and
-tokens per forward of the target (τ), with 95 % intervals over prompts.
+How often a target model agrees with its drafts in speculative decoding: accepted ÷ drafted tokens, and tokens per
+forward of the target (τ), with 95 % intervals over prompts.
 """
 CITATION = """\
 @inproceedings{leviathan2023fast,
@@ -38,18 +35,18 @@ INPUTS = """
 Args:
     predictions: one entry a prompt. Under "counts", the default, a dictionary with vLLM's names: num_drafts,
         num_draft_tokens, num_accepted_tokens, num_accepted_tokens_per_pos; if available also num_emitted_tokens (else
-        num_accepted_tokens + num_drafts), num_draft_tokens_per_pos and num_reached_per_pos (else found where every
+        num_accepted_tokens + num_drafts), num_draft_tokens_per_pos and num_reached_per_pos (else derived where every
         round drafted every position). Under "tokens" a list of rounds, each the list of its drafted tokens.
     references: under "tokens" only, shaped likewise: the tokens that the target emitted in each round, the accepted
-        ones and the one more, by the exact rule and from a chain of drafts.
+        ones and the one after them, under the exact rule and for chains.
 
 Returns:
     draft_acceptance_rate: accepted ÷ drafted tokens, bonus excluded; it depends on the draft length.
     mean_acceptance_length: tokens emitted per forward of the target, bonus included; plain decoding has 1.
     draft_acceptance_rate_ci95, mean_acceptance_length_ci95: [low, high], by bootstrap over prompts; None for one.
     acceptance_per_position: rounds that accepted position i ÷ rounds that drafted it.
-    conditional_acceptance: the same of rounds that accepted every position before it.
-    counts: the sums that all of these derive from.
+    conditional_acceptance: the same among rounds that accepted every position before it.
+    counts: the sums from which all of these derive.
     A figure that cannot be computed is None, never 0.
 
 Examples:
@@ -64,11 +61,7 @@ REQUIRED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accept
 
 
 class AcceptanceRate(evaluate.Metric):
-    """Acceptance of speculative decoding from counts or from tokens, one entry a prompt; `INPUTS` has the details.
-
-    Raises:
-        InputError: an entry that cannot be counts or rounds; the message names it.
-    """
+    """Acceptance from counts or tokens, one entry a prompt (see `INPUTS`); an `InputError` names a wrong entry."""
 
     def _info(self) -> evaluate.MetricInfo:
         whole = datasets.Value("int64")
@@ -91,15 +84,15 @@ class AcceptanceRate(evaluate.Metric):
 
     def add_batch(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> None:
         """Add prompts."""
-        given = {"predictions": predictions, "references": references}
+        entries = {"predictions": predictions, "references": references}
         for name in self.features:
-            if given[name] is None or len(given[name]) == 0:
+            if entries[name] is None or len(entries[name]) == 0:
                 raise InputError(f"{name}: expected one entry a prompt, found none")
-        # Faults are raised here, where prompts still have the user's numbers and nothing was written to the disk.
+        # Faults are raised here, where prompts still have the user's numbers and nothing was written to disk.
         if self.config_name == "tokens":
             if len(predictions) != len(references):
                 raise InputError(f"references: expected {len(predictions)} prompts, found {len(references)}")
-            drafted, emitted = ([_rounds(f"{n}[{i}]", v) for i, v in enumerate(given[n])] for n in self.features)
+            drafted, emitted = ([_rounds(f"{n}[{i}]", v) for i, v in enumerate(entries[n])] for n in self.features)
             for i, rounds in enumerate(zip(drafted, emitted, strict=True)):
                 _count_rounds(f"references[{i}]", *rounds)
             super().add_batch(predictions=drafted, references=emitted, **kwargs)
@@ -116,8 +109,8 @@ class AcceptanceRate(evaluate.Metric):
         if self.config_name == "tokens":
             prompts = [_count_rounds("", *rounds) for rounds in zip(predictions, references, strict=True)]
         else:
-            unknown = [name for name in NAMES if any(given[name] is None for given in predictions)]
-            prompts = [_without(unknown, given) for given in predictions]
+            unknown = [name for name in NAMES if any(counts[name] is None for counts in predictions)]
+            prompts = [_without(unknown, counts) for counts in predictions]
         total = sum(prompts, Counts())
         rate = ratio([c.num_accepted_tokens for c in prompts], [c.num_draft_tokens for c in prompts])
         length = ratio([c.num_emitted_tokens for c in prompts], [c.num_drafts for c in prompts])
@@ -132,18 +125,18 @@ class AcceptanceRate(evaluate.Metric):
         }
 
 
-def _completed(where: str, given: Any) -> dict[str, Any]:
+def _completed(where: str, entry: Any) -> dict[str, Any]:
     """Check one prompt's counts and complete them; counts that do not follow from the given ones become None."""
-    if not isinstance(given, Mapping):
-        raise InputError(f"{where}: expected a dictionary of counts (tokens: config 'tokens'), found {_short(given)}")
-    if strange := [name for name in given if name not in NAMES]:
-        raise InputError(f"{where}: expected the names {', '.join(NAMES)}, found {strange[0]!r}")
+    if not isinstance(entry, Mapping):
+        raise InputError(f"{where}: expected a dictionary of counts (tokens: config 'tokens'), found {_short(entry)}")
+    if unknown := [name for name in entry if name not in NAMES]:
+        raise InputError(f"{where}: expected the names {', '.join(NAMES)}, found {unknown[0]!r}")
     counts: dict[str, Any] = {}
     for name in NAMES:
-        if name in REQUIRED and given.get(name) is None:
+        if name in REQUIRED and entry.get(name) is None:
             raise InputError(f"{where}: expected {name}, found none")
         read = _integers if name.endswith("_per_pos") else _integer
-        counts[name] = None if given.get(name) is None else read(f"{where}.{name}", given[name])
+        counts[name] = None if entry.get(name) is None else read(f"{where}.{name}", entry[name])
     drafts, drafted, accepted, per_pos = (counts[name] for name in REQUIRED)
     if sum(per_pos) != accepted or accepted > drafted:
         expected = f"the sum over positions, {sum(per_pos)}, and at most num_draft_tokens, {drafted}"
@@ -160,15 +153,15 @@ def _completed(where: str, given: Any) -> dict[str, Any]:
     if counts["num_reached_per_pos"] is None and counts["num_draft_tokens_per_pos"] == every:
         counts["num_reached_per_pos"] = [drafts, *per_pos][: len(per_pos)]
     for name in ("num_draft_tokens_per_pos", "num_reached_per_pos"):
-        found = counts[name]
-        if found is not None and (len(found) != len(per_pos) or any(map(lt, found, per_pos))):
-            raise InputError(f"{where}.{name}: expected at least {per_pos}, the accepted ones, found {found}")
+        values = counts[name]
+        if values is not None and (len(values) != len(per_pos) or any(map(lt, values, per_pos))):
+            raise InputError(f"{where}.{name}: expected at least {per_pos}, the accepted ones, found {values}")
     return counts
 
 
-def _without(unknown: Sequence[str], given: Mapping[str, Any]) -> Counts:
+def _without(unknown: Sequence[str], counts: Mapping[str, Any]) -> Counts:
     """Return one prompt's counts, with zeros for those that some prompt lacks, so that their ratios are None."""
-    return Counts.from_dict(dict(given) | dict.fromkeys(unknown, [0] * len(given["num_accepted_tokens_per_pos"])))
+    return Counts.from_dict(dict(counts) | dict.fromkeys(unknown, [0] * len(counts["num_accepted_tokens_per_pos"])))
 
 
 def _count_rounds(where: str, drafted: Sequence[list[int]], emitted: Sequence[list[int]]) -> Counts:
@@ -179,7 +172,7 @@ def _count_rounds(where: str, drafted: Sequence[list[int]], emitted: Sequence[li
     for i, (draft, tokens) in enumerate(zip(drafted, emitted, strict=True)):
         agree = [a == b for a, b in zip(draft, tokens, strict=False)]
         accepted = [*agree, False].index(False)
-        # Under the exact rule a correction is never the token that it stands for, so the agreeing ones were accepted.
+        # Under the exact rule a correction differs from the token that it replaces, so agreeing tokens were accepted.
         ends = len(tokens) == accepted > 0 and i == len(drafted) - 1
         if not ends and len(tokens) != accepted + 1:
             expected = f"the {accepted} accepted tokens and one more, which only the last round may lack"
@@ -188,30 +181,30 @@ def _count_rounds(where: str, drafted: Sequence[list[int]], emitted: Sequence[li
     return counts
 
 
-def _rounds(where: str, given: Any) -> list[list[int]]:
+def _rounds(where: str, entry: Any) -> list[list[int]]:
     try:
-        rounds = list(given)
+        rounds = list(entry)
     except TypeError:
-        raise InputError(f"{where}: expected a list of rounds, found {_short(given)}") from None
+        raise InputError(f"{where}: expected a list of rounds, found {_short(entry)}") from None
     return [_integers(f"{where}[{i}]", tokens) for i, tokens in enumerate(rounds)]
 
 
-def _integers(where: str, given: Any) -> list[int]:
+def _integers(where: str, values: Any) -> list[int]:
     try:
-        return [_integer(where, value) for value in given]
+        return [_integer(where, value) for value in values]
     except TypeError:
-        raise InputError(f"{where}: expected a list of integers, found {_short(given)}") from None
+        raise InputError(f"{where}: expected a list of integers, found {_short(values)}") from None
 
 
-def _integer(where: str, given: Any) -> int:
+def _integer(where: str, value: Any) -> int:
     try:
-        value = index(given)
+        number = index(value)
     except TypeError:
-        raise InputError(f"{where}: expected integers, found {_short(given)}") from None
-    if value < 0:
-        raise InputError(f"{where}: expected 0 or more, found {value}")
-    return value
+        raise InputError(f"{where}: expected integers, found {_short(value)}") from None
+    if number < 0:
+        raise InputError(f"{where}: expected 0 or more, found {number}")
+    return number
 
 
-def _short(given: Any) -> str:
-    return f"{given!r:.60}"
+def _short(value: Any) -> str:
+    return f"{value!r:.60}"

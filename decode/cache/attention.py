@@ -30,31 +30,21 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attend as the library's `sdpa` does, with its interface for attention functions.
 
-    Shape suffixes: B rows, H query heads, G of them a key head, K queries, S slots, D head width.
-
-    Args:
-        module: the attention layer.
-        query: (B, H, K, D).
-        key: (B, H/G, S, D).
-        value: (B, H/G, S, D).
-        attention_mask: additive, (B, 1, K, S), the same for all heads; or None.
-        dropout: as in `sdpa`.
-        scaling: the scores' factor; 1/√D if None.
-        kwargs: other arguments of `sdpa`, which itself runs for a softcap or a position bias.
-
-    Returns:
-        (B, K, H, D), and None in place of weights.
+    Shape suffixes: B rows, H query heads, G of them a key head, K queries, S slots, D head width. `query` is (B, H, K,
+    D), `key` and `value` are (B, H/G, S, D), and an `attention_mask` is additive, (B, 1, K, S). `scaling` is 1/√D if
+    None. With a softcap or position bias among `kwargs`, `sdpa` itself runs. Returns (B, K, H, D), and None for
+    weights.
     """
     heads, length = query.shape[1:3]
     groups = heads // key.shape[1]
-    # A prompt without a mask is for the library's causal kernels.
+    # A prompt without a mask is left to the library's causal kernels.
     packs = length == 1 if attention_mask is None else attention_mask.shape[1] == 1
     if groups == 1 or not packs or any(kwargs.get(name) is not None for name in ("softcap", "position_bias")):
-        if attention_mask is None and groups > 1 and not flash_takes(query):  # which alone takes groups as they are
+        if attention_mask is None and groups > 1 and not flash_takes(query):  # the only kernel that takes groups
             key, value = repeated(key, heads), repeated(value, heads)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    seen = in_groups(query, key, value, attention_mask, dropout_p=dropout, scale=scaling)
-    return seen.transpose(1, 2).contiguous(), None
+    states = in_groups(query, key, value, attention_mask, dropout_p=dropout, scale=scaling)
+    return states.transpose(1, 2).contiguous(), None
 
 
 def in_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
@@ -95,17 +85,15 @@ def attends_in_groups(model: PreTrainedModel) -> bool:
 
 
 class Grouped:
-    """A context in which the forwards of a model that `attends_in_groups` run `grouped_attention`.
-
-    If two threads run one model, the first to end restores `sdpa` for both: slower, with the same numbers.
-    """
+    """A context in which forwards of a model that `attends_in_groups` run `grouped_attention`."""
 
     def __init__(self, model: PreTrainedModel):
-        # Not by the config's own setter, which checks types and looks for further configs: 0.1 ms a forward.
+        # The config's own setter checks types and looks for further configs, which takes 0.1 ms a forward.
         self._config = vars(model.config.get_text_config())
 
     def __enter__(self) -> None:
         self._config["_attn_implementation_internal"] = NAME
 
     def __exit__(self, *_: object) -> None:
+        # If two threads run one model, the first to end restores `sdpa` for both: slower, with the same numbers.
         self._config["_attn_implementation_internal"] = "sdpa"

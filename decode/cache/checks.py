@@ -11,9 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from draftsmith.decode.cache.attention import implementation_of
 from draftsmith.decode.errors import InputError
 
-# Attention that takes any additive mask. The fast kernels beyond them know causal masks alone.
+# Attention that takes any additive mask; the other, fast kernels take causal masks only.
 ATTENTION = ("eager", "sdpa")
-# Models whose config says one thing and whose layers do another, which no field of it shows.
+# Models whose layers differ from their config, which no field shows.
 UNFIT_TYPES = {"moshi": "whose config names a window that its layers do not have"}
 # Families that are encoders unless their config says `is_decoder`.
 ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
@@ -25,31 +25,20 @@ def positions_of(config: PretrainedConfig) -> int | None:
 
 
 def check_causal(model: PreTrainedModel, role: str) -> None:
-    """Refuse, by name, models whose tokens attend to later ones.
-
-    Training, replay, caches of the target and the library's `generate` need no more than this.
-
-    Raises:
-        InputError: the model is an encoder, or has one.
-    """
+    """Raise an `InputError` for encoders; training, replay, the target's cache and `generate` need no more."""
     name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise InputError(f"{role}: expected a decoder-only model, found the encoder-decoder {name}")
     if config.model_type in ENCODERS and not getattr(config, "is_decoder", False):
         raise InputError(f"{role}: expected causal attention, found {name} with is_decoder = False, an encoder")
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # "vision" is of images alone
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # "vision" concerns images only
         raise InputError(
             f"{role}: expected causal attention, found {name} with use_bidirectional_attention, an encoder"
         )
 
 
 def check_rollback(model: PreTrainedModel, role: str) -> None:
-    """Refuse, by name, models whose cache cannot drop rejected tokens and padding.
-
-    Raises:
-        InputError: as `check_causal`; or a recurrent state, no cache, layers of unknown attention, no explicit
-            positions, or an attention kernel that takes no mask.
-    """
+    """Raise an `InputError` for models whose cache cannot drop rejected tokens and padding, and for encoders."""
     check_causal(model, role)
     name, config = type(model).__name__, model.config.get_text_config()
     if model._is_stateful:
@@ -60,7 +49,7 @@ def check_rollback(model: PreTrainedModel, role: str) -> None:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if unknown:
         raise InputError(f"{role}: expected full or sliding attention layers, found {', '.join(unknown)} in {name}")
-    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's, whose window it keeps to itself
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo, whose config names no window
         raise InputError(f"{role}: expected full or sliding attention layers, found local ones in {name}")
     if getattr(config, "alibi", False):
         raise InputError(f"{role}: expected positions by position_ids, found alibi in {name}")
@@ -90,10 +79,7 @@ def parameters_of(model: PreTrainedModel) -> frozenset[str]:
 
 @torch.inference_mode()
 def cached_numbers(model: PreTrainedModel) -> int | None:
-    """Return how many numbers a causal LM caches per token, by running it; None without keys and values.
-
-    A model on the meta device is enough.
-    """
+    """Return how many numbers a model caches per token, by running it (meta will do); None without keys and values."""
     cache = DynamicCache()
     try:
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)

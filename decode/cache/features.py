@@ -17,11 +17,8 @@ from draftsmith.decode.errors import InputError
 
 
 def default_layers(layers: int) -> list[int]:
-    """Return the depths 2, L // 2 and L − 3 of a target of L layers (Li et al. 2025, arXiv 2503.01840; vLLM, SGLang).
-
-    Targets too shallow for three different depths above 0 have others: the first layer, a middle one, and the last but
-    one, or the last.
-    """
+    """Return the depths 2, L // 2 and L − 3 of L layers (Li et al. 2025, arXiv 2503.01840; vLLM, SGLang)."""
+    # Shallow targets, without three different ones: after the first layer, a middle one, and the last but one or last.
     depths = [2, layers // 2, layers - 3]
     if sorted(set(depths)) == depths:
         return depths
@@ -42,11 +39,7 @@ def last_norm(model: PreTrainedModel) -> nn.Module | None:
 
 
 def decoder_layers(target: PreTrainedModel) -> Sequence[nn.Module]:
-    """Return a causal LM's decoder layers, first to last.
-
-    Raises:
-        InputError: a family that keeps them elsewhere than in `layers`.
-    """
+    """Return a causal LM's decoder layers, first to last; an `InputError` if the family has no `layers`."""
     layers = getattr(decoder_of(target), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise InputError(
@@ -70,23 +63,20 @@ class Features(list[Tensor]):
 
 @contextmanager
 def collected(target: PreTrainedModel, depths: Sequence[int]) -> Iterator[Features]:
-    """Collect the outputs of the target's layers at some depths, before any final norm, in every forward in this block.
+    """Collect the outputs of the target's layers at some depths, before any final norm.
 
-    Yields:
-        A list that each forward appends to; empty it between forwards.
-
-    Raises:
-        InputError: depths that are not ascending, or that the target does not have.
+    Each forward in this block appends to the list, which is to be emptied between forwards. Raises an `InputError` for
+    depths that are not ascending or not in the target.
     """
     layers = decoder_layers(target)
     check_layers(depths, len(layers), "depths")
-    features, passing = Features(), list[Tensor]()
+    features, states = Features(), list[Tensor]()  # `states` are those of the forward under way
 
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        passing.append(output if isinstance(output, Tensor) else output[0])
-        if len(passing) == len(depths):
-            features.append(torch.cat([state.to(passing[-1].device) for state in passing], dim=-1))
-            passing.clear()
+        states.append(output if isinstance(output, Tensor) else output[0])
+        if len(states) == len(depths):  # a model may be spread over several devices
+            features.append(torch.cat([state.to(states[-1].device) for state in states], dim=-1))
+            states.clear()
 
     hooks = [layers[depth - 1].register_forward_hook(keep) for depth in depths]
     try:
@@ -107,18 +97,16 @@ class States:
 
 @contextmanager
 def watched(model: PreTrainedModel, wants_hidden: bool, depths: Sequence[int]) -> Iterator[States]:
-    """Keep the wanted states of the forwards in this block.
-
-    `output_hidden_states` would keep those of every layer of a long prompt.
-    """
+    """Keep the wanted states of the forwards in this block."""
     states = States()
 
-    def see(_head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def keep(_head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         states.hidden = inputs[0]
 
+    # Hooks, because `output_hidden_states` would keep those of every layer of a long prompt.
     with ExitStack() as hooks:
         if wants_hidden:
-            hooks.callback(model.get_output_embeddings().register_forward_pre_hook(see).remove)
+            hooks.callback(model.get_output_embeddings().register_forward_pre_hook(keep).remove)
         if depths:
             states.features = hooks.enter_context(collected(model, depths))
         yield states

@@ -24,11 +24,10 @@ n slots that are attended to, s all slots."""
 
 
 class Forward(nn.Module, ABC):
-    """A module that a program computes.
+    """A module that a program computes, from tensors and lists of tensors.
 
-    Its inputs are tensors and lists of tensors. Its own buffers are part of the program; the tensors of its `model` are
-    those of the present model. `key` distinguishes it from other forwards of the model, in words and numbers that
-    become part of the program's name.
+    Its own buffers are part of the program; the tensors of its `model` are those of the present model. `key` sets it
+    apart from other forwards of the model, and becomes part of the program's name.
     """
 
     sources: Sequence[str] = ()
@@ -51,11 +50,8 @@ class Forward(nn.Module, ABC):
 class BlockForward(Forward):
     """The forward of a causal LM over a block of tokens after each row's slots.
 
-    Args:
-        model: a causal LM.
-        further: the names of the model's inputs other than tokens.
-        depths: the layers whose features it returns.
-        written: whether each layer has its own keys; others read an earlier layer's.
+    `further` names the model's inputs other than tokens, and `depths` the layers whose features it returns. `written`
+    says which layers have their own keys; others read an earlier layer's.
     """
 
     def __init__(self, model: PreTrainedModel, further: Sequence[str], depths: Sequence[int], written: Sequence[bool]):
@@ -74,10 +70,10 @@ class BlockForward(Forward):
 
     def axes_behind(self, extras: Sequence[Tensor], cached: Sequence[Tensor]) -> tuple[list[Axes], list[Axes]]:
         """Return the axes of `extras` and `cached`."""
-        of_extras: list[Axes] = [{0: "b", 1: "k"} for _ in extras]
+        extra_axes: list[Axes] = [{0: "b", 1: "k"} for _ in extras]
         if self.window:
-            of_extras[-1] = {0: "b", 1: "s"}
-        return of_extras, [{0: "b", 2: "s"} for _ in cached]
+            extra_axes[-1] = {0: "b", 1: "s"}
+        return extra_axes, [{0: "b", 2: "s"} for _ in cached]
 
     def forward(
         self,
@@ -115,13 +111,15 @@ class BlockForward(Forward):
         block = Block()
         block.start, block.width = None, slots_N.shape[0]
         block.slots = starts[:, None] + torch.arange(k, device=tokens.device)
+        # Padding after a row's own block may pass the greatest position.
         positions = torch.minimum(starts[:, None] + depths, last)
         cached_BS = extras[0] if self.window else None
         if cached_BS is not None:
             cached_BS.scatter_(1, block.slots, positions)
         model: Any = self.model
-        # Not the model's dtype: weights that are lent to it may lie in another.
+        # Not in the model's dtype: weights that are lent to it may have another.
         masks = Masks(model, self._types, self.window, slots_N, cached[0].dtype)
+        # The library's cache over the given buffers; they are written in place.
         layers: list[Any] = []
         for written in self._written:
             layers.append(layer := Layer(block, rows, 0, False))
@@ -144,10 +142,8 @@ class BlockForward(Forward):
 
 
 def likeliest(scores: Tensor) -> Tensor:
-    """Return the index of the greatest score, (…, V) → (…): the first of equal ones, `NO_TOKEN` if any is NaN.
-
-    Compilers vectorise these two passes, but not an argmax.
-    """
+    """Return the index of the greatest score, (…, V) → (…): the first of equal ones, `NO_TOKEN` if any is NaN."""
+    # Compilers vectorise these two passes, which they do not with an argmax. No score equals a greatest one of NaN.
     size = scores.shape[-1]
     places = torch.arange(size, dtype=torch.int32, device=scores.device)
     first = torch.where(scores == scores.amax(-1, keepdim=True), places, size).amin(-1).long()

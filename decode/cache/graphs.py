@@ -57,7 +57,7 @@ class Graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key](inputs)
         outputs = self._run(inputs)
-        # What is captured writes to the caches once more when it is replayed: the same numbers to the same slots.
+        # A capture's replay writes to the caches once more: the same numbers to the same slots.
         self._graphs[key] = _Graph(self._run, inputs, self._stays, self._capture)
         if len(self._graphs) > MOST:
             self._graphs.popitem(last=False)
@@ -68,7 +68,7 @@ class _Graph:
     def __init__(self, run: Run, inputs: Sequence[Tensor], stays: Sequence[bool], capture: Callable[..., Captured]):
         own = [tensor if stay else tensor.clone() for tensor, stay in zip(inputs, stays, strict=True)]
         self._replay, self._outputs = capture(lambda: run(own))
-        # Nothing is kept of what stays where it is: its address is part of the key.
+        # Inputs at their own address are not held: the address is part of the key.
         self._copied = [(at, tensor) for at, (tensor, stay) in enumerate(zip(own, stays, strict=True)) if not stay]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -52,10 +52,7 @@ def cuda_kernel(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> str:
-    """Return the kernel, "flash", "efficient" or "math", that CUDA would run for these arguments on any device.
-
-    The arguments are those of `scaled_dot_product_attention`; tensors without data are enough.
-    """
+    """Return the kernel, "flash", "efficient" or "math", that CUDA would run for these arguments, even without data."""
     del dropout_p, scale  # both kernels take any
     states = query, key, value
     dtypes = {computing_dtype(state) for state in states}
@@ -80,11 +77,7 @@ def cuda_kernel(
 
 
 class AsOnCuda:
-    """A context in which attention runs the math kernel where CUDA would, on any device, with or without data.
-
-    It replaces PyTorch's function itself, so that a backward's recomputation meets it, too. It is for traces and tests:
-    no other thread may attend in the meantime.
-    """
+    """A context in which attention runs the math kernel where CUDA would, on any device, for traces and tests."""
 
     def __init__(self) -> None:
         self.chosen: list[str] = []
@@ -92,6 +85,7 @@ class AsOnCuda:
         self._entered: list[Any] = []
 
     def __enter__(self) -> "AsOnCuda":
+        # The function itself is replaced, so that a backward's recomputation meets the same kernel.
         attend = nn.functional.scaled_dot_product_attention
         self._entered.append(attend)
 
@@ -108,15 +102,14 @@ class AsOnCuda:
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    """Attend as `scaled_dot_product_attention` does, in groups of query heads where CUDA has a kernel for them.
+    """Attend as `scaled_dot_product_attention`, in groups of query heads where CUDA has a kernel for them.
 
-    Elsewhere keys and values are repeated for each query head of their group: the numbers are the same, and memory
-    grows with positions in place of their square. `query` and the result are (B, heads, T, width), `key` and `value`
-    (B, key heads, S, width).
+    `query` and the result are (B, heads, T, width), `key` and `value` (B, key heads, S, width).
     """
     grouped = query.shape[1] != key.shape[1]
     if grouped and not flash_takes(query, mask is not None):
-        key, value = (repeated(each, query.shape[1]) for each in (key, value))
+        # The numbers are the same, and memory grows with positions, where the math kernel's grows with their square.
+        key, value = (repeated(states, query.shape[1]) for states in (key, value))
         grouped = False
     return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped, **options)
 
@@ -127,11 +120,8 @@ def repeated(states: Tensor, heads: int) -> Tensor:
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype, hidden: float = float("-inf")) -> Tensor:
-    """Return a mask to add to scores: 0 where an entry is visible, (…, T, S), and `hidden` elsewhere.
-
-    Given bools, kernels make such a mask at each call, which the backward keeps. The rows are `ALIGNED`, and so are
-    those of `mask[..., :t, :s]`.
-    """
+    """Return a mask to add to scores, 0 where an entry is visible, (…, T, S), else `hidden`; its rows are `ALIGNED`."""
+    # Given bools, kernels make such a mask at each call, which the backward keeps.
     *shape, length = visible.shape
     mask = torch.zeros(*shape, length + -length % ALIGNED, dtype=dtype, device=visible.device)[..., :length]
     return mask.masked_fill_(~visible, hidden)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-# Slots that a buffer begins with at least, and is a multiple of while it grows.
+# The fewest slots of a buffer, which grows in multiples of it.
 SLOTS = 64
 
 READ_AT_ONCE = {"cpu"}
@@ -49,7 +49,7 @@ class Places:
 
     def __add__(self, offset: int) -> "Places":
         moved = Places([slot + offset for slot in self.host], self._device)
-        # Of one slot for all rows the host's number is enough: nothing is computed on the device.
+        # Where all rows have one slot, the host's number is enough, and the device computes nothing.
         if self._tensor is not None or not self.alike:
             moved._base = self, offset
         return moved
@@ -57,7 +57,7 @@ class Places:
 
 @lru_cache(maxsize=1 << 16)
 def _of_one_row(place: int, device: torch.device) -> Tensor:
-    # They recur from text to text, and nothing writes to them.
+    # The same slots recur in every text, and nothing writes to these tensors.
     return torch.tensor([place], device=device)
 
 
@@ -99,15 +99,10 @@ class Block:
 
 
 class Layer(CacheLayerMixin):
-    """One layer's keys and values, (B, H, S, D).
+    """One layer's keys and values, (B, H, S, D), in buffers of at most `slots`, at once if `whole`.
 
-    Args:
-        block: where the present forward's tokens go.
-        rows: B.
-        slots: the greatest S.
-        whole: allocate all slots at once.
-        window: positions that a token attends to, its own included; 0 for all before it.
-        rollback: slots before `Block.reach` that a later forward may come back to.
+    A token attends to `window` positions, its own included; 0 means all before it. A later forward may come back to
+    `rollback` slots before `Block.reach`.
     """
 
     def __init__(self, block: Block, rows: int, slots: int, whole: bool, window: int = 0, rollback: int = 0):
@@ -130,7 +125,7 @@ class Layer(CacheLayerMixin):
         """Make room: twice the slots in use, so that copying costs no more than writing."""
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         drop = 0
-        if self.is_sliding:
+        if self.is_sliding:  # slots that neither a window nor a rollback can reach any more
             drop = min(max(0, self.block.reach - self._rollback - self.first), keys.shape[2])
         self.first, used = self.first + drop, keys.shape[2] - drop
         slots = -(-max(self.block.width - self.first, 2 * used) // SLOTS) * SLOTS
@@ -149,8 +144,8 @@ class Layer(CacheLayerMixin):
         if width > cast(Tensor, self.keys).shape[2]:
             self.block.width = width
             self._grow()
-        for mine, new in ((self.keys, other.keys), (self.values, other.values)):
-            cast(Tensor, mine)[rows.to(cast(Tensor, mine).device), :, :width] = cast(Tensor, new)[:, :, :width]
+        for old, new in ((self.keys, other.keys), (self.values, other.values)):
+            cast(Tensor, old)[rows.to(cast(Tensor, old).device), :, :width] = cast(Tensor, new)[:, :, :width]
 
     def saved(self, row: int, length: int) -> SavedLayer:
         """Return copies of a row's first slots: keys and values, (H, length, D) each."""
@@ -159,14 +154,13 @@ class Layer(CacheLayerMixin):
 
     def restore(self, rows: Sequence[SavedLayer | None]) -> None:
         """Begin each row with its saved slots, if any; at least one row has some."""
-        held = next(saved for saved in rows if saved is not None)
-        width = max(saved[0].shape[1] for saved in rows if saved is not None)
+        pairs = {row: saved for row, saved in enumerate(rows) if saved is not None}
+        width = max(keys.shape[1] for keys, _ in pairs.values())
         slots = min(self.slots, -(-width // SLOTS) * SLOTS)
-        self.keys, self.values = (s.new_zeros(self.rows, s.shape[0], slots, s.shape[2]) for s in held)
-        for row, saved in enumerate(rows):
-            if saved is not None:
-                for mine, its in zip((self.keys, self.values), saved, strict=True):
-                    mine[row, :, : its.shape[1]] = its
+        example = next(iter(pairs.values()))
+        self.keys, self.values = (s.new_zeros(self.rows, s.shape[0], slots, s.shape[2]) for s in example)
+        for row, (keys, values) in pairs.items():
+            self.keys[row, :, : keys.shape[1]], self.values[row, :, : values.shape[1]] = keys, values
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -180,7 +174,7 @@ class Layer(CacheLayerMixin):
         reach = block.reach if self.is_sliding else 0
         if reach < self.first:
             raise RuntimeError(f"a window from slot {reach} on, found the slots before {self.first} forgotten")
-        if block.start is None:
+        if block.start is None:  # a slot of its own for each row: indices, where a slice is not enough
             slots, rows = block.slots_on(keys.device), block.rows_of(keys)
             slots = slots - self.first if self.first else slots
             keys[rows, :, slots] = key_states.transpose(1, 2)
@@ -188,8 +182,8 @@ class Layer(CacheLayerMixin):
         else:
             keys.narrow(2, block.start - self.first, key_states.shape[2]).copy_(key_states)
             values.narrow(2, block.start - self.first, key_states.shape[2]).copy_(value_states)
-        seen = reach - self.first, block.width - reach
-        return keys.narrow(2, *seen), values.narrow(2, *seen)
+        attended = reach - self.first, block.width - reach
+        return keys.narrow(2, *attended), values.narrow(2, *attended)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of slots that are attended to, and the first of them."""

@@ -14,14 +14,10 @@ from draftsmith.decode.cache.layers import Block
 
 
 class Masks:
-    """Makes the additive masks of a model's blocks.
+    """Makes the additive masks of a model's blocks, in its dtype unless another is given, on its device.
 
-    Args:
-        model: its dtype and device are the masks'.
-        types: the kinds of its layers, if its config names any.
-        window: positions that a token of a sliding layer attends to; 0 without such layers.
-        slots_S: 0 … S − 1 on the device.
-        dtype: that of the scores; the model's if None.
+    `types` are the kinds of its layers, if its config names any. A token of a sliding layer attends to `window`
+    positions; 0 without such layers. `slots_S` is 0 … S − 1 on the device.
     """
 
     def __init__(
@@ -48,25 +44,21 @@ class Masks:
     ) -> Any:
         """Return a block's mask, a dictionary by layer type where there are types; None where none is needed.
 
-        Args:
-            block: its slots.
-            rows: B.
-            positions: its tokens' positions, (1 or B, K).
-            cached_BS: the position of the token in each slot, where layers have a window.
-            visible: which of the last N slots each token attends to, (K, N) or (B, K, N) bool; causal if None.
-            by_depth: positions are those of a tree's nodes, not of successive tokens.
+        `positions` are its tokens', (1 or B, K), with `by_depth` those of a tree's nodes. `cached_BS` are those of the
+        tokens in all slots, where layers have a window. `visible` tells which of the last N slots each token attends
+        to, (K, N) or (B, K, N) bool; causal if None.
         """
         k = positions.shape[1]
         if visible is not None or block.start is None or (by_depth and self._window):
             return self.by_slot(block, positions.expand(rows, k), cached_BS, visible)
         if k > 1 and not self._window:
-            # Causal blocks at one length: the library's own mask would cost more than all the rest of the bookkeeping.
+            # A causal block at one length for all rows: the library's own mask would cost more than all bookkeeping.
             if k not in self._causal:
                 above = torch.full((1, 1, k, k), self._minimum, dtype=self._dtype, device=self._device).triu(1)
                 self._causal[k] = above
             return self._by_type(torch.nn.functional.pad(self._causal[k], (block.start, 0)))
         if k == 1 and self._window and self._types:
-            return dict.fromkeys(self._types)  # one token sees all that a layer hands out
+            return dict.fromkeys(self._types)  # one token attends to all slots that a layer returns
         return None
 
     def by_slot(self, block: Block, positions_BK: Tensor, cached_BS: Tensor | None, visible: Tensor | None) -> Any:
@@ -77,16 +69,17 @@ class Masks:
             allowed = (slots <= block.slots[:, :, None]).expand(rows, k, -1)
         else:
             n = visible.shape[-1]
-            base = (block.slots[:, :1] + k - n).clamp(min=0)  # rows that have ended lie at slot 0
+            # All slots before the last n, and of those the ones that `visible` marks.
+            base = (block.slots[:, :1] + k - n).clamp(min=0)  # rows that have ended are at slot 0
             allowed = (slots < base[:, :, None]).expand(rows, k, -1).clone()
             last = base + torch.arange(n, device=visible.device)
             allowed.scatter_(2, last[:, None, :].expand(rows, k, n), visible.expand(rows, k, n))
         if cached_BS is None:
             return self._by_type(self._additive(allowed))
         full = self._additive(allowed) if "full_attention" in self._types else allowed
-        seen = slice(block.reach, block.width)
-        near = positions_BK[:, :, None] - cached_BS[:, None, seen] < self._window
-        return self._by_type(full, self._additive(allowed[:, :, seen] & near))
+        attended = slice(block.reach, block.width)
+        near = positions_BK[:, :, None] - cached_BS[:, None, attended] < self._window
+        return self._by_type(full, self._additive(allowed[:, :, attended] & near))
 
     def _additive(self, allowed: Tensor) -> Tensor:
         """Return (B, 1, K, S): 0 where a slot may be attended to."""

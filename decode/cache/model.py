@@ -95,7 +95,7 @@ class CachedModel:
             self._in_graphs = graphs.enabled(self._device)
             self._last_position = torch.tensor(self._last, device=self._device)
         self._range = torch.arange(slots, device=self._device)
-        # Where tokens of a tree lie is not where they stand: windows are counted in positions.
+        # Windows are counted in positions, and a tree's tokens have slots that differ from their positions.
         self._positions = torch.zeros(rows, slots, dtype=torch.long, device=self._device) if self._window else None
         self._masks = Masks(model, sorted(set(kinds)), self._window, self._range)
         self._rotary_limit = rotary_limit(model)
@@ -113,10 +113,7 @@ class CachedModel:
             self.prefill(padded(texts, longest)[:, :-1])
 
     def refill(self, rows: Sequence[int], texts: Sequence[Tensor]) -> None:
-        """Feed other texts, of (T_b,) int64, without their last tokens, to some rows; the others stay as they are.
-
-        It needs `rollback` = the greatest length, so that layers with a window have forgotten nothing.
-        """
+        """Feed texts, (T_b,) int64, without their last tokens, to some rows; `rollback` must be the greatest length."""
         fresh = CachedModel(self.model, len(rows), self._last + 1)
         fresh.prefill_texts(texts)
         width, places = max(map(len, texts)) - 1, torch.tensor(rows, device=self._device)
@@ -127,14 +124,11 @@ class CachedModel:
             self._positions[places, :width] = self._range[:width]
 
     def saved(self, row: int, length: int) -> SavedRow:
-        """Return a copy of a row's first slots, for another cache of the model to begin with.
-
-        It needs `rollback` = the greatest length, so that layers with a window have forgotten nothing.
-        """
+        """Return a copy of a row's first slots, for `restore`; `rollback` must be the greatest length."""
         return [layer.saved(row, length) if layer.is_initialized else None for layer in self._layers]
 
     def restore(self, rows: Sequence[SavedRow]) -> None:
-        """Fill an empty cache with each row's saved slots; a row without any has an empty list."""
+        """Fill an empty cache of the model with each row's saved slots; a row without any has an empty list."""
         if not any(rows):
             return
         for place, layer in enumerate(self._layers):
@@ -152,6 +146,7 @@ class CachedModel:
         """
         length = tokens.shape[1]
         self._check_rotary(length)
+        # A program already loaded also serves a short prompt; none is compiled for it.
         if not further and tokens.numel() <= SHORT and self._is_compiled:
             starts = Places([0] * len(tokens), self._device)
             return self._feed_compiled(tokens, starts, None, None, {}, keep)
@@ -194,18 +189,14 @@ class CachedModel:
         return self._run(tokens, mask, positions, k if keep is None else keep, further)
 
     def keep_paths(self, starts: Places, paths: Sequence[Sequence[int]], sources: Tensor | None = None) -> None:
-        """Move the accepted tokens of trees, entries `paths` of the blocks that began at `starts`, to behind the roots.
+        """Move accepted tokens of trees, entries `paths` of the blocks that began at slots `starts`, after the roots.
 
-        They are in their places already where a path is 1, 2, 3, … .
-
-        Args:
-            starts: the slot of each row's root.
-            paths: for each row the places of its accepted tokens in the block.
-            sources: the same on the device, (B, D), where shorter paths continue as a chain does; made here if None.
+        `sources` are the paths on the device, (B, D), where shorter ones continue as a chain; made here if None.
         """
         if all(list(path) == list(range(1, len(path) + 1)) for path in paths):
             return
         if all(cast(Tensor, layer.keys).device.type in READ_AT_ONCE for layer in self._written):
+            # Paths ascend, so that a slot is read before it is overwritten.
             moves = [
                 (row, root + place, root + node)
                 for row, (root, path) in enumerate(zip(starts.host, paths, strict=True))
@@ -223,15 +214,15 @@ class CachedModel:
             chained = [[*path, *range(len(path) + 1, depth + 1)] for path in paths]
             sources = torch.tensor(chained, device=self._device)
         rows = torch.arange(len(paths), device=self._device)
-        # A block may end with the buffer: what is behind a path then stays where it is.
+        # A block may end with the buffer: slots after a path then stay as they are.
         first = starts.tensor[:, None]
         to = (first + self._range[1 : depth + 1]).clamp(max=self._slots - 1)
         source = (first + sources).clamp(max=self._slots - 1)
         for layer in self._written:
             keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
-            index = rows[:, None].to(keys.device), slice(None), to.to(keys.device) - layer.first
-            moved = index[0], slice(None), source.to(keys.device) - layer.first
-            keys[index], values[index] = keys[moved], values[moved]
+            new = rows[:, None].to(keys.device), slice(None), to.to(keys.device) - layer.first
+            old = new[0], slice(None), source.to(keys.device) - layer.first
+            keys[new], values[new] = keys[old], values[old]
         if self._positions is not None:
             self._positions[rows[:, None], to] = to
 
@@ -267,7 +258,7 @@ class CachedModel:
         block = self._block
         block.start = places.host[0] if places.alike else None
         block.width = max(places.host) + k
-        # A tree's nodes stand where their depth says, not where they lie.
+        # A tree's nodes have positions by their depth, at most `_largest` before their slots.
         first = min(places.host) - (0 if depths is None else self._largest)
         block.reach = max(0, first - self._window + 1)
         if block.start is not None:
@@ -276,7 +267,7 @@ class CachedModel:
             block.slots = places.tensor[:, None] + self._range[:k]
         positions = block.slots if depths is None else block.slots[:, :1] + depths
         if block.width > self._last + 1:
-            # Behind a row's own block, where another's is longer: learned positions may end with the length limit.
+            # Padding after a row's own block: learned positions may end with the length limit.
             positions = positions.clamp(max=self._last)
         if self._positions is not None:
             shape = len(places.host), k
@@ -284,17 +275,12 @@ class CachedModel:
         return positions
 
     def _run(
-        self,
-        tokens: Tensor,
-        mask: Any,
-        positions: Tensor,
-        keep: int,
-        further: Mapping[str, Tensor] | None,
+        self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, further: Mapping[str, Tensor] | None
     ) -> Tensor:
         """Run the model; return the logits of the last `keep` columns, and keep the wanted states."""
         inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, **(further or {})}
         if keep < tokens.shape[1] and self._keeps:
-            # A long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
+            # A long prompt's logits over a large vocabulary would be the run's largest tensor.
             inputs["logits_to_keep"] = keep
         inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True}
         with self._attention, watched(self.model, self.wants_hidden, self._depths) as states:
@@ -302,7 +288,11 @@ class CachedModel:
         self.likeliest = None
         self._keep(states.hidden, states.features, keep)
         if self.compiled and not self._programs.templates:
-            self._programs.templates = [_template(layer) for layer in self._layers]
+            # Empty slices hold no memory, but the dtypes, devices and widths of the buffers.
+            self._programs.templates = [
+                (layer.keys[:0, :, :0].clone(), layer.values[:0, :, :0].clone()) if layer.is_initialized else None
+                for layer in cast(list[Any], self._layers)
+            ]
         return output.logits[:, -keep:].to(self._device)
 
     def _keep(self, hidden: Tensor | None, features: Sequence[Tensor], keep: int) -> None:
@@ -322,11 +312,11 @@ class CachedModel:
         """Run the program of a block; return the logits, (B, keep, V), and keep the wanted states."""
         rows, k = tokens.shape
         if visible is None or depths is None:
-            given = self._chain(rows, k, keep)
+            shape = self._chain(rows, k, keep)
         else:
             visible, depths = visible.expand(rows, -1, -1).contiguous(), depths.expand(rows, -1).contiguous()
-            given = [visible, depths, self._range[k - keep : k]]
-        outputs = self.compute(None, lambda block: block, tokens, places, k, given, further)
+            shape = [visible, depths, self._range[k - keep : k]]
+        outputs = self.compute(None, lambda block: block, tokens, places, k, shape, further)
         self.likeliest = outputs[1]
         self._keep(outputs[2] if self.wants_hidden else None, outputs[2 + self._has_head :], keep)
         return outputs[0]
@@ -355,12 +345,19 @@ class CachedModel:
         Returns:
             The program's outputs.
         """
-        if self.is_empty and not self._made_buffers():  # the model itself makes them
+        if self.is_empty:
+            # Buffers are like those of an earlier cache of the model; in the first one the model itself makes them.
+            for layer, template in zip(self._layers, self._programs.templates, strict=False):
+                if template is not None:
+                    layer.lazy_initialization(*template)
+        if self.is_empty:
             self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
             self.features.clear()
         end = max(places.host) + reach
         extras = [*further.values(), *([] if self._positions is None else [self._positions])]
-        count = min(self._slots, self._attended(end))
+        # Few different numbers of slots: a multiple of STEP, or in graphs, which keep one shape each, a power of two.
+        wide = max(graphs.FEWEST_SLOTS, 1 << (end - 1).bit_length()) if self._in_graphs else -(-end // STEP) * STEP
+        count = min(self._slots, wide)
         if count not in self._ranges:
             self._ranges[count] = self._range[:count]
         inputs = [
@@ -378,19 +375,6 @@ class CachedModel:
             program = self._ready[name, *further] = self._programs.get(forward, inputs)
         return program(*inputs)
 
-    def _attended(self, end: int) -> int:
-        """Return how many slots a program attends to when the first `end` are filled."""
-        if self._in_graphs:
-            return max(graphs.FEWEST_SLOTS, 1 << (end - 1).bit_length())
-        return -(-end // STEP) * STEP
-
-    def _made_buffers(self) -> bool:
-        """Make buffers like those of an earlier cache of the model; return whether there was one."""
-        for layer, template in zip(self._layers, self._programs.templates, strict=False):
-            if template is not None:
-                layer.lazy_initialization(*template)
-        return not self.is_empty
-
     @property
     def _is_compiled(self) -> bool:
         """Whether the model's program for blocks is loaded, with templates of its buffers."""
@@ -405,13 +389,6 @@ class CachedModel:
             visible = torch.ones(rows, k, k, dtype=torch.bool, device=self._device).tril()
             self._chains[rows, k, keep] = [visible, self._range[:k].repeat(rows, 1), self._range[k - keep : k]]
         return self._chains[rows, k, keep]
-
-
-def _template(layer: Layer) -> tuple[Tensor, Tensor] | None:
-    if not layer.is_initialized:
-        return None
-    keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
-    return keys[:0, :, :0].clone(), values[:0, :, :0].clone()
 
 
 def padded(texts: Iterable[Tensor], width: int) -> Tensor:

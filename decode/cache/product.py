@@ -24,7 +24,7 @@ def packs(weight: Tensor) -> bool:
     """Return whether this kernel computes products with a weight, (N, K)."""
     if weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return False
-    # With instructions for tiles of bfloat16 the library's products of many rows are far ahead.
+    # With instructions for bfloat16 tiles the library's products are far faster.
     return weight.dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
 
 
@@ -58,6 +58,6 @@ def in_programs() -> dict[str, Any]:
         "AOTITorchError aoti_torch_cpu_block_product(AtenTensorHandle rows, AtenTensorHandle weight, int64_t outputs, "
         "AtenTensorHandle* product) { return draftsmith::product_into(rows, weight, outputs, product); }"
     )
-    # The compiler puts "extern" before what is meant as a declaration, in a block of C functions.
+    # The compiler puts "extern" before this text, which it takes for a declaration in a block of C functions.
     text = f'"C++" {{\n{source}\n}}\nextern "C" {function}'
     return {"aot_inductor.custom_ops_to_c_shims": {torch.ops.draftsmith.block_product.default: [text]}}

@@ -39,7 +39,7 @@ from draftsmith.decode.cache.layers import BITS, Layer
 from draftsmith.decode.cache.masks import Masks
 from draftsmith.decode.cache.product import SOURCES, in_programs
 from draftsmith.decode.cache.weights import laid_out, lent, tensors
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.progress import phase
 
 FOLDER = "DRAFTSMITH_PROGRAMS"
@@ -80,9 +80,7 @@ class Program:
     """A compiled `Forward` of a model, with the model's own weights."""
 
     def __init__(self, model: nn.Module, forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]):
-        """Read the program from disk, or compile it.
-
-        `example` holds the forward's inputs, of any sizes; for `weights` see `use`.
+        """Read the program from disk, or compile it for inputs like `example`; `weights` are those of `use`.
 
         Raises:
             InputError: a forward that cannot be traced, or a folder that cannot be written.
@@ -94,11 +92,11 @@ class Program:
         except UNREADABLE as error:  # not there, or damaged
             if not _may_compile:
                 raise NotCompiled(f"compiled: expected the program of {forward.title} in {path.parent}") from error
-            with _alone(path):
+            with _compile_lock(path):
                 try:
-                    self._load(path, device)  # another process may have made it meanwhile
+                    self._load(path, device)  # another process may have made it in the meantime
                 except UNREADABLE:
-                    # The libraries' own warnings of what they will change say nothing to a user.
+                    # The libraries warn of their own future changes, which do not concern a user.
                     with phase(f"compiling {forward.title}"), warnings.catch_warnings(action="ignore"):
                         _write(exported(forward, example, weights), forward, path)
                     self._load(path, device)
@@ -106,7 +104,7 @@ class Program:
         self._graphs: graphs.Graphs | None = None
         if graphs.enabled(device):
             axes = flattened(forward.axes(example))
-            self._graphs = graphs.Graphs(self._loader.run, ["s" in each.values() for each in axes])
+            self._graphs = graphs.Graphs(self._loader.run, ["s" in symbols.values() for symbols in axes])
         self.use(weights)
 
     def _load(self, path: Path, device: torch.device) -> None:
@@ -116,11 +114,11 @@ class Program:
 
     def use(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with these weights of the model, by their names in it, from now on."""
-        given = {
+        constants = {
             name: weights[name.removeprefix("model.")] if own is None else own for name, own in self._constants.items()
         }
-        self._held = given  # the program has pointers alone
-        self._loader.load_constants(given, False, True, True)
+        self._held = constants  # keeps them alive, since the program has pointers only
+        self._loader.load_constants(constants, False, True, True)
         if self._graphs is not None:
             self._graphs.clear()
 
@@ -135,11 +133,8 @@ class Program:
 def flattened(nested: Sequence[Any]) -> list[Any]:
     """Return a program's inputs, or values for each input, without inner lists."""
     flat: list[Any] = []
-    for given in nested:
-        if isinstance(given, list):
-            flat += given
-        else:
-            flat.append(given)
+    for value in nested:
+        flat += value if isinstance(value, list) else [value]
     return flat
 
 
@@ -157,11 +152,11 @@ class Programs:
     def of(cls, model: nn.Module) -> "Programs":
         """Return the programs of a model, with its present weights; empty if its structure has changed."""
         programs = _PROGRAMS.setdefault(model, cls())
-        other_structure, other_weights = programs._watch.look(model)
-        if other_structure:
+        new_structure, new_weights = programs._watch.look(model)
+        if new_structure:
             programs._programs.clear()
             programs.templates = []
-        if other_structure or other_weights:
+        if new_structure or new_weights:
             programs._weights = laid_out(model) if programs._programs else {}
             for program in programs._programs.values():
                 program.use(programs._weights)
@@ -199,9 +194,7 @@ def _path(forward: Forward) -> Path:
 
 
 def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]) -> Any:
-    """Trace a forward into a `torch.export.ExportedProgram`, with symbols for the varying axes.
-
-    `example` holds its inputs, of any sizes. `weights` are its model's, from `laid_out`.
+    """Trace a forward into a `torch.export.ExportedProgram`, for inputs like `example` and weights of `laid_out`.
 
     Raises:
         InputError: a forward that cannot be traced, such as one that branches on its tokens.
@@ -210,22 +203,22 @@ def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Ten
     from torch.fx.experimental import _config
 
     shapes: Any = _config
-    # What is traced has sizes that no two symbols share, and none that a trace takes for a constant.
+    # Traced sizes differ from symbol to symbol, and none is one that a trace takes for a constant.
     sizes = {"b": 3, "k": 5, "j": 6, "l": 4, "n": 32, "m": 7, "s": 64}
     model, axes = forward.model, forward.axes(example)
 
     def traced(tensor: Any, axes: Any) -> Any:
         if isinstance(tensor, list):
-            return [traced(*each) for each in zip(tensor, axes, strict=True)]
+            return [traced(*pair) for pair in zip(tensor, axes, strict=True)]
         return tensor.new_zeros([sizes.get(axes.get(at), size) for at, size in enumerate(tensor.shape)])
 
     def symbols(axes: Any) -> Any:
         if isinstance(axes, list):
-            return [symbols(each) for each in axes]
-        # Some operators ask whether there is one row or one token, to broadcast it: what they do otherwise is as right.
+            return [symbols(inner) for inner in axes]
+        # Some operators ask whether there is one row or token, to broadcast it; their general case is as right.
         return {at: Dim.DYNAMIC if axis in "bjklm" else Dim(axis, min=2, max=1 << 40) for at, axis in axes.items()}
 
-    inputs = tuple(traced(*each) for each in zip(example, axes, strict=True))
+    inputs = tuple(traced(*pair) for pair in zip(example, axes, strict=True))
     attention: Any = nullcontext()
     if isinstance(model, PreTrainedModel) and attends_in_groups(model):
         attention = Grouped(model)
@@ -233,25 +226,24 @@ def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Ten
         with torch.no_grad(), shapes.patch(backed_size_oblivious=True), attention, lent(model, weights):
             return export(forward, inputs, dynamic_shapes=tuple(map(symbols, axes)), strict=False)
     except Exception as error:
-        said = str(error).strip().splitlines()
         raise InputError(
             f"compiled: expected a forward of {type(model).__name__} that torch.export traces, found "
-            f"{said[0] if said else type(error).__name__}: decode eagerly"
+            f"{first_line(error)}: decode eagerly"
         ) from error
 
 
 def _write(program: Any, forward: Forward, path: Path) -> None:
     """Compile an exported program, and write it with its constants that are not the model's."""
     model = forward.model
-    known = tensors(model)
+    weights = tensors(model)
     own = {
         name: tensor.contiguous()
         for name, tensor in program.constants.items()
-        if isinstance(tensor, Tensor) and name.removeprefix("model.") not in known
+        if isinstance(tensor, Tensor) and name.removeprefix("model.") not in weights
     }
     buffers = dict(forward.named_buffers(recurse=False))
     foreign = [name for name, tensor in own.items() if name not in buffers and tensor.numel() > LITERAL]
-    if foreign:  # the next model of this structure may have another
+    if foreign:  # another model of this structure may have other numbers there
         raise InputError(
             f"compiled: expected {type(model).__name__} to compute with its own parameters and buffers, found "
             f"{foreign[0]} of {own[foreign[0]].numel()} numbers: decode eagerly"
@@ -263,22 +255,23 @@ def _write(program: Any, forward: Forward, path: Path) -> None:
         raise InputError(
             f"compiled: expected a folder for programs that can be written, or another one in ${FOLDER}, found: {error}"
         ) from error
-    with folder as aside:
-        made = torch._inductor.aoti_compile_and_package(
+    # Both files are moved into place when they are whole: a process that reads them takes no lock.
+    with folder as scratch:
+        package = torch._inductor.aoti_compile_and_package(
             program,
-            package_path=f"{aside}/program.pt2",
+            package_path=f"{scratch}/program.pt2",
             inductor_configs={
                 "aot_inductor.package_constants_in_so": False,
                 "cpp.min_chunk_size": SMALL,
                 **in_programs(),
             },
         )
-        save_file(own, f"{aside}/own.safetensors")
-        os.replace(f"{aside}/own.safetensors", path.with_suffix(".safetensors"))
-        os.replace(made, path)
+        save_file(own, f"{scratch}/own.safetensors")
+        os.replace(f"{scratch}/own.safetensors", path.with_suffix(".safetensors"))
+        os.replace(package, path)
 
 
-def _alone(path: Path) -> FileLock:
+def _compile_lock(path: Path) -> FileLock:
     """Return the lock for making a program: two processes would write the same files of the compiler."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # a second
 
@@ -298,6 +291,7 @@ class _Watch:
         """Return whether its structure has changed, and whether its weights have."""
         modules = list(model.modules())
         held = [t for m in modules for group in (m._parameters, m._buffers) for t in group.values() if t is not None]
+        # Training and `.data` leave different traces: pointers, versions, and a few sampled numbers.
         structure = (
             _config(model),
             [(type(module), tuple(module._modules), module.training, _numbers(module)) for module in modules],

@@ -37,10 +37,7 @@ def rotate_by_text(model: nn.Module) -> bool:
 
 
 def own_positions(model: nn.Module, lengths: Sequence[int], ids_BT: Tensor) -> dict[str, Tensor]:
-    """Return the `position_ids` (B, T) by which right-padded texts are read as alone; empty where they do not matter.
-
-    From now on the model's frequencies follow the texts. `lengths` are the tokens of each of the B texts.
-    """
+    """Return the `position_ids` (B, T) by which right-padded texts are read as alone; empty if they do not matter."""
     if not rotate_by_text(model):
         return {}
     places_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
@@ -64,21 +61,22 @@ def _by_text(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output:
         limit = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
     else:
         limit = module.original_max_seq_len
+    # Number the texts of each row by their zeros; a text's length is its greatest position + 1.
     texts_BT = (positions_BT == 0).cumsum(1)
     greatest = positions_BT.new_zeros(len(positions_BT), positions_BT.shape[1] + 1)
     lengths_BT = greatest.scatter_reduce(1, texts_BT, positions_BT, "amax").gather(1, texts_BT) + 1
-    # Up to the limit all lengths are alike, and of longrope all beyond it.
+    # Lengths up to the limit share frequencies, and under longrope all lengths beyond it do.
     classes_BT = lengths_BT.clamp(min=limit, max=limit + 1 if kind == "longrope" else None)
     classes = classes_BT.unique().tolist()
     if kind == "longrope" and len(classes) == 1:
         return None
     prefix = "" if layer_type is None else f"{layer_type}_"
-    for each in classes:
-        if kind == "dynamic":  # it remembers the longest text
+    for length in classes:
+        if kind == "dynamic":  # it remembers the longest text, and must forget it
             module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
             setattr(module, f"{prefix}max_seq_len_cached", limit)
-        chosen_BT = classes_BT == each
-        turned = module.forward(**(inputs | {"position_ids": positions_BT[chosen_BT][None]}))
-        for whole_BTD, part_1ND in zip(output, turned, strict=True):
-            whole_BTD[chosen_BT] = part_1ND[0]
+        mask_BT = classes_BT == length
+        parts = module.forward(**(inputs | {"position_ids": positions_BT[mask_BT][None]}))
+        for whole_BTD, part_1ND in zip(output, parts, strict=True):
+            whole_BTD[mask_BT] = part_1ND[0]
     return output

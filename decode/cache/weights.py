@@ -38,16 +38,17 @@ class Group:
     def laid_out(self) -> dict[str, Tensor]:
         """Return the weight, and the bias if there is one, by their names in the model."""
         weight = torch.cat([layer.get_parameter("weight").detach() for layer in self.layers])
-        # In half precision by the library, which reads weights faster with the inputs' axis outside.
-        given = {f"{self.path}.weight": packed(weight) if packs(weight) else weight.t().contiguous().t()}
+        # The library reads half-precision weights faster with the inputs' axis outside.
+        laid = {f"{self.path}.weight": packed(weight) if packs(weight) else weight.t().contiguous().t()}
         if self.layers[0].bias is not None:
-            given[f"{self.path}.bias"] = torch.cat([layer.get_parameter("bias").detach() for layer in self.layers])
-        return given
+            laid[f"{self.path}.bias"] = torch.cat([layer.get_parameter("bias").detach() for layer in self.layers])
+        return laid
 
 
 def groups(model: nn.Module) -> Iterator[Group]:
     """Yield a model's linear layers on a CPU, grouped where they have the same input."""
     for path, parent in model.named_modules():
+        # First the layers that may be together, then each of the others alone.
         plain = {name for name, child in parent._modules.items() if _is_plain(child)}
         for names in (*(names for names in TOGETHER if _alike(parent, names, plain)), *((name,) for name in plain)):
             if plain.issuperset(names):
@@ -56,7 +57,7 @@ def groups(model: nn.Module) -> Iterator[Group]:
 
 
 def _is_plain(child: nn.Module | None) -> bool:
-    # Of subclasses those that are linear maps under another name.
+    # Of subclasses only linear maps under another name.
     return (
         isinstance(child, nn.Linear)
         and type(child).forward is nn.Linear.forward
@@ -73,26 +74,26 @@ def _alike(parent: nn.Module, names: Sequence[str], plain: set[str]) -> bool:
 
 def laid_out(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's tensors for `lent`; the copies take the weights' memory again."""
-    given = {name: tensor.detach() for name, tensor in tensors(model).items()}
+    weights = {name: tensor.detach() for name, tensor in tensors(model).items()}
     for group in groups(model):
-        given |= group.laid_out()
-    return given
+        weights |= group.laid_out()
+    return weights
 
 
 @contextmanager
 def lent(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Let linear layers compute with weights from `laid_out` in this block."""
-    changed: list[tuple[nn.Module, str, nn.Module]] = []
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for group in list(groups(model)):
             layers = group.layers
             whole = _Whole(weights, group.path, [layer.get_parameter("weight").shape[0] for layer in layers])
             for index, (name, layer) in enumerate(zip(group.names, layers, strict=True)):
-                changed.append((group.parent, name, layer))
+                replaced.append((group.parent, name, layer))
                 group.parent._modules[name] = whole if index == 0 else _Part(whole, index)
         yield
     finally:
-        for parent, name, layer in changed:
+        for parent, name, layer in replaced:
             parent._modules[name] = layer
 
 
@@ -115,7 +116,7 @@ class _Whole(nn.Module):
         self.in_features, self.out_features = self.weight.shape[1], sizes[0]
         self.sizes = list(sizes)
         self._packed = self.weight.dim() == 3
-        # Not as attributes of the module: an export warns of tensors that appear there.
+        # Not attributes of the module: an export warns of tensors that appear there.
         self._last = _Last()
 
     def part(self, index: int, inputs: Tensor) -> Tensor:

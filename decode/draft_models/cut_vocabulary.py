@@ -23,10 +23,8 @@ SOFTCAP = "final_logit_softcapping"
 def kept_tokens(config: PretrainedConfig, field: str = "draft") -> Tensor | None:
     """Return the tokens that a draft proposes, (D,) int64 on the CPU; None where it proposes all.
 
-    `config` is the draft's or its text model's; messages begin with `field`.
-
     Raises:
-        InputError: the list is not of at least two ascending ids below the vocabulary's size.
+        InputError: the list is not of at least two ascending ids below the vocabulary's size; begins with `field`.
     """
     text = config.get_text_config()
     ids, most = getattr(text, KEPT_TOKENS, None), text.vocab_size
@@ -39,11 +37,7 @@ def kept_tokens(config: PretrainedConfig, field: str = "draft") -> Tensor | None
 
 
 class CutHead(nn.Linear):
-    """A head that computes D logits and gives −∞ for all other tokens, so that its output has V logits.
-
-    `head` is the whole head, a linear map, whose D rows are copied. `softcap` bounds the D logits in families that do
-    so; applied after this head it would make −∞ finite.
-    """
+    """A head that copies D rows of a linear head and gives −∞ for all other tokens, so that its output has V logits."""
 
     def __init__(self, head: nn.Module, tokens_D: Tensor, softcap: float | None = None):
         weight, bias = (getattr(head, name, None) for name in ("weight", "bias"))
@@ -60,19 +54,16 @@ class CutHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits, (…, V), for hidden states (…, H)."""
         logits = super().forward(hidden)
-        if self.softcap is not None:
+        if self.softcap is not None:  # the family's own, applied later, would make −∞ finite
             logits = torch.tanh(logits / self.softcap) * self.softcap
         nothing = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
         return nothing.index_copy(-1, self.tokens, logits)
 
 
 def cut_head(model: PreTrainedModel, field: str = "draft") -> PreTrainedModel:
-    """Cut a loaded draft's head to the tokens that its config lists, in place, and return the draft.
+    """Cut a loaded draft's head, in place, to the tokens that its config lists, if any; return the draft.
 
-    The draft is then for inference only: it cannot be trained or saved. A draft without a list stays whole.
-
-    Raises:
-        InputError: as `kept_tokens`.
+    It can then no longer be trained or saved. Raises an `InputError` as `kept_tokens` does.
     """
     head: Any = model.get_output_embeddings()
     tokens_D = kept_tokens(model.config, field)

@@ -1,4 +1,4 @@
-"""The tree that was searched for a drafter, as its config.json holds it."""
+"""The tree that was searched for a drafter, in its config.json."""
 
 from transformers import PretrainedConfig
 
@@ -7,11 +7,7 @@ from draftsmith.decode.tree import Tree
 
 
 def searched_tree(config: PretrainedConfig, key: str) -> Tree | None:
-    """Return the tree whose choices (see `Tree.from_choices`) a drafter's config has under `key`; None for chains.
-
-    Raises:
-        InputError: the config has no valid tree there.
-    """
+    """Return the tree whose choices a drafter's config has under `key`; None for chains, an `InputError` if invalid."""
     choices = getattr(config.get_text_config(), key, None)
     if choices is None:
         return None

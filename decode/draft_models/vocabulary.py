@@ -8,19 +8,13 @@ from draftsmith.decode.errors import InputError
 
 
 def token_count(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> int:
-    """Return how many of a model's logits belong to its tokenizer's tokens; later ones are padding.
-
-    A tokenizer may have tokens after the last logit, as multimodal ones do (Gemma 3's `<image_soft_token>`); no text
-    that a model writes has them.
-    """
+    """Return how many of a model's logits belong to its tokenizer's tokens; later ones are padding."""
+    # Multimodal tokenizers have tokens after all logits (Gemma 3's `<image_soft_token>`), which a model never writes.
     return min(max(tokenizer.get_vocab().values()) + 1, config.get_text_config().vocab_size)
 
 
 def require_logits(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int, what: str) -> None:
-    """Raise an `InputError` that names the first token of a text for which a model has no logit.
-
-    `vocab_size` is its number of logits, and so of embeddings; `what` names the text in the message.
-    """
+    """Raise an `InputError` that names the first token of the text `what` for which a model has no logit."""
     beyond = next((token for token in ids if token >= vocab_size), None)
     if beyond is not None:
         raise InputError(

@@ -22,10 +22,7 @@ Value = TypeVar("Value", covariant=True)
 
 
 class ByNode(Protocol[Value]):
-    """Values of the root and the nodes of a draft, such as a list or the rows of a tensor (K + 1, V).
-
-    A lazy implementation computes each value once.
-    """
+    """Values of the root and the nodes of a draft: a list, rows of a tensor (K + 1, V), or lazy ones computed once."""
 
     def __getitem__(self, place: int) -> Value: ...
 
@@ -76,7 +73,7 @@ def accept_exact(
         The accepted nodes, from the root's child down, and the token to emit after them, (1,).
     """
     root = p[0]
-    # In one transfer: what every node is tested with.
+    # One transfer for each kind of number that all nodes are tested with.
     q_x = [1.0] * len(tree) if q is None else q.gather(1, drafted[:, None])[:, 0].tolist()
     if any(map(math.isnan, q_x)):
         warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
@@ -87,11 +84,12 @@ def accept_exact(
         rest, accepted = root if node == ROOT else p[node + 1], ROOT
         for child in tree.children[node + 1]:
             token = drafted[child]
-            # Strict: r can be 0, and a token that the target rules out (p = 0) must not pass then. Where q
-            # ran out of tokens before the siblings did (q = 0), nothing was drawn.
+            # Strict: r can be 0, and a token that the target rules out (p = 0) must not pass then. Where q had no
+            # token left for this sibling (q = 0), nothing was drawn.
             if q_x[child] > 0 and r[child] * q_x[child] < float(rest[token]):
                 accepted = child
                 break
+            # Where q is NaN nothing was drawn, and p stays as it is.
             if not math.isnan(q_x[child]):
                 rest = residual(rest, None if q is None else q[child], token)
                 rest = rest / rest.sum()
@@ -118,18 +116,19 @@ def accept_exact_chains(
     Returns:
         The number of accepted tokens, (B,), and the token after them, (B,).
     """
-    rows = torch.arange(p_BKV.shape[0], device=p_BKV.device)  # not `len`, which a trace takes for a constant
+    rows = torch.arange(p_BKV.shape[0], device=p_BKV.device)  # a trace would take `len` for a constant
     drafted_BK1 = drafted_BK[..., None]
     p_x = p_BKV[:, :-1].gather(-1, drafted_BK1)[..., 0]
     if q_BKV is None:
         accepted = r_BK < p_x
     else:
         q_x = q_BKV.gather(-1, drafted_BK1)[..., 0]
-        # As in `accept_exact`: strict, and where q is zero or not a number nothing was drawn.
+        # As in `accept_exact`: strict, and where q is zero or NaN nothing was drawn.
         accepted = (q_x > 0) & (r_BK * q_x < p_x) & (r_BK < 1)
     count_B = accepted.cumprod(1).sum(1)
     rest_BV = p_BKV[rows, count_B]
     if drafted_BK.shape[1]:
+        # The last token is a correction where a drafted token was rejected, and a bonus after a whole chain.
         at_B = count_B.clamp(max=drafted_BK.shape[1] - 1)
         rejected_B = (count_B < drafted_BK.shape[1]) & (r_BK[rows, at_B] < 1)
         if q_BKV is None:
@@ -143,26 +142,25 @@ def accept_exact_chains(
 def accept_siblings(
     p_M: Floats, q_M: Floats | None, places: Sequence[int], r: Sequence[float]
 ) -> tuple[int | None, Floats]:
-    """Return `accept_exact` among the siblings of one node, on the M tokens that q supports.
-
-    Other tokens of p never change. For a deterministic draft the M tokens are its own.
+    """Return `accept_exact` among the siblings of one node, on the M tokens that q supports (or the draft names).
 
     Args:
-        p_M: the target's probabilities of these tokens; the other tokens have the rest of 1.
+        p_M: the target's probabilities of these tokens; the other tokens, which never change, have the rest of 1.
         q_M: the distribution that the first sibling was drawn from; None where the draft is deterministic.
         places: each sibling's index among the M tokens.
         r: uniform on [0, 1), for each sibling.
 
     Returns:
-        The accepted sibling, or None, and the residual of these tokens on the scale of `p_M`, (M,); the probabilities
-        outside the support keep their ratio to it.
+        The accepted sibling, or None, and the residual of these tokens on the scale of `p_M`, (M,).
     """
     p_M = p_M.astype(np.float64)
+    # Probabilities outside the support keep their ratio, so p and q are not renormalised: `mass` is what remains of
+    # p, and `q_mass` of q, from which earlier siblings are removed.
     outside = max(0.0, 1.0 - float(p_M.sum()))
-    mass, left = 1.0, 1.0
+    mass, q_mass = 1.0, 1.0
     for i, place in enumerate(places):
-        q_x = 1.0 if q_M is None else (float(q_M[place]) / left if left > 0 else 0.0)
-        if not q_x > 0:  # zero or not a number: nothing was drawn
+        q_x = 1.0 if q_M is None else (float(q_M[place]) / q_mass if q_mass > 0 else 0.0)
+        if not q_x > 0:  # zero or NaN: nothing was drawn
             continue
         if r[i] * q_x < float(p_M[place]) / mass:
             return i, p_M
@@ -170,17 +168,17 @@ def accept_siblings(
             rest_M = p_M.copy()
             rest_M[place] = 0.0
         else:
-            rest_M = np.maximum(p_M - q_M * (mass / left), 0.0)
+            rest_M = np.maximum(p_M - q_M * (mass / q_mass), 0.0)
             q_M = q_M.copy()
             q_M[place] = 0.0
-            left = float(q_M.sum())
-        if outside + float(rest_M.sum()) > 0:  # or rounding leaves no mass: see `residual`
+            q_mass = float(q_M.sum())
+        if outside + float(rest_M.sum()) > 0:  # else rounding leaves no mass, as in `residual`
             p_M, mass = rest_M, outside + float(rest_M.sum())
     return None, p_M
 
 
 def residual_rows(p_BV: Tensor, q_BV: Tensor) -> Tensor:
-    """Return `residual` of each row, max(0, p − q), (B, V), or p where that leaves no mass."""
+    """Return `residual` of each row, (B, V), with q_BV one-hot for a deterministic draft."""
     rest_BV = (p_BV - q_BV).clamp_(min=0.0)
     return torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
 
@@ -188,8 +186,7 @@ def residual_rows(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 def residual(p: Tensor, q: Tensor | None, x: Tensor) -> Tensor:
     """Return max(0, p − q), (V,), the unnormalised distribution of the token that replaces the rejected x.
 
-    q is None for one-hot on x. Where rounding leaves no mass (p = q, where rejection has probability zero) it returns
-    p, which is never written to.
+    A q of None is one-hot on x. Where rounding leaves no mass (p = q), it is p itself, which is never written to.
     """
     rest = p.scatter(0, x.view(1), 0.0) if q is None else (p - q).clamp(min=0.0)
     return rest if bool(rest.any()) else p

@@ -20,11 +20,10 @@ from draftsmith.decode.sampling import draw_rows
 
 
 def chain_packet(scores_BKV: Tensor, drafted_BK: Tensor, q_BKV: Tensor | None, r_BK: Tensor, u_B: Tensor) -> Tensor:
-    """Return the exact rule's results for chains, from processed logits (B, K + 1, V); see `accept_exact_chains`.
+    """Return the exact rule's results for chains, (B, 4 + K) int64, from processed logits (B, K + 1, V).
 
-    Returns:
-        (B, 4 + K) int64: the number of accepted tokens, the token after them, whether p is NaN there, whether q is NaN
-        anywhere, and the drafted tokens.
+    The columns: the number of accepted tokens, the token after them, whether p is NaN there, whether q is NaN anywhere,
+    and the drafted tokens. For the other inputs see `accept_exact_chains`.
     """
     p_BKV = scores_BKV.softmax(-1)
     count_B, token_B = accept_exact_chains(p_BKV, q_BKV, drafted_BK, r_BK, u_B)
@@ -41,13 +40,7 @@ def drawn_packet(scores_BV: Tensor, u_B: Tensor) -> Tensor:
 
 
 class Judgement(Forward):
-    """A function of the target's logits at a temperature.
-
-    Args:
-        function: takes the processed logits and other tensors, and returns one tensor.
-        key: its dependencies in addition to its inputs; see `Forward`.
-        axes: the axes that vary, of the logits and the other tensors.
-    """
+    """A function of the target's logits at a temperature, and of other tensors; `axes` are those that vary."""
 
     sources = tuple(inspect.getfile(module) for module in (sampling, acceptance))
 
@@ -62,13 +55,13 @@ class Judgement(Forward):
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the axes of each input that vary."""
-        logits, *further = self._axes
-        return logits, {}, further
+        logits, *others = self._axes
+        return logits, {}, others
 
-    def forward(self, logits: Tensor, temperature: Tensor, further: list[Tensor]) -> list[Tensor]:
+    def forward(self, logits: Tensor, temperature: Tensor, others: list[Tensor]) -> list[Tensor]:
         """Return the function's result; the logits are (B, …, V) of any dtype."""
         scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-        return [self._function(scores / temperature, *further)]
+        return [self._function(scores / temperature, *others)]
 
 
 def judged_chains(
@@ -77,8 +70,8 @@ def judged_chains(
     """Return `chain_packet` of logits, (B, K + 1, V), K > 0, at a temperature, computed by a program."""
     block, chains, rows = {0: "b", 1: "j"}, {0: "b", 1: "k"}, {0: "b"}
     if q is None:
-        return _judged(_certain_chains, (block, chains, chains, rows), temperature, logits, drafted, r, u)
-    return _judged(_drawn_chains, (block, chains, chains, chains, rows), temperature, logits, drafted, q, r, u)
+        return _run(_certain_chains, (block, chains, chains, rows), temperature, logits, drafted, r, u)
+    return _run(_drawn_chains, (block, chains, chains, chains, rows), temperature, logits, drafted, q, r, u)
 
 
 def _drawn_chains(scores: Tensor, drafted: Tensor, q: Tensor, r: Tensor, u: Tensor) -> Tensor:
@@ -91,25 +84,26 @@ def _certain_chains(scores: Tensor, drafted: Tensor, r: Tensor, u: Tensor) -> Te
 
 def drawn_tokens(logits: Tensor, temperature: float, u: Tensor) -> Tensor:
     """Return `drawn_packet` of logits, (B, V), at a temperature, computed by a program."""
-    return _judged(drawn_packet, ({0: "b"}, {0: "b"}), temperature, logits, u)
+    return _run(drawn_packet, ({0: "b"}, {0: "b"}), temperature, logits, u)
 
 
 _PROGRAMS: dict[tuple[Any, ...], programs.Program] = {}
 
 
-def _judged(
-    function: Callable[..., Tensor], axes: Sequence[Any], temperature: float, logits: Tensor, *further: Tensor
+def _run(
+    function: Callable[..., Tensor], axes: Sequence[Any], temperature: float, logits: Tensor, *others: Tensor
 ) -> Tensor:
     device = logits.device
-    given = [logits.contiguous(), _number(temperature, device), [tensor.contiguous() for tensor in further]]
-    dtypes = tuple(tensor.dtype for tensor in (logits, *further))  # drafts may be drawn in another one
+    inputs = [logits.contiguous(), _number(temperature, device), [tensor.contiguous() for tensor in others]]
+    dtypes = tuple(tensor.dtype for tensor in (logits, *others))  # drafts may be drawn in another one
+    # The key has all that a program is specialised for; everything else is a symbol or an input.
     key = function.__qualname__, logits.shape[-1], dtypes, device, torch.get_num_threads()
     if (program := _PROGRAMS.get(key)) is None:
         judgement = Judgement(function, key, axes)
-        program = _PROGRAMS[key] = programs.Program(judgement.model, judgement, given, {})
-    return program(*given)[0]
+        program = _PROGRAMS[key] = programs.Program(judgement.model, judgement, inputs, {})
+    return program(*inputs)[0]
 
 
-@lru_cache
+@lru_cache  # a transfer once per temperature, not per round
 def _number(value: float, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.float64, device=device)

@@ -36,8 +36,8 @@ class Rule(ABC):
     ) -> Verdict:
         """Return the accepted drafted tokens of one row, and the token after them.
 
-        `logits` are the target's, (K + 1, V), the root's first. `contexts` are the tokens before each of these
-        positions, for processors that read them.
+        `logits` are the target's, (K + 1, V), the root's first, and `contexts` the tokens before each of these
+        positions.
         """
 
     def verify_batch(
@@ -49,10 +49,9 @@ class Rule(ABC):
         generators: Sequence[Generator],
         likeliest: Tensor | None = None,
     ) -> list[Verdict]:
-        """Return each row's verdict; a rule that can verify all rows at once overrides this.
+        """Return each row's verdict, from logits (B, K + 1, V) for the largest draft's K tokens.
 
-        `logits` are (B, K + 1, V) for the largest draft's K tokens. `likeliest` are the tokens of the greatest logits,
-        (B, K + 1), `NO_TOKEN` for NaN, where the target ran compiled.
+        `likeliest` are their argmax tokens, (B, K + 1), `NO_TOKEN` for NaN, where the target ran compiled.
         """
         rows = zip(samplers, logits, contexts, proposals, generators, strict=True)
         return [
@@ -70,10 +69,7 @@ class Exact(Rule):
     def verify(
         self, sampler: Sampler, logits: Tensor, contexts: Sequence[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
-        """Accept by rejection sampling, or at T=0 while the draft names the argmax.
-
-        Processors run only for the contexts on the accepted path.
-        """
+        """Accept by rejection sampling, or at T=0 while the draft names the argmax."""
         p = Processed(sampler, logits, contexts)
         if not sampler.do_sample:
             path, token = accept_greedy(p, proposal.tokens.tolist(), proposal.tree)
@@ -100,10 +96,11 @@ class Exact(Rule):
             return greedy_verdicts(sampler, logits, proposals, likeliest)
         if all(proposal.tree.is_chain for proposal in proposals):
             compiled = likeliest is not None
-            # A single chain is verified token by token where that costs nothing, as `verify` does.
+            # Where the host reads values for free, `verify` takes a single chain token by token.
             if len(proposals) == 1 and not compiled and logits.device.type in READ_AT_ONCE:
                 return super().verify_batch(samplers, logits, contexts, proposals, generators)
             return chain_verdicts(sampler, logits, proposals, generators, compiled)
+        # Trees are judged together if all are deterministic, or all have siblings' supports.
         drafted = [proposal for proposal in proposals if len(proposal.tokens)]
         drawn = [proposal.siblings is not None for proposal in drafted]
         if any(proposal.probabilities is not None for proposal in drafted) or any(drawn) != all(drawn):
@@ -139,13 +136,12 @@ class Threshold(Rule):
         parents = torch.tensor(tree.parents, dtype=torch.long, device=p.device) + 1
         p_x = p[parents, proposal.tokens]
         above = (p_x > levels[parents]).tolist()
-        stands = [False] * len(tree)
+        # A node counts if it and all its ancestors are above their levels; of equally deep ones the first wins.
+        passed = [False] * len(tree)
         for node, parent in enumerate(tree.parents):
-            stands[node] = above[node] and (parent == ROOT or stands[parent])
-        deepest = max(
-            (node for node in range(len(tree)) if stands[node]), key=lambda n: (tree.depths[n], -n), default=ROOT
-        )
-        path = tree.path(deepest)
+            passed[node] = above[node] and (parent == ROOT or passed[parent])
+        nodes = (node for node in range(len(tree)) if passed[node])
+        path = tree.path(max(nodes, key=lambda node: (tree.depths[node], -node), default=ROOT))
 
         def emitted_distribution(node: int) -> Tensor | None:
             """Return the distribution of the token after `node` where a drawn candidate was tried."""
@@ -154,8 +150,9 @@ class Threshold(Rule):
                 return None
             _refuse_drawn_siblings(tree, node)
             q, p_here = proposal.probabilities[children[0]], p[node + 1]
-            passes = q * (p_here > levels[node + 1])
-            return passes + (1 - passes.sum()) * p_here
+            # A candidate from q passes where p is above the level; otherwise the token comes from p.
+            passing = q * (p_here > levels[node + 1])
+            return passing + (1 - passing.sum()) * p_here
 
         return _verdict(sampler, scores, p, proposal, path, emitted_distribution, generator)
 
@@ -226,11 +223,7 @@ RULES: dict[str, type[Rule]] = {"exact": Exact, "typical": Typical, "threshold":
 
 
 def as_rule(rule: "str | Rule") -> Rule:
-    """Return the rule of a name, with its default level, or the rule itself.
-
-    Raises:
-        InputError: no such rule.
-    """
+    """Return the rule of a name, with its default level, or the rule itself; an `InputError` for an unknown name."""
     if not isinstance(rule, str):
         return rule
     if rule not in RULES:
@@ -249,7 +242,7 @@ def _verdict(
 ) -> Verdict:
     """Add the token after the path, and the departure from p of each emitted token's distribution."""
     last = path[-1] if path else ROOT
-    # Of the scores: softmax rounds near-ties to ties.
+    # At T=0 by the scores, since softmax rounds near-ties to ties.
     token = int(draw(p[last + 1], generator) if sampler.do_sample else scores[last + 1].argmax())
     if bool(p[[node + 1 for node in (ROOT, *path)], 0].isnan().any()):
         return Verdict(path, NO_TOKEN)
@@ -263,7 +256,7 @@ def _verdict(
         emitted = emitted_distribution(node)
         if emitted is not None:
             departures.append((float((emitted - p_here).abs().sum()) / 2, False))
-        else:  # a certain token has a one-hot distribution, one that the target drew has p
+        else:  # a certain token has a one-hot distribution, and a token drawn by the target has p
             departures.append((0.0 if child is None else 1 - float(p_here[proposal.tokens[child]]), False))
     return Verdict(path, token, departures=departures)
 

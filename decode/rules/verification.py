@@ -53,7 +53,7 @@ class Processed:
         scores_V = self._sampler.scores(self._logits_KV[place : place + 1], contexts)[0]
         if self._sampler.do_sample:
             p_V = scores_V.softmax(-1)
-            self.broken |= bool(p_V[0].isnan())  # numbers altogether or not at all
+            self.broken |= bool(p_V[0].isnan())  # a softmax is NaN everywhere or nowhere
             return p_V
         chosen = argmax(scores_V)
         token, broken = torch.stack([chosen, scores_V[chosen].isnan().to(chosen.dtype)]).tolist()
@@ -64,15 +64,12 @@ class Processed:
 def greedy_verdicts(
     sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal], likeliest: Tensor | None = None
 ) -> list[Verdict]:
-    """Judge drafts at T=0, with the argmax of every position and the drafted tokens in one transfer.
-
-    `likeliest` is the argmax of the logits, (B, K + 1), where it is known; processors may change it.
-    """
+    """Judge drafts at T=0, with the argmax of every position (`likeliest` if known) and the drafts in one transfer."""
     size = logits.shape[1]
     if likeliest is None or sampler.processors:
         scores = sampler.scores(logits.flatten(0, 1), [])
         chosen = argmax(scores)
-        # The argmax is the first score that is not a number; nothing that is drafted is `NO_TOKEN`.
+        # The argmax is the first NaN, if any; no drafted token is `NO_TOKEN`, so nothing is accepted there.
         likeliest = chosen.masked_fill(scores.gather(1, chosen[:, None])[:, 0].isnan(), NO_TOKEN).view(-1, size)
     tokens_BK = tokens_of(proposals, size - 1)
     if likeliest.device.type in READ_AT_ONCE:
@@ -119,16 +116,17 @@ def tree_verdicts(
     drafts are deterministic, or all have `siblings`.
     """
     size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
-    # As many random numbers, and of the same kind, as a chain takes: a row is what it would be alone.
+    # A row takes the same random numbers, in the same dtype, as it would alone.
     dtype, device = torch.promote_types(logits.dtype, torch.float32), logits.device
     r_BK = _padded(uniforms(generators, counts, dtype, device), size)
     u_B = uniforms(generators, [1] * len(counts), torch.float64, device)[:, 0]
     drafts = _TreeDrafts(proposals, size, r_BK)
     paths: list[list[int]] = [[] for _ in counts]
-    # Of the node that each row's path ends at: p, what its children may name, and how much of p is left there.
+    # For the last node of each row's path: p, its children's support, and the residual of p there.
     ends: list[tuple[Tensor, Tensor, Floats]] = [(logits[0, 0], drafts.support_BFM[0, 0], np.empty(0))] * len(counts)
     descending = list(range(len(counts)))
     while descending:
+        # One depth of all rows that still descend: p on their children's support goes to the host.
         nodes = [(row, paths[row][-1] if paths[row] else ROOT) for row in descending]
         p_AV = sampler.scores(torch.stack([logits[row, node + 1] for row, node in nodes]), []).softmax(-1)
         support_AM = torch.stack([drafts.support_BFM[row, drafts.distribution(row, node)] for row, node in nodes])
@@ -136,15 +134,16 @@ def tree_verdicts(
         p_AM = p_AV.gather(1, support_AM).cpu().numpy() if inner else np.empty((len(nodes), 0))
         descending = []
         for at, (row, node) in enumerate(nodes):
-            child, left_M = drafts.accept(row, node, p_AM[at])
+            child, rest_M = drafts.accept(row, node, p_AM[at])
             if child is None:
-                ends[row] = p_AV[at], support_AM[at], left_M
+                ends[row] = p_AV[at], support_AM[at], rest_M
             else:
                 paths[row].append(child)
                 descending.append(row)
     p_BV, support_BM = torch.stack([p for p, _, _ in ends]), torch.stack([support for _, support, _ in ends])
-    left_BM = torch.from_numpy(np.stack([left_M for _, _, left_M in ends])).to(p_BV)
-    rest_BV = p_BV.scatter_reduce(1, support_BM, left_BM, "amin")
+    rest_BM = torch.from_numpy(np.stack([rest_M for _, _, rest_M in ends])).to(p_BV)
+    # The residual never exceeds p, and ∞ leaves p as it is.
+    rest_BV = p_BV.scatter_reduce(1, support_BM, rest_BM, "amin")
     rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
     tokens, broken = torch.stack([draw_rows(rest_BV, u_B), p_BV[:, 0].isnan().long()]).tolist()
     return [
@@ -160,11 +159,7 @@ def _padded(r_BK: Tensor, size: int) -> Tensor:
 
 
 class _TreeDrafts:
-    """The trees of a batch on the host, with all values that their nodes are tested with, in one transfer.
-
-    The proposals are either all deterministic, or all have `siblings`. K = `size` is the largest one's nodes, and
-    `r_BK` is uniform on [0, 1), a number to test each node with.
-    """
+    """A batch's trees of at most K = `size` nodes on the host, with all that nodes are tested with, in one transfer."""
 
     def __init__(self, proposals: Sequence[Proposal], size: int, r_BK: Tensor):
         self._proposals = proposals
@@ -174,12 +169,13 @@ class _TreeDrafts:
         self.support_BFM = tokens_BK[:, None]
         """The tokens that siblings may name, on the device: F distributions' support, or a deterministic draft."""
         if drawn:
-            each = [proposal.siblings or drawn[0] for proposal in proposals]  # a row that drafts nothing has none
-            self.support_BFM, q_BFM = torch.stack([s.support for s in each]), torch.stack([s.q for s in each])
-            parts += [padded([s.places for s in each], size), q_BFM.flatten(1)]
+            siblings = [proposal.siblings or drawn[0] for proposal in proposals]  # a row without a draft has none
+            self.support_BFM, q_BFM = torch.stack([s.support for s in siblings]), torch.stack([s.q for s in siblings])
+            parts += [padded([s.places for s in siblings], size), q_BFM.flatten(1)]
+        # Float64 holds tokens, places and probabilities exactly.
         on_host = torch.cat([part.double() for part in parts], 1).cpu().numpy()
         self.tokens_BK, self._r_BK, *places_and_q = np.split(on_host, [size, 2 * size, 3 * size], 1)
-        self._places_BK: Floats | None = None  # of each node's token in the support
+        self._places_BK: Floats | None = None  # each node's token, as an index of the support
         self._q_BFM: Floats | None = None
         if drawn:
             self._places_BK, self._q_BFM = places_and_q[0], places_and_q[1].reshape(q_BFM.shape)
@@ -196,18 +192,17 @@ class _TreeDrafts:
         return 0 if siblings is None else siblings.of[node + 1]
 
     def accept(self, row: int, node: int, p_M: Floats) -> tuple[int | None, Floats]:
-        """Test a node's children in turn, by the target's probabilities of their support.
+        """Test a node's children by the target's probabilities of their support; return the accepted child, if any.
 
-        Returns:
-            The accepted child, or None; and the residual of p on the support, (M,), ∞ where it is all of p.
+        The second result is the residual of p on the support, (M,), ∞ where it is all of p.
         """
-        children, left_M = list(self.children(row, node)), np.full(self.support_BFM.shape[2], np.inf)
+        children, rest_M = list(self.children(row, node)), np.full(self.support_BFM.shape[2], np.inf)
         if not children:
-            return None, left_M
+            return None, rest_M
         r = self._r_BK[row, children].tolist()
         if self._q_BFM is None or self._places_BK is None:
-            accepted, left_M[children] = accept_siblings(p_M[children], None, range(len(children)), r)
+            accepted, rest_M[children] = accept_siblings(p_M[children], None, range(len(children)), r)
         else:
             places = self._places_BK[row, children].astype(int).tolist()
-            accepted, left_M = accept_siblings(p_M, self._q_BFM[row, self.distribution(row, node)], places, r)
-        return None if accepted is None else children[accepted], left_M
+            accepted, rest_M = accept_siblings(p_M, self._q_BFM[row, self.distribution(row, node)], places, r)
+        return None if accepted is None else children[accepted], rest_M

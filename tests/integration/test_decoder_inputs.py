@@ -155,8 +155,8 @@ def test_an_assistant_model_is_refused(target, draft):
 @pytest.mark.parametrize(
     ("mask", "found"),
     [
-        ([1, 1, 1, 1, 0, 0], "a zero behind a one"),
-        ([0, 1, 1, 0, 1, 1], "a zero behind a one"),
+        ([1, 1, 1, 1, 0, 0], "a zero after a one"),
+        ([0, 1, 1, 0, 1, 1], "a zero after a one"),
         ([0] * 6, "a row of zeros"),
     ],
 )
