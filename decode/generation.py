@@ -108,12 +108,7 @@ def check_request(config: GenerationConfig, processors: LogitsProcessorList, row
 
 
 def count_paddings(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]:
-    """Return the number of padding tokens before each row of (B, T) tokens, and check all inputs of `generate`.
-
-    Raises:
-        InputError: another input of the model, positions that do not count the tokens, a filled cache, or no left
-            padding.
-    """
+    """Return the number of padding tokens before each row of (B, T) tokens, and check all inputs of `generate`."""
     unserved = sorted(
         name
         for name, value in model_inputs.items()  # `generate` adds an empty dict for the images of multimodal classes
@@ -185,13 +180,10 @@ def prepare_rows(
     config: GenerationConfig,
     seed: int | None,
 ) -> list[TextRow]:
-    """Return the rows of a left-padded batch (B, T), on the model's device.
+    """Return the rows of a left-padded batch (B, T), on the model's device, after checking the request.
 
     A row's text is the text that it would be alone, without padding. All rows share one sampler, unless a processor
     counts from the prompt's end or asks for the row.
-
-    Raises:
-        InputError: see `check_request` and `count_paddings`.
     """
     check_request(config, processors, len(input_ids))
     paddings = count_paddings(input_ids, model_inputs)
@@ -256,13 +248,8 @@ def _by_source(rows: Sequence[TextRow]) -> tuple[tuple[Counts, ...], ...]:
 def generate_arguments(
     target: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, tokenizer: Any = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """Return the arguments with which `target.generate` calls one of our decoders as `custom_generate`.
-
-    Given a callable, `generate` drops the tokenizer, and with it the stop strings.
-
-    Raises:
-        InputError: stop strings without a tokenizer, or an assistant model.
-    """
+    """Return the arguments with which `target.generate` calls one of our decoders as `custom_generate`."""
+    # Given a callable, `generate` drops the tokenizer, and with it the stop strings: here they become a criterion.
     if kwargs.get("assistant_model") is not None:
         raise InputError("assistant_model: expected it to be left out, for the proposer drafts, found one")
     config, default = kwargs.get("generation_config"), target.generation_config

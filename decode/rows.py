@@ -54,9 +54,8 @@ class TextRow:
     length: int
     sampler: Sampler
     eos: frozenset[int]
-    """Tokens that end the text."""
     criteria: StoppingCriteriaList
-    """Further criteria that end the text."""
+    """The criteria, in addition to `eos`, that end the text."""
     generator: torch.Generator | None
     rounds: list[Counts] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)

@@ -59,7 +59,7 @@ class Sampler:
 
     @cached_property
     def context_free(self) -> bool:
-        """Whether no processor reads the tokens before its position."""
+        """True if no processor reads the tokens before its position."""
         return all(isinstance(p, CONTEXT_FREE) for p in self.processors)
 
     @cached_property
@@ -154,11 +154,9 @@ def _are_top_k_top_p(first: Any, second: Any) -> bool:
 
 
 def _cut(processor: Any, scores_KV: Tensor) -> Tensor:
-    """Apply top-k or top-p in place, bit for bit as the library does, reading only the likeliest tokens.
-
-    The cut of top-p is nearly always among them. The library decides the other rows: those whose cut lies further down,
-    has equal tokens on both sides (it keeps those at k), or is within its own rounding.
-    """
+    """Apply top-k or top-p in place, bit for bit as the library does, reading only the likeliest tokens."""
+    # The cut of top-p is nearly always among the likeliest. The library decides rows whose cut lies further down, has
+    # equal tokens on both sides (it keeps those at k), or is within the library's own rounding.
     top_k = isinstance(processor, TopKLogitsWarper)
     size = processor.top_k + 1 if top_k else LIKELIEST
     if size > LIKELIEST:
@@ -186,18 +184,12 @@ def _cut(processor: Any, scores_KV: Tensor) -> Tensor:
 
 
 def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float = -torch.inf) -> Tensor:
-    """Return scores, (K, V), with `filter_value` for all that top-k, and then top-p, leave out.
+    """Return scores, (K, V), with `filter_value` for all that top-k ≥ 1, and then top-p in [0, 1], leave out.
 
     Equal to the library's `TopKLogitsWarper` and `TopPLogitsWarper` in turn, but it sorts k scores, not the vocabulary,
     and nothing waits for the device. Differentiable. All scores equal to the k-th pass top-k, often many in half
     precision, and top-p counts all that passed. Of equal scores at the cut of top-p the first ones pass; the library
     lets any pass.
-
-    Args:
-        scores_KV: finite, or −∞.
-        top_k: at least 1.
-        top_p: in [0, 1].
-        filter_value: replaces scores that do not pass.
     """
     values_Kk = scores_KV.detach().topk(min(top_k, scores_KV.shape[-1])).values
     least_K1 = values_Kk[:, -1:]
@@ -294,18 +286,12 @@ def _entries(cumulative_BV: Tensor, beyond_B1: Tensor) -> Tensor:
 
 
 def draw_siblings(q_BFM: Tensor, u_BPM: Tensor, count: int) -> Tensor:
-    """Draw siblings without replacement, for all parents of a depth at once.
+    """Draw `count` ≤ M siblings a parent without replacement, for all P parents of a depth at once.
 
     The draw is a race: token v arrives after a time −log(u_v)/q(v), exponential with rate q(v), and the order of
     arrivals is such a sequence of draws (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
-
-    Args:
-        q_BFM: distributions on M tokens, one for each parent (F = P) or one for all (F = 1).
-        u_BPM: uniform on [0, 1), for each of P parents.
-        count: siblings of a parent, at most M.
-
-    Returns:
-        Places among the M tokens, (B, P, count), in the order of the draws; tokens with q = 0 come last.
+    `q_BFM` are distributions on M tokens, one for each parent (F = P) or one for all (F = 1). Returns places among the
+    M tokens, (B, P, count), in the order of the draws; tokens with q = 0 come last.
     """
     # The greatest rate ÷ exponential is the first arrival.
     return (q_BFM / -u_BPM.log()).topk(count).indices

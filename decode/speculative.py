@@ -35,7 +35,7 @@ class Round:
     """The emitted tokens, accepted ones first."""
     counts: Counts
     bonus: bool
-    """Whether the last token is a bonus after a fully accepted path; otherwise it is a correction."""
+    """True if the last token is a bonus after a fully accepted path; otherwise it is a correction."""
     done: bool
     source: int = 0
     """For drafters that take turns, the index of the round's drafter."""
@@ -119,9 +119,9 @@ def speculative_decode(
     """Decode as the callable for `target.generate(…, custom_generate=speculative_decode, proposer=…)`.
 
     `generate` prepares all arguments except `proposer`, `draft_length`, `rule`, `compiled`, `observer` and `seed` (None
-    draws from the global generator). It hands callables neither an assistant model nor a streamer, which it gives the
-    prompt alone: use `observer`, or `speculative_generate`, which refuses the first and serves the second. Logits
-    processors must be functions of tokens and logits, since they see contexts that are never written.
+    draws from the global generator). It hands callables neither an assistant model nor a streamer: use `observer`, or
+    `speculative_generate`, which serves streamers. Logits processors must be functions of tokens and logits, since they
+    see contexts that are never written.
 
     Raises:
         InputError: as `speculative_generate`, or an input or option of `generate` that is not served.

@@ -21,7 +21,6 @@ class Level:
     """The nodes of one depth that have children, on a device: P parents, C children, at most W = `widest` a parent."""
 
     depth: int
-    """The parents' depth; 0 for the root."""
     parents: tuple[int, ...]
     """The parents' numbers; `ROOT` alone at depth 0."""
     fed: Tensor
@@ -29,9 +28,8 @@ class Level:
     paths: Tensor
     """The path from the root's child to each parent, (P, depth)."""
     visible: Tensor
-    """Which of the N parents up to this depth each parent attends to, (P, N) bool."""
+    """The parents up to this depth, N of them, that each parent attends to, (P, N) bool."""
     children: Tensor
-    """The children's numbers, (C,)."""
     parent: Tensor
     """Each child's index among the parents, (C,)."""
     candidates: Tensor
@@ -70,10 +68,7 @@ class Tree:
         """Build a tree from paths of ranks (the notation of Cai et al. 2024): a node is its path, such as (0, 2).
 
         Rank r names the drafter's (r + 1)-th most likely token, or under sampling its (r + 1)-th draw. Siblings are
-        ordered by rank.
-
-        Raises:
-            InputError: a path that occurs twice, or whose parent or earlier sibling (a draw never verified) is missing.
+        ordered by rank. Raises an InputError for a path that occurs twice, or lacks its parent or an earlier sibling.
         """
         paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
         index = {path: i for i, path in enumerate(paths)}
@@ -93,10 +88,8 @@ class Tree:
         """Grow the tree of the greatest expected accepted length (Cai et al. 2024, section 2.3.3).
 
         `accuracies` are, for each depth and rank, the share of contexts whose next token is the drafter's candidate of
-        that rank. The tree has fewer than `nodes` nodes where more would add nothing.
-
-        Raises:
-            InputError: no positive accuracy at depth one, accuracies outside [0, 1], or `nodes` below 1.
+        that rank, in [0, 1] and not all 0 at depth one. The tree has fewer than `nodes` nodes where more would add
+        nothing.
         """
         if nodes < 1:
             raise InputError(f"nodes: expected at least 1, found {nodes}")
@@ -133,7 +126,7 @@ class Tree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every node has one child at most."""
+        """True if every node has one child at most."""
         return self.parents == tuple(range(-1, len(self) - 1))
 
     @cached_property
@@ -176,7 +169,7 @@ class Tree:
 
     @cached_property
     def visible(self) -> Tensor:
-        """Which tokens of the block each one attends to, its ancestors and itself, (K + 1, K + 1) bool."""
+        """The tokens of the block that each one attends to, its ancestors and itself, (K + 1, K + 1) bool."""
         visible = torch.eye(len(self) + 1, dtype=torch.bool)
         visible[:, 0] = True
         for node, parent in enumerate(self.parents):
@@ -236,11 +229,10 @@ def _chain(length: int) -> Tree:
 
 
 def masks_of(trees: Sequence[Tree], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the tokens of its block that each token attends to, and the tokens' depths, for rows' trees of ≤ K nodes.
+    """Return the tokens of its block that each token attends to, (1 + K, 1 + K) bool, and all depths, (1 + K,) int64.
 
-    Returns:
-        (1 + K, 1 + K) bool and (1 + K,) int64, K = `width`, where all rows share one tree of K nodes; else (B, 1 + K, 1
-        + K) and (B, 1 + K), where padding after a smaller tree sees only itself.
+    Unless one tree of K = `width` nodes is all rows', both get a first axis B, and padding after a tree sees only
+    itself.
     """
     if all(tree is trees[0] for tree in trees) and len(trees[0]) == width:
         return trees[0].on(device)

@@ -1,8 +1,8 @@
 """Checked reading of others' data: answers of servers and engines, files of earlier runs, manifests.
 
-A reader states what it expects as a pydantic class, or as a dataclass annotated with the types below; `parsed` returns
-an instance, or names the first wrong field in one line. JSON types are strict: a string is not a number, true is not 1,
-3.0 is not an integer, and NaN and infinity are not numbers. Other fields are ignored.
+A reader states what it expects as a pydantic class, or as a dataclass annotated with the types below. JSON types are
+strict: a string is not a number, true is not 1, 3.0 is not an integer, and NaN and infinity are not numbers. Other
+fields are ignored.
 """
 
 import json
@@ -132,7 +132,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _line(error: ErrorDetails, where: str, secret: str | None) -> str:
-    """Return one of pydantic's errors as one line."""
     if error["type"] == "json_invalid":
         fault = str(error["ctx"]["error"]).replace("recursion limit exceeded", "nested too deeply")
         return ": ".join(filter(None, [where, f"expected JSON, found: {fault}"]))

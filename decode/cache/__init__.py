@@ -1,4 +1,4 @@
-"""A model with its key-value cache, and which models can have one that is rolled back."""
+"""A model with its key-value cache, and the models whose cache can be rolled back."""
 
 from draftsmith.decode.cache.checks import cached_numbers, check_causal, check_rollback, positions_of
 from draftsmith.decode.cache.layers import Places

@@ -1,8 +1,8 @@
 """Grouped-query attention over a cache without repeating it (Ainslie et al. 2023, "GQA").
 
-Where several query heads share one key head, the library's `sdpa` copies all keys and values for each query head if
-there are a mask and more than one query, as in every forward over drafted tokens. The queries of a group can instead
-follow each other as rows of one head: the cache is read once, and the numbers are the same.
+Given a mask and more than one query, as in every forward over drafted tokens, the library's `sdpa` copies all keys and
+values for each query head that shares them. Here the queries of a group follow each other as rows of one head: the
+cache is read once, and the numbers are the same.
 """
 
 from typing import Any
@@ -50,8 +50,7 @@ def grouped_attention(
 def in_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     """Attend with the queries of a group as rows of one head, without copies of keys and values.
 
-    `query` and the result are (B, H, K, D), `key` and `value` (B, H/G, S, D). `mask` is additive, (B or 1, 1, K, S);
-    None where each query sees all keys. `options` are `scale` and `dropout_p`.
+    `query` and the result are (B, H, K, D), `key` and `value` (B, H/G, S, D). `mask` is additive, (B or 1, 1, K, S).
     """
     rows, heads, length, width = query.shape
     groups = heads // key.shape[1]

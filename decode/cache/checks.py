@@ -49,7 +49,7 @@ def check_rollback(model: PreTrainedModel, role: str) -> None:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if unknown:
         raise InputError(f"{role}: expected full or sliding attention layers, found {', '.join(unknown)} in {name}")
-    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo, whose config names no window
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's layers apply a window of their own
         raise InputError(f"{role}: expected full or sliding attention layers, found local ones in {name}")
     if getattr(config, "alibi", False):
         raise InputError(f"{role}: expected positions by position_ids, found alibi in {name}")
@@ -79,7 +79,7 @@ def parameters_of(model: PreTrainedModel) -> frozenset[str]:
 
 @torch.inference_mode()
 def cached_numbers(model: PreTrainedModel) -> int | None:
-    """Return how many numbers a model caches per token, by running it (meta will do); None without keys and values."""
+    """Return how many numbers a model caches per token, or None, by running it; the meta device will do."""
     cache = DynamicCache()
     try:
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)

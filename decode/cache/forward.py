@@ -1,4 +1,4 @@
-"""What programs compute: a model's forward over a block of tokens, and forwards built from it.
+"""The forwards that programs compute: a model's, over a block of tokens, and others built from it.
 
 Shape suffixes: B rows, K tokens of a block, M of the last slots, N slots that are attended to, S slots, V vocabulary.
 """

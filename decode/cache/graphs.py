@@ -35,10 +35,10 @@ def capture(call: Callable[[], list[Tensor]]) -> Captured:
 
 
 class Graphs:
-    """The graphs of a program.
+    """The graphs of a program; `capture` makes a graph of a call.
 
-    `stays` marks the inputs that are used at their own address, such as caches that the program writes to; the others
-    are copied to the graph's own. `capture` makes a graph of a call.
+    `stays` marks the inputs used at their own address, such as caches, which the program writes to; the graph copies
+    the others.
     """
 
     def __init__(self, run: Run, stays: Sequence[bool], capture: Callable[..., Captured] = capture):

@@ -44,7 +44,7 @@ class Places:
 
     @property
     def alike(self) -> bool:
-        """Whether all rows have the same slot."""
+        """True if all rows have the same slot."""
         return len(set(self.host)) == 1
 
     def __add__(self, offset: int) -> "Places":
@@ -67,7 +67,7 @@ class Block:
     start: int | None = 0
     """The first slot; None where rows differ."""
     width: int
-    """The last slot that is attended to, plus one."""
+    """One more than the last slot that is attended to."""
     reach: int = 0
     """The first slot that layers with a window attend to."""
 
@@ -91,7 +91,7 @@ class Block:
         return self._slots[device]
 
     def rows_of(self, states: Tensor) -> Tensor:
-        """Return 0 … B − 1, (B, 1), beside states, (B, …), of a layer: one kernel less in each."""
+        """Return the indices of rows, (B, 1), on the device of states, (B, …); made once for all layers."""
         rows = self._rows.get(states.device)
         if rows is None or rows.shape[0] != states.shape[0]:
             rows = self._rows[states.device] = torch.arange(states.shape[0], device=states.device)[:, None]
@@ -99,9 +99,9 @@ class Block:
 
 
 class Layer(CacheLayerMixin):
-    """One layer's keys and values, (B, H, S, D), in buffers of at most `slots`, at once if `whole`.
+    """One layer's keys and values, (B, H, S, D), in buffers of at most `slots`; `whole` allocates all at once.
 
-    A token attends to `window` positions, its own included; 0 means all before it. A later forward may come back to
+    A token attends to `window` positions, its own included; 0 means all before it. A later forward may return to
     `rollback` slots before `Block.reach`.
     """
 

@@ -87,7 +87,6 @@ class Masks:
         return mask.masked_fill_(~allowed, self._minimum)[:, None]
 
     def _by_type(self, full: Tensor, windowed: Tensor | None = None) -> Any:
-        """Return masks in the form of the library's `create_masks_for_generate`."""
         windowed = full if windowed is None else windowed
         if self._types:
             return {name: windowed if name == "sliding_attention" else full for name in self._types}

@@ -1,9 +1,8 @@
 """A model with its key-value cache: it takes blocks of tokens at any length, and dropping rejected ones is free.
 
-Keys and values are in buffers that grow by doubling, up to the length limits: slot i of a row holds its token i. A
-forward gets the slot where each row's block starts, and attends to the slots before it. So a rollback needs no
-operation, and rows of a batch advance by different lengths without holes or padding between their tokens. Compiled
-forwards do the same in one program; their buffers have full size from the start.
+Slot i of a row holds the keys and values of its token i. A forward gets the slot where each row's block starts, and
+attends to the slots before it. So a rollback needs no operation, and rows advance by different lengths without holes or
+padding. Buffers grow by doubling; those of compiled forwards have full size from the start.
 
 Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V vocabulary.
 """
@@ -102,7 +101,7 @@ class CachedModel:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was fed yet."""
+        """True if nothing was fed yet."""
         return not self._layers[0].is_initialized
 
     def prefill_texts(self, texts: Sequence[Tensor]) -> None:
@@ -141,8 +140,8 @@ class CachedModel:
     def prefill(self, tokens: Tensor, keep: int = 1, further: Mapping[str, Tensor] | None = None) -> Tensor:
         """Feed beginnings of texts, (B, T) int64, padded on the right, into an empty cache.
 
-        `further` are the model's other inputs by name, (B, T, …). Returns the logits of the last `keep` columns, (B,
-        keep, V).
+        `further` are the model's other inputs by name, (B, T, …). Returns the last `keep` columns' logits, (B, keep,
+        V).
         """
         length = tokens.shape[1]
         self._check_rotary(length)
@@ -165,19 +164,16 @@ class CachedModel:
         depths: Tensor | None = None,
         further: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Feed a block of tokens to each row.
+        """Feed a block of tokens to each row; return the logits of the last `keep` tokens, (B, keep, V).
 
         Args:
             tokens: (B, K) int64; a row's own block may be shorter, and the padding after it is overwritten later.
             starts: the slot of each row's first token; it attends to all slots before it.
-            keep: the number of last tokens whose logits are returned; all K if None.
-            visible: which of the last N ≥ K slots up to the block's end each token attends to, (K, N) or (B, K, N)
-                bool; the slots before those are visible to all. Causal if None.
+            keep: all K if None.
+            visible: the slots, among the last N ≥ K up to the block's end, that each token attends to, (K, N) or (B, K,
+                N) bool; earlier slots are visible to all. Causal if None.
             depths: each token's position beyond its row's start, (K,) or (B, K); 0…K − 1 if None.
             further: the model's other inputs by name, (B, K, …).
-
-        Returns:
-            The logits, (B, keep, V).
         """
         rows, k = tokens.shape
         places = starts if isinstance(starts, Places) else Places(starts, self._device)
@@ -277,7 +273,6 @@ class CachedModel:
     def _run(
         self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, further: Mapping[str, Tensor] | None
     ) -> Tensor:
-        """Run the model; return the logits of the last `keep` columns, and keep the wanted states."""
         inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, **(further or {})}
         if keep < tokens.shape[1] and self._keeps:
             # A long prompt's logits over a large vocabulary would be the run's largest tensor.
@@ -309,7 +304,6 @@ class CachedModel:
         further: Mapping[str, Tensor],
         keep: int,
     ) -> Tensor:
-        """Run the program of a block; return the logits, (B, keep, V), and keep the wanted states."""
         rows, k = tokens.shape
         if visible is None or depths is None:
             shape = self._chain(rows, k, keep)
@@ -328,10 +322,10 @@ class CachedModel:
         tokens: Tensor,
         places: Places,
         reach: int,
-        given: Sequence[Any],
+        inputs: Sequence[Any],
         further: Mapping[str, Tensor],
     ) -> list[Tensor]:
-        """Run a program that feeds a block of tokens to each row, and may choose and feed more tokens after it.
+        """Run a program that feeds a block of tokens, (B, K) int64, to each row, and perhaps more tokens after it.
 
         Args:
             name: the program's key among those of this object.
@@ -339,11 +333,8 @@ class CachedModel:
             tokens: (B, K) int64.
             places: the slot of each row's first token.
             reach: the number of slots written, from a row's first token on.
-            given: the program's inputs after the greatest position.
+            inputs: the program's inputs after the greatest position.
             further: the model's other inputs by name, (B, K, …).
-
-        Returns:
-            The program's outputs.
         """
         if self.is_empty:
             # Buffers are like those of an earlier cache of the model; in the first one the model itself makes them.
@@ -360,24 +351,24 @@ class CachedModel:
         count = min(self._slots, wide)
         if count not in self._ranges:
             self._ranges[count] = self._range[:count]
-        inputs = [
+        all_inputs = [
             tokens.contiguous(),
             places.tensor,
             self._ranges[count],
             self._last_position,
-            *given,
+            *inputs,
             [states.contiguous() for states in extras],
             [states for layer in self._layers if layer.is_initialized for states in (layer.keys, layer.values)],
         ]
         if (program := self._ready.get((name, *further))) is None:
             written = [layer.is_initialized for layer in self._layers]
             forward = make(BlockForward(self.model, tuple(further), self._depths, written))
-            program = self._ready[name, *further] = self._programs.get(forward, inputs)
-        return program(*inputs)
+            program = self._ready[name, *further] = self._programs.get(forward, all_inputs)
+        return program(*all_inputs)
 
     @property
     def _is_compiled(self) -> bool:
-        """Whether the model's program for blocks is loaded, with templates of its buffers."""
+        """True if the model's program for blocks is loaded, with templates of its buffers."""
         if not self.compiled or not self._programs.templates:
             return False
         written = [template is not None for template in self._programs.templates]

@@ -1,9 +1,7 @@
 """Products of a few rows with a large weight, for compiled programs on CPUs, by `product.cpp`.
 
 The libraries' kernels are made for many rows: on an AMD processor with AVX2 they reach half the memory's speed for one
-row, and take twice as long for four. This one reads a weight once for all rows. Float32 weights whose numbers all fit
-bfloat16, as in most checkpoints, are stored as bfloat16: half the bytes, and the same numbers.
-
+row, and take twice as long for four. This one reads a weight once for all rows, as bfloat16 if that changes no number.
 Shape suffixes: K inputs, N outputs, O blocks of 16 outputs.
 """
 

@@ -124,9 +124,6 @@ class Program:
 
     def __call__(self, *inputs: Any) -> list[Tensor]:
         """Run the program with the inputs of its `Forward`."""
-        return self._run(*inputs)
-
-    def _run(self, *inputs: Any) -> list[Tensor]:
         return (self._graphs or self._loader.run)(flattened(inputs))  # type: ignore[no-any-return]
 
 
@@ -194,11 +191,7 @@ def _path(forward: Forward) -> Path:
 
 
 def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]) -> Any:
-    """Trace a forward into a `torch.export.ExportedProgram`, for inputs like `example` and weights of `laid_out`.
-
-    Raises:
-        InputError: a forward that cannot be traced, such as one that branches on its tokens.
-    """
+    """Trace a forward into a `torch.export.ExportedProgram`, for inputs like `example` and weights of `laid_out`."""
     from torch.export import Dim, export
     from torch.fx.experimental import _config
 

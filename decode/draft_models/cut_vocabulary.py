@@ -1,10 +1,10 @@
 """Drafts with a cut vocabulary: a head over the most frequent tokens (FR-Spec, arXiv 2502.14856, section 3).
 
-The head of a small draft with a large vocabulary is most of what a forward reads. Few tokens make up most of any text,
-so a draft whose head knows only those is much faster and agrees nearly as often. Tokens outside have q = 0.
+Few tokens make up most of any text, and the head of a small draft is most of what a forward reads: with a cut head it
+is much faster and agrees nearly as often. Tokens outside have q = 0. Such a draft is an ordinary model directory with
+its whole head, and the ids of the D tokens in config.json. The head is cut in memory, for drafting.
 
-Such a draft is an ordinary model directory with its whole embeddings and head, and the ids of the D tokens in
-config.json. Its head is cut in memory for drafting. Shape suffixes: H hidden, V vocabulary, D drafted tokens.
+Shape suffixes: H hidden, V vocabulary, D drafted tokens.
 """
 
 from typing import Any
@@ -23,8 +23,7 @@ SOFTCAP = "final_logit_softcapping"
 def kept_tokens(config: PretrainedConfig, field: str = "draft") -> Tensor | None:
     """Return the tokens that a draft proposes, (D,) int64 on the CPU; None where it proposes all.
 
-    Raises:
-        InputError: the list is not of at least two ascending ids below the vocabulary's size; begins with `field`.
+    Raises an `InputError` that begins with `field`, unless they are two or more ascending ids in the vocabulary.
     """
     text = config.get_text_config()
     ids, most = getattr(text, KEPT_TOKENS, None), text.vocab_size

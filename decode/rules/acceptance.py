@@ -30,10 +30,8 @@ class ByNode(Protocol[Value]):
 def accept_greedy(chosen: ByNode[int], drafted: Sequence[int], tree: Tree) -> tuple[list[int], int]:
     """Accept while the draft names the target's argmax: the exact rule at T=0, where p and q are one-hot.
 
-    `chosen` has the target's argmax tokens, K + 1 of them; only those of the root and of accepted nodes are read.
-
-    Returns:
-        The accepted nodes, from the root's child down, and the token to emit after them.
+    `chosen` has the target's K + 1 argmax tokens, read only at the root and at accepted nodes. Returns the accepted
+    nodes, from the root's child down, and the token to emit after them.
     """
     path: list[int] = []
     node = ROOT

@@ -19,17 +19,19 @@ from draftsmith.decode.rules.acceptance import accept_exact_chains
 from draftsmith.decode.sampling import draw_rows
 
 
-def chain_packet(scores_BKV: Tensor, drafted_BK: Tensor, q_BKV: Tensor | None, r_BK: Tensor, u_B: Tensor) -> Tensor:
+def chain_packet(
+    scores_BKV: Tensor, drafted_BK: Tensor, r_BK: Tensor, u_B: Tensor, q_BKV: Tensor | None = None
+) -> Tensor:
     """Return the exact rule's results for chains, (B, 4 + K) int64, from processed logits (B, K + 1, V).
 
-    The columns: the number of accepted tokens, the token after them, whether p is NaN there, whether q is NaN anywhere,
-    and the drafted tokens. For the other inputs see `accept_exact_chains`.
+    They are the number of accepted tokens, the token after them, whether p is NaN there, whether q is NaN anywhere, and
+    the drafted tokens. See `accept_exact_chains` for the other inputs.
     """
     p_BKV = scores_BKV.softmax(-1)
     count_B, token_B = accept_exact_chains(p_BKV, q_BKV, drafted_BK, r_BK, u_B)
     broken_B = p_BKV[..., 0].gather(1, count_B[:, None])[:, 0].isnan()
-    strange_B = torch.zeros_like(broken_B) if q_BKV is None else q_BKV[..., 0].isnan().any(-1)
-    facts_B4 = torch.stack([count_B, token_B, broken_B.long(), strange_B.long()], 1)
+    broken_q_B = torch.zeros_like(broken_B) if q_BKV is None else q_BKV[..., 0].isnan().any(-1)
+    facts_B4 = torch.stack([count_B, token_B, broken_B.long(), broken_q_B.long()], 1)
     return torch.cat([facts_B4, drafted_BK], 1)
 
 
@@ -54,7 +56,7 @@ class Judgement(Forward):
         return "the rule for sampling"
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the axes of each input that vary."""
+        """Return the varying axes of each input."""
         logits, *others = self._axes
         return logits, {}, others
 
@@ -68,18 +70,9 @@ def judged_chains(
     logits: Tensor, temperature: float, drafted: Tensor, q: Tensor | None, r: Tensor, u: Tensor
 ) -> Tensor:
     """Return `chain_packet` of logits, (B, K + 1, V), K > 0, at a temperature, computed by a program."""
-    block, chains, rows = {0: "b", 1: "j"}, {0: "b", 1: "k"}, {0: "b"}
-    if q is None:
-        return _run(_certain_chains, (block, chains, chains, rows), temperature, logits, drafted, r, u)
-    return _run(_drawn_chains, (block, chains, chains, chains, rows), temperature, logits, drafted, q, r, u)
-
-
-def _drawn_chains(scores: Tensor, drafted: Tensor, q: Tensor, r: Tensor, u: Tensor) -> Tensor:
-    return chain_packet(scores, drafted, q, r, u)
-
-
-def _certain_chains(scores: Tensor, drafted: Tensor, r: Tensor, u: Tensor) -> Tensor:
-    return chain_packet(scores, drafted, None, r, u)
+    chains, drawn = {0: "b", 1: "k"}, [] if q is None else [q]
+    axes = {0: "b", 1: "j"}, chains, chains, {0: "b"}, *[chains for _ in drawn]
+    return _run(chain_packet, axes, temperature, logits, drafted, r, u, *drawn)
 
 
 def drawn_tokens(logits: Tensor, temperature: float, u: Tensor) -> Tensor:

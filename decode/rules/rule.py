@@ -28,7 +28,7 @@ class Rule(ABC):
     """A rule that verifies drafts."""
 
     lossy: bool
-    """Whether the output's distribution may differ from the target's. Lossy rules verify no drawn siblings."""
+    """True if the output's distribution may differ from the target's. Lossy rules verify no drawn siblings."""
 
     @abstractmethod
     def verify(
@@ -180,10 +180,10 @@ class Typical(Threshold):
 
 @dataclass(frozen=True)
 class Cascade(Rule):
-    """Lossy: drafted tokens are accepted unverified while the drafter is confident; after that the target decides.
+    """Lossy: accept drafted tokens unverified while the drafter is confident, then let the target decide.
 
-    Confidence is max q, the probability of the drafter's most likely token. The cache needs the target's forward over
-    the accepted tokens anyway, so the departure is measured for free.
+    Confidence is max q, the probability of the drafter's most likely token. The departure costs nothing to measure,
+    since the cache needs the target's forward over the accepted tokens anyway.
     """
 
     level: float = 0.8

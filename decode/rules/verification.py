@@ -1,7 +1,7 @@
 """The exact rule for a whole batch, with few transfers from the device.
 
-Where processors read the tokens before a position, each row is verified alone, by `acceptance`. Where they read only
-the scores, chains and greedy trees take one transfer to the host, and sampled trees one for each depth that is reached.
+Where processors read earlier tokens, `acceptance` verifies each row alone. Where they read only the scores, chains and
+greedy trees take one transfer to the host, and sampled trees one for each depth that is reached.
 """
 
 import warnings
@@ -46,7 +46,7 @@ class Processed:
     def __init__(self, sampler: Sampler, logits_KV: Tensor, contexts: Sequence[Tensor]):
         self._sampler, self._logits_KV, self._contexts = sampler, logits_KV, contexts
         self.broken = False
-        """Whether one that was read is NaN."""
+        """True if a value that was read is NaN."""
 
     def __getitem__(self, place: int) -> Any:
         contexts = [] if self._sampler.context_free else [self._contexts[place]]
@@ -100,7 +100,7 @@ def chain_verdicts(
     if compiled and size and sampler.temperature is not None:
         packet = judged_chains(logits, sampler.temperature, drafted, q, r, u)
     else:
-        packet = chain_packet(sampler.scores(logits.flatten(0, 1), []).view(logits.shape), drafted, q, r, u)
+        packet = chain_packet(sampler.scores(logits.flatten(0, 1), []).view(logits.shape), drafted, r, u, q)
     rows = packet.tolist()
     if any(row[3] for row in rows):
         warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
