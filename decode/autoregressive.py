@@ -21,8 +21,7 @@ from draftsmith.decode.rules.judged import drawn_packet, drawn_tokens
 from draftsmith.decode.sampling import argmax, scores_of_rows, uniforms
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
-Observer = Callable[[TextRow, int], None]
-"""Called with a row and the token that was just written to it."""
+Observer = Callable[[TextRow, int], None]  # called with a row and the token that was just written to it
 
 
 def autoregressive_generate(

@@ -11,10 +11,8 @@ import torch
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
-MOST_CALLS = 4
-"""The limit of repeats, for a call that compiles every time."""
-PROGRAMS: list[float] = []
-"""The seconds that each program took to compile or to read from disk in this process."""
+MOST_CALLS = 4  # the limit of repeats, for a call that compiles every time
+PROGRAMS: list[float] = []  # the seconds that each program took to compile or to read from disk in this process
 
 
 def speed(per_second: float | None) -> str:

@@ -18,8 +18,7 @@ class InputError(ValueError):
 class Range:
     """The values that a field may have; `at_least(0) & less_than(1)` combines two ranges."""
 
-    expected: str
-    """The values in words, for the error message: "at least 1"."""
+    expected: str  # the values in words, for the error message: "at least 1"
     holds: Callable[[Any], bool]
 
     def check(self, name: str, value: Any) -> None:
@@ -72,15 +71,12 @@ def finite(allowed: Range) -> Range:
     return Range(f"a finite number, {allowed.expected}", lambda value: value < float("inf") and allowed.holds(value))
 
 
-SHARE = Range("a share between 0 and 1", lambda value: 0 <= value <= 1)
-"""Both ends are included."""
+SHARE = Range("a share between 0 and 1", lambda value: 0 <= value <= 1)  # both ends are included
 
-SIZE = at_most(2**24)
-"""The limit of a width or vocabulary size, above any real model and any machine's memory."""
+SIZE = at_most(2**24)  # the limit of a width or vocabulary size, above any real model and any machine's memory
 HEADS = at_most(256)
 """The limit of drafting heads, of their layers, and of training steps through them; servers draft a dozen tokens."""
-DECAY = at_most(10)
-"""The limit of the factor from one weight to the next, so that its powers stay finite."""
+DECAY = at_most(10)  # the limit of the factor from one weight to the next, so that its powers stay finite
 
 
 def require(config: object, allowed: Range, *names: str, prefix: str = "") -> None:

@@ -24,15 +24,11 @@ from draftsmith.decode.proposers.base import Proposal, Proposer
 class RoundCosts:
     """The costs of a round on one machine, in seconds; `overhead` is o, the rest of a round."""
 
-    target: Mapping[int, float]
-    """t(k), a forward of the target over k tokens a row; other k are interpolated."""
-    draft_step: float
-    """One more drafted token: d(γ) = `draft_start` + γ · `draft_step`."""
+    target: Mapping[int, float]  # t(k), a forward of the target over k tokens a row; other k are interpolated
+    draft_step: float  # one more drafted token: d(γ) = `draft_start` + γ · `draft_step`
     overhead: float = 0.0
-    draft_start: float = 0.0
-    """A draft of any length."""
-    plain_overhead: float = 0.0
-    """Plain decoding's work per token outside its forward."""
+    draft_start: float = 0.0  # a draft of any length
+    plain_overhead: float = 0.0  # plain decoding's work per token outside its forward
 
     def __post_init__(self) -> None:
         if 1 not in self.target:
@@ -165,11 +161,10 @@ def verification_costs(
 
 @dataclass
 class Plan:
-    """Chooses γ anew each round, from the acceptance over recent rounds of all rows and the costs.
+    """Chooses γ ≤ `longest` anew each round, from the acceptance over recent rounds of all rows and the costs.
 
     Without measured `costs` it measures the target's before the first round, and the drafter's as it drafts. Under
-    sampling the texts then depend on the clock: their distribution is right, but a seed does not repeat them. `longest`
-    is the greatest γ.
+    sampling the texts then depend on the clock: their distribution is right, but a seed does not repeat them.
     """
 
     costs: RoundCosts | None = None

@@ -1,8 +1,7 @@
 """Progress of a command: bars on a terminal, and elsewhere, such as in a job's log, a line now and then.
 
 A library prints nothing. A command does, within `reporting`, in the first process of a job. Slow work opens a `phase`;
-of nested phases the innermost is reported. A thread reports too, since a single call (a compilation, reading weights)
-may take minutes.
+of nested phases the innermost is reported. A thread reports too, since a single call may take minutes.
 """
 
 import contextlib
@@ -14,10 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-INTERVAL = 10.0
-"""Seconds between two lines; a command that ends before the first line prints nothing."""
-LOOK = 1.0
-"""Seconds between two checks of the open phase, and before a bar is shown."""
+INTERVAL = 10.0  # seconds between two lines; a command that ends before the first line prints nothing
+LOOK = 1.0  # seconds between two checks of the open phase, and before a bar is shown
 COUNTED = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
 UNCOUNTED = "{desc} [{elapsed}{postfix}]"
 

@@ -47,19 +47,15 @@ class TextRow:
     """One text being written; `index` is its place in the batch."""
 
     index: int
-    padding: int
-    """Padding tokens that were removed from its prompt."""
-    text: Tensor
-    """The buffer of the whole text, (max_length,); its first `length` tokens are written."""
+    padding: int  # padding tokens that were removed from its prompt
+    text: Tensor  # the buffer of the whole text, (max_length,); its first `length` tokens are written
     length: int
     sampler: Sampler
     eos: frozenset[int]
-    criteria: StoppingCriteriaList
-    """The criteria, in addition to `eos`, that end the text."""
+    criteria: StoppingCriteriaList  # the criteria, in addition to `eos`, that end the text
     generator: torch.Generator | None
     rounds: list[Counts] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    """For drafters that take turns, the drafter of each round."""
+    sources: list[int] = field(default_factory=list)  # for drafters that take turns, the drafter of each round
     departure: Departure = field(default_factory=Departure)
     done: bool = False
     finish_reason: str = "length"

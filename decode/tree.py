@@ -21,17 +21,12 @@ class Level:
     """The nodes of one depth that have children, on a device: P parents, C children, at most W = `widest` a parent."""
 
     depth: int
-    parents: tuple[int, ...]
-    """The parents' numbers; `ROOT` alone at depth 0."""
-    fed: Tensor
-    """The parents on the device, (P,); empty at depth 0, whose parent is the text's last token."""
-    paths: Tensor
-    """The path from the root's child to each parent, (P, depth)."""
-    visible: Tensor
-    """The parents up to this depth, N of them, that each parent attends to, (P, N) bool."""
+    parents: tuple[int, ...]  # the parents' numbers; `ROOT` alone at depth 0
+    fed: Tensor  # the parents on the device, (P,); empty at depth 0, whose parent is the text's last token
+    paths: Tensor  # the path from the root's child to each parent, (P, depth)
+    visible: Tensor  # the parents up to this depth, N of them, that each parent attends to, (P, N) bool
     children: Tensor
-    parent: Tensor
-    """Each child's index among the parents, (C,)."""
+    parent: Tensor  # each child's index among the parents, (C,)
     candidates: Tensor
     """Each child's index among the W best candidates of all parents, (C,): its parent's index · W + its rank."""
     widest: int
@@ -231,8 +226,7 @@ def _chain(length: int) -> Tree:
 def masks_of(trees: Sequence[Tree], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the tokens of its block that each token attends to, (1 + K, 1 + K) bool, and all depths, (1 + K,) int64.
 
-    Unless one tree of K = `width` nodes is all rows', both get a first axis B, and padding after a tree sees only
-    itself.
+    Both get a first axis B, unless one tree of K = `width` nodes is all rows'. Padding sees only itself.
     """
     if all(tree is trees[0] for tree in trees) and len(trees[0]) == width:
         return trees[0].on(device)

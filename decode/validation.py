@@ -1,8 +1,7 @@
 """Checked reading of others' data: answers of servers and engines, files of earlier runs, manifests.
 
 A reader states what it expects as a pydantic class, or as a dataclass annotated with the types below. JSON types are
-strict: a string is not a number, true is not 1, 3.0 is not an integer, and NaN and infinity are not numbers. Other
-fields are ignored.
+strict: a string is not a number, true is not 1, 3.0 is not an integer. NaN and infinity are not numbers.
 """
 
 import json
@@ -16,8 +15,7 @@ from pydantic_core import ErrorDetails
 
 from draftsmith.decode.errors import InputError
 
-MOST = 2**53
-"""The largest count: every integer up to it is exact as a float."""
+MOST = 2**53  # the largest count: every integer up to it is exact as a float
 
 Count = Annotated[int, Field(ge=0, le=MOST)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

@@ -1,8 +1,7 @@
 """Grouped-query attention over a cache without repeating it (Ainslie et al. 2023, "GQA").
 
-Given a mask and more than one query, as in every forward over drafted tokens, the library's `sdpa` copies all keys and
-values for each query head that shares them. Here the queries of a group follow each other as rows of one head: the
-cache is read once, and the numbers are the same.
+For masks over more than one query, as after drafting, the library's `sdpa` copies all keys and values for each query
+head that shares them. Here the queries of a group become rows of one head, with one copy and the same numbers.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
-"""The target's features for drafters that read them: the outputs of its decoder layers at a few depths.
+"""The target's features for drafters that read them: the outputs of a few decoder layers, collected by hooks.
 
-The target stays an ordinary model: hooks on its decoder layers collect them. Shape suffixes: B rows, T positions, H
-hidden, F = H × the number of depths.
+Shape suffixes: B rows, T positions, H hidden, F = H × the number of depths.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,10 +62,9 @@ class Features(list[Tensor]):
 
 @contextmanager
 def collected(target: PreTrainedModel, depths: Sequence[int]) -> Iterator[Features]:
-    """Collect the outputs of the target's layers at some depths, before any final norm.
+    """Collect the outputs of the target's layers at ascending depths, before any final norm.
 
-    Each forward in this block appends to the list, which is to be emptied between forwards. Raises an `InputError` for
-    depths that are not ascending or not in the target.
+    Each forward in this block appends to the list, which is to be emptied between forwards.
     """
     layers = decoder_layers(target)
     check_layers(depths, len(layers), "depths")
@@ -90,8 +88,7 @@ def collected(target: PreTrainedModel, depths: Sequence[int]) -> Iterator[Featur
 class States:
     """The wanted states of a model's forwards."""
 
-    hidden: Tensor | None = None
-    """The head's input in the last forward, (B, T, H)."""
+    hidden: Tensor | None = None  # the head's input in the last forward, (B, T, H)
     features: Features = field(default_factory=Features)
 
 

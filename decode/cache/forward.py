@@ -16,8 +16,7 @@ from draftsmith.decode.cache.features import watched
 from draftsmith.decode.cache.layers import Block, Layer
 from draftsmith.decode.cache.masks import Masks
 
-NO_TOKEN = -1
-"""Replaces a token where the logits are NaN."""
+NO_TOKEN = -1  # replaces a token where the logits are NaN
 Axes = Mapping[int, str]
 """The axes of an input whose sizes vary, by symbols: b rows, k tokens, j one more, l columns kept, m of the last slots,
 n slots that are attended to, s all slots."""

@@ -10,15 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-FLAG = "DRAFTSMITH_CUDA_GRAPHS"
-"""The environment variable that turns them on."""
-MOST = 64
-"""The most graphs kept of a program: one for each shape of its inputs and each address of the caches."""
+FLAG = "DRAFTSMITH_CUDA_GRAPHS"  # the environment variable that turns them on
+MOST = 64  # the most graphs kept of a program: one for each shape of its inputs and each address of the caches
 FEWEST_SLOTS = 256
 """The fewest slots that programs attend to, then powers of two, since each number of slots is a graph."""
 Run = Callable[[list[Tensor]], list[Tensor]]
-Captured = tuple[Callable[[], None], list[Tensor]]
-"""A function that repeats a call, and the outputs that it writes to."""
+Captured = tuple[Callable[[], None], list[Tensor]]  # a function that repeats a call, and the outputs that it writes to
 
 
 def enabled(device: torch.device) -> bool:
@@ -37,8 +34,7 @@ def capture(call: Callable[[], list[Tensor]]) -> Captured:
 class Graphs:
     """The graphs of a program; `capture` makes a graph of a call.
 
-    `stays` marks the inputs used at their own address, such as caches, which the program writes to; the graph copies
-    the others.
+    `stays` marks inputs used at their own address, such as caches, which the program writes to; others are copied.
     """
 
     def __init__(self, run: Run, stays: Sequence[bool], capture: Callable[..., Captured] = capture):

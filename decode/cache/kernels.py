@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HALF = (torch.float16, torch.bfloat16)
-WIDEST = 256
-"""The widest heads that flash takes."""
+WIDEST = 256  # the widest heads that flash takes
 ALIGNED = 16
 """Rows of a mask begin at a multiple of this many entries; else the efficient kernel copies it at every call."""
 
@@ -80,8 +79,7 @@ class AsOnCuda:
     """A context in which attention runs the math kernel where CUDA would, on any device, for traces and tests."""
 
     def __init__(self) -> None:
-        self.chosen: list[str] = []
-        """The kernel of each call, in order."""
+        self.chosen: list[str] = []  # the kernel of each call, in order
         self._entered: list[Any] = []
 
     def __enter__(self) -> "AsOnCuda":

@@ -14,12 +14,10 @@ from transformers.cache_utils import CacheLayerMixin
 # The fewest slots of a buffer, which grows in multiples of it.
 SLOTS = 64
 
-READ_AT_ONCE = {"cpu"}
-"""Devices whose values the host reads and writes without a transfer."""
+READ_AT_ONCE = {"cpu"}  # devices whose values the host reads and writes without a transfer
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Numpy's integers by their number of bytes, since it has no bfloat16."""
-SavedLayer = tuple[Tensor, Tensor]
-"""Keys and values of one row in one layer, (H, T, D) each."""
+SavedLayer = tuple[Tensor, Tensor]  # keys and values of one row in one layer, (H, T, D) each
 
 
 class Places:
@@ -64,12 +62,9 @@ def _of_one_row(place: int, device: torch.device) -> Tensor:
 class Block:
     """The slots of the present forward's tokens, shared by all layers."""
 
-    start: int | None = 0
-    """The first slot; None where rows differ."""
-    width: int
-    """One more than the last slot that is attended to."""
-    reach: int = 0
-    """The first slot that layers with a window attend to."""
+    start: int | None = 0  # the first slot; None where rows differ
+    width: int  # one more than the last slot that is attended to
+    reach: int = 0  # the first slot that layers with a window attend to
 
     def __init__(self) -> None:
         self._slots: dict[torch.device, Tensor] = {}
@@ -109,8 +104,7 @@ class Layer(CacheLayerMixin):
         super().__init__()
         self.block, self.rows, self.slots, self.whole = block, rows, slots, whole
         self.is_sliding, self._rollback = window > 0, rollback
-        self.first = 0
-        """The slot that the buffers begin with; a layer with a window forgets the slots before it."""
+        self.first = 0  # the slot that the buffers begin with; a layer with a window forgets the slots before it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make buffers like the first keys and values, (B, H, K, D)."""

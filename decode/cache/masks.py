@@ -44,9 +44,9 @@ class Masks:
     ) -> Any:
         """Return a block's mask, a dictionary by layer type where there are types; None where none is needed.
 
-        `positions` are its tokens', (1 or B, K), with `by_depth` those of a tree's nodes. `cached_BS` are those of the
-        tokens in all slots, where layers have a window. `visible` tells which of the last N slots each token attends
-        to, (K, N) or (B, K, N) bool; causal if None.
+        `positions` are its tokens', (1 or B, K), those of a tree's nodes if `by_depth`. `cached_BS` has the position of
+        each slot's token, where layers have a window. `visible` marks the last N slots that each token attends to, (K,
+        N) or (B, K, N) bool; None is causal.
         """
         k = positions.shape[1]
         if visible is not None or block.start is None or (by_depth and self._window):

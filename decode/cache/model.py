@@ -26,12 +26,9 @@ from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.cache.rotary import rotary_limit
 from draftsmith.decode.errors import InputError
 
-STEP = 16
-"""Programs attend to a multiple of this many slots, since kernels prefer such masks."""
-SHORT = 128
-"""The longest prompts, in tokens, that a program reads; the library's products are better for longer ones."""
-SavedRow = Sequence[SavedLayer | None]
-"""A row's cache, a pair a layer; None for a layer that reads an earlier layer's."""
+STEP = 16  # programs attend to a multiple of this many slots, since kernels prefer such masks
+SHORT = 128  # the longest prompts, in tokens, that a program reads; the library's products are better for longer ones
+SavedRow = Sequence[SavedLayer | None]  # a row's cache, a pair a layer; None for a layer that reads an earlier layer's
 
 
 class CachedModel:
@@ -140,7 +137,7 @@ class CachedModel:
     def prefill(self, tokens: Tensor, keep: int = 1, further: Mapping[str, Tensor] | None = None) -> Tensor:
         """Feed beginnings of texts, (B, T) int64, padded on the right, into an empty cache.
 
-        `further` are the model's other inputs by name, (B, T, …). Returns the last `keep` columns' logits, (B, keep,
+        `further` are the model's other inputs by name, (B, T, …). Returns the last `keep` logits of a row, (B, keep,
         V).
         """
         length = tokens.shape[1]

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 16
-"""Outputs stored together; `BLOCK` of product.cpp."""
+BLOCK = 16  # outputs stored together; `BLOCK` of product.cpp
 SOURCES = [__file__, str(Path(__file__).with_suffix(".cpp"))]
 DTYPES = (torch.float32, torch.bfloat16)
 

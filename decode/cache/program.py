@@ -42,15 +42,11 @@ from draftsmith.decode.cache.weights import laid_out, lent, tensors
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.progress import phase
 
-FOLDER = "DRAFTSMITH_PROGRAMS"
-"""The environment variable that names another folder for compiled programs."""
-SMALL = 4096
-"""The fewest numbers of a kernel that are worth waking a thread for."""
-LITERAL = 256
-"""The most numbers of a forward's own constant, which is then a literal and not a weight."""
+FOLDER = "DRAFTSMITH_PROGRAMS"  # the environment variable that names another folder for compiled programs
+SMALL = 4096  # the fewest numbers of a kernel that are worth waking a thread for
+LITERAL = 256  # the most numbers of a forward's own constant, which is then a literal and not a weight
 UNREADABLE = OSError, RuntimeError, SafetensorError
-SAMPLED = 8
-"""Entries of a weight that are compared to detect a change."""
+SAMPLED = 8  # entries of a weight that are compared to detect a change
 
 
 class NotCompiled(InputError):
@@ -329,8 +325,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN
 
 
-NAME = "name_or_path"
-"""The config's field for the model's source: equal models from elsewhere have the same programs."""
+NAME = "name_or_path"  # the config's field for the model's source: equal models from elsewhere have the same programs
 PLAIN, NESTED = {bool, int, float, str, type(None)}, {list, tuple, dict}
 
 

@@ -1,8 +1,8 @@
 """Rotary frequencies that change with the length of a text, as each text of a batch has them alone.
 
 The library takes one length for all rows: the longest text of a forward (longrope), or of all forwards since a short
-one (dynamic). Hooks on the embeddings here take each text's own. A text begins at position 0: a row, or a sample of a
-packed row. Shape suffixes: B rows, T positions, D of a head.
+one (dynamic). A text begins at position 0: a row, or a sample of a packed row. Shape suffixes: B rows, T positions, D
+of a head.
 """
 
 import inspect

@@ -2,9 +2,7 @@
 
 Few tokens make up most of any text, and the head of a small draft is most of what a forward reads: with a cut head it
 is much faster and agrees nearly as often. Tokens outside have q = 0. Such a draft is an ordinary model directory with
-its whole head, and the ids of the D tokens in config.json. The head is cut in memory, for drafting.
-
-Shape suffixes: H hidden, V vocabulary, D drafted tokens.
+its whole head, which is cut in memory. Shape suffixes: H hidden, V vocabulary, D drafted tokens, listed in config.json.
 """
 
 from typing import Any
@@ -15,8 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 
-KEPT_TOKENS = "draft_vocabulary"
-"""The key of a draft's config that lists the tokens it drafts, ascending."""
+KEPT_TOKENS = "draft_vocabulary"  # the key of a draft's config that lists the tokens it drafts, ascending
 SOFTCAP = "final_logit_softcapping"
 
 

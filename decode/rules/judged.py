@@ -24,8 +24,8 @@ def chain_packet(
 ) -> Tensor:
     """Return the exact rule's results for chains, (B, 4 + K) int64, from processed logits (B, K + 1, V).
 
-    They are the number of accepted tokens, the token after them, whether p is NaN there, whether q is NaN anywhere, and
-    the drafted tokens. See `accept_exact_chains` for the other inputs.
+    The columns are the number of accepted tokens, the token after them, 1 where p is NaN there, 1 where q is NaN
+    anywhere, and the drafted tokens. See `accept_exact_chains` for the other inputs.
     """
     p_BKV = scores_BKV.softmax(-1)
     count_B, token_B = accept_exact_chains(p_BKV, q_BKV, drafted_BK, r_BK, u_B)

@@ -27,8 +27,7 @@ from draftsmith.decode.tree import ROOT, Tree
 class Rule(ABC):
     """A rule that verifies drafts."""
 
-    lossy: bool
-    """True if the output's distribution may differ from the target's. Lossy rules verify no drawn siblings."""
+    lossy: bool  # true if the output's distribution may differ from the target's; no drawn siblings are verified then
 
     @abstractmethod
     def verify(
@@ -36,8 +35,7 @@ class Rule(ABC):
     ) -> Verdict:
         """Return the accepted drafted tokens of one row, and the token after them.
 
-        `logits` are the target's, (K + 1, V), the root's first, and `contexts` the tokens before each of these
-        positions.
+        `logits` are the target's, (K + 1, V), the root's first; `contexts` are the tokens before each of them.
         """
 
     def verify_batch(

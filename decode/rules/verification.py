@@ -22,20 +22,17 @@ from draftsmith.decode.rules.judged import chain_packet, judged_chains
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import ROOT
 
-Generator = torch.Generator | None
-"""A source of randomness; the global one if None."""
+Generator = torch.Generator | None  # a source of randomness; the global one if None
 
 
 @dataclass(frozen=True)
 class Verdict:
     """A rule's judgement of one draft."""
 
-    path: list[int]
-    """The accepted nodes, from the root's child down."""
+    path: list[int]  # the accepted nodes, from the root's child down
     token: int
     """The token after them: a correction, or the bonus after a leaf. `NO_TOKEN` where the target's logits are NaN."""
-    accepted: list[int] | None = None
-    """The accepted tokens; None where the rule did not read them."""
+    accepted: list[int] | None = None  # the accepted tokens; None where the rule did not read them
     departures: list[tuple[float, bool]] | None = None
     """Lossy rules: for each emitted token TV(its distribution, p), and at T=0 whether it is not the argmax."""
 
@@ -45,8 +42,7 @@ class Processed:
 
     def __init__(self, sampler: Sampler, logits_KV: Tensor, contexts: Sequence[Tensor]):
         self._sampler, self._logits_KV, self._contexts = sampler, logits_KV, contexts
-        self.broken = False
-        """True if a value that was read is NaN."""
+        self.broken = False  # true if a value that was read is NaN
 
     def __getitem__(self, place: int) -> Any:
         contexts = [] if self._sampler.context_free else [self._contexts[place]]
@@ -112,8 +108,7 @@ def tree_verdicts(
 ) -> list[Verdict]:
     """Judge trees under sampling, with one transfer of p on the siblings' support for each depth that is reached.
 
-    The target's logits are processed along the paths alone, and q is never spread over the vocabulary. Either all
-    drafts are deterministic, or all have `siblings`.
+    q is never spread over the vocabulary. Either all drafts are deterministic, or all have `siblings`.
     """
     size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
     # A row takes the same random numbers, in the same dtype, as it would alone.
