@@ -225,7 +225,7 @@ def collect_output(
 
 
 def undrafted(lengths: Sequence[int], prompts: Sequence[int], positions: int | None) -> int:
-    """Return how many tokens no draft can hold, since the drafter ends after `positions` (None: never) tokens."""
+    """Return the number of tokens beyond the drafter's positions (None: no limit), for which no draft is made."""
     if positions is None:
         return 0
     return sum(max(0, length - max(prompt, positions + 1)) for length, prompt in zip(lengths, prompts, strict=True))

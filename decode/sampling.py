@@ -108,7 +108,7 @@ class Sampler:
     def scores(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return processed logits, (K, V), in at least float32; `logits_KV` is never written to.
 
-        `contexts` are the tokens before each position, K of (T_j,) int64; empty will do for a `context_free` sampler.
+        `contexts` are the tokens before each position, K of (T_j,) int64; a `context_free` sampler needs none.
         """
         scores_KV = logits_KV if logits_KV.dtype in (torch.float32, torch.float64) else logits_KV.float()
         if not self.processors:

@@ -83,8 +83,7 @@ class Tree:
         """Grow the tree of the greatest expected accepted length (Cai et al. 2024, section 2.3.3).
 
         `accuracies` are, for each depth and rank, the share of contexts whose next token is the drafter's candidate of
-        that rank, in [0, 1] and not all 0 at depth one. The tree has fewer than `nodes` nodes where more would add
-        nothing.
+        that rank, in [0, 1] and not all 0 at depth one. At most `nodes` nodes are grown, fewer where more add nothing.
         """
         if nodes < 1:
             raise InputError(f"nodes: expected at least 1, found {nodes}")

@@ -1,7 +1,7 @@
 """Grouped-query attention over a cache without repeating it (Ainslie et al. 2023, "GQA").
 
 For masks over more than one query, as after drafting, the library's `sdpa` copies all keys and values for each query
-head that shares them. Here the queries of a group become rows of one head, with one copy and the same numbers.
+head that shares them. Here a group's queries become rows of one head: the cache is read once, with the same numbers.
 """
 
 from typing import Any
@@ -29,10 +29,9 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attend as the library's `sdpa` does, with its interface for attention functions.
 
-    Shape suffixes: B rows, H query heads, G of them a key head, K queries, S slots, D head width. `query` is (B, H, K,
-    D), `key` and `value` are (B, H/G, S, D), and an `attention_mask` is additive, (B, 1, K, S). `scaling` is 1/√D if
-    None. With a softcap or position bias among `kwargs`, `sdpa` itself runs. Returns (B, K, H, D), and None for
-    weights.
+    `query` is (B, H, K, D), `key` and `value` are (B, H/G, S, D), and an `attention_mask` is additive, (B, 1, K, S): B
+    rows, H query heads, G of them a key head, K queries, S slots, D head width. `scaling` is 1/√D if None. With a
+    softcap or position bias among `kwargs`, `sdpa` itself runs. Returns (B, K, H, D), and None for weights.
     """
     heads, length = query.shape[1:3]
     groups = heads // key.shape[1]
