@@ -167,9 +167,9 @@ class TextBatch:
         self.lengths = self.lengths + 1
 
     def write(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor | None:
-        """Write tokens after each row, in one transfer with the accepted nodes' places in its block, if not in order.
+        """Write tokens after each row; return the places of accepted nodes in its block, (B, D), in one transfer.
 
-        Returns these places, (B, D), continued as a chain where a path ends; None without paths.
+        Short paths continue as a chain. `paths` is empty, and the result None, where all nodes are in order already.
         """
         lengths = [row.length + len(new) for row, new in zip(self.rows, tokens, strict=True)]
         depth = max(map(len, paths), default=0)
