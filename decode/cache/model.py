@@ -137,8 +137,7 @@ class CachedModel:
     def prefill(self, tokens: Tensor, keep: int = 1, further: Mapping[str, Tensor] | None = None) -> Tensor:
         """Feed beginnings of texts, (B, T) int64, padded on the right, into an empty cache.
 
-        `further` are the model's other inputs by name, (B, T, …). Returns the last `keep` logits of a row, (B, keep,
-        V).
+        `further` are the model's other inputs by name, (B, T, …). Returns the last `keep` logits, (B, keep, V).
         """
         length = tokens.shape[1]
         self._check_rotary(length)
