@@ -120,6 +120,9 @@ class Program:
 
     def __call__(self, *inputs: Any) -> list[Tensor]:
         """Run the program with the inputs of its `Forward`."""
+        return self._run(*inputs)
+
+    def _run(self, *inputs: Any) -> list[Tensor]:
         return (self._graphs or self._loader.run)(flattened(inputs))  # type: ignore[no-any-return]
 
 
