@@ -1,1 +1,1 @@
-"""Shared by all recipes: prompts, target completions, masks, model loading, acceptance during training."""
+"""What all kinds of drafters share: data, losses, the teacher, the trainer, model loading, memory plans."""

@@ -1,4 +1,4 @@
-"""Language modelling from nothing on the standard library: how the embedded target and the stock draft were made.
+"""Pretrain a small language model on the standard library: how the embedded target and the stock draft were made.
 
 `python -m draftsmith.train --config configs/train/tiny-target.yaml`
 """
@@ -34,20 +34,20 @@ from draftsmith.train.runs import last_checkpoint, save_model
 
 @dataclass
 class PretrainConfig:
-    """A Llama-shaped causal LM, trained on the training modules and evaluated on the held-out tenth."""
+    """Settings of a Llama-shaped causal LM, trained on nine tenths of the modules and evaluated on the others."""
 
     training: TrainingArguments
     """The Trainer's arguments; `output_dir` receives checkpoints and, in `final/`, the model."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of `transformers.LlamaConfig`; the vocabulary and special tokens come from the tokenizer."""
     tokenizer: str | None = None
-    """A directory with the tokenizer to use; by default one of `vocab_size` entries is trained on the corpus."""
+    """A directory with a tokenizer; by default one of `vocab_size` entries is trained on the corpus."""
     vocab_size: int = 4096
     """Entries of a tokenizer trained here."""
     block_size: int = 512
     """Tokens of a training sequence; modules are joined by the end-of-text token and cut."""
     resume: bool = True
-    """Go on from the last checkpoint in `output_dir` if there is one."""
+    """Continue from the last checkpoint in `output_dir` if there is one."""
 
     def __post_init__(self) -> None:
         require(self, at_least(2), "block_size")
@@ -56,11 +56,7 @@ class PretrainConfig:
 
 
 def pack(modules: list[Module], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:
-    """Join modules with end-of-text tokens and cut them into blocks; the incomplete last block is dropped.
-
-    Returns:
-        A data set of `input_ids` and `labels`, lists of `block_size` token ids.
-    """
+    """Join modules with end-of-text tokens and cut them into blocks of token ids; drop the incomplete last block."""
     encoded = tokenizer([module.source for module in modules], verbose=False)["input_ids"]
     stream = list(chain.from_iterable([*ids, tokenizer.eos_token_id] for ids in encoded))
     blocks = [stream[i : i + block_size] for i in range(0, len(stream) - block_size + 1, block_size)]
@@ -68,7 +64,7 @@ def pack(modules: list[Module], tokenizer: PreTrainedTokenizerBase, block_size: 
 
 
 def pretrain(config: PretrainConfig) -> Path:
-    """Train as the config says and return the directory of the final model (bfloat16 safetensors and tokenizer)."""
+    """Train a model and return its directory (bfloat16 safetensors and tokenizer)."""
     set_seed(config.training.seed)
     modules = stdlib_modules()
     train, heldout = [m for m in modules if not m.heldout], [m for m in modules if m.heldout]
@@ -110,7 +106,7 @@ def pretrain(config: PretrainConfig) -> Path:
 
 
 def main() -> None:
-    """Train, and say where the model is."""
+    """Train, and print where the model is."""
     print(f"model: {pretrain(parse_config(PretrainConfig, prog='python -m draftsmith.train'))}")
 
 

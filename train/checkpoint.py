@@ -1,4 +1,4 @@
-"""Checks of a model's files, before its weights are read and after; what is wrong is said in one line."""
+"""Checks of a model's files before and after its weights are read; each error is one line."""
 
 import json
 import logging
@@ -26,10 +26,9 @@ INDEX = f"{WEIGHTS}.index.json"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 POSITIONS = "max_position_embeddings"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 STORED_FLOATS = ("F64", "F32", "BF16", "F16")
 STORED_AS = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL",)}
-"""How safetensors calls what is taken for floating point, ids and marks: the library would turn anything into them."""
+"""The safetensors dtypes accepted for floats, ids and marks: the library would convert any other without a word."""
 
 OWN_SETTINGS: dict[str, Any] = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0,
@@ -39,20 +38,19 @@ OWN_SETTINGS: dict[str, Any] = {
     "min_new_tokens": None, "exponential_decay_length_penalty": None, "guidance_scale": 1.0, "num_beams": 1,
     "watermarking_config": None, "stop_strings": None,
 }  # fmt: skip
-"""What a generation config may say of how texts are written, and the values that say nothing."""
+"""Sampling fields of a generation config, with their neutral values."""
 
 logger = logging.getLogger(__name__)
 
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]
-"""The tensors of a checkpoint by name: dtype, as safetensors calls it, and shape."""
+"""The tensors of a checkpoint by name: safetensors' dtype, and shape."""
 
 
 @contextmanager
 def reading(field: str, expected: str) -> Iterator[None]:
-    """Turn what the library stumbles over in a file into one line: a broken file raises anything.
+    """Turn any exception, except a lack of memory, into the InputError "FIELD: expected EXPECTED, found: …".
 
-    Raises:
-        InputError: "FIELD: expected EXPECTED, found: …"; a lack of memory passes as it is.
+    A broken file makes the library raise exceptions of many types.
     """
     try:
         yield
@@ -70,17 +68,13 @@ def reading(field: str, expected: str) -> Iterator[None]:
 
 
 def require_config(path: str | Path, field: str) -> None:
-    """Require a directory whose config.json is an object, or what can be a hub id: another path is slow to look up.
-
-    Raises:
-        InputError: names the field.
-    """
+    """Require a directory whose config.json is an object, or a possible hub id: other paths are slow to look up."""
     local = Path(path)
     file = local / "config.json"
     if local.is_dir() and not file.is_file():
         raise InputError(f"{field}: expected a model directory with config.json, found none in {path}")
-    is_no_id = local.exists() or local.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1
-    if is_no_id and not local.is_dir():
+    is_path = local.exists() or local.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1
+    if is_path and not local.is_dir():
         raise InputError(f"{field}: expected a model directory or a hub id, found nothing at {path}")
     if local.is_dir():
         with reading(field, f"a JSON object in {file}"):
@@ -90,11 +84,7 @@ def require_config(path: str | Path, field: str) -> None:
 
 
 def check_sizes(config: PretrainedConfig, path: str | Path, field: str) -> None:
-    """Require sizes of at least 1 in a causal LM's config.
-
-    Raises:
-        InputError: names the first that is not.
-    """
+    """Require sizes of at least 1 in a causal LM's config."""
     text = config.get_text_config()
     for name in (*SIZES, POSITIONS):
         value = getattr(text, name, None)
@@ -103,61 +93,51 @@ def check_sizes(config: PretrainedConfig, path: str | Path, field: str) -> None:
 
 
 ROPE_TYPES = {"mrope": "default", "su": "longrope"}
-"""Types of rotation by the names that they had before; places of a text turn by `mrope` as by the default."""
+"""Equivalent rope types: `su` is an older name, and for text positions `mrope` rotates as the default does."""
 FILLED = ["rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"]
-"""Keys of a rotation that the library fills as it reads, or that are compared by themselves."""
+"""Rope keys that the library fills in when it reads a config, or that are compared separately."""
 ROPE_KEYS = [
     *FILLED, "factor", "attention_factor", "attn_factor", "extrapolation_factor",
     "max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
 ]  # fmt: skip
-"""Keys of any rotation; some families have further ones."""
+"""Rope keys of all families; some have more."""
 
 
 def check_rope(raw: Mapping[str, Any], where: str = "") -> None:
-    """Require that all fields of a config that say how places turn say the same, for each reader takes another.
+    """Require that the rope fields of a raw config agree, since readers differ in which one they use.
 
-    Version 5 of the library writes `rope_parameters`, and reads `rope_scaling` before it; version 4 reads `rope_theta`
-    and `rope_scaling`.
-
-    Args:
-        raw: the config as its file has it.
-        where: what the message begins with.
-
-    Raises:
-        InputError: fields that differ, or one that is no object.
+    Version 5 of the library writes `rope_parameters`, and reads `rope_scaling` first; version 4 reads `rope_theta`
+    and `rope_scaling`. `where` begins the message.
     """
-    said: dict[str, Mapping[str, Any]] = {}
+    ropes: dict[str, Mapping[str, Any]] = {}
     for name in ("rope_parameters", "rope_scaling"):
         value = {} if raw.get(name) is None else raw[name]
         if not isinstance(value, Mapping):
             raise InputError(f"{where}{name}: expected fields and their values, found {value!r}")
-        by_layer = {kind: each for kind, each in value.items() if isinstance(each, Mapping)}
+        by_layer = {kind: rope for kind, rope in value.items() if isinstance(rope, Mapping)}
         value = by_layer.get("full_attention", {}) if by_layer else value
-        said |= {name: value} if value else {}
-    thetas = {name: value["rope_theta"] for name, value in said.items() if value.get("rope_theta") is not None}
-    if said and raw.get("rope_theta") is not None:
+        ropes |= {name: value} if value else {}
+    thetas = {name: rope["rope_theta"] for name, rope in ropes.items() if rope.get("rope_theta") is not None}
+    if ropes and raw.get("rope_theta") is not None:
         thetas["the field rope_theta"] = raw["rope_theta"]
     _require_one("rope_theta", thetas, where)
-    kinds = {name: _rope_type(value, f"{where}{name}") for name, value in said.items()}
-    _require_one("rope_type", kinds, where)
-    if len(said) == 2 and "default" not in kinds.values():
-        for key in sorted(set().union(*said.values()).difference(FILLED)):
-            _require_one(key, {name: value.get(key) for name, value in said.items()}, where)
+    types = {name: _rope_type(rope, f"{where}{name}") for name, rope in ropes.items()}
+    _require_one("rope_type", types, where)
+    # The default type uses no further keys.
+    if len(ropes) == 2 and "default" not in types.values():
+        for key in sorted(set().union(*ropes.values()).difference(FILLED)):
+            _require_one(key, {name: rope.get(key) for name, rope in ropes.items()}, where)
 
 
 def check_rope_keys(written: Mapping[str, Any], where: str = "") -> None:
-    """Require that a config of ours misspells no key of a rotation; other configs have keys of their own.
-
-    Raises:
-        InputError: a misspelt key.
-    """
+    """Require that no rope key of one of our configs is misspelt; other families have keys of their own."""
     for name in ("rope_parameters", "rope_scaling"):
         value = written.get(name)
         if not isinstance(value, Mapping):
             continue
-        for each in [each for each in value.values() if isinstance(each, Mapping)] or [value]:
-            for key in each.keys() - ROPE_KEYS:
+        for rope in [rope for rope in value.values() if isinstance(rope, Mapping)] or [value]:
+            for key in rope.keys() - ROPE_KEYS:
                 if close := get_close_matches(key, ROPE_KEYS, 1, 0.8):
                     raise InputError(f"{where}{name}: expected {close[0]}, found {key}")
 
@@ -170,17 +150,16 @@ def _require_one(key: str, by_field: Mapping[str, Any], where: str) -> None:
 
 
 def _rope_type(value: Mapping[str, Any], field: str) -> str:
-    """Return the type of a rotation, whose key was `type` before."""
+    """Return the rope type, whose key is `type` in older configs."""
     kinds = [ROPE_TYPES.get(str(value[key]), str(value[key])) for key in ("rope_type", "type") if value.get(key)]
     _require_one("rope_type", dict(zip(("rope_type", "type"), kinds, strict=False)), f"{field}: ")
     return kinds[0] if kinds else "default"
 
 
 def stored_tensors(path: str | Path, field: str) -> Stored:
-    """Read the headers of a directory's safetensors, which takes milliseconds; those of pickled weights are unknown.
+    """Read the headers of a directory's safetensors; of pickled weights nothing is known.
 
-    Raises:
-        InputError: an index or a file that is damaged, or a file of the index that is missing.
+    Raise InputError if the index or a file is damaged, or a file of the index is missing.
     """
     directory, tensors = Path(path), dict[str, tuple[str, tuple[int, ...]]]()
     files, at = [directory / WEIGHTS], directory / INDEX
@@ -193,30 +172,26 @@ def stored_tensors(path: str | Path, field: str) -> Stored:
                 found = f"{len(missing)} of {len(files)} files missing, the first {missing[0]}"
                 raise InputError(f"{field}: expected whole weights in {path}, found {found}")
         for at in files:
-            with safe_open(at, "pt") as weights:  # which checks the size of the file too
-                for key in weights.keys():  # noqa: SIM118 - it is no mapping
+            with safe_open(at, "pt") as weights:  # checks the file's size too
+                for key in weights.keys():  # noqa: SIM118 - not a mapping
                     tensor = weights.get_slice(key)
                     tensors[key] = tensor.get_dtype(), tuple(tensor.get_shape())
         return tensors
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
-        what = first_line(error)
-        raise InputError(f"{field}: expected whole weights in {path}, found a damaged {at.name}: {what}") from error
+        reason = first_line(error)
+        raise InputError(f"{field}: expected whole weights in {path}, found a damaged {at.name}: {reason}") from error
 
 
 class Index(Said):
-    """Which file has each tensor."""
+    """The index of a sharded checkpoint: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 def indexed_files(index: Path, field: str = "") -> list[Path]:
-    """Return the files that an index names, which lie beside it.
-
-    Raises:
-        InputError: it is none, or leads elsewhere.
-    """
+    """Return the files that an index names, all in its own directory; raise InputError for any other index."""
     names = sorted(set(read(Index, index, field).weight_map.values()))
     for name in names:
         if Path(name).name != name:
@@ -228,19 +203,10 @@ def indexed_files(index: Path, field: str = "") -> list[Path]:
 def load_heads(
     cls: type[PreTrainedModel], load: Callable[..., Any], path: str | Path, what: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load what drafts for a target, whole: by the library, from safetensors.
+    """Load drafting heads of class `cls` from safetensors with `load`, its `from_pretrained`; `what` names them.
 
-    Args:
-        cls: their class.
-        load: the library's `from_pretrained` of it.
-        path: a directory or a hub id.
-        what: they are, for messages.
-        args: of `load`.
-        kwargs: of `load`.
-
-    Raises:
-        InputError: no such directory, a file that is damaged or no safetensors, a config that cannot be, or tensors
-            that are missing, not expected, of another shape or type, or not finite.
+    Raise InputError if the directory or config is missing or invalid, a file is damaged, or a tensor is missing,
+    unexpected, of another shape or type, or not finite.
     """
     options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
     options |= {"ignore_mismatched_sizes": True, **kwargs}  # reported below, in one line
@@ -261,7 +227,7 @@ def load_heads(
 
 
 def _check_stored(cls: type[PreTrainedModel], path: str | Path, what: str) -> None:
-    """Require that a directory's tensors have the shapes and types of what its config makes."""
+    """Require that the tensors of a directory have the shapes and types that its config implies."""
     stored = stored_tensors(path, what)
     with reading(str(path), f"a config of {what}"), torch.device("meta"):
         config: Any = cls.config_class
@@ -288,18 +254,11 @@ def _kind_of(tensor: torch.Tensor) -> str:
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored, path: str | Path, field: str) -> None:
-    """Require that a model got all of its weights, that they are its own, and that they are numbers.
+    """Require that a loaded model has all of its weights, of the right shapes and layers, floating-point and finite.
 
-    Args:
-        model: what `from_pretrained` returned.
-        info: its `output_loading_info`, with `ignore_mismatched_sizes`.
-        stored: the tensors of the checkpoint, as far as they are known.
-        path: where the model came from.
-        field: the config field or flag that named it.
-
-    Raises:
-        InputError: names the first tensor that is missing, of another shape, of a layer that the config does not have,
-            stored in integers, or not finite.
+    `info` is the `output_loading_info` of `from_pretrained` with `ignore_mismatched_sizes`; `stored` holds the
+    checkpoint's tensors as far as they are known. Integers may be `stored` only where the config says how they were
+    quantised.
     """
     kind = type(model).__name__
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
@@ -329,25 +288,18 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored
 
 @torch.inference_mode()
 def check_finite(model: torch.nn.Module, path: str | Path, field: str) -> None:
-    """Require that all weights are finite: from others a text would be generated and measured without a word.
-
-    Raises:
-        InputError: names the first that are not.
-    """
+    """Require that all weights are finite: a model with NaN would be decoded and measured without a warning."""
     for name, weight in model.named_parameters():
         if weight.dtype not in FLOATS or not weight.numel() or weight.is_meta:
             continue
-        # The extremes are one pass over the memory, a twentieth of the time of `isfinite`, and NaN is both of them.
+        # One pass over the memory, a twentieth of `isfinite`'s time; a NaN makes both extremes NaN.
         if not torch.stack(weight.aminmax()).isfinite().all():
             found = f"NaN or infinity in {name} ({str(weight.dtype).removeprefix('torch.')})"
             raise InputError(f"{field}: expected finite weights in {path}, found {found}")
 
 
 def integer_weight(model: PreTrainedModel, stored: Stored) -> str | None:
-    """Return the first weight that is stored in integers though nothing says how they were quantised, if there is one.
-
-    The library turns them into floating point without a word.
-    """
+    """Return the first weight stored in integers without a quantisation config, which the library would convert."""
     if is_quantized(model):
         return None
     weights = (name for name, weight in model.named_parameters() if name in stored and weight.is_floating_point())
@@ -355,15 +307,14 @@ def integer_weight(model: PreTrainedModel, stored: Stored) -> str | None:
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Say whether a model's config tells how its weights are quantised."""
+    """Return whether a model's config has a quantisation."""
     return getattr(model.config, "quantization_config", None) is not None
 
 
 def load_generation_config(path: str | Path, config: PretrainedConfig, *, field: str = "model") -> GenerationConfig:
-    """Read what a model says of generation, in generation_config.json or, of older models, in its config.
+    """Read a model's generation config from generation_config.json or, for older models, from config.json.
 
-    Raises:
-        InputError: a damaged file, or an end of sequence that is no id.
+    Raise InputError if the file is damaged or an end of sequence is not an id.
     """
     with reading(field, f"a generation_config.json in {path}"):
         try:
@@ -377,18 +328,15 @@ def load_generation_config(path: str | Path, config: PretrainedConfig, *, field:
 
 
 def end_of_sequence_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that end a target's texts, in every command: its generation config's, else its tokenizer's."""
+    """Return the ids that end a target's texts: those of its generation config, else the tokenizer's."""
     return _end_ids(generation) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
 
 
 def left_out(generation: GenerationConfig, path: str | Path | None = None) -> list[str]:
-    """Return what a target's generation config says of how texts are written, which no command applies.
+    """Return the sampling settings of a target's generation config, which no command applies.
 
-    Options that are not given are neutral, here and in each request to a server. The ends of texts are not among it.
-
-    Args:
-        generation: of the target.
-        path: where the target lies, to warn of what is left out; None warns of nothing.
+    Options that are not given are neutral, here and in each request to a server. Ends of sequence do apply. Where
+    `path`, the target's directory, is given, log a warning.
     """
     stored = {name: getattr(generation, name, None) for name in OWN_SETTINGS}
     stored = {name: value for name, value in stored.items() if value not in (None, [], {}, OWN_SETTINGS[name])}
@@ -413,7 +361,7 @@ def _end_ids(generation: GenerationConfig | None, field: str = "model") -> list[
 
 
 def of_any_layer(name: str) -> str:
-    """Return a tensor's name without the numbers of its layer and expert."""
+    """Return a tensor's name with `*` for the numbers of its layer and expert."""
     return re.sub(r"\d+", "*", name)
 
 

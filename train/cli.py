@@ -1,6 +1,6 @@
-"""Command lines: a YAML file, flags over it, one dataclass out; and errors in one line.
+"""Command lines: a YAML file and flags become a config dataclass; errors become one line.
 
-Nothing here imports torch or transformers before a config is complete, so that `--help` answers at once.
+torch and transformers are imported only after a config is complete, so that `--help` answers at once.
 """
 
 import dataclasses
@@ -22,16 +22,14 @@ from draftsmith.decode.progress import reporting
 if TYPE_CHECKING:
     Ints = list[int]
     Floats = list[float]
-else:  # what a file or a flag may say; `numbers` makes a list of it
+else:  # the forms in a file or a flag; `numbers` makes a list of them
     Ints = str | int | list[int]
     Floats = str | float | list[float]
 
 INTERRUPTED, BROKEN_PIPE, TERMINATED = 128 + 2, 128 + 13, 128 + 15
 """The exit codes a shell gives for SIGINT, SIGPIPE and SIGTERM."""
 BELOW_MOST = Range("a whole number below 2 to the power of 62", lambda value: abs(value) < 2**62)
-"""All whole numbers: the libraries take 64 bits, and a sum must not pass them."""
-MOST_NODES = 100_000
-"""Values of a config file."""
+"""The range of all whole numbers: the libraries use 64 bits, and a sum must not overflow."""
 KINDS = {
     "str": "text",
     "int": "a whole number",
@@ -42,7 +40,7 @@ KINDS = {
 }
 """The parser's types in words; all others are fields and their values."""
 MOST_SHOWN = 200
-"""Characters of a value in a message."""
+"""The most characters of a value in a message."""
 REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 """Errors of a disk that cannot be written."""
 
@@ -51,33 +49,31 @@ Config = TypeVar("Config")
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """A flag, or key of a config file, that spells values of a field with several."""
+    """A flag, or key of a config file, that stands for values of a list field.
+
+    `says` is its help text; `kind` is bool, or list for one text or several; `spell` returns the field's values.
+    """
 
     name: str
     says: str
-    """What it is an alias of, for `--help`."""
     kind: type
-    """bool, or list for one text or several."""
     spell: Callable[[Any], list[str]]
-    """Returns the field's values, one text for each of the alias."""
 
 
 class Terminated(KeyboardInterrupt):
-    """An interruption by a signal of a scheduler's: `job.processes.terminable`."""
+    """An interruption by a scheduler's signal (`job.processes.terminable`)."""
 
 
 class OutOfTime(Terminated):
-    """An interruption by the clock, where a command may take so long and no longer: `scripts.stages.ending_after`."""
+    """An interruption at the end of a command's time limit (`scripts.stages.ending_after`)."""
 
 
 def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """Build a config dataclass from `--config FILE.yaml` and flags.
 
-    Flags win over the file; nested fields are dotted; `--draft-length` and `--draft_length` are the same flag. A field
-    `training` holds the library's TrainingArguments, whose hundred flags `--help training` lists.
-
-    Raises:
-        InputError: an unknown key, a missing or ill-typed value, an unreadable file.
+    Flags override the file; nested fields are dotted; `--draft-length` and `--draft_length` are the same flag. A field
+    `training` holds the library's TrainingArguments, whose hundred flags `--help training` lists. Raise InputError for
+    an unknown key, a missing or ill-typed value, or an unreadable file.
     """
     values = _values(cls, argv, prog, whole=True)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -88,20 +84,12 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
 
 
 def check_fields(cls: type[Any], argv: Sequence[str]) -> None:
-    """Require that a config's fields are there and of their types, whatever stands in `training`: in no time.
-
-    Raises:
-        InputError: as of `parse_config`.
-    """
+    """Check a config as `parse_config` does, quickly: without the fields of `training`."""
     _values(cls, argv, None, whole=False)
 
 
 def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole: bool) -> dict[str, Any]:
-    """Return the values of a config's fields; `whole` with the library's TrainingArguments, which take long to import.
-
-    Raises:
-        InputError: as of `parse_config`.
-    """
+    """Return the values of a config's fields; only `whole` checks `training`, whose class takes long to import."""
     import jsonargparse
 
     fields = dataclasses.fields(cls)
@@ -112,7 +100,7 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
     for name in aliased:
         arguments = _gathered(arguments, f"--{name}")
     helps = bool({"-h", "--help"} & set(arguments))
-    if helps:  # what a field means is written below it: to read that takes as long as all else, and help alone shows it
+    if helps:  # parsing the fields' docstrings doubles the time, and only help shows them
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
@@ -147,7 +135,7 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
         words = {argument.partition("=")[0] for argument in arguments}
         for name, aliases in aliased.items():
             spelled = {alias.name: alias.spell(_texts(values.pop(alias.name, None))) for alias in aliases}
-            # The flag itself stands over whatever a file says; aliases add to it, or stand over their own.
+            # The field's flag replaces all values of a file, those of aliases included; alias flags add to it.
             kept = [flag for flag in spelled if f"--{name}" not in words or f"--{flag}" in words]
             values[name] = _texts(values[name]) + [text for flag in kept for text in spelled[flag]]
         return values
@@ -162,13 +150,13 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the question whether the nearest of known names was meant, after a semicolon; "" if none is near."""
+    """Return "; did you mean NAME?" with the nearest known name, or "" if none is near."""
     close = get_close_matches(name, list(known), 1, 0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def _names(cls: type[Any], within: str = "") -> Iterator[str]:
-    """Yield the names of a config's fields, those of its parts with dots."""
+    """Yield the names of a config's fields, nested ones dotted."""
     for field in dataclasses.fields(cls):
         yield within + field.name
         for part in (field.type, *get_args(field.type)):
@@ -176,14 +164,14 @@ def _names(cls: type[Any], within: str = "") -> Iterator[str]:
                 yield from _names(part, f"{within}{field.name}.")
 
 
-def _unknown(said: str, known: Sequence[str]) -> str | None:
-    """Return a line about a flag or key that there is not, with the nearest that there is; None of anything else."""
+def _unknown(message: str, known: Sequence[str]) -> str | None:
+    """Return our line for the parser's message about an unknown flag or key; None for any other message."""
     patterns = (
         r"unrecognized arguments: --(?P<name>[^ =]+)",
         r"(?:(?P<within>[\w.]+): )?Option '(?P<name>[^']+)' is not accepted",
         r"Group '(?P<within>[^']+)' does not accept option '(?P<name>[^']+)'",
     )
-    match = next(filter(None, (re.match(pattern, said) for pattern in patterns)), None)
+    match = next(filter(None, (re.match(pattern, message) for pattern in patterns)), None)
     if match is None:
         return None
     name = ".".join(filter(None, [match.groupdict().get("within"), match["name"]]))
@@ -191,12 +179,12 @@ def _unknown(said: str, known: Sequence[str]) -> str | None:
 
 
 def _texts(value: Any) -> list[Any]:
-    """Return the values of what takes one or several; a switch that is off has none."""
+    """Return the list of values of a field that takes one or several; a switch that is off has no value."""
     return value if isinstance(value, list) else [value] if value else []
 
 
 def _gathered(arguments: Sequence[str], flag: str) -> list[str]:
-    """Return arguments with a flag that stands there several times once, with a list."""
+    """Merge a repeated flag into one with a list: the parser would keep only the last."""
     values, others = list[str](), list[str]()
     rest = iter(arguments)
     for argument in rest:
@@ -211,45 +199,38 @@ def _gathered(arguments: Sequence[str], flag: str) -> list[str]:
     return [*others, f"{flag}={json.dumps(listed)}"]
 
 
-def _plain(said: str, within: str = "") -> str:
-    """Return what the parser refuses as a line of ours: the field, what is expected there, and what is found.
-
-    Args:
-        said: its message, on one line.
-        within: the fields that hold the one it is about, each with a dot behind it.
-    """
-    match = re.match(r'(?:Parser key "([^"]+)": )?(.*)', said)
-    assert match is not None  # of anything
-    key, said = match.groups()
-    name = f"{within}{key or ''}".rstrip(".")
-    if inner := re.search(r"Problem with given class_path '[^']*': (.*)", said):
-        end = " - Expected a <class 'NoneType'> " if said.startswith("Does not validate") else "$"
+def _plain(message: str, parent: str = "") -> str:
+    """Return the parser's message in our form: field, expectation, value found. `parent` prefixes a nested field."""
+    match = re.match(r'(?:Parser key "([^"]+)": )?(.*)', message)
+    assert match is not None  # the pattern matches any text
+    key, message = match.groups()
+    name = f"{parent}{key or ''}".rstrip(".")
+    if inner := re.search(r"Problem with given class_path '[^']*': (.*)", message):
+        end = " - Expected a <class 'NoneType'> " if message.startswith("Does not validate") else "$"
         return _plain(re.split(end, inner[1])[0], f"{name}.")
-    if member := re.match(r"(.*) is not a valid \w+, please select one of \[(.*)\]", said):  # of TrainingArguments
+    if member := re.match(r"(.*) is not a valid \w+, please select one of \[(.*)\]", message):  # of TrainingArguments
         return f"training: expected one of {member[2]}, found {member[1]!r}"
-    if inner := re.match(r"Unable to load config '.*' - (Parser key \".*)", said):
-        return _plain(inner[1], within)
-    types = found = ""
-    if several := re.match(r"Does not validate .* Subtypes: \[(.*?)\] Errors: .*?Given value:(.*)", said):
-        types, found = several.groups()
-    elif one := re.match(r"Expected a (<class '[\w.]+'>)\. Got value:(.*)", said):
-        types, found = one.groups()
-    elif fields := re.match(r"Not a valid subclass of \S+ Got value:(.*) Subclass types", said):
-        types, found = "fields", fields[1]
-    elif file := re.match(r'Unable to load config "(.*)"', said):
-        types, found = "fields", file[1]
+    if inner := re.match(r"Unable to load config '.*' - (Parser key \".*)", message):
+        return _plain(inner[1], parent)
+    if several := re.match(r"Does not validate .* Subtypes: \[(.*?)\] Errors: .*?Given value:(.*)", message):
+        types, value = several.groups()
+    elif one := re.match(r"Expected a (<class '[\w.]+'>)\. Got value:(.*)", message):
+        types, value = one.groups()
+    elif fields := re.match(r"Not a valid subclass of \S+ Got value:(.*) Subclass types", message):
+        types, value = "fields", fields[1]
+    elif file := re.match(r'Unable to load config "(.*)"', message):
+        types, value = "fields", file[1]
     else:
-        return f"{name}: {said}" if name else said
+        return f"{name}: {message}" if name else message
     bare = re.sub(r"<class '([^']*)'>", r"\1", re.sub(r"\[.*?\](?=, |$)", "", types))
     kinds = dict.fromkeys(KINDS.get(kind, "fields and their values") for kind in bare.split(", "))
-    return f"{name}: expected {' or '.join(kinds)}, found {found.strip()[:MOST_SHOWN] or 'nothing'}"
+    return f"{name}: expected {' or '.join(kinds)}, found {value.strip()[:MOST_SHOWN] or 'nothing'}"
 
 
 def _require_unique_keys(file: str) -> None:
-    """Require that a YAML file has each key once: the parser would take the last, and leave the others unsaid.
+    """Require valid YAML with each key once: the parser would silently take the last.
 
-    Raises:
-        InputError: names the key and its lines, or what is no YAML. A file that cannot be read is left to the parser.
+    A file that cannot be read is left to the parser.
     """
     import yaml  # type: ignore[import-untyped]
 
@@ -267,16 +248,12 @@ def _require_unique_keys(file: str) -> None:
     if not isinstance(root, yaml.MappingNode):
         found = "nothing" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a value alone"
         raise InputError(f"config: expected fields and their values in {file}, found {found}")
-    _require_bounded(root, file)
     nodes = [root]
-    seen: set[int] = set()  # an alias is the node that it names
     while nodes:
         node = nodes.pop()
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-            continue
-        seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             nodes += node.value
+        if not isinstance(node, yaml.MappingNode):
             continue
         lines: dict[str, int] = {}
         for key, value in node.value:
@@ -287,29 +264,8 @@ def _require_unique_keys(file: str) -> None:
             nodes.append(value)
 
 
-def _require_bounded(root: Any, file: str) -> None:
-    """Require that a file is of a size that can be worked with once its aliases are written out.
-
-    Raises:
-        InputError: it is not, or an alias stands for what it is part of.
-    """
-    sizes: dict[int, int] = {}
-
-    def size(node: Any) -> int:
-        """Return how many nodes a node is, those of its aliases counted as often as they stand there."""
-        if id(node) not in sizes:
-            sizes[id(node)] = MOST_NODES  # while its parts are counted, of which it is none
-            items = [] if isinstance(node.value, str) else node.value
-            parts = [part for item in items for part in (item if isinstance(item, tuple) else [item])]
-            sizes[id(node)] = 1 + sum(map(size, parts))
-        return sizes[id(node)]
-
-    if size(root) > MOST_NODES:
-        raise InputError(f"config: expected at most {MOST_NODES} values in {file}, aliases written out, found more")
-
-
 def fields_of(file: str) -> dict[str, Any]:
-    """Return the fields that a YAML file sets, by name; none where it cannot be read, which its parser will say."""
+    """Return the fields that a YAML file sets, by name; {} if it cannot be read, which its parser will report."""
     import yaml
 
     _require_unique_keys(file)
@@ -321,24 +277,20 @@ def fields_of(file: str) -> dict[str, Any]:
 
 
 def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:
-    """Return the numbers of a field that takes one, a list, or several with commas; an empty list stays empty.
-
-    Raises:
-        InputError: something else, or a number twice.
-    """
+    """Return the numbers of a field that takes one, a list, or several with commas, each once."""
     items = value if isinstance(value, list) else str(value).split(",")
     try:
-        found = [kind(item) for item in items if item != ""]
+        parsed = [kind(item) for item in items if item != ""]
     except ValueError as error:
         raise InputError(f"{name}: expected numbers separated by commas, found {value!r}") from error
-    if twice := [number for place, number in enumerate(found) if number in found[:place]]:
+    if twice := [number for place, number in enumerate(parsed) if number in parsed[:place]]:
         raise InputError(f"{name}: expected each number once, found {twice[0]} again")
-    BELOW_MOST.check(name, [number for number in found if isinstance(number, int)])
-    return found
+    BELOW_MOST.check(name, [number for number in parsed if isinstance(number, int)])
+    return parsed
 
 
 def flags(arguments: Sequence[str], switches: Set[str] = frozenset()) -> list[str]:
-    """Return flags as the parser knows them: with underscores, and switches that stand alone with `true`."""
+    """Return flags in the parser's form: with underscores, and `true` after a switch without a value."""
     spelled: list[str] = []
     for argument, following in zip(arguments, [*arguments, "--"][1:], strict=True):
         flag, equals, value = argument.partition("=")
@@ -351,29 +303,22 @@ def flags(arguments: Sequence[str], switches: Set[str] = frozenset()) -> list[st
 
 
 def to_stderr(line: str, code: int) -> None:
-    """Say how a command ends."""
+    """Print how a command ended."""
     print(line, file=sys.stderr)
 
 
 def run(main: Callable[[], int | None], say: Callable[[str, int], None] = to_stderr) -> int:
-    """Run a command, and end what is not its fault in one line; anything else is ours and raises.
+    """Run a command and return its exit code; failures that are not bugs end in one line, handed to `say`.
 
-    What a terminal has no characters for is written as its code. A `KeyboardInterrupt` whose work is kept says so in a
-    note (`add_note`), which is printed.
-
-    Args:
-        main: the command.
-        say: what is done with that line and the exit code.
-
-    Returns:
-        What the command returns, or 0; 2 for an `InputError`, a disk that cannot be written and a lack of memory; 130,
-        143 and 141, as a shell has it, where it is interrupted or terminated, or the reader of its output ends.
+    The code is what `main` returns, or 0; 2 for an `InputError`, an unwritable disk and a lack of memory; and a shell's
+    130, 143 and 141 for an interrupt, a termination and a closed pipe. The notes of a `KeyboardInterrupt` (`add_note`)
+    are printed: they name what was kept. Other exceptions are bugs and propagate.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed: what is printed goes nowhere, and no file of ours takes its number
+        if getattr(sys, name) is None:  # a closed stream: its number must not go to a file that we open
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper):  # print codes for characters that the terminal lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         with reporting():
@@ -406,6 +351,6 @@ def run(main: Callable[[], int | None], say: Callable[[str, int], None] = to_std
             say(line, code)
     try:
         sys.stdout.flush()
-    except OSError:  # the interpreter must not try once more as it ends
+    except OSError:  # or the interpreter would flush again at exit, and fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code

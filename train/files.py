@@ -1,4 +1,4 @@
-"""Files of ours are written aside, then renamed: no reader sees half of one."""
+"""Atomic writing: a file is written under another name, then renamed, so that no reader sees half of it."""
 
 import errno
 import os
@@ -11,25 +11,23 @@ from pathlib import Path
 from draftsmith.decode.errors import InputError
 
 NO_ROOM = {errno.ENOSPC: "no space left", errno.EDQUOT: "no space left", errno.EFBIG: "files may grow no larger"}
-"""What a disk says that takes no more, in words."""
+"""Errors of a full disk, in words."""
 
 
 def no_room(error: Exception) -> OSError | None:
-    """Return the error of a disk that takes no more; None where it is another.
-
-    safetensors' and torch.save's exceptions are none of the system's: they have its text, or say that they failed.
-    """
+    """Return the OSError of a full disk, or None if the error has another cause."""
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return error
-    found = next((code for code in NO_ROOM if os.strerror(code) in str(error)), None)
-    if found is None and re.search("PytorchStreamWriter failed|inline_container.*unexpected pos", str(error)):
-        found = errno.ENOSPC
-    return None if found is None else OSError(found, os.strerror(found))
+    # safetensors and torch.save raise exceptions of their own, with the system's text or only a hint of the failure.
+    code = next((code for code in NO_ROOM if os.strerror(code) in str(error)), None)
+    if code is None and re.search("PytorchStreamWriter failed|inline_container.*unexpected pos", str(error)):
+        code = errno.ENOSPC
+    return None if code is None else OSError(code, os.strerror(code))
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Raise a disk's errors as what they are, with the file that was written."""
+    """Raise the errors of a disk as OSErrors that name the file being written."""
     try:
         yield
     except Exception as error:
@@ -42,35 +40,27 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def require_writable(path: str | Path, *files: str, field: str = "output") -> Path:
-    """Return a directory, and see that it can be made and files written there: before the work, not after it.
+    """Require, before the work, that a directory can be made and written in and that no name in `files` is a directory.
 
-    What it makes to see that is gone when it returns.
-
-    Args:
-        path: where.
-        files: names of what will be written, none of which may be a directory.
-        field: the config field that named it, for the error message.
-
-    Raises:
-        InputError: it cannot be made or written in, or there is no space.
+    A trial file is written and removed again. `field` is the config field that named the directory. Return its path.
     """
     directory = Path(path)
-    tried = directory / ".writable.partial"
+    trial = directory / ".writable.partial"
     try:
         if not str(path):
             raise ValueError("an empty path")
         made = [above for above in (directory, *directory.parents) if not above.exists()]
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            tried.write_bytes(b"x" * 4096)
+            trial.write_bytes(b"x" * 4096)
         finally:
-            for remove_made in (tried.unlink, *(new.rmdir for new in made)):
+            for remove_made in (trial.unlink, *(new.rmdir for new in made)):
                 with suppress(OSError):  # another run may try the same
                     remove_made()
         taken = [directory / name for name in files if (directory / name).is_dir()]
     except (OSError, ValueError) as error:
-        found = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"{field}: expected a directory to write in at {path}, found: {found}") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{field}: expected a directory to write in at {path}, found: {reason}") from error
     if taken:
         raise InputError(f"{field}: expected a file or nothing at {taken[0]}, found a directory")
     return directory
@@ -78,10 +68,10 @@ def require_writable(path: str | Path, *files: str, field: str = "output") -> Pa
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Give a path to write a file or a directory at, and rename it to `path` when the block ends well.
+    """Yield a temporary path, `.NAME.partial`, for a file or directory, and rename it to `path` when the block ends.
 
-    It lies beside `path` as `.NAME.partial`, with nothing there; folders above are made. A file or directory at `path`
-    is replaced. Where the block raises, what it wrote is removed, and `path` is as it was.
+    Parent folders are made, and what exists at `path` is replaced. If the block raises, what it wrote is removed and
+    `path` stays as it was.
     """
     aside = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,10 +86,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def files_written_aside(directory: Path) -> Iterator[Path]:
-    """Give a new directory to write files in; when the block ends well, each replaces its namesake in `directory`.
-
-    Other files there stay.
-    """
+    """Yield a temporary directory; when the block ends, its files replace those of the same name in `directory`."""
     aside = directory / ".files.partial"
     remove(aside)
     aside.mkdir(parents=True)
@@ -113,12 +100,10 @@ def files_written_aside(directory: Path) -> Iterator[Path]:
 
 
 def write_aside(path: Path, data: str | bytes) -> None:
-    """Write a file aside, on the disk and not only in its cache, then rename it.
+    """Write a file atomically, flushed to the disk.
 
-    A link is followed, and a device or a pipe written to as it is: neither is replaced by a file.
-
-    Raises:
-        OSError: the disk is full, or cannot be written; nothing is left behind.
+    A link is followed, and a device or a pipe is written to directly: neither is replaced by a file. After an OSError
+    no partial file remains.
     """
     content = data.encode() if isinstance(data, str) else data
     if path.is_symlink():
@@ -133,11 +118,9 @@ def write_aside(path: Path, data: str | bytes) -> None:
 
 
 def move_over(new: Path, path: Path) -> None:
-    """Rename a file or directory to `path`, and remove what was there.
-
-    A directory there goes by way of `.NAME.old`, where it is still whole after a kill between the two renames.
-    """
+    """Rename a file or directory to `path`, and remove what was there."""
     if new.is_dir() and path.is_dir():
+        # No system call replaces a full directory. After a kill between the renames `.NAME.old` holds the old one.
         old = path.with_name(f".{path.name}.old")
         remove(old)
         path.rename(old)
@@ -148,7 +131,7 @@ def move_over(new: Path, path: Path) -> None:
 
 
 def move_link(link: Path, directory: str) -> None:
-    """Let a link point to another directory; whoever opens it finds the one or the other."""
+    """Point a link to another directory atomically."""
     aside = link.with_name(f".{link.name}.new")
     aside.unlink(missing_ok=True)
     aside.symlink_to(os.path.abspath(directory), target_is_directory=True)
@@ -156,7 +139,7 @@ def move_link(link: Path, directory: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory with all that it holds; do nothing where there is none."""
+    """Remove a file, or a directory with its contents, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

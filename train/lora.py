@@ -1,4 +1,4 @@
-"""Low-rank adapters, on drafts and on backbones: put on in place, and merged when the model is saved."""
+"""Low-rank adapters on drafts and backbones: added in place, and merged when the model is saved."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ ADAPTER = "default"
 
 
 def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
-    """Put float32 adapters on a model's linear maps in place: it stays a PreTrainedModel, whose weights are frozen."""
+    """Add float32 adapters to a model's linear maps in place; its own weights are frozen."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -42,39 +42,34 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
         target_modules=sorted(chosen),
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in chosen),
     )
-    # For some families peft takes maps with the names that experts once had for those experts; these names are exact.
-    named: Any = model.config
-    family, named.model_type = named.model_type, "exact"
+    # For some families peft mistakes maps for experts by older names. Another model_type makes it take names exactly.
+    model_config: Any = model.config
+    family, model_config.model_type = model_config.model_type, "exact"
     try:
         inject_adapter_in_model(config, model, ADAPTER)
     finally:
-        named.model_type = family
+        model_config.model_type = family
     for name, parameter in model.named_parameters():
-        if "lora_" in name:  # peft gives them the dtype of what they adapt, in which small steps would be lost
+        if "lora_" in name:  # peft gives adapters the dtype of their map, and bfloat16 would lose small updates
             parameter.data = parameter.data.float()
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Say whether a module is a linear map alone; a family's own subclasses, such as Llama 4's routers, do more."""
+    """Return whether a module is only a linear map; a family's own subclasses, such as Llama 4's routers, do more."""
     return isinstance(module, nn.Linear | Conv1D) and not type(module).__module__.startswith("transformers.models.")
 
 
 def _read_by_kernels(model: PreTrainedModel) -> set[str]:
-    """Return the names of maps of Mamba's mixers whose weights kernels read, past any adapter."""
+    """Return the names of Mamba's maps whose weights kernels read directly: adapters on them would have no effect."""
     mixers = [name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")]
     return {f"{mixer}.{name}" for mixer in mixers for name in ("x_proj", "dt_proj", "out_proj")}
 
 
 @torch.no_grad()
 def merged_state(model: PreTrainedModel, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return a draft's weights with its adapters merged: W + (alpha ÷ r)·B·A under W's name.
+    """Return a draft's state dict with adapters merged: W + (alpha ÷ r)·B·A under W's name.
 
-    Args:
-        model: a draft of `make_draft`, with adapters or without; it is left as it is.
-        state: its state dict where the model in memory is sharded; the model's if None.
-
-    Returns:
-        What `save_pretrained(state_dict=…)` writes as an ordinary model.
+    The model itself is not changed. `state` is its gathered state dict where the model in memory is sharded.
     """
     state = dict(model.state_dict() if state is None else state)
     for key in [key for key in state if key.endswith(f".lora_A.{ADAPTER}.weight")]:

@@ -1,4 +1,4 @@
-"""Muon for the matrices, AdamW for the rest, behind one optimizer that the Trainer can schedule and checkpoint."""
+"""Muon for the matrices and AdamW for the rest, as one optimizer that the Trainer can schedule and checkpoint."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from draftsmith.train.models import has_fast
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon`, whose products are float32 where the device has none of bfloat16 that are fast.
+    """`torch.optim.Muon` with float32 products on devices without fast bfloat16.
 
-    The library takes them in bfloat16 everywhere. A CPU without instructions for it emulates them, at a tenth of its
-    speed in float32: with the embedded draft they were half of a step. On other devices the library's step is taken.
+    The library computes them in bfloat16 everywhere. A CPU without instructions for it emulates them at a tenth of its
+    float32 speed: with the embedded draft that was half of a step. Other devices take the library's step.
     """
 
     @torch.no_grad()
@@ -43,9 +43,9 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonal(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Return a matrix of the same singular vectors whose singular values are about 1 (Newton–Schulz, Jordan et al.)."""
+    """Return a matrix with the same singular vectors and singular values near 1 (Newton–Schulz, Jordan et al. 2024)."""
     a, b, c = coefficients
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # the smaller Gram matrix costs less
     wide = wide / wide.norm().clamp(min=eps)
     for _ in range(steps):
         gram = wide @ wide.T
@@ -56,10 +56,10 @@ def orthogonal(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: f
 class MuonAdamW(torch.optim.Optimizer):
     """`Muon` on the hidden matrices and `torch.optim.AdamW` on embeddings, head, norms and biases.
 
-    Muon (Jordan et al. 2024) takes two-dimensional hidden weights only; its updates are scaled to AdamW's root mean
-    square (Liu et al. 2025, section 2.2), so that one learning rate and one schedule serve both. The halves share
-    their parameter groups with this object: a scheduler that writes `param_groups` drives both. `ends` are the modules
-    whose matrices are no hidden ones, by default the model's embeddings and head.
+    Muon (Jordan et al. 2024) is defined for two-dimensional hidden weights. Its updates are scaled to AdamW's root mean
+    square (Liu et al. 2025, section 2.2), so that one learning rate and one schedule serve both halves. A scheduler
+    that writes `param_groups` drives both, since they are shared. `ends` are the modules whose matrices AdamW trains,
+    by default the model's embeddings and head.
     """
 
     def __init__(self, model: PreTrainedModel, lr: float, weight_decay: float, ends: Sequence[nn.Module] | None = None):
@@ -71,7 +71,7 @@ class MuonAdamW(torch.optim.Optimizer):
         chosen = {id(p) for p in matrices}
         rest = [p for p in parameters if id(p) not in chosen]
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
-        # With adapters there may be no others than matrices, and an optimizer of nothing is an error.
+        # With adapters there may be only matrices, and torch refuses an optimizer without parameters.
         self._halves: dict[str, torch.optim.Optimizer] = {}
         if matrices:
             self._halves["muon"] = Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
@@ -83,7 +83,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.param_groups = [group for half in self._halves.values() for group in half.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take one step of both halves; a closure is evaluated once, before them."""
+        """Take one step with both halves; a closure is evaluated once, before them."""
         loss = closure() if closure is not None else None
         for half in self._halves.values():
             half.step()

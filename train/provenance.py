@@ -1,4 +1,4 @@
-"""Where a result came from: versions, machine, commit, config."""
+"""Provenance of a result: versions, machine, commit, config."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ RUN_RECORD = "draftsmith.json"
 
 
 def environment(device: torch.device, dtype: str | None = None) -> dict[str, Any]:
-    """Return the `environment` object of reports and run records; what is unknown is None."""
+    """Return the `environment` object of reports and run records; unknown values are None."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else (platform.processor() or platform.machine())
     return {
         "python": platform.python_version(),
@@ -34,11 +34,10 @@ def environment(device: torch.device, dtype: str | None = None) -> dict[str, Any
 
 
 def git_sha() -> str | None:
-    """Return the commit of the source tree that runs, with `+` where it has changes; None outside a checkout."""
+    """Return the commit of this source tree, with `+` if it has changes; None outside a checkout."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
-
     describe = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
         return subprocess.run(describe, capture_output=True, encoding="utf-8", check=True).stdout.strip()
@@ -47,17 +46,17 @@ def git_sha() -> str | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON aside, then rename: a reader never sees half a file."""
+    """Write a JSON file atomically."""
     write_aside(path, json.dumps(value, indent=2, default=_plain) + "\n")
 
 
 def write_run_record(directory: Path, config: Any, device: torch.device, kept: Any) -> None:
-    """Leave a record beside a trained model: its config, the environment it ran in, and which step it is."""
+    """Write the record of a run into its directory: config, environment, and which step was kept."""
     write_json(directory / RUN_RECORD, {"config": config, "environment": environment(device), "kept": kept})
 
 
 def recorded_config(directory: Path) -> Any:
-    """Return the config in the record of a run that has ended, as JSON has it; None where there is none."""
+    """Return the config of a finished run as JSON, or None where there is no record."""
     try:
         record = parse_json((directory / RUN_RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -66,7 +65,7 @@ def recorded_config(directory: Path) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as it is once it was written and read."""
+    """Return a value as it reads after a round trip through JSON."""
     return json.loads(json.dumps(value, default=_plain))
 
 

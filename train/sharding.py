@@ -1,4 +1,4 @@
-"""Drafts and targets that lie over several processes: what FSDP2 and DeepSpeed ZeRO need beside their configs."""
+"""Drafts and targets sharded over processes: what FSDP2 and DeepSpeed ZeRO need in addition to their configs."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,42 +17,31 @@ from draftsmith.train.models import DTYPES, empty_model, load_config, load_model
 
 
 def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
-    """Refuse what a sharded draft cannot do, keep its losses in float32, and have ZeRO-3 gather weights to save them.
+    """Check and adjust the sharding that `accelerate launch` set by environment variables, unseen by the config.
 
-    `accelerate launch` shards by environment variables, of which the config knows nothing.
-
-    Raises:
-        InputError: FSDP1, whose flat parameters are no weights; Muon, which needs whole matrices.
+    FSDP1 (flat parameters are not weights) and Muon (which needs whole matrices) raise InputError. Losses stay in
+    float32, and ZeRO-3 gathers weights to save them.
     """
     fsdp, zero = (getattr(accelerator.state, name, None) for name in ("fsdp_plugin", "deepspeed_plugin"))
     if fsdp is not None and fsdp.fsdp_version != 2:
         raise InputError(f"fsdp_version: expected 2, found {fsdp.fsdp_version}")
     if fsdp is not None and fsdp.mixed_precision_policy is not None:
-        # What leaves the model is a summed loss, or features of replay, of which half precision keeps 8 bits.
+        # The model returns a summed loss or replay's features, of which half precision would keep 8 bits.
         fsdp.mixed_precision_policy = replace(fsdp.mixed_precision_policy, output_dtype=None)
     if optimizer == "muon" and (fsdp or zero):
         raise InputError("optimizer: expected trainer for a draft sharded by FSDP or DeepSpeed, found muon")
     if zero is not None and zero.zero_stage == 3:
-        # Without it shards are saved, which nothing loads as a draft. A draft fits into one process's memory.
+        # Otherwise shards are saved, which nothing loads as a draft. A whole draft fits into one process's memory.
         zero.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
 
 @torch.no_grad()
 def load_sharded(path: str, device: torch.device, *, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load the target frozen; each process keeps its share of the decoder, and a layer is whole while it computes.
+    """Load the frozen target, sharded with FSDP2: each process keeps its share of the decoder on `device`.
 
-    By `fully_shard` (FSDP2), however the draft is trained. All processes must call the decoder equally often. The head
-    is no part of it, and whole on each device. The first process of all reads the weights and hands them out one by
-    one: no other ever has more than its share and the largest of them in memory.
-
-    Args:
-        path: a local directory or a hub id.
-        device: where each process keeps its share.
-        dtype: a name of `DTYPES`.
-        trust_remote_code: run model code that the repository ships.
-
-    Raises:
-        InputError: there are no processes to share it, or as `load_model`.
+    A layer is gathered while it computes, so all processes must call the decoder equally often. The head stays whole on
+    each device. The first process reads the weights and distributes them one by one: the others never hold more than
+    their share and the largest weight. Raise InputError with fewer than two processes, and as `load_model` does.
     """
     count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if count == 1:
@@ -69,7 +58,7 @@ def load_sharded(path: str, device: torch.device, *, dtype: str, trust_remote_co
     depth: int = model.config.get_text_config().num_hidden_layers
     layers = next(part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == depth)
     mesh = init_device_mesh(device.type, (count,))
-    for part in (*layers, decoder):  # a head that is tied to the embeddings stays as it is
+    for part in (*layers, decoder):  # the head, even one tied to the embeddings, is not sharded
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     model.to_empty(device=device)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -78,7 +67,7 @@ def load_sharded(path: str, device: torch.device, *, dtype: str, trust_remote_co
             module, _, last = name.rpartition(".")
             whole.copy_(getattr(source.get_submodule(module), last))
         if isinstance(tensor, DTensor):
-            share = distribute_tensor(whole, mesh, tensor.placements)  # of the first process's values
+            share = distribute_tensor(whole, mesh, tensor.placements)  # sends the first process's values
             tensor.to_local().copy_(share.to_local())
         else:
             torch.distributed.broadcast(whole, 0)
