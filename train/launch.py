@@ -1,4 +1,4 @@
-"""A training run, from its config to what it leaves: the one entry of every kind of drafter that is trained."""
+"""A training run, from its config to the trained model: the entry point of all kinds of drafters."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -56,15 +56,10 @@ MORE = (
 
 @phase("reading completions")
 def read_data(config: RecipeConfig, positions: int | None = None) -> tuple[TrainingData, TrainingData | None]:
-    """Return the samples to train on and those to measure acceptance on.
+    """Return the samples to train on and the held-out ones, if any, to measure acceptance on.
 
-    Args:
-        config: of the run.
-        positions: tokens of the longest text that its models read; None where there is no such limit.
-
-    Raises:
-        InputError: completions that cannot be used, are unfinished, of another target, or not the same on all
-            processes; or prompts on both sides.
+    `positions` is the models' context length, or None without a limit. Raise InputError if completions cannot be used,
+    are unfinished, were written by another target or differ between processes, or if both sides share prompts.
     """
     size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
     for path in (*config.completions, *config.heldout_directories):
@@ -91,25 +86,21 @@ def read_data(config: RecipeConfig, positions: int | None = None) -> tuple[Train
         require_apart(train, heldout)
     if config.share < 1:
         train = take_share(train, config.share)
-    seen = set(gather_object([(train.fingerprint(), heldout and heldout.fingerprint())]))
-    if len(seen) > 1:
-        raise InputError(f"completions: expected the same samples on all processes, found {len(seen)} different sets")
+    sets = set(gather_object([(train.fingerprint(), heldout and heldout.fingerprint())]))
+    if len(sets) > 1:
+        raise InputError(f"completions: expected the same samples on all processes, found {len(sets)} different sets")
     return train, heldout
 
 
 def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Load the frozen target, where and as the config says: straight to where it stays.
-
-    Raises:
-        InputError: a target that cannot be used, or a device that this machine does not have.
-    """
+    """Load the frozen target directly onto the devices that the config names."""
     named_device(config.target_device)
     device, code = config.training.device, config.trust_remote_code
     dtype = resolve_dtype(config.target_dtype, config.target, device=device, trust_remote_code=code)
     if config.target_sharded:
         target = load_sharded(config.target, device, dtype=dtype, trust_remote_code=code)
     else:
-        # What is trained may be cut up before a device could hold it.
+        # A target that is trained too may be sharded later, and may not fit one device before.
         stays = config.target_quantization or not config.trains_target
         target = load_model(
             config.target,
@@ -125,21 +116,17 @@ def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 
 class TrainingRun(ABC, Generic[Config]):
-    """A run of one kind of drafter. `train` calls the methods below it in their order; a kind says what differs."""
+    """A training run of one kind of drafter: `train` calls the methods below in order, and kinds override them."""
 
     data: TrainingData
     heldout: TrainingData | None
     target: Any
-    """The frozen target; None where a cache says all that is learned from it."""
+    """The frozen target; None if a teacher cache replaces it."""
     kept: KeptStates | None = None
-    """Where the target's states are kept; None computes them each time."""
+    """The memory of the target's states; None computes them each time."""
 
     def __init__(self, config: Config):
-        """Read the target's tokenizer and config.
-
-        Raises:
-            InputError: they cannot be used; and so each of the methods below.
-        """
+        """Read the target's tokenizer and config."""
         code = config.trust_remote_code
         self.config = config
         self.tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
@@ -147,7 +134,7 @@ class TrainingRun(ABC, Generic[Config]):
         self.tokens = token_count(self.tokenizer, self.target_config)
 
     def train(self) -> RecipeTrainer:
-        """Train, or resume; what was trained is in `config.training.output_dir` when this returns."""
+        """Train or resume, and leave the model in `config.training.output_dir`."""
         config, args = self.config, self.config.training
         self.read_small_files()
         self.data, self.heldout = read_data(config, self.positions)
@@ -164,7 +151,7 @@ class TrainingRun(ABC, Generic[Config]):
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest text that the models read; None where there is no such limit."""
+        """The models' context length in tokens; None without a limit."""
         return positions_of(self.target_config)
 
     @cached_property
@@ -176,44 +163,39 @@ class TrainingRun(ABC, Generic[Config]):
 
     @cached_property
     def begins(self) -> bool:
-        """Whether no checkpoint is there to resume from, so that it matters what weights begin as.
-
-        All processes ask together.
-        """
+        """Whether there is no checkpoint to resume from, so that initial weights matter; a collective call."""
         config = self.config
         return not config.resume or newest_checkpoint(str(config.training.output_dir)) is None
 
     def read_small_files(self) -> None:
-        """Read what may be wrong and takes no time: completions and weights take longer."""
+        """Read and check small files first, before completions and weights take their time."""
 
     def load_target(self) -> PreTrainedModel | None:
-        """Load the target, whose logits must be its head's."""
+        """Load the target, and require that its logits are a linear map of its hidden states."""
         target = load_target(self.config, self.tokenizer)
         require_split(target, "target")
         return target
 
     @abstractmethod
     def make_model(self) -> Any:
-        """Return what is to be trained."""
+        """Return the model to train."""
 
     def packed_models(self, model: Any) -> dict[str, PreTrainedModel]:
-        """Return the models that must tell the samples of a packed row apart, by the config field that names each."""
+        """Return the models that must tell the samples of a packed row apart, by config field."""
         return {} if self.target is None else {"target": self.target}
 
     @abstractmethod
     def make_trainer(self, model: Any) -> RecipeTrainer:
-        """Return the trainer of what `make_model` made."""
+        """Return the trainer of the model from `make_model`."""
 
     def finish(self, trainer: Any, output: Path) -> None:
-        """Write what lies beside the weights, such as a card: by the process that saves, of each machine."""
+        """Write files such as a model card next to the weights; called by the saving process of each machine."""
 
 
 def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None = None) -> None:
-    """Train, or resume; measure; and leave in `output_dir` what was trained, and the record of the run.
+    """Train or resume, measure, and write the trained model and the record of the run to `output_dir`.
 
-    Args:
-        trainer: with everything it needs.
-        finish: called with `output_dir` by the process that saves (of each machine), when the weights are there.
+    The saving process of each machine calls `finish` with `output_dir` once the weights are written.
     """
     config, args = trainer.recipe, trainer.args
     output = Path(str(args.output_dir))
@@ -236,14 +218,14 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
         if trainer.eval_dataset is not None and trainer.kept_step.score is None:
             trainer.evaluate()
         with phase("saving what was trained"):
-            trainer.save_model(_internal_call=True)  # pushed once it is finished
+            trainer.save_model(_internal_call=True)  # does not push yet
             trainer.save_state()
             if args.should_save:
                 if finish is not None:
                     finish(output)
                 trainer.job.write(output)
                 write_run_record(output, config, args.device, trainer.kept_step)
-            trainer.accelerator.wait_for_everyone()  # the model is whole when any process returns
+            trainer.accelerator.wait_for_everyone()  # no process returns before the model is complete
     if trainer.is_world_process_zero():
         print(f"training: done, and what was trained is in {output}: {trainer.kept_step}", file=sys.stderr)
     if args.push_to_hub:
@@ -261,10 +243,10 @@ def _checkpoint_to_resume(trainer: RecipeTrainer) -> str | None:
 
 
 def _finished(trainer: RecipeTrainer, checkpoint: str | None) -> TrainerState | None:
-    """Return the state of a run that has ended here, if it took all steps that this one is to take.
+    """Return the state of a finished run in `output_dir`, if it took all the steps that this run plans.
 
-    One that ended early, by its patience, has ended too. Where checkpoints are not kept, it must have been this very
-    run: its config, and its data. All processes call this together, and the first decides.
+    A run that its patience ended early is finished too. Without a checkpoint, config and data must be the same. All
+    processes call this together, and the first decides.
     """
     output = Path(str(trainer.args.output_dir))
 
@@ -282,9 +264,9 @@ def _finished(trainer: RecipeTrainer, checkpoint: str | None) -> TrainerState | 
 
 
 def launch(kind: type[Config], recipe: Callable[[Config], Any], argv: Sequence[str] | None, prog: str) -> None:
-    """Parse the config, train, and end the process group, without which gloo may abort after correct output.
+    """Parse the config, train, and destroy the process group, or gloo may abort after correct output.
 
-    After an exception it is left as it is, since its end would wait for the others: `ranks.run_rank` ends them.
+    After an exception the group is left, since destroying it waits for the other ranks; `ranks.run_rank` ends those.
     """
     config = parse_config(kind, argv, prog=prog)
     keep_few_kernels()

@@ -1,4 +1,4 @@
-"""Loading models and tokenizers safely, and checking that a drafter and a target speak the same tokens."""
+"""Safe loading of models and tokenizers, and checks that a drafter and a target share their tokens."""
 
 import hashlib
 import os
@@ -52,25 +52,17 @@ def default_device() -> torch.device:
 
 
 def named_device(name: torch.device | str | None, field: str = "target_device") -> torch.device | None:
-    """Return the device of a name; None for None and for "auto".
-
-    Raises:
-        InputError: torch has no such device here.
-    """
+    """Return the named device of this machine, or raise InputError; None for None and "auto"."""
     if name in (None, "auto"):
         return None
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # the latter if torch was built without CUDA
         raise InputError(f"{field}: expected a device of this machine, found {name}: {first_line(error)}") from error
 
 
 def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bool = False) -> PretrainedConfig:
-    """Read a causal LM's config; its weights need not be there.
-
-    Raises:
-        InputError: none there, or one that is damaged; names the field.
-    """
+    """Read a causal LM's config, without weights; raise InputError naming `field` if it is missing or damaged."""
     require_config(path, field)
     with reading(field, f"a causal LM in {path}"):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -82,11 +74,7 @@ def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bo
 
 
 def vocabulary_size(path: str | Path, *, field: str = "target", trust_remote_code: bool = False) -> int:
-    """Return how many logits a model has, by its config; its weights need not be there.
-
-    Raises:
-        InputError: no causal LM's config there.
-    """
+    """Return a model's number of logits, from its config alone."""
     config = load_config(path, field=field, trust_remote_code=trust_remote_code)
     return int(config.get_text_config().vocab_size)
 
@@ -99,19 +87,11 @@ def resolve_dtype(
     device: torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """Return a dtype's name; that of "auto", with a line on standard error that says why.
+    """Return a dtype's name; resolve "auto", and print the reason on standard error.
 
-    Args:
-        dtype: a name of `DTYPES`, or "auto": as the model is stored, or float32 where the device has no fast arithmetic
-            for that: CPUs have it for float32, and for bfloat16 by instructions (AVX-512 BF16, AMX) that newer ones
-            have; GPUs from Ampere on have both.
-        path: the model's directory or hub id.
-        field: the config field or flag that named it, for the error message.
-        device: where it will run; the default device if None.
-        trust_remote_code: run configuration code that the repository ships.
-
-    Raises:
-        InputError: no model's config there.
+    "auto" is the dtype that the model is stored in, or float32 if `device` (the default one if None) has no fast
+    arithmetic for that. CPUs are fast in float32, and in bfloat16 if they have AVX-512 BF16 or AMX; GPUs from Ampere on
+    are fast in both.
     """
     if dtype != "auto":
         return dtype
@@ -125,19 +105,19 @@ def resolve_dtype(
 
 
 def fast_dtype(config: PretrainedConfig, device: str) -> str:
-    """Return the dtype of `resolve_dtype`'s "auto" for a model with this config on a device of this type."""
+    """Return the dtype that `resolve_dtype` picks for "auto" on a device of this type."""
     stored = stored_dtype(config)
     return stored if has_fast(stored, device) else "float32"
 
 
 def stored_dtype(config: PretrainedConfig) -> str:
-    """Return the name of the dtype that a model's weights are stored in, as its config says; float32 if it does not."""
+    """Return the name of the dtype that a config says its weights are stored in, or float32 without one."""
     name = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
     return name if name in DTYPES else "float32"
 
 
 def has_fast(dtype: str, device: str) -> bool:
-    """Say whether a device of this type computes fast in a dtype."""
+    """Return whether a device of this type has fast arithmetic in a dtype."""
     if device == "cuda":
         return dtype != "bfloat16" or torch.cuda.is_bf16_supported(including_emulation=False)
     if dtype == "bfloat16":
@@ -146,17 +126,17 @@ def has_fast(dtype: str, device: str) -> bool:
 
 
 def _no_report(record: LogRecord) -> bool:
-    """Leave out the library's table of missing, unused and misshapen weights: `check_loaded` names them."""
+    """Filter out the library's table of missing, unused and misshapen weights, which `check_loaded` reports."""
     return "LOAD REPORT" not in record.getMessage()
 
 
 @contextmanager
 def whole_weights() -> Iterator[None]:
-    """Build and load models whole where DeepSpeed ZeRO-3 would give each process a share of the weights.
+    """Build and load models whole under DeepSpeed ZeRO-3, which would give each process a share of the weights.
 
-    Shares have no values outside of an engine: a frozen target has none, and a draft is cut up when it gets its own.
+    Shares have no values outside of an engine. A frozen target has no engine, and a draft is sharded by its own.
     """
-    logging.disable_progress_bar()  # one bar per loaded file says nothing beside the bars of the work itself
+    logging.disable_progress_bar()  # a bar for each file adds nothing to the bars of the work itself
     report = getLogger("transformers.modeling_utils")
     report.addFilter(_no_report)
     reference = deepspeed._hf_deepspeed_config_weak_ref
@@ -184,14 +164,14 @@ def load_model(
 
     Args:
         path: a local directory or a hub id.
-        field: the config field or flag that named it, for the error message.
-        dtype: one of `float32`, `bfloat16`, `float16`, `float64`, or `auto` (`resolve_dtype`).
+        field: the config field or flag that named it, for error messages.
+        dtype: a name of `DTYPES`, or `auto` (`resolve_dtype`).
         trust_remote_code: run model code that the repository ships.
-        device: where to put it; "auto" spreads its layers over all GPUs, and the CPU's memory behind them.
-        quantization: `8bit` or `4bit` weights, by bitsandbytes; as the checkpoint is if None.
+        device: "auto" spreads the layers over all GPUs, then the CPU's memory.
+        quantization: `8bit` or `4bit` weights by bitsandbytes; None keeps the checkpoint's.
 
     Raises:
-        InputError: no model there, or not a causal LM, or one without all its weights, or an unknown dtype.
+        InputError: no causal LM at `path`, missing or invalid weights, or an unknown dtype.
     """
     one_of(options.DTYPES).check("dtype", dtype)
     config = load_config(path, field=field, trust_remote_code=trust_remote_code)
@@ -200,7 +180,7 @@ def load_model(
     dtype = resolve_dtype(dtype, path, field=field, device=where, trust_remote_code=trust_remote_code)
     placed: dict[str, Any] = {}
     home = device or default_device()
-    if device == "auto" or quantization or torch.device(home).type != "cpu":  # by way of the host's memory otherwise
+    if device == "auto" or quantization or torch.device(home).type != "cpu":  # straight to the device's memory
         placed["device_map"] = "auto" if device == "auto" else {"": home}
     expected = f"a causal LM in {path}"
     if quantization:
@@ -213,7 +193,7 @@ def load_model(
             trust_remote_code=trust_remote_code,
             weights_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, in one line
+            ignore_mismatched_sizes=True,  # `check_loaded` reports them in one line
             **placed,
         )
     model, info = loaded
@@ -225,11 +205,7 @@ def load_model(
 
 
 def load_draft(path: str | Path, *, field: str = "draft", **options: Any) -> PreTrainedModel:
-    """Load a draft model to draft with: as `load_model` does, and its head cut where its config says so (`cut_head`).
-
-    Raises:
-        InputError: as `load_model`, or a config whose cut vocabulary is none.
-    """
+    """Load a draft model as `load_model` does, with its head cut if its config asks for that (`cut_head`)."""
     return cut_head(load_model(path, field=field, **options), field)
 
 
@@ -242,14 +218,8 @@ def empty_model(
 ) -> PreTrainedModel:
     """Return a causal LM without weights, on the meta device, in eval mode.
 
-    Args:
-        config: a config, or the directory or hub id that has one.
-        field: the config field or flag that named it, for the error message.
-        dtype: of its tensors; the config's if None.
-        trust_remote_code: run model code that the repository ships.
-
-    Raises:
-        InputError: not the config of a causal LM.
+    `config` may be a directory or hub id. The tensors have the config's dtype if `dtype` is None. Raise InputError if
+    the config is not a causal LM's.
     """
     source, generation = config.name_or_path if isinstance(config, PretrainedConfig) else config, None
     if not isinstance(config, PretrainedConfig):
@@ -266,12 +236,10 @@ def empty_model(
 def load_tokenizer(
     path: str | Path, *, field: str = "model", trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside a model, padding on the left.
+    """Load a model's tokenizer, padding on the left.
 
-    End-of-sequence stands in for a pad token that is missing, or that the model has no embedding for.
-
-    Raises:
-        InputError: no tokenizer there, or one without a pad and an end-of-sequence token; no causal LM's config.
+    End-of-sequence replaces a pad token that is missing or has no embedding. Raise InputError if the tokenizer or the
+    causal LM's config is missing, or both tokens are.
     """
     rows = vocabulary_size(path, field=field, trust_remote_code=trust_remote_code)
     with phase(f"reading the tokenizer of {path}"), reading(field, f"a tokenizer in {path}"):
@@ -286,12 +254,9 @@ def load_tokenizer(
 
 
 def identity(path: str, weights: bool = True, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Tell a model from another without reading all of its weights: one that is trained on keeps its names and sizes.
+    """Return a fingerprint of a model's configs and, with `weights`, its weights; a hub id's is its commit.
 
-    Args:
-        path: a local directory or a hub id, of which the commit is returned.
-        weights: look at the weights, which need not be there otherwise.
-        trust_remote_code: run configuration code that the repository ships.
+    Weights are sampled: training changes their values but neither names nor sizes, and reading all takes too long.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -322,20 +287,16 @@ def check_same_tokenizer(
 ) -> None:
     """Require that two tokenizers agree by content: every id that texts can have is the same token in both.
 
-    Equal length proves nothing (two 4,096-entry vocabularies can differ in every entry), so the mappings are compared.
-    The models' embedding sizes may differ by padding; logits are cut to the tokenizer's size when they are compared.
+    Equal length proves nothing: two 4,096-entry vocabularies can differ in every entry. The models' embedding sizes may
+    differ by padding; logits are cut to the tokenizer's size when they are compared.
 
     Args:
-        target: the target's.
+        target: the target's tokenizer.
         draft: the draft's.
-        target_path: where it came from, for messages.
+        target_path: its origin, for messages.
         draft_path: likewise.
-        vocab_size: how many logits the target has. Tokens behind them, which no text has, are not compared; all are if
-            None.
-        ends_may_differ: for a draft in training: it may have further tokens, or lack the last that the target added.
-
-    Raises:
-        InputError: names the first id that differs, and what to do with such a draft.
+        vocab_size: the target's number of logits. Later tokens, which no text has, are not compared; None compares all.
+        ends_may_differ: allow a draft in training more tokens, or to lack the last ones that the target added.
     """
     p, q = ({number: token for token, number in t.get_vocab().items()} for t in (target, draft))
     end = min(max(p), max(q)) if ends_may_differ else max(*p, *q)
@@ -352,37 +313,25 @@ def check_same_tokenizer(
 
 
 def set_attention(model: PreTrainedModel, name: str | None) -> None:
-    """Have a model compute its attention by one of transformers' implementations; as it does where the name is None.
-
-    Raises:
-        InputError: the model, this machine or the library has no such implementation.
-    """
+    """Set a model's attention implementation by its name in transformers; None keeps it."""
     if name is not None:
         with reading("attn_implementation", f"an attention that {type(model).__name__} can have here"):
             model.set_attn_implementation(name)
 
 
 def takes_bounds(model: PreTrainedModel) -> bool:
-    """Say whether a model's attention takes the bounds of texts in place of a mask, as flash attention does."""
+    """Return whether a model's attention takes the bounds of texts in place of a mask, as flash attention does."""
     return is_flash_attention_requested(model.config.get_text_config())
 
 
 def check_head(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, field: str, target: PretrainedConfig | None = None
 ) -> None:
-    """Require a logit for every token that texts can have; more of them are padding and do no harm.
+    """Require a logit for every token that texts can have; more logits are padding and do no harm.
 
-    These are the pieces that the tokenizer makes of text, and those of its added tokens that the target can write.
-    Others may lie behind the logits: `require_logits` refuses the texts that hold them.
-
-    Args:
-        config: the target's, or its draft's.
-        tokenizer: the model's.
-        field: the config field or flag that named the model, for the error message.
-        target: the target's config, of a draft that has its tokenizer.
-
-    Raises:
-        InputError: the head is narrower.
+    Texts have the pieces that the tokenizer makes of plain text, and the added tokens that the target can write. Other
+    added tokens may be without logits: `require_logits` refuses texts that contain them. `target` is the target's
+    config, for a draft with the target's tokenizer.
     """
     rows: int = config.get_text_config().vocab_size
     if target is not None:

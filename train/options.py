@@ -1,4 +1,4 @@
-"""Options that several commands share. Light: nothing here imports torch."""
+"""Options that several commands share; without torch, so that help is fast."""
 
 import re
 from collections.abc import Iterable
@@ -20,28 +20,25 @@ from draftsmith.decode.errors import (
 from draftsmith.decode.options import Filters, Options
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
-"""Values of a field `dtype`."""
 SAVE_DTYPES = ("float32", "bfloat16", "float16", "auto")
-"""Values of a field `save_dtype`."""
 QUANTIZATIONS = ("8bit", "4bit")
 DEVICE = Range(
     "auto, cpu, or a device such as cuda:1",
     lambda name: re.fullmatch(r"auto|cpu|mps|(cuda|xpu|npu|hpu)(:\d+)?", name) is not None,
 )
-"""Where a model may lie."""
 DRAFT_LENGTH = at_least(1) & at_most(256)
-"""γ: a round of more is no use to anyone."""
+"""The range of γ; no pair gains from longer rounds."""
 TREE_NODES = at_least(1) & at_most(1024)
-"""Of a tree: the mask of a round has their square."""
+"""The range of a tree's nodes; a round's mask has their square."""
 THREADS = at_least(1) & at_most(1024)
-"""Of far more the thread library crashes."""
+"""The range of CPU threads; with many more the thread library crashes."""
 UNITS = {"h": 3600, "m": 60, "s": 1}
-"""Of time, in seconds."""
+"""The seconds of each unit of time."""
 
 
 @dataclass(kw_only=True)
 class ModelOptions(Options):
-    """How models are loaded."""
+    """Options of loading models."""
 
     dtype: str = "auto"
     """Weights and arithmetic of all models: float32, bfloat16, float16 or float64; auto: as the target is stored, or
@@ -57,11 +54,11 @@ class ModelOptions(Options):
 
 @dataclass(kw_only=True)
 class TargetOptions(Options):
-    """Where the target lies, and in how many bits."""
+    """The target's devices and quantisation."""
 
     target_device: str | None = None
-    """Where the target lies: by default a whole copy on each process's device; "auto" spreads one over all GPUs (of
-    a single process); or a device, such as cuda:1."""
+    """The target's device: by default a whole copy on each process's device; "auto" spreads one over all GPUs (of a
+    single process); or a device, such as cuda:1."""
     target_quantization: str | None = None
     """8bit or 4bit weights for the target, by bitsandbytes."""
 
@@ -71,16 +68,11 @@ class TargetOptions(Options):
         require(self, one_of(QUANTIZATIONS), "target_quantization")
 
     def require_own_device(self, processes: int) -> None:
-        """Require that each process can use its own GPU alone.
-
-        Raises:
-            InputError: several processes, and one GPU for all of them, or all for each.
-        """
-        device = self.target_device or ""
-        if processes > 1 and (device == "auto" or ":" in device):
+        """Require that each of several processes has its own GPU: neither one for all of them, nor all for each."""
+        if processes > 1 and self.alone:
             raise InputError(
                 f"target_device: expected none, cpu or cuda with {processes} processes, each of which has its own GPU, "
-                f"found {device}"
+                f"found {self.target_device}"
             )
 
     @property
@@ -92,15 +84,15 @@ class TargetOptions(Options):
 
 @dataclass(kw_only=True)
 class TemplateOptions(ModelOptions):
-    """How conversations go into the target's chat template."""
+    """Options of the target's chat template."""
 
     system_prompt: str | None = None
-    """Begins every conversation that has no system turn of its own."""
+    """The system turn of every conversation that has none of its own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as '{"enable_thinking": false}'."""
     max_prompt_tokens: int | None = None
-    """Tokens of a prompt at most: of a longer conversation the oldest user's text is cut from the left, so that what
-    the chat template writes stays whole; of plain text the last tokens are kept."""
+    """The most tokens of a prompt. The oldest user text of a longer conversation is cut from the left, so that what the
+    chat template writes stays whole; of plain text the last tokens are kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,12 +100,12 @@ class TemplateOptions(ModelOptions):
 
     @property
     def template(self) -> dict[str, Any]:
-        """Arguments of `mask_answers`."""
+        """The arguments of `mask_answers`."""
         return {"system_prompt": self.system_prompt, "variables": self.chat_template_kwargs}
 
     @property
     def encoding(self) -> dict[str, Any]:
-        """Arguments of `encode_prompt`."""
+        """The arguments of `encode_prompt`."""
         return self.template | {"max_tokens": self.max_prompt_tokens}
 
 
@@ -121,27 +113,27 @@ TEXT_FIELDS = (
     "max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs", "top_k", "top_p", "min_p",
     "repetition_penalty", "no_repeat_ngram_size", "trust_remote_code",
 )  # fmt: skip
-"""How prompts are read and texts sampled, at whatever temperature."""
+"""The options of reading prompts and sampling texts, except temperature."""
 NEUTRAL: dict[str, Any] = {each.name: each.default for each in fields(Filters)} | {"trust_remote_code": False}
-"""Values that every command has by default."""
+"""The defaults that all commands share."""
 
 
 def given_fields(config: object, names: Iterable[str] = TEXT_FIELDS) -> dict[str, Any]:
-    """Return those of a config's fields that say something, to be handed on to another command."""
-    given = {name: getattr(config, name) for name in names}
-    return {name: value for name, value in given.items() if value not in (None, {}, NEUTRAL.get(name))}
+    """Return a config's fields that differ from the defaults, to pass to another command."""
+    values = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in values.items() if value not in (None, {}, NEUTRAL.get(name))}
 
 
 @dataclass(kw_only=True)
 class PromptOptions(TemplateOptions):
-    """Which prompts are completed, and how far."""
+    """The prompts to complete, and the length of their completions."""
 
     limit: int | None = None
     """Read only the first N prompts."""
     max_new_tokens: int = 128
-    """Tokens of a completion at most."""
+    """The most tokens of a completion."""
     seed: int = 0
-    """Seeds the sampling: prompt i draws with seed + i."""
+    """The seed of sampling: prompt i draws with seed + i."""
     threads: int | None = None
     """CPU threads; torch's default if None."""
 
@@ -163,15 +155,10 @@ class PromptedTarget(PromptOptions):
 
 
 def checked_url(url: str, name: str, example: str = "http://127.0.0.1:8000") -> str:
-    """Return the root of a server's URL, without a trailing slash or /v1.
+    """Return a server's URL without a trailing slash or /v1; `name` is its field and `example` a valid value.
 
-    Args:
-        url: what was given.
-        name: the field that it was given in, for messages.
-        example: what such a field may hold.
-
-    Raises:
-        InputError: it is none, or holds what must not be in a message or a manifest: a password, a query.
+    Raise InputError if it is not a URL, or has a user name, password or query, which must not get into messages and
+    manifests.
     """
     from httpx2 import URL, InvalidURL
 
@@ -184,7 +171,7 @@ def checked_url(url: str, name: str, example: str = "http://127.0.0.1:8000") -> 
         parts = urlsplit(url)
         usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
         URL(url)
-    except (ValueError, InvalidURL):  # a port that is no number, a broken IPv6 address, a line break
+    except (ValueError, InvalidURL):  # a port that is not a number, a broken IPv6 address, a line break
         usable = False
     if not usable:
         raise InputError(f"{name}: expected a URL such as {example}, found {url!r}")
@@ -214,19 +201,11 @@ class LoraOptions:
 
 
 def seconds_of(text: str, name: str) -> float:
-    """Return a time in seconds.
-
-    Args:
-        text: such as 40m, 2h or 1h30m.
-        name: the field that it was given in, for messages.
-
-    Raises:
-        InputError: a text that says none.
-    """
-    found = re.fullmatch(
+    """Return a time such as 40m, 2h or 1h30m in seconds; raise InputError, naming the field, for any other text."""
+    match = re.fullmatch(
         r"(?:(?P<h>\d+(?:\.\d+)?)h)?(?:(?P<m>\d+(?:\.\d+)?)m)?(?:(?P<s>\d+(?:\.\d+)?)s)?", text.strip()
     )
-    parts = found.groupdict(default="0") if found else {}
+    parts = match.groupdict(default="0") if match else {}
     seconds = sum(float(part) * UNITS[unit] for unit, part in parts.items())
     if not seconds > 0:
         raise InputError(f"{name}: expected a time such as 40m, 2h or 1h30m, found {text!r}")

@@ -1,4 +1,4 @@
-"""Settings of every training run, whatever it trains against the target."""
+"""Settings that all training runs share."""
 
 import os
 import sys
@@ -22,14 +22,14 @@ from draftsmith.train.job.defaults import TRAINING, Defaults
 from draftsmith.train.options import SAVE_DTYPES, TargetOptions, seconds_of
 
 DUPLICATES = ("texts", "prompts")
-"""What may be left out where it repeats; each leaves out what those before it do."""
+"""Values of `dedup`; the later one includes the earlier."""
 OPTIMIZERS = ("auto", "trainer", "muon")
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from draftsmith.train.losses.objective import Objective
-else:  # `parse_config` adds them by themselves, where they are needed
+else:  # `parse_config` adds their fields only where they are needed: the import takes long
     TrainingArguments = Any
 
 
@@ -44,19 +44,19 @@ class RecipeConfig(TargetOptions):
     """Learn from a target, on completions that it wrote (`draftsmith prepare`)."""
 
     acceptance_metrics: ClassVar[tuple[str, ...]] = ("mean_acceptance_length", "alpha")
-    """What checkpoints may be chosen by."""
+    """The metrics that may choose a checkpoint."""
 
     target: str
     """The frozen teacher: a model directory or hub id."""
     completions: list[str]
     """Completion directories to train on."""
     heldout: float | list[str] = field(default_factory=list)
-    """What to measure acceptance on, by which the checkpoint is chosen that is kept; needed where
-    `training.eval_strategy` is not "no": completion directories whose prompts are not among those of `completions`, or
-    a share of these, such as 0.02, that is held back by prompts."""
+    """The text to measure acceptance on, which chooses the checkpoint that is kept: completion directories whose
+    prompts are not among those of `completions`, or a share of these, such as 0.02, held back by prompts. Needed where
+    `training.eval_strategy` is not "no"."""
     share: float = 1.0
-    """Learn from the completions of this share of the prompts alone, the same in all epochs. A smaller share lies
-    within a larger one: `draftsmith learning-curve` trains on several to say what more text would bring."""
+    """Learn from the completions of only this share of the prompts, the same in all epochs. Smaller shares are part of
+    larger ones: `draftsmith learning-curve` trains on several to predict the gain from more text."""
     source_weights: list[float] = field(default_factory=list)
     """How often an epoch takes the samples (or packed rows) of each of `completions`: 1 is once, 0.3 a random 30 % of
     them, others each epoch; all once if not given."""
@@ -65,12 +65,12 @@ class RecipeConfig(TargetOptions):
     any_target: bool = False
     """Learn from completions that another target wrote, too."""
     unfinished: bool = False
-    """Learn from completions of which shards are missing, too."""
+    """Learn from completions with missing shards, too."""
     training: TrainingArguments = field(default_factory=_training_arguments, metadata={"defaults": TRAINING})
-    """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, what was trained: of the checkpoints
-    the one that accepts most on `heldout`, where there is such text and `load_best_model_at_end` is not false. If not
-    given, `learning_rate` is what suits the kind of drafter and its width (in Python: None), the schedule is a cosine
-    with a warm-up of 0.05 of the steps, and every tenth step is logged."""
+    """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, the trained model: the checkpoint
+    with the best acceptance on `heldout`, if there is such text and `load_best_model_at_end` is not false. If not
+    given, `learning_rate` suits the kind of drafter and its width (in Python: None), the schedule is a cosine with a
+    warm-up of 0.05 of the steps, and every tenth step is logged."""
     temperature: float = 1.0
     """Divides both models' logits in the loss and in replay: the temperature that the pair is deployed at."""
     top_k: int = 0
@@ -80,35 +80,35 @@ class RecipeConfig(TargetOptions):
     max_length: int | None = None
     """Cut samples to this many tokens."""
     prompt_loss: bool = False
-    """Learn at the positions of the prompts too: more to learn from in the same forwards, off the text that is going to
-    be drafted."""
+    """Learn at the positions of the prompts too: more to learn from in the same forwards, but not the text that will be
+    drafted."""
     loss_chunk: int | None = None
-    """Logits that the loss holds at a time, however large the batch: by default 2²⁴ on a CPU, and on a GPU what its
-    memory allows, 2²⁷ of 80 GiB. More of them need fewer kernels and more memory."""
+    """Logits that the loss holds at a time, for any batch size: by default 2²⁴ on a CPU, and on a GPU what its memory
+    allows, 2²⁷ of 80 GiB. More of them need fewer kernels and more memory."""
     packing: bool = False
-    """Put whole samples one behind the other into rows of `max_length` tokens, apart from each other."""
+    """Pack whole samples into rows of `max_length` tokens; they do not see each other."""
     stop_after: str | None = None
     """End training after this time, such as 40m or 1h30m, at the end of a step, and keep what was learned."""
     patience: int | None = None
     """End training after this many evaluations without a better `training.metric_for_best_model`."""
     target_dtype: str = "auto"
     """The frozen target's dtype: float32, bfloat16, float16 or float64; auto: as it is stored, or float32 where this
-    device has no fast arithmetic for that. What is trained is float32, under autocast where `training.bf16` asks."""
+    device has no fast arithmetic for that. Trained weights are float32, with autocast under `training.bf16`."""
     attn_implementation: str | None = None
     """How both models compute attention: sdpa, eager, flex_attention, flash_attention_2 or another that transformers
     has here; its default, sdpa mostly, if not given. For packed rows sdpa takes a mask of T² entries a row; flex
     attention skips its empty blocks, and flash attention needs none."""
     target_sharded: bool = False
-    """Leave each process its share of the target's layers, in place of a whole copy, and gather each layer while it
+    """Shard the target's layers over the processes, in place of a whole copy each, and gather a layer while it
     computes: for targets that one device cannot hold, at the price of reading all of it over the network each step."""
     save_dtype: str = "auto"
-    """The dtype of the weights that are left in `output_dir`: float32, bfloat16 or float16; auto: that which the model
-    to start from is stored in, or the target, of heads and of a draft made from it. Checkpoints hold float32."""
+    """The dtype of the weights in `output_dir`: float32, bfloat16 or float16; auto: the stored dtype of the model to
+    start from, or the target's for heads and for a draft made from it. Checkpoints hold float32."""
     optimizer: str = "auto"
-    """"trainer": what `training.optim` says; "muon": Muon on the matrices and AdamW on the rest, which learns faster in
-    short runs, for unsharded training (one process or DDP, no FSDP or ZeRO); "auto": what suits the kind of drafter."""
+    """"trainer": `training.optim`; "muon": Muon on the matrices and AdamW on the rest, which learns faster in short
+    runs, for unsharded training (one process or DDP, no FSDP or ZeRO); "auto": the best for the kind of drafter."""
     resume: bool = True
-    """Go on from the last checkpoint in `output_dir` if there is one."""
+    """Continue from the last checkpoint in `output_dir` if there is one."""
     trust_remote_code: bool = False
     """Run model code that a repository ships."""
 
@@ -127,7 +127,7 @@ class RecipeConfig(TargetOptions):
         if self.optimizer == "muon" and (self.training.fsdp or self.training.deepspeed):
             raise InputError("optimizer: expected trainer for training sharded by FSDP or DeepSpeed, found muon")
         if self.training.deepspeed and self.training.learning_rate is None:
-            # The library has copied the rate into them already; ours is known once the model is there.
+            # The library has copied the rate into them already, but our default depends on the model.
             own = self.training.hf_deepspeed_config.config.keys() & {"optimizer", "scheduler"}
             if own:
                 raise InputError(
@@ -143,10 +143,9 @@ class RecipeConfig(TargetOptions):
         self._select_on_acceptance()
         self.training.dataloader_pin_memory &= self.training.device.type != "cpu"  # torch warns otherwise
         self.training.remove_unused_columns = False  # the collator reads columns that no model does
-        self.training.use_cache = True  # the saved config says so to all who load it; forwards of training ask for none
-        self.training.logging_nan_inf_filter = (
-            False  # it waits for the device in each part, and a loss that is not finite ends the run anyway
-        )
+        self.training.use_cache = True  # for those who load the saved config; training forwards pass False
+        # The filter waits for the device in each part, and a loss that is not finite ends the run anyway.
+        self.training.logging_nan_inf_filter = False
         if self.training.save_on_each_node:
             raise InputError(
                 "training.save_on_each_node: expected false, as the library writes weights on the first machine alone, "
@@ -163,11 +162,11 @@ class RecipeConfig(TargetOptions):
 
     @property
     def defaults(self) -> Defaults:
-        """How this kind of drafter is trained where the user does not say; a recipe overrides this."""
+        """The defaults of training this kind of drafter."""
         return Defaults(rate=1e-3)
 
     def uses_muon(self, sharded: bool) -> bool:
-        """Say whether Muon trains the matrices, of a drafter that FSDP or DeepSpeed shards or not."""
+        """Return whether Muon trains the matrices; `sharded` tells whether FSDP or DeepSpeed shards the drafter."""
         if self.optimizer != "auto":
             return self.optimizer == "muon"
         optim = type(self.training).__dataclass_fields__["optim"].default
@@ -180,12 +179,12 @@ class RecipeConfig(TargetOptions):
 
     @property
     def stored_as(self) -> str:
-        """The model whose dtype "auto" saves in."""
+        """The model whose stored dtype `save_dtype` "auto" uses."""
         return self.target
 
     @property
     def heldout_directories(self) -> list[str]:
-        """The directories to measure acceptance on; none where a share of `completions` is held back."""
+        """The held-out directories; empty if a share of `completions` is held back."""
         return self.heldout if isinstance(self.heldout, list) else []
 
     def _check_sources(self) -> None:
@@ -205,22 +204,22 @@ class RecipeConfig(TargetOptions):
             )
 
     def _use_own_device(self) -> None:
-        """Have each process use its own GPU alone, but for a target that is spread over the GPUs of a single one."""
+        """Give each process one GPU; only a target may be spread over all GPUs of a single process."""
         device = self.target_device or ""
         self.require_own_device(self.training.world_size)
-        if self.training.n_gpu > 1:  # the library would spread batches over them by nn.DataParallel
+        if self.training.n_gpu > 1:  # the library would split batches over them with nn.DataParallel
             if device in ("", "cuda"):
                 print(f"GPUs: one of {self.training.n_gpu} is used; --processes makes more of them", file=sys.stderr)
             self.training._n_gpu = 1
 
     def _select_on_acceptance(self) -> None:
-        """Choose checkpoints by acceptance: the loss can fall while acceptance falls."""
+        """Select checkpoints by acceptance: the loss can fall while acceptance falls."""
         training = self.training
         if training.load_best_model_at_end is None:
             sharded = training.fsdp or training.deepspeed
             cannot = training.save_strategy == "no" or (training.save_only_model and sharded)
             training.load_best_model_at_end = bool(self.heldout) and not cannot
-            if training.load_best_model_at_end and training.eval_strategy == "no":  # measure what is saved
+            if training.load_best_model_at_end and training.eval_strategy == "no":  # evaluate each checkpoint
                 training.eval_strategy = "epoch" if training.save_strategy == "epoch" else "steps"
                 training.eval_steps = training.save_steps
         if self.patience is not None and not (training.load_best_model_at_end and self.patience >= 1):
@@ -235,22 +234,21 @@ class RecipeConfig(TargetOptions):
 
 @dataclass
 class ObjectiveConfig(RecipeConfig):
-    """A run that minimises divergences between the target's distributions and the drafter's."""
+    """Settings of a run that minimises divergences between the target's distributions and the drafter's."""
 
     divergence: str | dict[str, float] = "forward_kl"
-    """What is minimised. By soft labels, the target's distributions: forward_kl, reverse_kl, jsd, skew_kl,
-    skew_reverse_kl, tvd, lk_hybrid, nla. By hard labels, the completions' tokens: cross_entropy. Of draft models also
-    what a drafted block falls short of: expected_length (of accepted tokens), reached_tvd. Or weights by name, for
-    their sum."""
+    """The loss. With soft labels, the target's distributions: forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl,
+    tvd, lk_hybrid, nla. With hard labels, the completions' tokens: cross_entropy. For draft models also the shortfall
+    of a drafted block: expected_length (of accepted tokens), reached_tvd. Or weights by name, for a sum."""
     beta: float = 0.5
     """The weight of p in jsd's mixture."""
     alpha: float = 0.1
-    """How far the skewed divergences mix their first distribution into the second."""
+    """The share of the first distribution that the skewed divergences mix into the second."""
     eta: float = 3.0
     """η of lk_hybrid, λ KL + (1 − λ) TV with λ = e^(−η α): the larger, the sooner it is TV."""
     lk_alpha: str = "position"
-    """Which α weighs lk_hybrid: each "position" its own, or its mean over a "batch", which is what one process learns
-    from in one forward, of drafting heads each head's own; that takes the loss's matrix products twice."""
+    """The α that weighs lk_hybrid: that of each "position", or the mean over a "batch" (one forward of one process; for
+    drafting heads, of each head), which computes the loss's matrix products twice."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -263,11 +261,11 @@ class ObjectiveConfig(RecipeConfig):
 
     @cached_property
     def objective(self) -> "Objective":
-        """What is minimised."""
+        """The loss."""
         return self.make_objective()
 
     def make_objective(self, **fields: Any) -> "Objective":
-        """Make what is minimised of the settings, and of further fields of `Objective`."""
+        """Make the loss from the settings, with further fields of `Objective`."""
         from draftsmith.train.losses.objective import Objective
 
         sampling = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}

@@ -1,9 +1,9 @@
-"""Acceptance during training, by replay on held-out completions: what a checkpoint is selected on.
+"""Acceptance during training, by replay on held-out completions: the criterion of checkpoint selection.
 
 The validation loss can fall while acceptance falls, so it is never the criterion. Each sample yields sums; processes
 gather the sums, and ratios are taken at the end.
 
-Shape suffixes: B samples, T positions of a sample, N positions, V vocabulary, K features; k the tokens kept of a cached
+Shape suffixes: B samples, T positions of a sample, N positions, V vocabulary, K features; k tokens of a cached
 distribution, E = k + 1 with their tail.
 """
 
@@ -20,19 +20,19 @@ COLUMNS = ("tokens", "rounds", "overlap", "greedy_overlap", "agreement", "loss")
 
 
 def replay_features(p: Tensor | CachedDistributions, q_logits_NV: Tensor, labels_N: Tensor, sampler: Sampler) -> Tensor:
-    """Return what each position says of acceptance.
+    """Return four features of acceptance for each position.
 
     Args:
         p: the target's logits of the next token, (N, V), or its cached distributions under the same warping. With
-            these the second feature is an upper bound, exceeded by at most min(p_tail, q_tail), and the third a lower
+            these the second feature is an upper bound, too high by at most min(p_tail, q_tail), and the third a lower
             bound, which takes 0 for tokens of the tail, each less probable than the k-th; the others are exact.
-        q_logits_NV: the draft's.
+        q_logits_NV: the draft's logits.
         labels_N: the next tokens, written by the target under the same warping.
         sampler: the deployment's warping, a context-free one.
 
     Returns:
-        (N, 4) float32: min(1, q(x)/p(x)); Σ_v min(p, q); p(argmax q), which a verifier of greedy drafts accepts; and
-        whether the argmaxes are equal.
+        (N, 4) float32: min(1, q(x)/p(x)); Σ_v min(p, q); p(argmax q), the probability that a greedy draft is
+        accepted; and whether the argmaxes are equal.
     """
     q_NV, guess_N1 = sampler.probabilities(q_logits_NV, []), q_logits_NV.argmax(-1, keepdim=True)
     if isinstance(p, CachedDistributions):
@@ -52,15 +52,10 @@ def replay_features(p: Tensor | CachedDistributions, q_logits_NV: Tensor, labels
 
 
 def replay_sums(features_BTK: Tensor, inside_BT: Tensor, draft_length: int) -> Tensor:
-    """Return each sample's sums over its completion.
+    """Return sums over each sample's completion, (B, 5) float32: tokens, expected rounds, the last three features.
 
-    Args:
-        features_BTK: the four of `replay_features`; anything outside the completions.
-        inside_BT: bool, the completions' tokens. Those of a sample are taken to be one text.
-        draft_length: γ of the replayed rounds.
-
-    Returns:
-        (B, 5) float32: completion tokens, expected rounds, and the sums of the last three features.
+    `features_BTK` holds those of `replay_features`, with any values outside of the completions. `inside_BT` marks the
+    completions' tokens; those of a sample count as one text.
     """
     # Completions begin at different columns: shift each to the left, so that the chain starts at its first token.
     order_BT = torch.argsort(~inside_BT, dim=1, stable=True)
@@ -72,18 +67,12 @@ def replay_sums(features_BTK: Tensor, inside_BT: Tensor, draft_length: int) -> T
 
 
 def acceptance_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Turn gathered sums, (samples, 6): those of `replay_sums` and the loss, into ratios over tokens.
-
-    Returns:
-        `loss`, the mean over tokens; `alpha` = 1 − TV(p, q); `greedy_alpha`, the acceptance of argmax drafts (vLLM's
-        default); `agreement`, the share of contexts with equal argmax (on these contexts, which need not be greedy
-        ones); `mean_acceptance_length`, τ at the configured draft length.
-    """
+    """Turn gathered sums, (samples, 6): those of `replay_sums` and the loss, into ratios over tokens."""
     sums = dict(zip(COLUMNS, np.asarray(prediction.predictions, dtype=np.float64).sum(0), strict=True))
     return {
         "loss": float(sums["loss"] / sums["tokens"]),
-        "alpha": float(sums["overlap"] / sums["tokens"]),
-        "greedy_alpha": float(sums["greedy_overlap"] / sums["tokens"]),
-        "agreement": float(sums["agreement"] / sums["tokens"]),
-        "mean_acceptance_length": float(sums["tokens"] / sums["rounds"]),
+        "alpha": float(sums["overlap"] / sums["tokens"]),  # 1 − TV(p, q)
+        "greedy_alpha": float(sums["greedy_overlap"] / sums["tokens"]),  # of argmax drafts, vLLM's default
+        "agreement": float(sums["agreement"] / sums["tokens"]),  # equal argmaxes, after contexts that may be sampled
+        "mean_acceptance_length": float(sums["tokens"] / sums["rounds"]),  # τ at the configured draft length
     }

@@ -1,4 +1,4 @@
-"""Files of a training run: how they are written, how the next run finds them, and the lines that serve them."""
+"""Files of a training run: writing and finding them, and the command lines that serve them."""
 
 import json
 import shlex
@@ -18,16 +18,16 @@ from draftsmith.train.files import no_room, write_aside, written_aside
 
 
 def checkpoints(output_dir: str) -> list[Path]:
-    """Return the Trainer's checkpoints in a directory, from the first to the newest."""
+    """Return the Trainer's checkpoints in a directory, oldest first."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
-    found = (path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdigit())
-    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix(prefix)))
+    paths = (path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdigit())
+    return sorted((path for path in paths if path.is_dir()), key=lambda path: int(path.name.removeprefix(prefix)))
 
 
 def last_checkpoint(output_dir: str | None) -> str | None:
-    """Return the newest Trainer checkpoint in a directory, or None where there is none."""
-    found = checkpoints(output_dir) if output_dir else []
-    return str(found[-1]) if found else None
+    """Return the newest Trainer checkpoint in a directory, or None without one."""
+    paths = checkpoints(output_dir) if output_dir else []
+    return str(paths[-1]) if paths else None
 
 
 def save_model(
@@ -36,10 +36,7 @@ def save_model(
     directory: Path,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write a model, or other weights of its, and its tokenizer as a Hugging Face directory, in place of one there.
-
-    A save that is interrupted leaves the old one whole: `written_aside`.
-    """
+    """Write a model (with `state_dict` as its weights) and its tokenizer as a Hugging Face directory, atomically."""
     with written_aside(directory) as aside:
         model.save_pretrained(aside, state_dict=state_dict)
         tokenizer.save_pretrained(aside)
@@ -48,7 +45,7 @@ def save_model(
 
 
 def in_dtype(state_dict: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights in a dtype; tied ones stay tied, and whole numbers what they are."""
+    """Return weights in a dtype; tied weights stay tied, and integer tensors stay integers."""
     made: dict[tuple[int, torch.Size], Tensor] = {}
     for tensor in state_dict.values():
         if tensor.is_floating_point():
@@ -57,7 +54,7 @@ def in_dtype(state_dict: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Ten
 
 
 def declare_dtype(directory: Path, dtype: torch.dtype) -> None:
-    """Write into a saved model's config.json what its weights are stored in: the library writes that of memory."""
+    """Set the dtype in a saved model's config.json: the library writes the one in memory."""
     file = directory / "config.json"
     config = parse_json(file.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
     write_aside(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -65,11 +62,7 @@ def declare_dtype(directory: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def argument_errors() -> Iterator[None]:
-    """Turn what the library says of TrainingArguments that cannot be had here into one line.
-
-    Raises:
-        InputError: a tracker whose package is missing, fp16 without a GPU, a hub that cannot be reached, …
-    """
+    """Turn errors about unusable TrainingArguments (a missing tracker, fp16 without a GPU, …) into InputErrors."""
     try:
         yield
     except (ValueError, RuntimeError, ImportError, OSError) as error:
@@ -80,7 +73,7 @@ def argument_errors() -> Iterator[None]:
 
 @contextmanager
 def note_checkpoint_on_interrupt(directory: str) -> Iterator[None]:
-    """Have a run that is interrupted say which checkpoint it kept."""
+    """Add a note to an interruption of this block, on the checkpoint that is kept."""
     with note_on_interrupt(
         lambda: (last := last_checkpoint(directory)) and f"{Path(last).name} is kept in {directory}"
     ):
@@ -89,7 +82,7 @@ def note_checkpoint_on_interrupt(directory: str) -> Iterator[None]:
 
 @contextmanager
 def note_on_interrupt(note_of: Callable[[], str | None]) -> Iterator[None]:
-    """Add a note to an interruption of this block, on what is kept; none where `note_of` returns None."""
+    """Add a note from `note_of`, unless it is None, to an interruption of this block."""
     try:
         yield
     except KeyboardInterrupt as interruption:
@@ -100,11 +93,7 @@ def note_on_interrupt(note_of: Callable[[], str | None]) -> Iterator[None]:
 
 @contextmanager
 def full_disk_reported(directory: Path) -> Iterator[None]:
-    """Turn what libraries raise when the disk is full into one line that says what is still there.
-
-    Raises:
-        InputError: names the last whole checkpoint.
-    """
+    """Turn a full disk's errors into an InputError that names the last whole checkpoint."""
     try:
         yield
     except Exception as error:
@@ -118,7 +107,7 @@ def full_disk_reported(directory: Path) -> Iterator[None]:
 
 
 def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, int] | None = None) -> str:
-    """Return the shell command by which vLLM serves a target with a speculative config, fields of its own added."""
+    """Return the shell command that serves a target in vLLM; `overrides` are added to the target's config."""
     words = ["vllm", "serve", target]
     if overrides:
         words += ["--hf-overrides", json.dumps(overrides, separators=(",", ":"))]
@@ -126,14 +115,14 @@ def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, 
 
 
 def with_speculative(line: str, fields: Mapping[str, Any]) -> str:
-    """Return a line of `vllm_command` with fields in its speculative config, in place of those that it had."""
+    """Return a line of `vllm_command` with fields added to its speculative config or replaced there."""
     words = shlex.split(line)
     speculative = parse_json(words[-1]) | dict(fields)
     return shlex.join([*words[:-1], json.dumps(speculative, separators=(",", ":"))])
 
 
 def sglang_command(target: str, draft: str, draft_length: int, algorithm: str = "STANDALONE") -> str:
-    """Return the shell command by which SGLang serves a target with a draft of `draft_length` tokens a round."""
+    """Return the shell command that serves a target in SGLang with a draft of `draft_length` tokens a round."""
     flags = {
         "--model-path": target,
         "--speculative-algorithm": algorithm,
@@ -146,6 +135,6 @@ def sglang_command(target: str, draft: str, draft_length: int, algorithm: str = 
 
 
 def hub_name(model: str | None) -> str | None:
-    """Return a name that may be one of the hub's, which refuses cards that link others; None for a path."""
+    """Return a model's name if it may be a hub id, None for a path: the hub refuses cards that link paths."""
     local = model is None or Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
     return None if local else model

@@ -1,8 +1,8 @@
-"""The Trainer of all recipes: a frozen target beside the model in training.
+"""The Trainer of all recipes: a frozen target and a model in training.
 
-Two methods that are overridden here are private in the library's Trainer, as are some of `train/job/saving.py`. It has
-no public way to give a sampler (`_get_train_sampler`) or to see the gradients' norm before the step (`_get_grad_norm`).
-So pyproject bounds the library's version from above.
+Two of the methods overridden here are private in the library's Trainer, as are some in `train/job/saving.py`: it has no
+public way to set a sampler (`_get_train_sampler`) or to see the gradients' norm before the step (`_get_grad_norm`). So
+pyproject bounds the library's version from above.
 
 Shape suffixes: B rows, T positions, H hidden.
 """
@@ -45,27 +45,27 @@ from draftsmith.train.runs import argument_errors
 from draftsmith.train.sharding import check_sharding
 from draftsmith.train.teacher.kept_states import KeptStates
 
-# Without a GPU it warns that it found none, even if nothing uses DeepSpeed.
+# DeepSpeed warns about a missing GPU on import, even if nothing uses it.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 READ = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What a model reads of a batch."""
+"""The columns of a batch that a model reads."""
 
 
 class RecipeTrainer(SavingTrainer, ABC):
     """`transformers.Trainer` with a frozen target, whole checkpoints, and errors that name the samples.
 
-    Losses are sums over the completion tokens of a part ÷ the token count of the whole global batch: accumulation steps
-    and processes with unequal token counts weigh by their tokens, so that the split of a batch does not change it.
+    A loss is a sum over the completion tokens of a part ÷ the token count of the global batch. Parts and processes with
+    unequal token counts thus weigh by their tokens, and the split of a batch does not change its loss.
     """
 
     ahead = 0
-    """How many tokens behind the next one are learned from a position."""
+    """The tokens past the next one that a position learns."""
     kept: KeptStates | None = None
-    """Keeps the target's states of single samples, so that later epochs, and other trainings, need not compute them."""
+    """The memory of the target's states for later epochs and other trainings; None computes them each time."""
     known_order = False
-    """Whether rows are read in an order that is known beforehand."""
+    """Whether the order of rows must be known in advance."""
     needs_host_arrays = False
-    """Whether something is laid out on the host by what batches hold: they have it there, too."""
+    """Whether batches also keep their arrays on the host, to plan computations without a device synchronisation."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class RecipeTrainer(SavingTrainer, ABC):
         if not rate_given:
             width = model.config.get_text_config().hidden_size
             config.training.learning_rate = config.defaults.learning_rate(width)
-        models = [each for each in (model, target) if each is not None]
-        bounds = any(isinstance(each, PreTrainedModel) and takes_bounds(each) for each in models)
-        by_text = any([rotate_by_text(each) for each in models])
+        models = [part for part in (model, target) if part is not None]
+        bounds = any(isinstance(part, PreTrainedModel) and takes_bounds(part) for part in models)
+        by_text = any([rotate_by_text(part) for part in models])  # a list: each model must be changed
         with argument_errors():
             super().__init__(
                 model=model,
@@ -106,13 +106,12 @@ class RecipeTrainer(SavingTrainer, ABC):
         self.tokenizer = tokenizer
         self.sizes = ChunkSizes.of(self.args.device, config.loss_chunk)
         self.sampler = Sampler.of(config.temperature, config.top_k, config.top_p)
-        # Either head may have more rows than the tokenizer has tokens: those are left out everywhere.
-        of_target = (
-            load_config(config.target, trust_remote_code=config.trust_remote_code) if target is None else target.config
-        )
-        self.vocab_size = token_count(tokenizer, of_target)
+        # Both heads may have more rows than the tokenizer has tokens; the extra rows are cut off everywhere.
+        code = config.trust_remote_code
+        target_config = load_config(config.target, trust_remote_code=code) if target is None else target.config
+        self.vocab_size = token_count(tokenizer, target_config)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
-        """None where p comes with the batches, out of a cache."""
+        """None if p comes with the batches from a cache."""
         if self.target is not None and not (
             config.target_sharded or config.target_device or config.target_quantization
         ):
@@ -120,29 +119,28 @@ class RecipeTrainer(SavingTrainer, ABC):
         self._works = None if self.target is None else Work.of(self.target), self.trained_work()
         self.telemetry = Telemetry(self.args, self._work)
         self.clock = self.telemetry.clock
-        # Makes the Trainer count the completion tokens of the global batch and hand them to `compute_loss`.
+        # Makes the Trainer count the completion tokens of the global batch and pass the count to `compute_loss`.
         self.model_accepts_loss_kwargs = True
+        # The rows of the current step, a tensor for each part: reading their values would wait for the device.
         self._step_samples: list[Tensor] = []
-        """Rows of the data set that the current step has seen, a tensor a part: to read them is to wait for them."""
         self._step_loss = torch.zeros(())
         self._step_tokens: Tensor | int | None = None
-        self._first_loss: FirstLoss | None = FirstLoss()
-        """Until the first step has ended."""
+        self._first_loss: FirstLoss | None = FirstLoss()  # None after the first step
         if not rate_given and self.is_world_process_zero():
             name = "Muon" if self.muon else OptimizerNames(self.args.optim).value
             print(f"optimizer: {name}, learning rate {self.args.learning_rate:g}", file=sys.stderr)
 
     @property
     def job(self) -> JobRecord:
-        """What a run must share with this one to resume from its checkpoints."""
+        """The properties that a run must share with this one to resume from its checkpoints."""
         return JobRecord.of(
             self.args, self.accelerator, len(self.data), self.data.fingerprint(self.recipe.source_weights)
         )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Check precision and what shards the draft, with messages that name our fields."""
+        """Check precision and sharding, with messages that name our fields."""
         super().create_accelerator_and_postprocess()
-        if self.args.fp16 and self.args.device.type == "cpu":  # the library would leave it out without a word
+        if self.args.fp16 and self.args.device.type == "cpu":  # the library would silently ignore it
             raise InputError("training.fp16: expected a GPU for it, found a CPU; training.bf16 runs on both")
         check_sharding(self.accelerator, self.recipe.optimizer)
 
@@ -153,26 +151,26 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     @property
     def ends(self) -> Sequence[nn.Module] | None:
-        """The modules whose matrices Muon leaves alone; None for embeddings and head of a language model."""
+        """The modules whose matrices Muon does not train; None for a language model's embeddings and head."""
         return None
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Make Muon where the recipe says so, or what `training.optim` says."""
+        """Create Muon if the recipe uses it, or the optimizer of `training.optim`."""
         if self.optimizer is None and self.muon:
             module: Any = self.model
             self.optimizer = MuonAdamW(module, self.args.learning_rate, self.args.weight_decay, self.ends)
         return super().create_optimizer(model)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Read the rows in an order that the seed and the epoch alone decide."""
+        """Return a loader whose order depends on the seed and the epoch alone."""
         loader: Any = super().get_train_dataloader()
         order = self._get_train_sampler()
         if isinstance(order, EpochSampler):
-            loader.set_sampler(order)  # or accelerate would not tell it the epoch where batches are skipped
+            loader.set_sampler(order)  # or accelerate does not tell it the epoch when it skips batches on resume
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> DataSampler[Any] | None:
-        """Return the order in which rows are read; the library would read all of them to group them by length."""
+        """Return our sampler where it is needed: to group by length, the library's would read all rows."""
         grouped = self.args.train_sampling_strategy == "group_by_length"
         if not grouped and not self.recipe.source_weights and not self.known_order:
             return super()._get_train_sampler(train_dataset)
@@ -180,7 +178,7 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     @property
     def epoch_order(self) -> EpochSampler:
-        """The order that the seed and the epoch alone decide."""
+        """A sampler whose order depends on the seed and the epoch alone."""
         grouped = self.args.train_sampling_strategy == "group_by_length"
         size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
         return EpochSampler(self.data, self.args.seed, size if grouped else None, self.recipe.source_weights)
@@ -188,7 +186,7 @@ class RecipeTrainer(SavingTrainer, ABC):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Take the batches of a step, change them, and count their loss tokens after that."""
+        """Take the batches of a step, let `step_batches` change them, and count their loss tokens."""
         with self.clock.phase("data"):
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         with self.clock.phase("text"):
@@ -200,13 +198,13 @@ class RecipeTrainer(SavingTrainer, ABC):
         return batches, tokens
 
     def step_batches(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Return what a step learns from in place of the data's batches; a recipe may override this."""
+        """Return the batches that a step learns from; on-policy recipes replace those of the data."""
         return batches
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Take a forward and a backward pass; whether the loss is finite is looked at once a step."""
+        """Run a part's forward and backward pass; `_get_grad_norm` checks once a step that the loss is finite."""
         self._step_samples.append(inputs["index"])
         with self.clock.phase("draft"):
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -214,7 +212,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         return loss
 
     def loss_beside_uniform(self, loss_of: Callable[[Sequence[Learner]], Tensor], *learners: Learner) -> Tensor:
-        """Return `loss_of(learners)`, a sum over positions; in the first step it is compared with the uniform loss."""
+        """Return `loss_of(learners)`, a sum over positions, and compare it in the first step with the uniform loss."""
         if self._first_loss is None or self.state.global_step:
             return loss_of(learners)
         return self._first_loss.beside_uniform(loss_of, learners)
@@ -222,11 +220,11 @@ class RecipeTrainer(SavingTrainer, ABC):
     @property
     @abstractmethod
     def cause_of_bad_start(self) -> str:
-        """Why a loss may begin above the uniform one, and what to do."""
+        """The reason why a loss may begin above the uniform one, and a remedy."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        # float16 scales its loss, and skips the steps where the scaled gradients overflow.
+        # Under float16 scaled gradients may overflow: the scaler skips such steps, so their norm is not an error.
         norm = grad_norm if self.accelerator.scaler is None else None
         require_finite(self.accelerator, self._step_loss, norm, self._samples_of_step, self.state.global_step + 1)
         if self._first_loss is not None:
@@ -245,12 +243,12 @@ class RecipeTrainer(SavingTrainer, ABC):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return a part's summed loss ÷ the token count of the global batch, or of the part where that is not known."""
+        """Return a part's summed loss ÷ the token count of the global batch (of the part, if that is None)."""
         positions = LossPositions(inputs["positions"][0])
         total = self.summed_loss(model, inputs, positions)
         loss = total / (max(len(positions), 1) if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            # Gradients are averaged over processes; the count is already the sum over them.
+            # Gradients are averaged over processes, but the count is their sum already.
             loss = loss * self.accelerator.num_processes
         return (loss, {}) if return_outputs else loss
 
@@ -259,7 +257,7 @@ class RecipeTrainer(SavingTrainer, ABC):
     ) -> tuple[None, Tensor, Tensor]:
         """Return each sample's replay sums in place of logits.
 
-        No loss by itself: the Trainer would average it over batches, whatever their token counts.
+        The loss is one of the sums: the Trainer would average it over batches regardless of their token counts.
         """
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -267,22 +265,22 @@ class RecipeTrainer(SavingTrainer, ABC):
         return None, sums, sums[:, :1]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure as the library does, on a clock of its own."""
+        """Evaluate as the library does, as a phase of its own on the clock."""
         with self.clock.phase("evaluation"):
             return super().evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, and behind a training loss what `Telemetry.entries` says of the steps since the last."""
+        """Log, and add to a training loss the telemetry of the steps since the last log."""
         if "loss" in logs:
             logs |= self.telemetry.entries(self.state)
         super().log(logs, start_time)
 
     def trained_work(self) -> Work | None:
-        """Return the arithmetic of what is trained; a recipe overrides this where that is no causal LM."""
+        """Return the arithmetic of the trained model, which is a causal LM unless a recipe overrides this."""
         return Work.of(self.model)  # type: ignore[arg-type]
 
     def _work(self, positions: float, seen: float, tokens: float) -> float | None:
-        """Return the operations of some steps; None where a model's are not known."""
+        """Return the operations of some steps; None if a model's are not known."""
         teacher, student = self._works
         if student is None or (teacher is None and self.target is not None):
             return None
@@ -291,26 +289,20 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     @abstractmethod
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
-        """Return what is minimised, summed over a part's tokens; a recipe says what.
+        """Return the loss of a batch, (B, T), summed over its labelled positions.
 
-        Args:
-            model: the model in training, or a wrapper around it.
-            inputs: a batch, (B, T).
-            positions: those whose next token has a label.
+        `model` is the model in training or a wrapper around it; `positions` are those whose next token has a label.
         """
 
     @abstractmethod
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
-        """Return what `compute_metrics` sums over samples, (B, columns).
+        """Return the sums of each sample that `compute_metrics` adds up, (B, columns).
 
-        Args:
-            model: as in `summed_loss`.
-            inputs: a batch.
-            chosen_BT: bool, (B, T − 1): the positions whose next token has a label.
+        `chosen_BT`, bool, (B, T − 1), marks the positions whose next token has a label.
         """
 
     def target_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the target's last hidden states of a batch, (B, T, H), on the device where the loss is taken."""
+        """Return the target's last hidden states of a batch, (B, T, H), on the device of the loss."""
 
         def states_of(batch: dict[str, Tensor]) -> Tensor:
             moved = send_to_device(batch, self.target.device)
@@ -323,17 +315,17 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     @cached_property
     def target_head(self) -> OutputHead:
-        """The target's head on the device where the loss is taken."""
+        """The target's head on the device of the loss."""
         return head_of(self.target).cut(self.vocab_size).to(self.args.device)
 
 
 def texts(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs that a model reads from a batch: tokens, and what tells the samples of packed rows apart."""
+    """Return the columns of a batch that a model reads: tokens, and the bounds of samples in packed rows."""
     return {name: inputs[name] for name in READ if name in inputs}
 
 
 def _with_all_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch whose labels are the tokens of prompts too, but for the first of each text and padding."""
+    """Return a batch that labels prompt tokens too, except padding and the first token of each text."""
     ids_BT, positions = batch["input_ids"], batch["text_positions"]
     labels_BT, labelled_N = torch.full_like(ids_BT, IGNORED), positions[0] + 1
     labels_BT.view(-1)[labelled_N] = ids_BT.flatten()[labelled_N]

@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_in_one_line(pipeline, cached, tmp_path, ca
         return lines[0]
 
     assert "none at nowhere" in fails("--teacher_cache", "[nowhere]")
-    assert "layer_ids: expected some of [2], behind which" in fails("--teacher_cache", f"[{cached / 'other'}]")
+    assert "layer_ids: expected some of [2], after which" in fails("--teacher_cache", f"[{cached / 'other'}]")
     assert "expected schema 'draftsmith.features/1', found" in fails("--teacher_cache", f"[{cached / 'laws'}]")
     assert "target_sharded: expected false with teacher_cache" in fails("--target_sharded", "true")
     dispatch = "training.accelerator_config.dispatch_batches: expected false with teacher_cache"

@@ -1,1 +1,1 @@
-"""Caches of the target's distributions and features on disk."""
+"""Caches of the target's distributions and features, on disk and in memory."""

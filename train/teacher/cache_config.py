@@ -1,4 +1,4 @@
-"""Settings of `draftsmith cache`, and those that a training run refuses beside a cache."""
+"""Settings of `draftsmith cache`, and those that a training run cannot combine with a cache."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +22,9 @@ OF_DISTRIBUTIONS = {"k": 32, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 @dataclass
 class CacheConfig(ModelOptions, TargetOptions):
-    """Write what a target makes of its completions to disk, for training without it; resumable.
+    """Write the target's distributions or features on completions to disk, to train without the target; resumable.
 
-    Its distributions, which drafts are distilled from, or the features that some drafting heads learn from.
+    Drafts are distilled from distributions; some drafting heads learn from features.
     """
 
     target: str
@@ -34,7 +34,7 @@ class CacheConfig(ModelOptions, TargetOptions):
     output: str
     """The directory that receives the cache; an unfinished one is resumed."""
     k: int = 32
-    """Tokens of each distribution that are kept one by one; the others as one."""
+    """The most probable tokens of each distribution to keep; the rest is kept as one sum."""
     temperature: float = 1.0
     """The deployment's temperature; a draft can be trained on the cache at this one only."""
     top_k: int = 0
@@ -42,18 +42,18 @@ class CacheConfig(ModelOptions, TargetOptions):
     top_p: float = 1.0
     """The deployment's top-p; 1 for all."""
     batch_size: int = 16
-    """Samples of a forward, of similar length."""
+    """Samples in a forward, of similar length."""
     features: bool = False
     """Write features in place of distributions: the hidden states at `layer_ids` and the last ones, of every token.
     They serve any temperature, top-k and top-p."""
     layer_ids: list[int] = field(default_factory=list)
-    """After how many of the target's layers features are taken, ascending; of L layers 2, L // 2 and L − 3 if not
-    given."""
+    """The numbers of the target's layers after which features are taken, ascending; of L layers 2, L // 2 and L − 3 if
+    not given."""
     feature_dtype: str = "bfloat16"
-    """What features are stored in: bfloat16 or float32."""
+    """The stored dtype of features: bfloat16 or float32."""
     window: float | None = None
-    """Gigabytes that features may take on disk. They are written while a training run reads them, and removed behind
-    it; None writes them all, to be kept."""
+    """Gigabytes that features may take on disk. They are written while a training run reads them, and removed after
+    that; None writes and keeps all of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,11 +75,7 @@ class CacheConfig(ModelOptions, TargetOptions):
 
 
 def refuse_beside_cache(config: RecipeConfig) -> None:
-    """Require that a training run that reads a cache asks for nothing that only a target in memory can do.
-
-    Raises:
-        InputError: names the field.
-    """
+    """Refuse settings of a training run that need a target in memory, or batches sliced by the library."""
     if config.target_sharded:
         raise InputError("target_sharded: expected false with teacher_cache, found true")
     loading: Any = config.training.accelerator_config

@@ -1,4 +1,4 @@
-"""Training from a teacher cache: where it has each sample, and the distributions of each batch."""
+"""Training from a teacher cache: an index of its samples, and the distributions of each batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ Size = Annotated[int, Field(ge=1, le=2**31)]
 
 
 class CacheManifest(BaseManifest):
-    """What a cache says of itself."""
+    """The manifest of a cache."""
 
     vocab_size: Size
     completions: list[CompletionsRef]
@@ -38,30 +38,31 @@ class CacheManifest(BaseManifest):
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """Where samples are in caches: what is known of those of equal tokens and loss masks is equal."""
+    """The places of samples in caches, by text: samples with equal tokens and loss masks share a place.
+
+    `texts` has the hashes of tokens and masks, ascending, uint64; `places` each one's shard and row, (N, 2).
+    """
 
     texts: np.ndarray
-    """The hashes of the samples' tokens and masks, ascending, uint64."""
     shards: list[Path]
     places: np.ndarray
-    """The number of its shard, and its row there, of each sample in that order: (N, 2)."""
 
     def find(self, text: int) -> tuple[Path, int]:
-        """Return the shard of a sample, and its row there."""
+        """Return the shard and row of a sample."""
         shard, row = self.places[np.searchsorted(self.texts, np.uint64(text))].tolist()
         return self.shards[shard], row
 
 
 @dataclass(frozen=True)
 class DistributionIndex(SampleIndex):
-    """Where the distributions of samples are."""
+    """The places of samples' distributions."""
 
     k: int
     vocab_size: int
 
 
 class DistributionSettings(TypedDict):
-    """What determines the numbers of a cache of distributions."""
+    """The settings that determine the numbers of a cache of distributions."""
 
     k: Size
     temperature: Amount
@@ -70,22 +71,16 @@ class DistributionSettings(TypedDict):
 
 
 class DistributionManifest(CacheManifest):
-    """What a cache of distributions says of itself."""
+    """The manifest of a cache of distributions."""
 
     settings: DistributionSettings
 
 
 def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: int) -> DistributionIndex:
-    """Find the distributions of every sample that a training run learns from, or is measured on.
+    """Find the distributions of all samples of a training run, held-out ones included.
 
-    Args:
-        caches: directories that `make_cache` wrote; together they have the distributions of all completions.
-        config: says which completions, target, sampling and length; the target's weights need not be there.
-        vocab_size: its tokenizer's.
-
-    Raises:
-        InputError: a cache is missing, malformed or damaged, or of another sampling, target or k than the rest; or
-            completions or samples are in none: names them.
+    The caches must together hold all completions of the run, for the config's target and sampling and with one k;
+    otherwise, or if one is damaged, raise InputError. The target's weights are not needed.
     """
     manifests = read_manifests(caches, config, SCHEMA, DistributionManifest, vocab_size)
     widths = {path: manifest["settings"]["k"] for path, manifest in manifests.items()}
@@ -108,20 +103,9 @@ def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: 
 def read_manifests(
     caches: Sequence[str], config: RecipeConfig, schema: str, kind: Any, vocab_size: int
 ) -> dict[str, dict[str, Any]]:
-    """Read what caches of a training run's target are.
+    """Return the manifests of caches by path; raise InputError if one is missing, malformed or of another target.
 
-    Args:
-        caches: directories that `make_cache` wrote.
-        config: says which target; its weights need not be there.
-        schema: of the caches.
-        kind: what their manifests say.
-        vocab_size: the target's tokens.
-
-    Returns:
-        Their manifests, by their paths.
-
-    Raises:
-        InputError: a cache is missing, malformed, or of another target, vocabulary or schema.
+    `schema` and `kind` are the caches' schema and the type of their manifests.
     """
     current, manifests = identity(config.target, config.trust_remote_code), dict[str, dict[str, Any]]()
     for path in caches:
@@ -141,7 +125,7 @@ def read_manifests(
 
 
 def window_of(manifest: Mapping[str, Any]) -> float | None:
-    """Return the gigabytes of a cache that is never whole, by its manifest; None of any other."""
+    """Return the gigabytes of a cache's window; None for a whole cache."""
     window: float | None = manifest.get("window")
     return window
 
@@ -150,24 +134,14 @@ def window_of(manifest: Mapping[str, Any]) -> float | None:
 def locate(
     manifests: Mapping[str, dict[str, Any]], config: RecipeConfig, columns: pa.Schema
 ) -> tuple[np.ndarray, list[Path], np.ndarray]:
-    """Return the fields of a `SampleIndex` of every sample that a training run learns from, or is measured on.
+    """Return the fields of a `SampleIndex` of all samples of a training run, except those that only a window has.
 
-    Args:
-        manifests: of caches that together have all completions.
-        config: says which these are.
-        columns: of the caches' shards.
-
-    Returns:
-        Those of samples that are kept: what is in a window alone is not among them.
-
-    Raises:
-        InputError: completions or samples are in no cache, or what is measured on in a window alone, or a shard is
-            damaged: names them.
+    `columns` is the schema of the caches' shards. Raise InputError if completions or samples are in no cache, held-out
+    ones are only in a window, or a shard is damaged.
     """
     owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
-    for path, manifest in sorted(
-        manifests.items(), key=lambda item: window_of(item[1]) is not None
-    ):  # what is kept first
+    whole_first = sorted(manifests.items(), key=lambda item: window_of(item[1]) is not None)
+    for path, manifest in whole_first:
         for number, part in enumerate(manifest["completions"]):
             owners.setdefault(part["sha256"], (Path(path), number))
     hashes, places, files = [np.empty(0, np.uint64)], [np.empty((0, 2), np.int64)], list[Path]()
@@ -196,11 +170,7 @@ def locate(
 
 
 def _places(texts: Texts, cache: Path, number: int, columns: pa.Schema) -> tuple[list[Path], np.ndarray]:
-    """Return the shards of some completions in a cache, and each sample's shard and row there, (N, 2).
-
-    Raises:
-        InputError: names samples that are not there.
-    """
+    """Return a cache's shards of some completions, and each sample's shard and row, (N, 2); all must be there."""
     files = sorted(cache.glob(f"{number:03d}-shard-*.parquet"))
     with ThreadPoolExecutor() as pool:
         read = pool.map(partial(read_cached, columns=columns, names=["id", "text"]), files)
@@ -210,32 +180,22 @@ def _places(texts: Texts, cache: Path, number: int, columns: pa.Schema) -> tuple
         places.append(np.stack([np.full(len(shard), at), np.arange(len(shard))], axis=1))
     empty = pa.schema([columns.field(name) for name in ("id", "text")]).empty_table()
     cached = pa.concat_tables([empty, *shards]).combine_chunks()
-    found = pc.index_in(texts.table["id"], value_set=cached["id"].combine_chunks()).fill_null(-1).to_numpy()
-    there = found >= 0
-    there[there] = cached["text"].to_numpy()[found[there]] == texts.column("checksum")[there]
-    if not there.all():
-        lacking = texts.ids(np.flatnonzero(~there)[:5])
+    rows = pc.index_in(texts.table["id"], value_set=cached["id"].combine_chunks()).fill_null(-1).to_numpy()
+    present = rows >= 0
+    present[present] = cached["text"].to_numpy()[rows[present]] == texts.column("checksum")[present]
+    if not present.all():
+        missing = texts.ids(np.flatnonzero(~present)[:5])
         raise InputError(
             f"teacher_cache: expected all {len(texts)} samples of {texts.sources[0]}, found none in {cache} for "
-            f"{', '.join(lacking)}{', …' if (~there).sum() > 5 else ''}; run draftsmith cache again"
+            f"{', '.join(missing)}{', …' if (~present).sum() > 5 else ''}; run draftsmith cache again"
         )
-    return files, np.concatenate(places)[found]
+    return files, np.concatenate(places)[rows]
 
 
 def read_cached(
     file: Path, columns: pa.Schema, *, row_group: int | None = None, names: list[str] | None = None
 ) -> pa.Table:
-    """Read a shard of a cache, or some of it.
-
-    Args:
-        file: the shard.
-        columns: that it has.
-        row_group: read this one alone.
-        names: read the columns of these names alone.
-
-    Raises:
-        InputError: it is damaged.
-    """
+    """Read a shard of a cache, or only one row group or some columns of it; raise InputError if it is damaged."""
     shard = read_shard(file, columns, row_group=row_group, columns=names)
     if shard is None:
         raise damaged(file)
@@ -243,13 +203,13 @@ def read_cached(
 
 
 def damaged(file: Path) -> InputError:
-    """Return what is said of a shard that is not what was written."""
+    """Return the error of a damaged shard."""
     return InputError(f"{file}: expected a shard of a teacher cache, found a damaged file; run draftsmith cache again")
 
 
 SINGLE = {"log_p_of_text": 1}
 MOST_LOG_P = 1e-3
-"""Rounding may leave a probability a little above 1; no comparison holds of a NaN."""
+"""The largest log probability: rounding may leave one a little above 0. Comparisons with NaN fail too."""
 
 
 @lru_cache(maxsize=32)
@@ -258,11 +218,11 @@ def _read_group(file: Path, row_group: int) -> pa.Table:
 
 
 class CachedCollator:
-    """Adds to a batch, under `teacher`, what the cache holds of its loss positions, row by row.
+    """A collator that adds the cached distributions of a batch's loss positions, under `teacher`.
 
-    Positions are one behind the other over rows, and over the samples of packed rows: `ids` (N, k) int32, `log_p`
-    (N, k) int16, `log_tail` and `log_p_of_text` (N,) int32. `cached_distributions` makes floats of their bits; a
-    Trainer under DeepSpeed would round floats to the draft's dtype on the way.
+    The N positions are those of all rows, and of all samples of packed rows, in order: `ids` (N, k) int32, `log_p`
+    (N, k) int16, `log_tail` and `log_p_of_text` (N,) int32. They travel as integers, because a Trainer under DeepSpeed
+    rounds floats to the draft's dtype; `cached_distributions` reads the bits as floats again.
     """
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], distributions: DistributionIndex):
@@ -278,7 +238,7 @@ class CachedCollator:
             for text, start, end in texts_of_row(sample)
         ]
         columns = {name: np.concatenate([part[name] for part in parts]) for name in NUMBERS}
-        # Last, since the Trainer takes the first tensor's length for the number of rows.
+        # The last entry: the Trainer takes the first tensor's length as the number of rows.
         batch["teacher"] = {
             name: torch.from_numpy(column.view(f"int{8 * column.itemsize}")) for name, column in columns.items()
         }
@@ -302,7 +262,7 @@ class CachedCollator:
 
 
 def texts_of_row(row: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Return the hash of each sample of a row of `TrainingData`, and where its tokens begin and end there."""
+    """Return the hash of each sample in a row of `TrainingData`, and the bounds of its tokens there."""
     starts = [at for at, position in enumerate(row.get("position_ids", [0])) if position == 0]
     return list(zip(row["texts"], starts, [*starts[1:], len(row["labels"])], strict=True))
 

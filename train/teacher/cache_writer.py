@@ -1,8 +1,8 @@
-"""A teacher on disk: what a target says of its completions; drafts and heads train on it with no target in memory.
+"""Writing a teacher cache, from which drafts and heads train with no target in memory.
 
-A directory holds `manifest.json` (what determines every number) and one Parquet shard for each shard of completions.
-What is in a shard `distribution_shards` and `feature_shards` say. A shard is written aside and renamed, so that a run
-that was killed resumes where it stopped.
+A directory holds `manifest.json`, with all settings that determine the numbers, and a Parquet shard for each shard of
+completions (`distribution_shards`, `feature_shards`). Shards are written atomically, so a killed run resumes at the
+first missing one.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, save_ends
 from draftsmith.train.teacher.window import WindowWriter
 
 TRIAL = ".trial.partial"
-"""What is written to see how long the rest will take."""
+"""The file of a trial batch, which is timed to estimate the run."""
 
 Shards = DistributionShards | FeatureShards
 
@@ -52,30 +52,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CacheSummary:
-    """What a run of `make_cache` read and wrote."""
+    """Counts of a run of `make_cache`.
+
+    Of all `samples` of the completions, `kept` were in earlier shards and `written` are new. `positions` and `size`
+    (bytes) are those of all shards now, `positions_written` those of this run, which took `seconds`.
+    """
 
     output: Path
-    """The directory of the cache."""
     title: str
-    """What it is a cache of."""
     samples: int = 0
-    """Samples of the completions."""
     kept: int = 0
-    """Samples of the shards that were there before."""
     written: int = 0
-    """Samples of those that this run wrote."""
     positions: int = 0
-    """Positions of the samples that are there now, each with something of its own."""
     size: int = 0
-    """Bytes of their shards."""
     positions_written: int = 0
-    """Positions of those that this run wrote."""
     seconds: float = 0.0
-    """Time this run spent computing and writing."""
 
     @classmethod
     def over(cls, parts: Sequence["CacheSummary"]) -> "CacheSummary":
-        """Add up what several processes wrote for the same samples."""
+        """Add up the summaries of several processes."""
         whole = CacheSummary(parts[0].output, parts[0].title, seconds=max(part.seconds for part in parts))
         for name in ("samples", "kept", "written", "positions", "size", "positions_written"):
             setattr(whole, name, sum(getattr(part, name) for part in parts))
@@ -83,21 +78,16 @@ class CacheSummary:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes on disk for a position; None where there is none."""
+        """Bytes on disk for each position; None without positions."""
         return self.size / self.positions if self.positions else None
 
 
 def make_cache(config: CacheConfig) -> CacheSummary:
-    """Write what a target says of all samples of the completions, and skip the shards that are there.
+    """Write a cache, except the shards that exist, and return the counts over all processes.
 
-    Of several processes that were launched together, each writes its share of the shards.
-
-    Returns:
-        What was written and kept, by all processes.
-
-    Raises:
-        InputError: a target or completions that cannot be used, a directory of other settings or inputs, less free
-            space than the estimate, or a disk that is full after all (what was written is kept).
+    Processes that were launched together share the shards. Raise InputError if the target or completions cannot be
+    used, the directory has other settings or inputs, or space runs out: before the run by the estimate, or during it,
+    where written shards are kept.
     """
     with launched() as processes:
         config.require_own_device(processes.count)
@@ -105,7 +95,7 @@ def make_cache(config: CacheConfig) -> CacheSummary:
 
 
 def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
-    """Write this process's share; return what all have written, once they have."""
+    """Write this process's share of the shards, and return the counts over all processes."""
     code, device = config.trust_remote_code, named_device(config.target_device)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
     dtype = resolve_dtype(config.dtype, config.target, device=device, trust_remote_code=code)
@@ -127,7 +117,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     ):
         processes.after_the_first(lambda: settle_manifest(output, _manifest(config, shards, vocab_size)))
         processes.require_shared(output / MANIFEST)
-        missing = []
+        missing = []  # by ids and checksums: a shard of other texts is written again
         for source in each(sources, "shards that are there", "shards"):
             shard = read_shard(output / source.name, shards.columns, columns=shards.checked and list(shards.checked))
             if shard is not None and sorted(samples_of(shard)) == sorted(source.samples):
@@ -150,7 +140,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
 
 
 def _serve(config: CacheConfig, shards: FeatureShards, manifest: dict[str, Any], processes: Processes) -> CacheSummary:
-    """Write features while a training run reads them; return what all processes have written."""
+    """Write features while a training run reads them, and return the counts over all processes."""
     assert config.window is not None
     output, window = Path(config.output), int(config.window * 1e9)
     texts = Texts({path: map_completions(path, output) for path in config.completions})
@@ -184,7 +174,7 @@ def _serve(config: CacheConfig, shards: FeatureShards, manifest: dict[str, Any],
 
 
 def _settle_window(output: Path, manifest: dict[str, Any]) -> None:
-    """Settle a manifest; its window may be another than before."""
+    """Settle a manifest, whose window may change between runs."""
     settle_manifest(output, manifest)
     write_aside(output / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
@@ -218,15 +208,11 @@ def _count(summary: CacheSummary, source: Source) -> None:
 def _estimate(
     config: CacheConfig, shards: Shards, missing: list[Source], lacks_ends: bool, processes: Processes
 ) -> str:
-    """Return what the missing shards take at most, for a line of it.
-
-    Raises:
-        InputError: there is less space.
-    """
-    # Of all processes: the others' shares are much like this one's.
+    """Return a line about the most disk space that the missing shards take, and require that it is free."""
+    # The shares of all processes are about equal.
     positions = processes.count * sum(source.positions for source in missing)
     samples = processes.count * sum(len(source.samples) for source in missing)
-    # Without what compression saves, which is not known yet.
+    # An upper bound: the savings of compression are not known yet.
     most = positions * shards.position_bytes + samples * shards.sample_bytes
     if lacks_ends:
         most += ends_bytes(config.target, config.dtype, config.trust_remote_code)
@@ -243,20 +229,20 @@ def _estimate(
 
 
 def _duration(config: CacheConfig, shards: Shards, model: PreTrainedModel, missing: list[Source]) -> timedelta:
-    """Return about how long the missing shards take, by a batch of one, computed and written."""
+    """Return an estimate of the missing shards' time, from one batch computed and written."""
     source, trial = missing[0], Path(config.output) / TRIAL
     texts = texts_of(source.completions)
     batches = batches_of(texts, config.batch_size)
     chosen = batches[len(batches) // 2]
     part = replace(source, samples=tuple(source.samples[i] for i in chosen))
     batch = [texts[i] for i in chosen]
-    for _ in range(2):  # the first forward of all takes longer
+    for _ in range(2):  # the first is a warm-up
         start = time.perf_counter()
         shards.write(trial, part, batch, model, lambda _: None)
         seconds = time.perf_counter() - start
     remove(trial)
     positions = sum(shards.positions(text) for text in batch)
-    return timedelta(seconds=round(seconds / max(positions, 1) * sum(each.positions for each in missing)))
+    return timedelta(seconds=round(seconds / max(positions, 1) * sum(source.positions for source in missing)))
 
 
 def _megabytes(size: int) -> str:
@@ -266,7 +252,7 @@ def _megabytes(size: int) -> str:
 def _write(
     shards: Shards, model: PreTrainedModel, missing: list[Source], summary: CacheSummary, processes: Processes
 ) -> None:
-    """Write the shards that are missing, and count them in the summary."""
+    """Write the missing shards, and count them in the summary."""
     start = time.perf_counter()
     total = summary.kept + sum(len(source.samples) for source in missing)
     title = processes.title("cache")
@@ -291,13 +277,13 @@ def _manifest(config: CacheConfig, shards: Shards, vocab_size: int) -> dict[str,
 
 
 def identity(target: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return what tells a target's distributions from another's: its config and weights, whatever it generates with."""
+    """Return the fingerprint of a target's distributions: its config and weights, without its generation config."""
     files = models.identity(target, trust_remote_code=trust_remote_code)
     return {name: value for name, value in files.items() if name != "generation_config.json"}
 
 
 def digest(completions: str) -> str:
-    """Identify completions by their manifest, which determines every token of them."""
+    """Return the hash of a completions manifest, which determines all of their tokens."""
     try:
         return hashlib.sha256((Path(completions) / MANIFEST).read_bytes()).hexdigest()
     except OSError as error:

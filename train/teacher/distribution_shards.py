@@ -1,7 +1,7 @@
-"""The target's distributions on its completions, as a cache holds them: drafts train on them with no target in memory.
+"""Cache shards of the target's distributions on its completions.
 
-Of each loss position a shard has what `CachedDistributions` has, at the temperature, top-k and top-p of the deployment:
-the k tokens say nothing of the tail's mass at another temperature.
+A shard holds the `CachedDistributions` of each loss position, at the temperature, top-k and top-p of the deployment:
+the tail's mass at another temperature does not follow from the k tokens.
 
 Shape suffixes: B texts, T positions of a text, N positions (C of a chunk), H hidden.
 """
@@ -31,14 +31,14 @@ COLUMNS = pa.schema(
     [
         ("id", pa.string()),
         ("text", pa.int64()),  # a checksum of the sample's tokens and loss mask
-        ("ids", pa.list_(pa.int32())),  # k of each loss position, one position behind the other
+        ("ids", pa.list_(pa.int32())),  # k for each loss position, position by position
         ("log_p", pa.list_(pa.float16())),
         ("log_tail", pa.list_(pa.float32())),
-        ("log_p_of_text", pa.list_(pa.float32())),  # replay needs it exactly
+        ("log_p_of_text", pa.list_(pa.float32())),  # in float32: replay divides by it
     ]
 )
 NUMBERS = {"ids": torch.int32, "log_p": torch.float16, "log_tail": torch.float32, "log_p_of_text": torch.float32}
-# Samples that are read together: a sample alone takes 8 % more bytes, a shard as a whole 5 times as long to read.
+# Samples in a row group: single samples take 8 % more bytes, and whole shards 5 times as long to read.
 ROW_GROUP = 8
 SAMPLER = ("temperature", "top_k", "top_p")
 
@@ -50,63 +50,51 @@ def distribution_bytes(k: int) -> int:
 
 @dataclass(frozen=True)
 class DistributionShards:
-    """How a cache of distributions is written."""
+    """The writer of a cache of distributions.
+
+    `sample_bytes` bounds Parquet's overhead for a sample. `checked` are the columns to read for a check that an
+    existing shard is complete; None for all.
+    """
 
     config: CacheConfig
     vocab_size: int
-    """Of the target's tokenizer."""
 
     schema = SCHEMA
     title = "teacher cache"
     way_out = "free some space or give a smaller --k"
     sample_bytes = 512
-    """What Parquet says of each sample, at most."""
     checked = None
-    """The columns that say whether a shard that is there is whole: all of them."""
+    columns = COLUMNS
 
     def __post_init__(self) -> None:
         if self.config.k > self.vocab_size:
             raise InputError(f"k: expected at most the target's {self.vocab_size} tokens, found {self.config.k}")
 
     @property
-    def columns(self) -> pa.Schema:
-        """Those of a shard."""
-        return COLUMNS
-
-    @property
     def settings(self) -> dict[str, Any]:
-        """What determines every number, beside the target and the texts."""
+        """The settings that determine all numbers, in addition to the target and the texts."""
         return {name: getattr(self.config, name) for name in ("k", *SAMPLER)}
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of a position, uncompressed."""
+        """Uncompressed bytes of a position."""
         return distribution_bytes(self.config.k)
 
     @property
     def shape(self) -> str:
-        """What they depend on, for the estimate."""
+        """The settings that the size depends on, in words."""
         return f"at k={self.config.k}"
 
     def positions(self, text: Text) -> int:
-        """Return of how many positions of a text there is something: of each that predicts a token to learn."""
+        """Return the number of cached positions of a text: those that predict a token to learn."""
         return sum(text[2][1:])
 
     def write(
         self, path: Path, source: Source, texts: list[Text], model: PreTrainedModel, done: Callable[[int], Any]
     ) -> None:
-        """Compute a shard and write it whole.
+        """Compute the shard of a source and its texts, and write it atomically.
 
-        Args:
-            path: where.
-            source: what it is of.
-            texts: the source's.
-            model: the target.
-            done: told of how many samples more have been computed.
-
-        Raises:
-            InputError: numbers that are no distributions.
-            OSError: the disk is full, or cannot be written; nothing is left behind.
+        `done` is called with the number of samples of each batch. NaN among the logits raises InputError.
         """
         config = self.config
         sampler = Sampler.of(config.temperature, config.top_k, config.top_p)
@@ -129,28 +117,23 @@ class DistributionShards:
 def distributions_of(
     model: PreTrainedModel, head: OutputHead, texts: Sequence[tuple[list[int], list[int]]], sampler: Sampler, k: int
 ) -> list[CachedDistributions]:
-    """Return the distributions of a target on some texts, computed together.
-
-    Logits are never held for more positions than `ChunkSizes` allows.
+    """Return the target's distributions on a batch of B texts, on the CPU.
 
     Args:
         model: the target.
         head: its head, cut to its tokens.
-        texts: B of (token ids, loss mask). A distribution is taken before each token with mask 1, but for a first one.
+        texts: (token ids, loss mask) pairs. A distribution is taken before each token with mask 1, except the first.
         sampler: the deployment's warping.
         k: as in `CachedDistributions`.
-
-    Returns:
-        B distributions on the CPU.
     """
     ids_BT, mask_BT = (padded([text[part] for text in texts], model.device) for part in (0, 1))
     chosen_BT = mask_BT[:, 1:].bool()
     positions = own_positions(model, [len(ids) for ids, _ in texts], ids_BT)
-    # Padding stands behind the texts, where they do not look.
+    # Padding follows the texts, so causal attention never reads it.
     hidden_BTH = last_hidden(model, input_ids=ids_BT, **positions)
     teacher = LiveDistributions(hidden_BTH[:, :-1][chosen_BT], head)
     labels_N, vocab_size, sizes = ids_BT[:, 1:][chosen_BT], len(head.weight), ChunkSizes.of(model.device)
-    kept = []
+    kept = []  # in chunks: the logits of all positions would not fit into memory
     for at in sizes.chunks(len(labels_N), vocab_size):
         logits_of, labels_C = teacher.chunk(at), labels_N[at]
         for part in sizes.parts(len(labels_C), vocab_size):
@@ -163,9 +146,9 @@ def _write_shard(path: Path, source: Source, distributions: list[CachedDistribut
     names, checksums = zip(*source.samples, strict=True)
     columns: list[Any] = [names, checksums]
     for name, dtype in NUMBERS.items():
-        columns.append([getattr(each, name).to(dtype).flatten().numpy() for each in distributions])
+        columns.append([getattr(sample, name).to(dtype).flatten().numpy() for sample in distributions])
     shard = pa.table([pa.array(c, field.type) for c, field in zip(columns, COLUMNS, strict=True)], schema=COLUMNS)
-    # Bytes of one significance lie together; of token ids, too, the high ones are mostly zero.
+    # Byte streams put bytes of one significance together, which compress well: high bytes of ids are mostly zero.
     together = [f"{name}.list.element" for name in NUMBERS]
     options = {"use_dictionary": False, "use_byte_stream_split": together, "write_statistics": False}
     write_shard(path, shard, row_group_size=ROW_GROUP, **options)

@@ -1,4 +1,4 @@
-"""Training of heads from a cache of features: the states of each batch, found by the sample that they belong to.
+"""Training of heads from a feature cache: an index of its samples, and the states of each batch.
 
 Shape suffixes: B rows, T tokens of a row.
 """
@@ -34,31 +34,32 @@ from draftsmith.train.teacher.target_ends import ENDS, load_ends
 from draftsmith.train.teacher.window import WindowReader
 
 BITS: dict[torch.dtype, np.dtype[Any]] = {torch.bfloat16: np.dtype(np.int16), torch.float32: np.dtype(np.int32)}
-"""Integers of a dtype's size: under DeepSpeed a Trainer rounds the floats of a batch to the dtype that it trains in."""
-
+"""Integers of a dtype's size: under DeepSpeed a Trainer rounds the floats of a batch to its training dtype."""
 EXPONENTS = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
-"""The bits that are all set in NaN and infinity."""
+"""The exponent bits, all set in NaN and infinity."""
 
 
 @dataclass(frozen=True)
 class FeatureIndex(SampleIndex):
-    """Where the features of samples are, and what else is left of their target."""
+    """The places of samples' features, and the cached ends of their target.
+
+    `layer_ids` are the layers to look up, of those in the cache; all if empty. `window` has the samples that no whole
+    cache has.
+    """
 
     layout: Layout
     ends: Path
     layer_ids: tuple[int, ...] = ()
-    """The depths that are looked up, of those that there are; all if none are named."""
     window: WindowReader | None = None
-    """Where samples are that are nowhere else."""
 
     @property
     def widths(self) -> dict[str, int]:
-        """How many numbers of each state are looked up for a token."""
+        """The numbers of a token in each state that is looked up."""
         depths = len(self.layer_ids or self.layout.layer_ids)
         return self.layout.widths | {"features": depths * self.layout.hidden_size}
 
     def find(self, text: int) -> tuple[Path, int]:
-        """Return the shard of a sample, and its row there; wait until it is written if it is in a window."""
+        """Return the shard and row of a sample; if it is in a window, wait until it is written."""
         if self.window is not None:
             at = int(np.searchsorted(self.texts, np.uint64(text)))
             if at == len(self.texts) or self.texts[at] != np.uint64(text):
@@ -66,43 +67,39 @@ class FeatureIndex(SampleIndex):
         return super().find(text)
 
     def look_at(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Say that the states of some rows of `TrainingData` are asked for before training begins."""
+        """Announce to the window that the states of rows of `TrainingData` are read before training begins."""
         if self.window is not None:
             self.window.look_at([text for sample in samples for text in sample["texts"]])
 
     def load_target(self, config: RecipeConfig) -> PreTrainedModel:
-        """Load what training needs of the target beside its features, into the host's memory: see `load_ends`."""
+        """Load the ends of the target into the host's memory (`load_ends`)."""
         return load_ends(self.ends, config.target, trust_remote_code=config.trust_remote_code)
 
     def states_of(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the states of a row of `TrainingData`, (1, T, …), as `cached_states` does those of a batch."""
+        """Return the states of one row of `TrainingData`, (1, T, …), like `cached_states` for a batch."""
         alone = FeatureCollator(lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"]])}, self)
         return cached_states(alone([dict(sample)])["teacher"])
 
     def of_layers(self, layer_ids: Sequence[int]) -> "FeatureIndex":
-        """Return the same index, which looks up the features that some heads see.
-
-        Raises:
-            InputError: some of them there are not.
-        """
+        """Return this index restricted to the features after some layers, which must all be cached."""
         if not set(layer_ids) <= set(self.layout.layer_ids):
             raise InputError(
-                f"layer_ids: expected some of {list(self.layout.layer_ids)}, behind which {self.ends.parent} has "
+                f"layer_ids: expected some of {list(self.layout.layer_ids)}, after which {self.ends.parent} has "
                 f"features, found {list(layer_ids)}; run draftsmith cache with these"
             )
         return replace(self, layer_ids=tuple(layer_ids))
 
     def picked(self, features: np.ndarray) -> np.ndarray:
-        """Return the features that are looked up, (T, F), of all that there are."""
-        there = self.layout.layer_ids
-        if self.layer_ids in ((), there):
+        """Return the features of `layer_ids`, (T, F), from those of all cached layers."""
+        cached = self.layout.layer_ids
+        if self.layer_ids in ((), cached):
             return features
-        by_depth = features.reshape(len(features), len(there), -1)
-        return by_depth[:, [there.index(depth) for depth in self.layer_ids]].reshape(len(features), -1)
+        by_depth = features.reshape(len(features), len(cached), -1)
+        return by_depth[:, [cached.index(depth) for depth in self.layer_ids]].reshape(len(features), -1)
 
 
 class FeatureSettings(TypedDict):
-    """What determines the numbers of a cache of features."""
+    """The settings that determine the numbers of a cache of features."""
 
     layer_ids: Annotated[list[Count], Field(min_length=1)]
     hidden_size: Size
@@ -110,24 +107,17 @@ class FeatureSettings(TypedDict):
 
 
 class FeatureManifest(CacheManifest):
-    """What a cache of features says of itself."""
+    """The manifest of a cache of features; `window` is the limit in gigabytes of a cache that is never whole."""
 
     settings: FeatureSettings
     window: NotRequired[Amount]
-    """Gigabytes that it takes at most, where it is never whole."""
 
 
 def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) -> FeatureIndex:
-    """Find the features of every sample that a training run learns from, or is measured on.
+    """Find the features of all samples of a training run, held-out ones included.
 
-    Args:
-        caches: directories that `make_cache` wrote; together they have the features of all completions.
-        config: says which completions, target and length; the target's weights need not be there.
-        vocab_size: the target's tokens.
-
-    Raises:
-        InputError: a cache is missing, malformed or damaged, or of another target, or of other depths or another dtype
-            than the rest; or completions or samples are in none: names them.
+    The caches must together hold all completions of the run, for the config's target and with one layout; otherwise,
+    or if one is damaged, raise InputError. The target's weights are not needed.
     """
     manifests = read_manifests(caches, config, SCHEMA, FeatureManifest, vocab_size)
     layouts = {}
@@ -157,10 +147,10 @@ def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) 
 
 
 class FeatureCollator:
-    """Adds to a batch, under `teacher`, what the cache holds of its tokens: the bits of `STATES`.
+    """A collator that adds the cached `STATES` of a batch's tokens, under `teacher`.
 
-    `features` are (B, T, F) and `hidden` (B, T, H), int16 of bfloat16 or int32 of float32. Of a text's last token and
-    of padding they are zeros. `cached_states` makes floats of them.
+    `features` are (B, T, F) and `hidden` (B, T, H), the bits of bfloat16 as int16 or of float32 as int32; zeros at a
+    text's last token and at padding. `cached_states` reads them as floats.
     """
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], features: FeatureIndex):
@@ -175,9 +165,9 @@ class FeatureCollator:
         for row, sample in enumerate(samples):
             for text, start, end in texts_of_row(sample):
                 for name, values in self._states(text).items():
-                    count = min(len(values), end - start)  # fewer of a text that was cut
+                    count = min(len(values), end - start)  # a text may have been cut after the cache was written
                     states[name][row, start : start + count] = values[:count]
-        # Last, since the Trainer takes the first tensor's length for the number of rows.
+        # The last entry: the Trainer takes the first tensor's length as the number of rows.
         batch["teacher"] = {name: torch.from_numpy(values) for name, values in states.items()}
         return batch
 
@@ -185,17 +175,18 @@ class FeatureCollator:
         file, row = self.features.find(text)
         layout = self.features.layout
         table = read_cached(file, layout.columns, row_group=row, names=list(STATES))
-        found = {}
+        states = {}
         for name, width in layout.widths.items():
-            places = table[name][0].values
-            bits = np.frombuffer(places.buffers()[1] or b"", BITS[layout.dtype]).reshape(-1, width)
-            found[name] = bits[places.offset : places.offset + len(places)]
-            if (found[name] & EXPONENTS[layout.dtype] == EXPONENTS[layout.dtype]).any():
+            values = table[name][0].values
+            # A view of Arrow's buffer, which may begin before the values.
+            bits = np.frombuffer(values.buffers()[1] or b"", BITS[layout.dtype]).reshape(-1, width)
+            states[name] = bits[values.offset : values.offset + len(values)]
+            if (states[name] & EXPONENTS[layout.dtype] == EXPONENTS[layout.dtype]).any():
                 raise damaged(file)  # not finite
-        return found | {"features": self.features.picked(found["features"])}
+        return states | {"features": self.features.picked(states["features"])}
 
 
 def cached_states(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a `FeatureCollator` added to a batch as floats, in the dtype of the cache."""
+    """Return the states that a `FeatureCollator` added to a batch as floats, in the dtype of the cache."""
     dtype = torch.bfloat16 if columns["hidden"].dtype == torch.int16 else torch.float32
     return {name: values.view(dtype) for name, values in columns.items()}

@@ -1,12 +1,12 @@
-"""The target's features on its completions, as a cache holds them: drafting heads learn from them without the target.
+"""Cache shards of the target's features on its completions.
 
-Of each token but a text's last, a shard has the hidden states behind the layers of `Layout.layer_ids`, and those that
-the target's head sees: with the head, which lies beside the shards, they are the exact distribution at any temperature,
-top-k and top-p. At Qwen3-8B's width of 4,096 and in bfloat16 that is 3 × 8,192 + 8,192 bytes a token; k tokens of the
-distribution in place of the last states would take 6k + 8, and give bounds of divergences. Nothing is compressed: zstd
-saves a fifth of it, and would be slower than disks are.
+For each token except a text's last, a shard has the hidden states after the layers of `Layout.layer_ids`, and the last
+ones, which the target's head reads: with the head, a file next to the shards, these give the exact distribution at any
+temperature, top-k and top-p. At Qwen3-8B's width of 4,096 and in bfloat16 a token takes 3 × 8,192 + 8,192 bytes; k
+tokens of the distribution in place of the last states would take 6k + 8, and only bound divergences. Nothing is
+compressed: zstd saves a fifth, but is slower than disks.
 
-A sample is a row and a row group of its own, so that it is read, and written, alone: at 32k tokens it has a GiB.
+Each sample is a row group of its own, to be read and written alone: at 32k tokens it has a GiB.
 
 Shape suffixes: B texts, T tokens, P places (T − 1), F features, H hidden.
 """
@@ -37,25 +37,20 @@ from draftsmith.train.teacher.sources import Source, Text, batches_of, padded
 
 SCHEMA = "draftsmith.features/1"
 STATES = ("features", "hidden")
-"""Columns of a shard: behind some layers, (P, F), and what the head sees, (P, H)."""
+"""Columns of a shard: the states after some layers, (P, F), and those that the head reads, (P, H)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What each token's states are, and in how many bytes."""
+    """The states of each token and their dtype; features are taken after the layers `layer_ids`, ascending."""
 
     layer_ids: tuple[int, ...]
-    """Behind how many of the target's layers features are taken, ascending."""
     hidden_size: int
     feature_dtype: str
 
     @classmethod
     def of(cls, config: CacheConfig, target: PretrainedConfig) -> "Layout":
-        """Return that of a cache as a config says.
-
-        Raises:
-            InputError: depths that the target does not have.
-        """
+        """Return the layout that a config asks for; raise InputError for layers that the target does not have."""
         text = target.get_text_config()
         layer_ids = config.layer_ids or default_layers(text.num_hidden_layers)
         check_layers(layer_ids, text.num_hidden_layers, "layer_ids")
@@ -63,29 +58,33 @@ class Layout:
 
     @property
     def widths(self) -> dict[str, int]:
-        """How many numbers a token has in each of `STATES`."""
+        """The numbers of a token in each of `STATES`."""
         return {"features": len(self.layer_ids) * self.hidden_size, "hidden": self.hidden_size}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers."""
+        """The torch dtype of the numbers."""
         return DTYPES[self.feature_dtype]
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of a token."""
+        """The bytes of a token."""
         return sum(self.widths.values()) * self.dtype.itemsize
 
     @cached_property
     def columns(self) -> pa.Schema:
-        """Those of a shard."""
+        """The schema of a shard."""
         states = [(name, pa.list_(pa.binary(width * self.dtype.itemsize))) for name, width in self.widths.items()]
         return pa.schema([("id", pa.string()), ("text", pa.int64()), *states])
 
 
 @dataclass(frozen=True)
 class FeatureShards:
-    """How a cache of features is written."""
+    """The writer of a cache of features.
+
+    `sample_bytes` bounds Parquet's overhead for a sample. `checked` are the columns to read for a check that an
+    existing shard is complete: reading all would take as long as training, which finds damage anyway.
+    """
 
     config: CacheConfig
     layout: Layout
@@ -94,29 +93,22 @@ class FeatureShards:
     title = "feature cache"
     way_out = "free some space or give fewer --completions"
     sample_bytes = 1024
-    """What Parquet says of each sample, at most."""
     checked = ("id", "text")
-    """The columns that say whether a shard that is there is whole: to read all of it would take as long as to train on
-    it. What is damaged is found then."""
 
     @classmethod
     def of(cls, config: CacheConfig) -> "FeatureShards":
-        """Return how a cache is written as a config says.
-
-        Raises:
-            InputError: depths that the target does not have.
-        """
+        """Return the writer that a config asks for; raise InputError for layers that the target does not have."""
         target = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
         return cls(config, Layout.of(config, target))
 
     @property
     def columns(self) -> pa.Schema:
-        """Those of a shard."""
+        """The schema of a shard."""
         return self.layout.columns
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What determines every number, beside the target and the texts."""
+        """The settings that determine all numbers, in addition to the target and the texts."""
         layout = self.layout
         return {
             "layer_ids": list(layout.layer_ids),
@@ -127,37 +119,28 @@ class FeatureShards:
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of a position."""
+        """The bytes of a position."""
         return self.layout.position_bytes
 
     @property
     def shape(self) -> str:
-        """What they depend on, for the estimate."""
+        """The settings that the size depends on, in words."""
         depths = ", ".join(map(str, self.layout.layer_ids))
         return f"of layers {depths} and the last, in {self.config.feature_dtype}"
 
     def positions(self, text: Text) -> int:
-        """Return of how many positions of a text there is something: of each that has a token behind it."""
+        """Return the number of cached positions of a text: all except the last."""
         return len(text[1]) - 1
 
     def write(
         self, path: Path, source: Source, texts: list[Text], model: PreTrainedModel, done: Callable[[int], Any]
     ) -> None:
-        """Compute a shard and write it whole, with two batches in memory at most.
+        """Compute the shard of a source and its texts, and write it atomically; two batches are in memory at most.
 
-        Args:
-            path: where.
-            source: what it is of.
-            texts: the source's.
-            model: the target.
-            done: told of how many samples more have been computed.
-
-        Raises:
-            InputError: states that are not finite.
-            OSError: the disk is full, or cannot be written; nothing is left behind.
+        `done` is called with the number of samples of each batch. States that are not finite raise InputError.
         """
         with shard_writer(path, self.columns) as writer, ThreadPoolExecutor(1) as disk:
-            writing: Future[None] | None = None  # a batch, while the next one is computed
+            writing: Future[None] | None = None  # writes a batch while the next one is computed
             for rows in batches_of(texts, self.config.batch_size):
                 states = states_of(model, self.layout, [texts[i][1] for i in rows])
                 if writing is not None:
@@ -170,30 +153,21 @@ class FeatureShards:
     def _write_batch(
         self, writer: pq.ParquetWriter, source: Source, rows: list[int], states: list[dict[str, Tensor]]
     ) -> None:
-        for i, of_text in zip(rows, states, strict=True):
-            if not all(each.isfinite().all() for each in of_text.values()):
+        for i, text_states in zip(rows, states, strict=True):
+            if not all(tensor.isfinite().all() for tensor in text_states.values()):
                 raise InputError(
                     f"target: expected finite hidden states, found others in sample {source.samples[i][0]!r} of "
                     f"{source.completions}; try another --dtype than {self.config.dtype}"
                 )
-            writer.write_table(_row(self.columns, source.samples[i], of_text))
+            writer.write_table(_row(self.columns, source.samples[i], text_states))
 
 
 @torch.inference_mode()
 def states_of(model: PreTrainedModel, layout: Layout, texts: Sequence[list[int]]) -> list[dict[str, Tensor]]:
-    """Return the states of some texts of T tokens, computed together.
-
-    Args:
-        model: the target.
-        layout: which states.
-        texts: token ids of B texts.
-
-    Returns:
-        For each text its `STATES`, (T − 1, F) and (T − 1, H), on the CPU.
-    """
+    """Return the `STATES` of a batch of texts, (T − 1, F) and (T − 1, H) for a text of T tokens, on the CPU."""
     ids_BT = padded(texts, model.device)
     with collected(model, layout.layer_ids) as features:
-        # Padding stands behind the texts, where they do not look.
+        # Padding follows the texts, so causal attention never reads it.
         hidden_BTH = last_hidden(model, input_ids=ids_BT, **own_positions(model, list(map(len, texts)), ids_BT))
     whole = [states_BTX.to(layout.dtype).cpu() for states_BTX in (features[0], hidden_BTH)]
     return [
@@ -204,11 +178,7 @@ def states_of(model: PreTrainedModel, layout: Layout, texts: Sequence[list[int]]
 
 @contextmanager
 def shard_writer(path: Path, columns: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    """Give what writes a shard table by table, each as a row group, and have it appear whole when the block ends well.
-
-    Raises:
-        OSError: the disk is full, or cannot be written; nothing is left behind.
-    """
+    """Yield a writer whose tables become row groups of a shard; the shard appears when the block ends."""
     options = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
     with written_aside(path) as aside, aside.open("wb") as file:
         with pq.ParquetWriter(file, columns, **options) as writer:
@@ -220,9 +190,9 @@ def shard_writer(path: Path, columns: pa.Schema) -> Iterator[pq.ParquetWriter]:
 def _row(columns: pa.Schema, sample: tuple[str, int], states: dict[str, Tensor]) -> pa.Table:
     name, text = sample
     arrays = [pa.array([name], pa.string()), pa.array([text], pa.int64())]
-    for column, of_text in states.items():
+    for column, states_PX in states.items():
         kind = columns.field(column).type
-        content = pa.py_buffer(of_text.contiguous().view(torch.uint8).numpy())
-        places = pa.FixedSizeBinaryArray.from_buffers(kind.value_type, len(of_text), [None, content])
-        arrays.append(pa.ListArray.from_arrays(pa.array([0, len(of_text)], pa.int32()), places))
+        content = pa.py_buffer(states_PX.contiguous().view(torch.uint8).numpy())  # Arrow wraps the bytes: no copy
+        values = pa.FixedSizeBinaryArray.from_buffers(kind.value_type, len(states_PX), [None, content])
+        arrays.append(pa.ListArray.from_arrays(pa.array([0, len(states_PX)], pa.int32()), values))
     return pa.Table.from_arrays(arrays, schema=columns)

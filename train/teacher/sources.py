@@ -1,4 +1,4 @@
-"""Shards of completions, each of which becomes a shard of a cache."""
+"""Shards of completions, the sources of cache shards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,25 +17,18 @@ Text = tuple[str, list[int], list[int]]
 
 @dataclass(frozen=True)
 class Source:
-    """A shard of completions, and the cache shard that it becomes."""
+    """A shard of completions, and the cache shard made from it: its name, sample ids and checksums, and positions."""
 
     completions: Path
     name: str
     samples: tuple[tuple[str, int], ...]
-    """Ids and checksums."""
     positions: int
-    """How many of the texts' positions the cache has something of."""
 
 
 def texts_of(file: Path, vocab_size: int | None = None) -> list[Text]:
-    """Read ids, tokens and loss masks of a shard of completions.
+    """Read the texts of a shard of completions; ids must be below `vocab_size`, if given.
 
-    Args:
-        file: the shard.
-        vocab_size: what the ids of its tokens must be below; not looked at if None.
-
-    Raises:
-        InputError: names the file, which is damaged or holds what `prepare` does not write.
+    Raise InputError, naming the file, if it is damaged or `prepare` did not write it.
     """
     shard = read_completions(file, vocab_size)
     columns = (shard[name].to_pylist() for name in ("id", "input_ids", "loss_mask"))
@@ -43,21 +36,21 @@ def texts_of(file: Path, vocab_size: int | None = None) -> list[Text]:
 
 
 def checksums_of(texts: list[Text]) -> tuple[tuple[str, int], ...]:
-    """Return the id of each sample, and what tells its text from others."""
+    """Return the id of each sample and the checksum of its text."""
     return tuple((name, checksum(ids, mask)) for name, ids, mask in texts)
 
 
 def samples_of(shard: pa.Table) -> tuple[tuple[str, int], ...]:
-    """Return the id and the text's checksum of each sample that a shard of a cache has."""
+    """Return the id and checksum of each sample in a cache shard."""
     return tuple(zip(shard["id"].to_pylist(), shard["text"].to_pylist(), strict=True))
 
 
 def batches_of(texts: list[Text], size: int) -> list[list[int]]:
-    """Return the numbers of the samples of each batch: of similar length together, the longest first."""
+    """Return the indices of the samples of each batch, sorted by length, longest first."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][1]), reverse=True)
     return [order[at : at + size] for at in range(0, len(order), size)]
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return rows of numbers of different lengths as one tensor, (B, T) int64, with zeros behind them."""
+    """Return rows of different lengths as one tensor, (B, T) int64, padded with zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)

@@ -1,8 +1,8 @@
-"""The parts of a target that training needs beside its features on disk: embeddings, last layer, norm and head.
+"""The ends of a target, which training needs in addition to cached features: embeddings, last layer, norm and head.
 
-Drafting heads see the embeddings, the head makes distributions of the last hidden states, and the heads may begin as
-the last layer and the norm. They are written where the features are, so that nothing else of the target's
-weights need be there; of Qwen3-8B in bfloat16 they are 2.9 GB of 16.
+Drafting heads read the embeddings, the head makes distributions from the last hidden states, and heads may be
+initialised from the last layer and the norm. The ends are saved next to the features, in place of the target's other
+weights; for Qwen3-8B in bfloat16 they are 2.9 GB of 16.
 """
 
 import hashlib
@@ -24,40 +24,26 @@ from draftsmith.train.models import DTYPES, empty_model
 
 ENDS = "target.safetensors"
 SHA256 = "sha256"
-"""In the file's metadata, of all tensors: safetensors has no checksums of its own."""
+"""The metadata key of a checksum over all tensors: safetensors has none of its own."""
 
 
 def save_ends(target: PreTrainedModel, path: Path) -> None:
-    """Write the ends of a target, in the names and the dtype that it has; of a quantised one without its last layer.
-
-    Raises:
-        OSError: the disk is full, or cannot be written; nothing is left behind.
-    """
+    """Write the ends of a target in its names and dtype; a quantised target's without the last layer."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in _ends(target, not is_quantized(target))}
     with written_aside(path) as aside:
         save_file(tensors, aside, {SHA256: _digest(tensors)})
 
 
 def ends_bytes(path: str, dtype: str, trust_remote_code: bool = False) -> int:
-    """Return how many bytes the ends of a target take, by its config alone.
-
-    Raises:
-        InputError: a family that keeps its layers elsewhere than `decoder_layers` looks.
-    """
+    """Return the bytes of a target's ends, from its config alone; raise InputError if its layers are not found."""
     target = empty_model(path, field="target", dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     return sum(tensor.nbytes for _, tensor in _ends(target, True))
 
 
 def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a target's ends into the host's memory; its other layers are on the meta device and take none.
+    """Load a target's ends from `path` into the host's memory; its other layers stay on the meta device.
 
-    Args:
-        path: what `save_ends` wrote.
-        target: a directory or a hub id, of which the config is read.
-        trust_remote_code: run model code that the repository ships.
-
-    Raises:
-        InputError: a file that is missing or damaged, or of another target.
+    Only the config of `target` is read. Raise InputError if the file is missing, damaged or another target's.
     """
     with reading("teacher_cache", f"what draftsmith cache --features keeps of a target in {path}"):
         tensors = load_file(path)
@@ -75,23 +61,23 @@ def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> Pr
 
 
 def _ends(target: PreTrainedModel, last_layer: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers by their names in the model, tied ones once."""
+    """Yield the parameters and buffers of the ends by name; tied tensors once."""
     parts: list[Any] = [target.get_input_embeddings(), last_norm(target), target.get_output_embeddings()]
     if last_layer:
         parts.append(decoder_layers(target)[-1])
     inside = {part for module in parts if module is not None for part in module.modules()}
-    seen = set[int]()
+    visited = set[int]()
     for prefix, module in target.named_modules():
         if module not in inside:
             continue
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
+            if id(tensor) not in visited:
+                visited.add(id(tensor))
                 yield f"{prefix}.{name}", tensor.detach()
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return what tells tensors from others, in the order of their names."""
+    """Return a checksum of names, dtypes, shapes and values."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())

@@ -1,15 +1,15 @@
-"""A window of a cache of features: written just before it is read, and removed behind it. It is never whole on disk.
+"""A window of a feature cache: portions are written just before they are read and removed afterwards.
 
-The features of 10⁹ tokens are 38 TB. But a training run reads them in an order that is known beforehand, one step
-after the other. So two commands share a directory, and files alone tell each how far the other is; they may run on
-different machines, and either can be stopped and started again:
+The features of 10⁹ tokens are 38 TB, too many to store. But a training run reads them in an order that is known in
+advance. So two commands share a directory, and synchronise by files alone; they may run on different machines, and
+either can be stopped and started again:
 
-* the training run writes `order-RUN-E.npz`, in which order it reads texts in epoch E, divided into portions, and
-  `reader.json`, which portion it has come to;
+* the training run writes `order-RUN-E.npz`, the order of the texts in epoch E, divided into portions, and
+  `reader.json`, the portion that it reads now;
 * `draftsmith cache --window` writes `RUN-E-P.parquet`, the features of portion P, for as many portions in advance as
   the window has room for, and removes those that were read. They are shards like those of a whole cache.
 
-RUN tells this order from others: portions that are there when a run is resumed need not be written again.
+RUN is a hash of the order: a resumed run reuses the portions that still exist.
 """
 
 import hashlib
@@ -40,14 +40,14 @@ from draftsmith.train.teacher.sources import Source, Text
 
 READER = "reader.json"
 PARTS = 16
-"""Portions that a window has room for, unless a step reads more than one."""
+"""The portions that fit into a window, unless a step reads more than one."""
 POLL = 0.05
-"""Seconds between two looks at what the other side has done."""
+"""The seconds between two looks at the other side's files."""
 PORTION = re.compile(r"(?P<run>[0-9a-f]{12})-(?P<epoch>-?\d+)-(?P<portion>\d+)\.parquet")
 
 
 class Position(TypedDict):
-    """What a training run says of itself: where it reads next."""
+    """The content of `reader.json`: the portion that a training run reads now."""
 
     run: str
     epoch: int
@@ -56,62 +56,50 @@ class Position(TypedDict):
 
 
 class Portion(NamedTuple):
-    """What is written and removed as one."""
+    """A unit of writing and removing: texts by hash, uint64, cut to `max_length` tokens, of at most `most` bytes."""
 
     name: str
     texts: np.ndarray
-    """The hashes of its texts, uint64."""
     most: int
-    """Bytes that it takes at most."""
     max_length: int | None
-    """Tokens of a text that are read; None for all."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """In which order a run reads texts, divided into portions of whole steps."""
+    """The order in which a run reads the texts of an epoch, divided into portions of whole steps.
+
+    `texts` are hashes, uint64. `ends` and `steps` are the ends of portions, counted in texts and in steps of the epoch;
+    `most` bounds their bytes. Texts are cut to `max_length` tokens, unless that is 0.
+    """
 
     texts: np.ndarray
-    """Their hashes, uint64."""
     ends: np.ndarray
-    """Where each portion ends among them."""
     steps: np.ndarray
-    """And among the steps of the epoch."""
     most: np.ndarray
-    """Bytes that each portion takes at most."""
     max_length: int = 0
-    """Tokens of a text that are read; 0 for all."""
 
     @classmethod
     def of(cls, data: TrainingData, rows: np.ndarray, rows_of_step: int, layout: Layout, most: int) -> "Order":
-        """Return the order of some rows.
-
-        Args:
-            data: whose rows.
-            rows: one behind the other, as they are read.
-            rows_of_step: how many a step reads.
-            layout: of their features.
-            most: bytes of a portion; one step may take more.
-        """
+        """Return the order of rows of data in portions of at most `most` bytes, or of one larger step."""
         members = data.samples(rows.tolist())
         counts = np.ones_like(rows) if data.starts is None else np.diff(data.starts, append=len(data.members))[rows]
         starts = np.arange(0, len(rows), rows_of_step)
         sizes = data.lengths[rows] * layout.position_bytes + counts * FeatureShards.sample_bytes
-        of_steps = np.add.reduceat(sizes, starts)
+        step_sizes = np.add.reduceat(sizes, starts)
         steps = list[int]()
         taken = 0
-        for step, size in enumerate(of_steps.tolist()):
+        for step, size in enumerate(step_sizes.tolist()):
             if taken and taken + size > most:
                 steps.append(step)
                 taken = 0
             taken += size
-        steps.append(len(of_steps))
+        steps.append(len(step_sizes))
         ends = counts.cumsum()[np.minimum(np.array(steps) * rows_of_step, len(rows)) - 1]
-        of_portions = np.add.reduceat(of_steps, [0, *steps[:-1]])
-        return cls(data.text_hashes[members], ends, np.array(steps), of_portions, data.max_length or 0)
+        portion_sizes = np.add.reduceat(step_sizes, [0, *steps[:-1]])
+        return cls(data.text_hashes[members], ends, np.array(steps), portion_sizes, data.max_length or 0)
 
     def portions(self, run: str, epoch: int) -> list[Portion]:
-        """Return them, with their names."""
+        """Return the portions, with the names of their files."""
         starts = [0, *self.ends.tolist()]
         return [
             Portion(
@@ -124,35 +112,35 @@ class Order:
         ]
 
     def save(self, path: Path) -> None:
-        """Write it."""
+        """Write the order to a file."""
         with written_aside(path) as aside, aside.open("wb") as file:
-            np.savez(file, **{each.name: getattr(self, each.name) for each in fields(self)})
+            np.savez(file, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def load(cls, path: Path) -> "Order":
-        """Read one."""
+        """Read an order from a file."""
         with np.load(path) as saved:
-            return cls(**{each.name: saved[each.name] for each in fields(cls)})
+            return cls(**{field.name: saved[field.name] for field in fields(cls)})
 
     @cached_property
     def _sorted(self) -> np.ndarray:
         return self.texts.argsort(kind="stable")
 
     def portions_of(self, text: int) -> list[int]:
-        """Return in which portions a text is, ascending."""
+        """Return the numbers of the portions that have a text, ascending."""
         ends = (np.searchsorted(self.texts, np.uint64(text), side, sorter=self._sorted) for side in ("left", "right"))
         return np.unique(np.searchsorted(self.ends, self._sorted[slice(*ends)], side="right")).tolist()  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=2)
 def _portions(directory: Path, run: str, epoch: int) -> list[Portion]:
-    """Return those of an epoch, once a run has said them."""
+    """Return the portions of an epoch; FileNotFoundError until the run has written its order."""
     return Order.load(directory / f"order-{run}-{epoch}.npz").portions(run, epoch)
 
 
 @lru_cache(maxsize=PARTS)
 def _rows_of(file: Path, layout: Layout) -> dict[int, int]:
-    """Return the row of each text of a portion."""
+    """Return the row of each text in a portion's file."""
     shard = read_shard(file, layout.columns, columns=["text"])
     if shard is None:
         raise InputError(f"{file}: expected features as draftsmith cache writes them, found a damaged file")
@@ -161,53 +149,39 @@ def _rows_of(file: Path, layout: Layout) -> dict[int, int]:
 
 @dataclass
 class WindowReader:
-    """The side of a window that reads: a training run."""
+    """The reading side of a window: a training run.
+
+    `window` is in bytes. `orders` has those of the present and the next epoch by number; −1 is the text that is read
+    before the first step. `speaks` is true in the process that writes files for all others.
+    """
 
     directory: Path
     layout: Layout
     window: int
-    """Bytes."""
     orders: dict[int, Order] = field(default_factory=dict)
-    """Of some epochs, by their numbers; −1 is what is looked at before the first step."""
     run: str = ""
     epoch: int = -1
     speaks: bool = False
-    """Whether this process writes for all of them."""
     _make: Callable[[int], Order] | None = None
     _epochs: int = 0
     _steps: int = 1
 
     def look_at(self, texts: Sequence[int]) -> None:
-        """Have some texts written before training begins."""
+        """Request the features of texts that are read before training begins."""
         hashes = np.array(texts, np.uint64)
         self.run, self.epoch, self.speaks = hashlib.sha256(hashes.tobytes()).hexdigest()[:12], -1, is_first()
-        once = np.array([len(hashes)]), np.array([1]), np.array([self.window // 2])
-        self.orders = {-1: Order(hashes, *once)}
+        one_portion = np.array([len(hashes)]), np.array([1]), np.array([self.window // 2])
+        self.orders = {-1: Order(hashes, *one_portion)}
         self._say(0)
 
     def follow(self, trainer: Any) -> None:
-        """Have the texts of a trainer's steps written, in the order in which it reads them.
-
-        Args:
-            trainer: a `RecipeTrainer`, whose order is an `EpochSampler`.
-
-        Raises:
-            InputError: (once training begins) a window that has no room for two steps.
-        """
+        """Follow the steps of a `RecipeTrainer`, whose order is an `EpochSampler`, by a callback."""
         trainer.add_callback(_Follow(self, trainer))
 
     def begin(self, sampler: EpochSampler, data: TrainingData, batch: int, batches: int, epochs: int) -> None:
-        """Know in which order epochs are read.
+        """Set the order of the epochs: a step reads `batches` batches, each of `batch` rows over all processes.
 
-        Args:
-            sampler: the order of an epoch's rows.
-            data: the rows.
-            batch: rows that all processes read at once.
-            batches: of them in a step.
-            epochs: how many there are.
-
-        Raises:
-            InputError: a window that has no room for two steps.
+        Raise InputError if the window has no room for two steps.
         """
 
         def make(epoch: int) -> Order:
@@ -229,10 +203,10 @@ class WindowReader:
         self._steps = int(first.steps[-1])
 
     def at(self, step: int) -> None:
-        """Go to a step of training: what was read before it may be removed."""
+        """Move to a step of training, so that the portions before it may be removed."""
         epoch, place = divmod(step, self._steps)
         if epoch >= self._epochs:
-            return  # the end is still to come
+            return  # after the last step: `end` follows
         self.epoch = epoch
         for other in [other for other in self.orders if other < epoch]:
             del self.orders[other]
@@ -243,13 +217,13 @@ class WindowReader:
         self._say(int(np.searchsorted(self.orders[epoch].steps, place, side="right")))
 
     def end(self) -> None:
-        """Say that nothing is read any more."""
+        """Announce that nothing more is read."""
         self._say(0, done=True)
 
     def find(self, text: int) -> tuple[Path, int]:
-        """Return the portion of a text, and its row there; wait until it is written."""
+        """Return the portion of a text and its row there; wait until it is written."""
         portions = self.orders[self.epoch].portions_of(text)
-        if len(portions) > 1:  # read twice in an epoch
+        if len(portions) > 1:  # the text is read twice in an epoch, and earlier portions may be gone
             read_now = read(Position, self.directory / READER)["portion"]
             portions = [portion for portion in portions if portion >= read_now]
         file = self.directory / f"{self.run}-{self.epoch}-{portions[0]}.parquet"
@@ -275,7 +249,7 @@ class WindowReader:
 
 
 class _Follow(TrainerCallback):  # type: ignore[misc]
-    """Tells a window where training is."""
+    """A callback that tells a window the step of training."""
 
     def __init__(self, reader: WindowReader, trainer: Any):
         self.reader, self.trainer = reader, trainer
@@ -298,33 +272,26 @@ class _Follow(TrainerCallback):  # type: ignore[misc]
 
 @dataclass
 class WindowWriter:
-    """The side of a window that writes: `draftsmith cache --window`."""
+    """The writing side of a window: `draftsmith cache --window`.
+
+    `texts` are all that a run may request, and `window` is in bytes, over all processes. `samples`, `positions` and
+    `size` (bytes) count what was written, and `largest` is the most that was on disk at a time.
+    """
 
     directory: Path
     shards: FeatureShards
     texts: Texts
-    """All that a run may ask for."""
     window: int
-    """Bytes, of all processes together."""
     processes: Processes
     samples: int = 0
-    """Samples that were written."""
     positions: int = 0
-    """Their positions."""
     size: int = 0
-    """Bytes of what was written."""
     largest: int = 0
-    """Bytes that lay there at a time, at most."""
 
     def serve(self, model: PreTrainedModel) -> None:
-        """Write what a training run reads next, and remove what it has read, until it says that it reads no more.
+        """Write the features of the target that a training run reads next, and remove old ones, until the run ends.
 
-        Args:
-            model: the target.
-
-        Raises:
-            InputError: a run that reads other texts, or steps that the window has no room for.
-            OSError: the disk is full, or cannot be written.
+        Raise InputError if the run reads other texts, or steps that the window has no room for.
         """
         with phase(self.processes.title("feature window")) as bar:
             bar.advance(0, "waits for a training run")
@@ -338,7 +305,7 @@ class WindowWriter:
                     file.unlink(missing_ok=True)
 
     def _step(self, position: Position, model: PreTrainedModel, bar: Phase) -> bool:
-        """Remove what was read and write one portion; return False where there is nothing to write or no room."""
+        """Remove the portions that were read and write one; return False if nothing is missing or there is no room."""
         now = position["epoch"], position["portion"]
         held = self._remove(lambda run, epoch, portion: run != position["run"] or (epoch, portion) < now)
         share = self.window // self.processes.count
@@ -346,7 +313,7 @@ class WindowWriter:
             path = self.directory / portion.name
             if path.exists():
                 continue
-            if portion.most > share // 2:
+            if portion.most > share // 2:  # the next portion must be written while this one is read
                 raise InputError(
                     f"window: expected room for two steps of {portion.most / 1e9:.3g} GB in each process, found "
                     f"{share / 1e9:.3g} GB"
@@ -360,7 +327,7 @@ class WindowWriter:
         return False
 
     def _wanted(self, position: Position) -> Iterator[Portion]:
-        """Give the portions that this process writes, in the order in which they are read."""
+        """Yield the next portions that this process writes, in reading order."""
         for epoch in (position["epoch"], position["epoch"] + 1):
             try:
                 portions = _portions(self.directory, position["run"], epoch)
@@ -371,11 +338,11 @@ class WindowWriter:
                     yield portions[at]
 
     def _write(self, path: Path, portion: Portion, model: PreTrainedModel) -> None:
-        found = np.searchsorted(self._hashes, portion.texts, sorter=self._order)
-        numbers = self._order[np.minimum(found, len(self._order) - 1)]
-        if (lacking := self._hashes[numbers] != portion.texts).any():
+        places = np.searchsorted(self._hashes, portion.texts, sorter=self._order)
+        numbers = self._order[np.minimum(places, len(self._order) - 1)]
+        if (missing := self._hashes[numbers] != portion.texts).any():
             raise InputError(
-                f"completions: expected all that the training run reads, found none of {lacking.sum()} of its texts"
+                f"completions: expected all that the training run reads, found none of {missing.sum()} of its texts"
             )
         numbers = np.unique(numbers)
         names, marks = self.texts.ids(numbers), self._hashes[numbers].view(np.int64).tolist()
@@ -405,7 +372,7 @@ class WindowWriter:
             return None
 
     def _remove(self, gone: Callable[[str, int, int], bool]) -> int:
-        """Remove portions of this process that are wanted no more, and return the bytes of those that stay."""
+        """Remove the portions of this process that are `gone`, and return the bytes of the others."""
         held = 0
         for file in self.directory.glob("*.parquet"):
             name = PORTION.fullmatch(file.name)
