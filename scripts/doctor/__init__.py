@@ -1,1 +1,1 @@
-"""`draftsmith doctor`: whether a target and a drafter fit each other."""
+"""`draftsmith doctor`: a check whether a target and drafters fit each other."""

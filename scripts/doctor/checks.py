@@ -1,4 +1,4 @@
-"""Checks of `draftsmith doctor` without weights: whether a target and its drafters fit each other."""
+"""Checks of `draftsmith doctor` on configs and tokenizers, without weights."""
 
 import platform
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,8 @@ from draftsmith.train.models import DTYPES, check_head
 def check_setup(setup: Setup, context: int | None, dtype: str, device: torch.device) -> Iterator[Finding]:
     """Check the target and each drafter, and whether they fit each other.
 
-    Args:
-        setup: the target and its drafters.
-        context: tokens of a text, prompt included; None for as many as the models have positions.
-        dtype: that the models are to run in, by its name.
-        device: where.
+    `context` is the length of texts in tokens, prompts included, or None for the models' positions; `dtype` names the
+    dtype to run in.
     """
     target, drafts = setup.target, setup.drafts
     yield from _fits(setup, of_models=True)
@@ -49,7 +46,7 @@ def check_setup(setup: Setup, context: int | None, dtype: str, device: torch.dev
 
 
 def _fits(setup: Setup, of_models: bool) -> Iterator[Finding]:
-    """Compare the target with drafters that are models with a tokenizer, or with all others, as their kinds do."""
+    """Yield the kinds' comparisons of drafters with the target: of models with a tokenizer, or of all others."""
     kinds = [kind for kind, _ in setup.drafters]
     for kind, part in setup.drafters:
         if setup.target is not None and isinstance(part, Side) == of_models:
@@ -59,12 +56,12 @@ def _fits(setup: Setup, of_models: bool) -> Iterator[Finding]:
 
 
 def bfloat16_is_native(device: torch.device) -> bool:
-    """Say whether a device computes in bfloat16 itself; one that does not takes a detour over float32."""
+    """Return whether a device has bfloat16 arithmetic; others convert to float32 and back."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if platform.machine().lower() in ("x86_64", "amd64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return True  # other processors do not say
+    return True  # other processors cannot be asked
 
 
 def _dtype(setup: Setup, dtype: str, device: torch.device) -> Finding:
@@ -113,7 +110,7 @@ def _vocabulary(sides: list[Side]) -> Finding:
         )
         text += "that hold it are refused"
     if len({side.head for side in sides}) > 1 and alike:
-        # SpeculativeConfig.verify_equal_vocab_size_if_draft_model, called for the method draft_model
+        # vLLM: SpeculativeConfig.verify_equal_vocab_size_if_draft_model, called for the method draft_model
         return Finding(
             "warning",
             "vocabulary",
@@ -125,7 +122,7 @@ def _vocabulary(sides: list[Side]) -> Finding:
 
 
 def _rollback(target: Side | None, sides: list[Side]) -> Finding:
-    for side in sides[::-1]:  # a draft is refused, and a target is not
+    for side in sides[::-1]:  # drafts first: they are refused, and a target only costs a warning
         try:
             check_rollback(side.model, side.role)
         except InputError as error:
@@ -192,7 +189,7 @@ def _special_tokens(target: Side, drafts: Sequence[Side]) -> Finding:
             return Finding("warning", name, f"{text}; {error}", "answers in your data cannot be masked as they are")
         last = next((token for token, bit in zip(masked.ids[::-1], masked.mask[::-1], strict=True) if bit), None)
         if last is not None and last in tokenizer.added_tokens_decoder:
-            # What ends an answer matters; the tokenizer's own may end whole documents in pretraining alone.
+            # The end of an answer matters: the tokenizer's own may end only whole documents in pretraining.
             wanted = {last: "what ends an answer in the chat template"}
     for token, role in wanted.items():
         if token not in ends:

@@ -1,4 +1,4 @@
-"""`draftsmith doctor`: will this target work with these drafters? One line a check, weights unloaded."""
+"""`draftsmith doctor`: will this target work with these drafters? A line for each check, without loading weights."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ SCHEMA = "draftsmith.doctor/1"
 
 
 def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
-    """Print all findings and the samples asked for; 2 where something cannot be used, else 0."""
+    """Print all findings and samples; return 2 if something cannot be used, else 0."""
     findings: list[Finding] = []
     if config.json is not None:
         file = Path(config.json)
@@ -94,15 +94,10 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
 def load_setup(
     target: str, drafters: Sequence[str], trust_remote_code: bool = False
 ) -> tuple[Setup, list[tuple[DrafterKind, DrafterSpec]], list[Finding]]:
-    """Load a target and its drafters without their weights, and say what they are.
+    """Load a target and drafters (values of `--drafter`) without weights.
 
-    Args:
-        target: a directory or hub id.
-        drafters: as of `--drafter`.
-        trust_remote_code: run model code that a repository ships.
-
-    Returns:
-        What loads, the kind of each drafter and how it is loaded, and a finding for each; an error where it does not.
+    Return the parts that load, the kind and spec of each drafter, and a finding for each part: an error if it does not
+    load.
     """
     side, finding = load_side("target", target, trust_remote_code)
     findings, kinds = [finding], [stored_as(spec) for spec in drafter_specs(drafters)]
@@ -116,7 +111,7 @@ def load_setup(
 
 
 def _loading(config: DoctorConfig, setup: Setup) -> Loading:
-    """Return what drafters are loaded with."""
+    """Return the arguments of loading drafters."""
     assert setup.target is not None
     tokenizers = {draft.path: draft.tokenizer for draft in setup.drafts}
     return Loading(config.target, setup.target.tokenizer, config.trust_remote_code, config.dtype, tokenizers=tokenizers)
@@ -134,5 +129,5 @@ def _write(config: DoctorConfig, findings: list[Finding], code: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check as the flags say; 0 where all is well or only worth a warning, 2 where something cannot be used."""
+    """Check as the flags say; return 0, also after warnings, or 2 if something cannot be used."""
     return doctor(parse_config(DoctorConfig, argv, prog="draftsmith doctor"), Console(), Console(stderr=True))

@@ -10,15 +10,15 @@ from draftsmith.train.options import TemplateOptions
 
 @dataclass
 class DoctorConfig(TemplateOptions):
-    """Check a target, its drafters and samples before they cost any time: what fits, what does not, a way out."""
+    """Check a target, its drafters and samples before they cost any time, and suggest remedies."""
 
     target: str
     """The target: a model directory or hub id."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
-    """What drafts for it: a directory, whose kind its config.json says, or another kind by its name. Repeat it for
-    several; without one the target and the samples are checked alone."""
+    """A drafter: a directory, whose config.json names its kind, or another kind by its name. Repeat it for several;
+    without one only the target and the samples are checked."""
     run: Drafters = field(default_factory=list, metadata=aliases_of_runs())
-    """KIND:FILE, the config of a training run of such a drafter: whether it can begin on this target."""
+    """KIND:FILE, the config of a training run of such a drafter, to check whether it can begin on this target."""
     prompts: str | None = None
     """Conversations with the assistant's answers, or prompts, as `prepare` reads them: their loss masks are checked."""
     completions: str | None = None
@@ -28,13 +28,13 @@ class DoctorConfig(TemplateOptions):
     limit: int | None = None
     """Check the first N samples only."""
     show_mask: int = 0
-    """Print the first N samples: in green what a draft learns from, dimmed what it only reads."""
+    """Print the first N samples: in green the tokens that a draft learns from, dimmed those that it only reads."""
     context: int | None = None
-    """Tokens of a text, prompt included, that positions and memory have to hold; by default what the models can."""
+    """Tokens of a text, prompt included, that positions and memory must hold; by default the models' positions."""
     batch_size: Ints = field(default_factory=lambda: [1, 8])
     """Texts decoded together, several with commas: for these memory is checked and costs are measured."""
     costs: bool = False
-    """Load all models and measure forwards here, behind 64 tokens: the acceptance from which γ = 4, or a tree, pays."""
+    """Load all models and measure forwards here, after 64 tokens: the acceptance from which γ = 4, or a tree, pays."""
     json: str | None = None
     """A file that receives the findings, for a CI job or a dashboard."""
 

@@ -18,22 +18,15 @@ from draftsmith.train.models import DTYPES, load_model
 def check_memory(
     setup: Setup, batch_sizes: Sequence[int], context: int | None, dtype: str, device: torch.device
 ) -> tuple[bool, Finding]:
-    """Compare weights, keys and values with the memory that is free; activations are not counted.
+    """Compare weights, keys and values with the free memory; return whether the weights fit, and the finding.
 
-    Args:
-        setup: the target and its drafters, at least one part of it.
-        batch_sizes: texts that are decoded together.
-        context: tokens of a text; None for as many as the models have positions.
-        dtype: that the models are to run in; quantised checkpoints stay as they are stored.
-        device: where.
-
-    Returns:
-        Whether the weights fit, and the finding.
+    Activations are not counted. `context` is the length of texts in tokens, or None for the models' positions. Models
+    run in `dtype`, quantised checkpoints as they are stored.
     """
     free, width = free_memory(device), DTYPES[dtype].itemsize
     weights = {part.role: _weights_bytes(part, width) for part in setup.parts}
-    held = {part.role: part.cached_numbers * width for part in setup.parts if part.cached_numbers}
-    total, each = sum(weights.values()), sum(held.values())
+    cached = {part.role: part.cached_numbers * width for part in setup.parts if part.cached_numbers}
+    total, token = sum(weights.values()), sum(cached.values())
     text = f"{dtype} weights: {', '.join(f'{role} {size(bytes)}' for role, bytes in weights.items())}"
     place = f"{size(free)} free ({device.type})"
     if total > free:
@@ -44,22 +37,22 @@ def check_memory(
             f"find a device with more than {size(total)}, or take a smaller {max(weights, key=lambda r: weights[r])}"
             + (", or --dtype bfloat16" if width > 2 else ""),
         )
-    if held:
-        text += f"; a token in the cache: {' + '.join(size(bytes) for bytes in held.values())}"
+    if cached:
+        text += f"; a token in the cache: {' + '.join(size(bytes) for bytes in cached.values())}"
     tokens = context or min(setup.positions.values(), default=None)
-    if not held or tokens is None:
+    if not cached or tokens is None:
         return True, Finding("ok", "memory", f"{text}; {place}")
-    needed = {rows: total + rows * tokens * each for rows in batch_sizes}
+    needed = {rows: total + rows * tokens * token for rows in batch_sizes}
     text += f"; {tokens} tokens × batch size {', '.join(f'{rows}: {size(bytes)}' for rows, bytes in needed.items())}"
     text += f", of {place}"
     if max(needed.values()) <= free:
         return True, Finding("ok", "memory", text)
-    fitting = ", ".join(f"{int((free - total) // (rows * each))} at batch size {rows}" for rows in batch_sizes)
+    fitting = ", ".join(f"{int((free - total) // (rows * token))} at batch size {rows}" for rows in batch_sizes)
     return True, Finding("warning", "memory", text, f"texts that fit, in tokens: {fitting} (--context to check them)")
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a GPU, or on this machine without swapping."""
+    """Return the free bytes of a GPU, or of this machine without swapping."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
@@ -69,14 +62,7 @@ def check_costs(
     batch_sizes: Sequence[int],
     device: torch.device,
 ) -> Iterator[Finding]:
-    """Load the models, and measure for each batch size from which acceptance each drafter pays.
-
-    Args:
-        drafters: each with its kind.
-        loading: with the dtype to run in, and the tokenizers of drafters that have their own.
-        batch_sizes: texts decoded together.
-        device: where.
-    """
+    """Load the models, and measure the acceptance from which each drafter pays, for each batch size."""
     name, code = "costs", loading.trust_remote_code
     try:
         loading.model = load_model(
@@ -94,6 +80,6 @@ def check_costs(
 
 
 def _weights_bytes(part: Part, width: int) -> int:
-    if getattr(part.model.config, "quantization_config", None) is not None:  # packed numbers stay packed
+    if getattr(part.model.config, "quantization_config", None) is not None:  # packed weights: the files' size
         return sum(file.stat().st_size for file in Path(part.path).glob("*.safetensors"))
     return part.model.num_parameters() * width

@@ -1,4 +1,4 @@
-"""Which tokens of samples count in the loss: counted, and shown in the terminal."""
+"""Loss masks of samples: counted, and shown in the terminal."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,40 +23,31 @@ from draftsmith.train.kinds.parts import Setup
 
 @dataclass(frozen=True)
 class MaskedSample:
-    """A sample to train on."""
+    """A sample to train on.
+
+    `answered` is false if the target is to write the answer. `left_out` has a reason for each turn of the assistant
+    that is not learned from.
+    """
 
     name: str
     ids: list[int]
     mask: list[int]
     answered: bool = True
-    """Whether it holds an answer; if not, the target is to write it."""
     left_out: tuple[str, ...] = ()
-    """Why some of the assistant's turns are not learned from, a reason each."""
 
 
 @dataclass
 class Samples:
-    """All samples, and those that cannot be encoded."""
+    """The encoded samples, and the errors of those that cannot be encoded."""
 
     all: list[MaskedSample] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    """The error of each sample that is refused."""
 
 
 def read(
     config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: Sequence[int] = ()
 ) -> Samples:
-    """Read the samples that a config names, with their loss masks.
-
-    Args:
-        config: the doctor's.
-        tokenizer: the target's.
-        vocab_size: how many logits the target has.
-        ends: the tokens that end its texts.
-
-    Raises:
-        InputError: a source that cannot be read.
-    """
+    """Read the samples that a config names, with loss masks; `ends` are the tokens that end the target's texts."""
     samples, closing = Samples(), ClosingTokens.of(tokenizer)
     if config.completions is not None:
         rows = load_completions(config.completions, vocab_size)
@@ -81,7 +72,7 @@ def read(
 
 
 def check_origin(completions: str, target: str, trust_remote_code: bool) -> Finding:
-    """Say whether this target wrote the completions."""
+    """Check that this target wrote the completions."""
     other = other_target(completions, target, trust_remote_code)
     if other is None:
         return Finding("ok", "origin", "written by this target")
@@ -89,7 +80,7 @@ def check_origin(completions: str, target: str, trust_remote_code: bool) -> Find
 
 
 def check_masks(samples: Samples) -> Iterator[Finding]:
-    """Count the loss tokens, and what trains nothing."""
+    """Count the tokens in the loss, and the samples and turns that train nothing."""
     answered = [sample for sample in samples.all if sample.answered]
     if samples.refused:
         yield Finding(
@@ -122,7 +113,7 @@ def check_masks(samples: Samples) -> Iterator[Finding]:
 
 
 def check_lengths(samples: Sequence[MaskedSample], setup: Setup) -> Finding | None:
-    """Compare the samples with the context lengths; None where there is nothing to compare."""
+    """Compare the samples with the models' positions; None without samples or limits."""
     limits = setup.positions
     if not samples or not limits:
         return None
@@ -140,16 +131,16 @@ def check_lengths(samples: Sequence[MaskedSample], setup: Setup) -> Finding | No
 
 
 def coloured(sample: MaskedSample, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Return a sample's text: in green the tokens that count, the rest dimmed, special tokens bold, line ends marked.
+    """Return a sample's text: tokens in the loss green, the rest dimmed, special tokens bold, line ends marked.
 
-    A character whose tokens differ in their masks goes with its last one.
+    A character whose tokens differ in their masks takes the style of its last token.
     """
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     kinds = [(bit, token in special) for token, bit in zip(sample.ids, sample.mask, strict=True)]
     text, shown, end = Text(), "", 0
     for (bit, bold), stretch in groupby(kinds):
         end += len(list(stretch))
-        # Decoded from the beginning: what a token says may depend on the one before, as spaces do.
+        # Decoded from the beginning: a token's text may depend on the token before, as spaces do.
         options: Any = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         whole = str(tokenizer.decode(sample.ids[:end], **options))
         if end < len(sample.ids):
@@ -160,7 +151,7 @@ def coloured(sample: MaskedSample, tokenizer: PreTrainedTokenizerBase) -> Text:
 
 
 def bracketed(text: Text) -> Text:
-    """Return the text with its green stretches in ⟦⟧, for where there are no colours."""
+    """Return the text with its green stretches in ⟦⟧, for output without colours."""
     green = {place for span in text.spans if "green" in str(span.style) for place in range(span.start, span.end)}
     stretches = groupby(enumerate(text.plain), key=lambda item: item[0] in green)
     pieces = [(counts, "".join(character for _, character in stretch)) for counts, stretch in stretches]
@@ -168,7 +159,7 @@ def bracketed(text: Text) -> Text:
 
 
 def show(samples: Samples, count: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
-    """Print the first samples, coloured by what counts in the loss."""
+    """Print the first `count` samples, coloured by their loss masks."""
     colours = console.is_terminal and not console.no_color
     for sample in samples.all[:count]:
         text = coloured(sample, tokenizer)

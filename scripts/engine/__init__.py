@@ -1,1 +1,1 @@
-"""A real vLLM in another Python: jobs that it decodes offline, and what its answers prove of an export."""
+"""A real vLLM in another Python: offline decoding jobs, and the verification of exports by their answers."""

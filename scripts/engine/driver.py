@@ -1,10 +1,10 @@
-"""Decode jobs in vLLM offline. Run as a file by the engine's Python: nothing but the standard library and vllm.
+"""Decode jobs in vLLM offline. The engine's Python runs this file, which imports only the standard library and vllm.
 
     python -P driver.py JOBS.json RESULTS.json
 
-JOBS holds a list of jobs, objects with the fields of `draftsmith.scripts.engine.offline.Job`. RESULTS receives
-`{"vllm": its version, "device": its kind, "results": [...]}`, a result a job: `token_ids` and what vLLM counted, or
-`error`, one line. It is written after each job, so that the end of this process loses no result before it.
+JOBS holds a list of objects with the fields of `draftsmith.scripts.engine.offline.Job`. RESULTS receives
+`{"vllm": version, "device": kind, "results": [...]}` with a result for each job: `token_ids` and vLLM's counts, or
+`error`, one line. It is written after each job, so that a crash loses no earlier result.
 """
 
 import gc
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""GiB, and no claim on cores that others may use; ignored elsewhere."""
+"""A cache of 1 GiB, and no binding to cores that others may use; ignored on GPUs."""
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 COUNTERS = {
     f"vllm:spec_decode_{name}": name
@@ -25,7 +25,7 @@ COUNTERS = {
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:
-    """Return what vLLM writes and counts for one job."""
+    """Decode one job, and return the texts and vLLM's counts."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -60,19 +60,19 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def counters(llm: Any) -> dict[str, list[int]]:
-    """Return vLLM's counters of speculative decoding by name, a list of one but for those by position."""
-    found = {}
+    """Return vLLM's counters of speculative decoding by name: lists, of one value unless by position."""
+    values = {}
     for metric in llm.get_metrics():
         if metric.name in COUNTERS:
-            found[COUNTERS[metric.name]] = list(metric.values) if hasattr(metric, "values") else [metric.value]
-    return found
+            values[COUNTERS[metric.name]] = list(metric.values) if hasattr(metric, "values") else [metric.value]
+    return values
 
 
 def main(jobs_file: str, results_file: str) -> None:
-    """Decode all jobs."""
+    """Decode all jobs of a file."""
     for name, value in {**CPU, **QUIET}.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what goes wrong is raised here, not in a child's log
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # errors are raised here, not logged by a child
     import vllm
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform

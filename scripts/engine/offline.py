@@ -1,4 +1,4 @@
-"""Jobs for a vLLM in another Python: which Python, the process, its answers. `driver` is what runs there."""
+"""Offline jobs for a vLLM in another Python: finding that Python, running `driver` there, and reading its answers."""
 
 import importlib.util
 import json
@@ -23,62 +23,55 @@ from draftsmith.train.job.processes import end_session
 VARIABLE = "DRAFTSMITH_ENGINE"
 """The environment variable that names the engine's Python."""
 BESIDE = Path(".venv-engine/bin/python")
-"""Where `make engine` installs one."""
+"""The Python that `make engine` installs."""
 ANSWER = 60.0
-"""Seconds that a Python may take to say whether it has vllm."""
+"""The seconds that a Python may take to answer whether it has vllm."""
 
 
 class EngineFailure(RuntimeError):
-    """An engine that failed, or that did what it must not: one line."""
+    """A failure of the engine, or a wrong answer, in one line."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A task for vLLM: prompts to decode; ends of text are ignored."""
+    """A task for vLLM: prompts (token ids) to decode to `max_tokens` each, ignoring ends of text.
+
+    `speculative` is the `speculative_config`, None for plain decoding; `max_model_len` includes drafts past the text's
+    end; `max_num_seqs` prompts are decoded together; `overrides` are added to the target's config (`--hf-overrides`).
+    """
 
     target: str
     prompts: Sequence[Sequence[int]]
-    """Token ids."""
     speculative: dict[str, Any] | None = None
-    """Its `speculative_config`; plain decoding if None."""
     max_tokens: int = 64
-    """Of each text."""
     max_model_len: int = 512
-    """Tokens of a prompt and its text, and of the drafts beyond."""
     temperature: float = 0.0
     seed: int = 0
     dtype: str = "float32"
     max_num_seqs: int = 8
-    """Prompts decoded together."""
     trust_remote_code: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that are added to the target's config, as `--hf-overrides` does."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What vLLM made of a job."""
+    """The texts of a job's prompts, as token ids, and vLLM's counts; zeros without drafts."""
 
     token_ids: list[list[int]]
-    """Of each prompt's text."""
     counters: ServerCounts
-    """What it counted; zeros without drafts."""
 
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What became of some jobs."""
+    """The answers to a list of jobs, vLLM's version, and its kind of device, such as cpu or cuda."""
 
     version: str
-    """vLLM's."""
     device: str
-    """The kind that it ran on, such as cpu or cuda."""
     answers: list[Answer | EngineFailure]
-    """One a job: what was decoded, or what failed."""
 
 
 class Result(Said):
-    """What the engine's process says of one job."""
+    """The driver's result of one job."""
 
     error: str | None = None
     token_ids: list[list[TokenId]] = Field(default_factory=list)
@@ -89,7 +82,7 @@ class Result(Said):
 
 
 class EngineOutput(Said):
-    """The output of the engine's process."""
+    """The output of the driver."""
 
     vllm: str
     device: str
@@ -97,17 +90,13 @@ class EngineOutput(Said):
 
 
 def engine_python(given: str | None = None) -> Path:
-    """Return the absolute path of a Python that has vllm: the one given, `DRAFTSMITH_ENGINE`'s, ours beside, or this.
+    """Return the path of a Python with vllm: the one given, `DRAFTSMITH_ENGINE`'s, that of `make engine`, or this one.
 
-    Args:
-        given: a path.
-
-    Raises:
-        InputError: it, or what the variable names, is none; or none is found.
+    Raise InputError if a named one has no vllm, or no Python has it.
     """
     named = ("engine", given) if given else (VARIABLE, os.environ.get(VARIABLE))
     if named[1]:
-        # Not resolved: the link of a virtual environment is what makes it one.
+        # Links are not resolved: a virtual environment's Python is a link.
         python = Path(os.path.abspath(os.path.expanduser(named[1])))
         if not _has_vllm(python):
             raise InputError(f"{named[0]}: expected a Python that has vllm, found none at {named[1]}")
@@ -132,15 +121,9 @@ def _has_vllm(python: Path) -> bool:
 
 
 def run_jobs(python: Path, jobs: Sequence[Job], timeout: float = 1800.0) -> EngineRun:
-    """Decode jobs in one process of the engine's Python, one after the other.
+    """Decode jobs one by one in a process of the engine's Python, which is ended after `timeout` seconds.
 
-    Args:
-        python: as `engine_python` returns it.
-        jobs: what to decode.
-        timeout: seconds for all of them, after which the process is ended.
-
-    Raises:
-        EngineFailure: the process ended before its first answer.
+    Raise EngineFailure if it ended before its first answer.
     """
     with tempfile.TemporaryDirectory(prefix="draftsmith-engine-") as scratch:
         requests, responses, log = (Path(scratch) / name for name in ("jobs.json", "answers.json", "log"))
@@ -153,19 +136,13 @@ def run_jobs(python: Path, jobs: Sequence[Job], timeout: float = 1800.0) -> Engi
         return run_of(responses.read_bytes(), jobs, ended)
 
 
-def run_of(said: bytes, jobs: Sequence[Job], ended: str) -> EngineRun:
-    """Return what became of jobs, as the engine's process says.
+def run_of(answers_json: bytes, jobs: Sequence[Job], ended: str) -> EngineRun:
+    """Return the run of jobs from the driver's answers; jobs without one fail with `ended`, the end of the process.
 
-    Args:
-        said: its answers, JSON.
-        jobs: what it was to decode.
-        ended: how it ended, of the jobs that it did not come to.
-
-    Raises:
-        EngineFailure: it says nothing that can be an answer.
+    Raise EngineFailure if the answers are malformed.
     """
     try:
-        output = parsed(EngineOutput, said, "engine")
+        output = parsed(EngineOutput, answers_json, "engine")
     except InputError as error:
         raise EngineFailure(str(error)) from error
     if not output.results or len(output.results) > len(jobs):
@@ -175,7 +152,7 @@ def run_of(said: bytes, jobs: Sequence[Job], ended: str) -> EngineRun:
 
 
 def _run(command: list[str], log: Path, timeout: float) -> str:
-    """EngineRun a process with all that it starts, and return how it ended, with the last line that it wrote."""
+    """Run a process in a session of its own, and return how it ended and its last line of output."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -189,7 +166,7 @@ def _run(command: list[str], log: Path, timeout: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Return text without the codes by which a terminal colours it or goes to its line's start."""
+    """Return text without terminal codes; carriage returns become line ends."""
     return re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]", "", text.replace("\r", "\n"))
 
 

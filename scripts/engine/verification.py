@@ -1,6 +1,6 @@
-"""The proof of an export in vLLM: its texts with the drafter are those without and ours, its counts those of replay.
+"""Verification of an export in vLLM: its texts must equal plain decoding and ours, and its counts those of replay.
 
-All at T=0 in float32. The engine decodes first and ends, then the target is loaded here: one device holds one of them.
+All runs are at T=0 in float32. The engine ends before the target is loaded here, since a device holds only one of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,15 +27,12 @@ WRONG_SAMPLED = (
     "vLLM 0.32 on CPU writes wrong sampled text with any draft at any T > 0 "
     "(it verifies drafts at a temperature that nobody set)"
 )
-"""Its plain decoding is right."""
+"""A known fault; plain decoding is correct there."""
 
 
 def room(served: Sequence[Served], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-    """Return the positions that vLLM needs: it drafts no further than its context reaches.
-
-    A round's drafts beyond the last token must fit.
-    """
-    return max(map(len, prompts)) + max_new_tokens + 2 * max(each.draft_length for each in served) + 2
+    """Return the positions that vLLM needs, drafts past the last token included: at its limit it drafts less."""
+    return max(map(len, prompts)) + max_new_tokens + 2 * max(form.draft_length for form in served) + 2
 
 
 def verify(
@@ -49,14 +46,14 @@ def verify(
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Let vLLM decode prompts with each of some configs of one drafter and without, and compare with this decoder.
+    """Decode prompts in vLLM, plainly and with each config in `served`, and compare with this decoder.
 
     Args:
         python: the engine's, as `engine_python` returns it.
         target: the model's directory or hub id.
-        served: one γ and one drafter, in several ways.
+        served: one or several configs of one drafter, with one γ.
         prompts: token ids.
-        load: returns the target in float32 and the drafter, once the engine has ended.
+        load: returns the target in float32 and the drafter; called after the engine has ended.
         max_new_tokens: of each text; ends of text are ignored.
         timeout: seconds for the engine.
         trust_remote_code: run model code that a repository ships.
@@ -66,15 +63,14 @@ def verify(
         The findings, a line each.
 
     Raises:
-        EngineFailure: vLLM does not load it, writes another text, or counts differently; one line of the first.
-        InputError: models that cannot be loaded.
+        EngineFailure: vLLM does not load the export, writes another text, or counts differently.
     """
-    gamma = max(each.draft_length for each in served)
+    gamma = max(form.draft_length for form in served)
     common: dict[str, Any] = {"prompts": prompts, "max_tokens": max_new_tokens}
     common["max_model_len"] = room(served, prompts, max_new_tokens)
     common |= {"max_num_seqs": BATCH, "trust_remote_code": trust_remote_code, "overrides": overrides or {}}
     jobs = [
-        Job(target, speculative=None if each is None else dict(each.speculative), **common) for each in (None, *served)
+        Job(target, speculative=None if form is None else dict(form.speculative), **common) for form in (None, *served)
     ]
     with phase(f"vLLM decodes {len(prompts)} prompts, plainly and {len(served)} times with the drafter"):
         run = run_jobs(python, jobs, timeout)
@@ -82,63 +78,61 @@ def verify(
     if isinstance(plain, EngineFailure):
         raise EngineFailure(f"verify: expected {vllm} to decode {target} without a drafter, found: {plain}")
     model, proposer = load()
-    model.generation_config = GenerationConfig(pad_token_id=0)  # no end of text, and nothing that warps logits
+    model.generation_config = GenerationConfig(pad_token_id=0)  # no end of text, no warping of logits
     checks = Checks(model, proposer, [torch.tensor(ids, device=model.device) for ids in prompts], max_new_tokens)
     lines = [f"{vllm} on {run.device}, T=0, float32: {len(prompts)} prompts, {max_new_tokens} tokens each"]
     lines.append(checks.same("vLLM without a drafter", "draftsmith's plain text", checks.plain, plain.token_ids))
     lines.append(checks.decoded_here(gamma))
-    for each, answer in zip(served, answers, strict=True):
+    for form, answer in zip(served, answers, strict=True):
         if isinstance(answer, EngineFailure):
-            raise EngineFailure(f"verify: expected {vllm} to decode with {each.name}, found: {answer}")
-        lines.append(checks.same(f"vLLM with {each.name}", "its text without", plain.token_ids, answer.token_ids))
-        lines.append(checks.counted(each, answer, run.device))
+            raise EngineFailure(f"verify: expected {vllm} to decode with {form.name}, found: {answer}")
+        lines.append(checks.same(f"vLLM with {form.name}", "its text without", plain.token_ids, answer.token_ids))
+        lines.append(checks.counted(form, answer, run.device))
     known = f"; {WRONG_SAMPLED}" if run.device == "cpu" and run.version.startswith("0.32.") else ""
     lines.append(f"text at T > 0 is not compared here: `draftsmith certify` tests a server's{known}")
     return lines
 
 
 class Checks:
-    """Comparisons on some prompts; each returns what it found, or raises an `EngineFailure`."""
+    """Comparisons on a set of prompts; each returns a line, or raises an `EngineFailure`.
+
+    The target is in float32, and its generation config neither ends texts nor warps logits. The prompts are (T,) int64
+    on its device, and the proposer drafts chains.
+    """
 
     def __init__(self, target: PreTrainedModel, proposer: Proposer, prompts: list[Tensor], tokens: int):
-        """Decode the prompts plainly.
-
-        Args:
-            target: in float32, with a generation config that neither ends texts nor warps logits.
-            proposer: what drafts, in chains.
-            prompts: (T,) int64 each, on the target's device.
-            tokens: of each text.
-        """
+        """Decode the prompts plainly, to `tokens` tokens each."""
         self.target, self.proposer, self.prompts, self.tokens = target, proposer, prompts, tokens
         self.plain = self._texts(plain_texts(target, prompts, BATCH, max_new_tokens=tokens))
 
-    def same(self, name: str, of: str, expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> str:
-        """Compare texts, token for token, and say where they part at a tie."""
-        certificate = certify_greedy(self.target, expected, found, self.prompts)
+    def same(self, name: str, other: str, expected: Sequence[Sequence[int]], actual: Sequence[Sequence[int]]) -> str:
+        """Compare texts token for token; they may differ after a tie."""
+        certificate = certify_greedy(self.target, expected, actual, self.prompts)
         if not certificate.passed:
-            raise EngineFailure(f"verify: expected {name} to write {of}, found {certificate.reason}")
-        line = f"{name}: {certificate.prompts_identical} of {len(self.prompts)} texts are {of}"
+            raise EngineFailure(f"verify: expected {name} to write {other}, found {certificate.reason}")
+        line = f"{name}: {certificate.prompts_identical} of {len(self.prompts)} texts are {other}"
         return line if certificate.reason is None else f"{line}; {certificate.reason}"
 
     def decoded_here(self, draft_length: int) -> str:
-        """Compare this decoder's text with the drafter with its own without."""
+        """Compare this decoder's texts with and without the drafter."""
         options = {"draft_length": draft_length, "max_new_tokens": self.tokens}
         texts = speculative_texts(self.target, self.proposer, self.prompts, BATCH, **options)
         return self.same("draftsmith with the drafter", "its text without", self.plain, self._texts(texts))
 
     def counted(self, served: Served, answer: Answer, device: str) -> str:
-        """Compare what vLLM counted with what replay on its texts says that it must count."""
-        expected, found = self.expected_counts(answer.token_ids, served.draft_length), answer.counters
-        line = f"{served.name}, γ = {served.draft_length}: {_words(found)}"
-        if not expected.same_as(found):
+        """Compare vLLM's counts with those that replay on its texts predicts."""
+        expected, counts = self.expected_counts(answer.token_ids, served.draft_length), answer.counters
+        line = f"{served.name}, γ = {served.draft_length}: {_words(counts)}"
+        if not expected.same_as(counts):
             known = f"; {served.on_cpu}" if device == "cpu" and served.on_cpu else ""
             raise EngineFailure(
-                f"verify: expected vLLM with {served.name} to count {_words(expected)}, found {_words(found)}{known}"
+                f"verify: expected vLLM with {served.name} to count {_words(expected)}, found {_words(counts)}{known}"
             )
         return f"{line}, as replay says that vLLM counts"
 
     def expected_counts(self, texts: Sequence[Sequence[int]], draft_length: int) -> ServerCounts:
-        """Return what vLLM counts while it writes texts: replay on them and on γ tokens behind them, drafted too."""
+        """Return the counts of vLLM for writing texts, by replay on them and on the γ tokens after them."""
+        # vLLM's last round drafts past the text's end, and those tokens count as drafted.
         written = [torch.cat([p, p.new_tensor(list(t))]) for p, t in zip(self.prompts, texts, strict=True)]
         longer = plain_texts(self.target, written, BATCH, max_new_tokens=draft_length)
         lengths = [len(prompt) for prompt in self.prompts]

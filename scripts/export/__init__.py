@@ -1,1 +1,1 @@
-"""`draftsmith export`: heads in the formats of others, and the lines that launch them or a draft model."""
+"""`draftsmith export`: drafters in the formats of other projects, and the commands that serve them."""

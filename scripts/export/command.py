@@ -1,4 +1,4 @@
-"""`draftsmith export`: drafters in the formats of others, and the lines that launch them."""
+"""`draftsmith export`: drafters in the formats of other projects, and the commands that serve them."""
 
 import sys
 from collections.abc import Sequence
@@ -24,15 +24,11 @@ from draftsmith.train.models import load_config, load_model, load_tokenizer
 from draftsmith.train.runs import with_speculative
 
 PROMPT_TOKENS = 128
-"""The last N tokens of a prompt that verifies."""
+"""The most tokens of a prompt for `--verify`; earlier ones are cut."""
 
 
 def check(config: ExportConfig) -> None:
-    """Check what can be checked before any work.
-
-    Raises:
-        InputError: an option that does not go with this kind of drafter.
-    """
+    """Require, before any work, options that this kind of drafter supports."""
     if config.import_from is None:
         kind, _ = drafter_of(config)
         kind.check_export(config)
@@ -43,11 +39,7 @@ def check(config: ExportConfig) -> None:
 
 
 def export(config: ExportConfig) -> list[str]:
-    """Export or import, and return the lines to print: the launch line is the last that is no comment.
-
-    Raises:
-        InputError: anything that cannot be read, written, or held by the format.
-    """
+    """Export or import, and return the lines to print: comments, and as the last other line the serving command."""
     if config.import_from is not None:
         return foreign_kind(config.import_from).import_from(config, config.import_from)
     kind, path = drafter_of(config)
@@ -62,7 +54,7 @@ def export(config: ExportConfig) -> list[str]:
 
 
 def drafter_of(config: ExportConfig) -> tuple[DrafterKind, str]:
-    """Return kind and directory of the drafter that is exported."""
+    """Return the kind and directory of the drafter to export."""
     kind, spec = stored_as(drafter_specs(config.drafter)[0])
     return kind, str(spec.path)
 
@@ -70,9 +62,7 @@ def drafter_of(config: ExportConfig) -> tuple[DrafterKind, str]:
 def verified(config: ExportConfig, python: Path) -> list[str]:
     """Decode with the export in a real engine, and return the comparisons, a line each.
 
-    Raises:
-        InputError: prompts or models that cannot be read.
-        EngineFailure: the engine does not load it, or decodes differently: one line.
+    Raise EngineFailure if the engine does not load it or decodes differently.
     """
     target, code = str(config.target), config.trust_remote_code
     tokenizer = load_tokenizer(target, field="target", trust_remote_code=code)
@@ -99,11 +89,7 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export as the flags say, and print comments and the launch line.
-
-    Returns:
-        0, or 1 where the engine that verifies the export fails or decodes differently; the export stays.
-    """
+    """Export as the flags say, and print the lines; return 1 if the verification fails, which keeps the export."""
     config = parse_config(ExportConfig, argv, prog="draftsmith export")
     check(config)
     python = None if config.verify is None else engine_python(config.engine)

@@ -1,1 +1,1 @@
-"""`draftsmith generate`: the decoder, and what it shows while it writes."""
+"""`draftsmith generate`: decode one prompt in a terminal, and show the drafting."""

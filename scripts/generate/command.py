@@ -1,4 +1,4 @@
-"""`draftsmith generate`: decode one prompt in a terminal, every token in the colour of how it came about."""
+"""`draftsmith generate`: decode one prompt in a terminal, with each token coloured by its origin."""
 
 import sys
 import time
@@ -33,7 +33,7 @@ from draftsmith.train.models import default_device, load_tokenizer, vocabulary_s
 
 
 class NoDraft(StatelessProposer):
-    """Drafts nothing: each round is one token of plain decoding, and can be watched like any other."""
+    """A proposer of empty drafts: each round is one token of plain decoding, for the live view."""
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Return empty drafts."""
@@ -43,11 +43,7 @@ class NoDraft(StatelessProposer):
 def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
     """Decode the prompt, the text on `console` and a summary on `errors`, and return the exit code.
 
-    The text is coloured where `console` is a terminal that may be coloured, and is plain elsewhere. What was written
-    stands when the user interrupts it.
-
-    Raises:
-        InputError: models, tokenizers or a prompt that do not fit.
+    The text is coloured on a terminal with colours, and plain elsewhere. An interrupt keeps the text so far.
     """
     prompt = _prompt(config)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
@@ -68,7 +64,7 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
     def plain(new: int) -> DecodeOutput:
         return autoregressive_generate(target, input_ids, max_new_tokens=new, **options)
 
-    speculative(2)  # the first forwards allocate
+    speculative(2)  # a warm-up: the first forwards allocate
     coloured = console.is_terminal and not console.is_dumb_terminal and not console.no_color
     screen = Terminal(console) if coloured else Plain(console.file)
     progress = Progress(screen, Detokenizer(tokenizer, ids))
@@ -131,12 +127,12 @@ def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
                 f"{name}: expected a drafter that has a confidence ({expected}) with {name} {getattr(config, name)}, "
                 f"found {specs[0].kind}"
             )
-    # A draft model may have another tokenizer here: only one text is decoded, and nothing is compared with replay.
+    # A draft model may have another tokenizer here: nothing is compared with replay, which needs one tokenizer.
     return [replace(spec, kind=ReencodedDraft.name) if spec.kind == DraftModel.name else spec for spec in specs]
 
 
 def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput | None, errors: Console) -> None:
-    """Print the summary; `output` is None where the user interrupted."""
+    """Print the summary; `output` is None after an interrupt."""
     counts, kinds = progress.counts, progress.kinds
     tau, rate = counts.mean_acceptance_length(), counts.draft_acceptance_rate()
     pace = f"{speed(progress.tokens_per_second())} tokens/s"
@@ -172,7 +168,7 @@ def _departure(config: GenerateConfig, output: DecodeOutput | None) -> str:
 def _comparison(
     config: GenerateConfig, progress: Progress, drafted: list[int], plain: list[int], length: int, seconds: float
 ) -> str:
-    """Compare the texts, prompts of `length` tokens included, and the speeds, of drafting and of plain decoding."""
+    """Compare the texts (with a prompt of `length` tokens) and the speeds of speculative and plain decoding."""
     rate = (len(plain) - length) / seconds
     text = f"plain decoding: {speed(rate)} tokens/s, so {progress.tokens_per_second() / rate:.2f}× as fast here; "
     if config.temperature > 0:
@@ -186,6 +182,6 @@ def _comparison(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Decode the prompt as the flags say; 130 where the user interrupted the text."""
+    """Decode the prompt as the flags say; return 130 after an interrupt."""
     config = parse_config(GenerateConfig, argv, prog="draftsmith generate")
     return generate(config, Console(), Console(stderr=True))

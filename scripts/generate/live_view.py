@@ -1,4 +1,4 @@
-"""Text in a terminal as it is decoded, every token in the colour of how it came about, above the running figures."""
+"""A live view of decoding: text with each token coloured by its origin, above a status line."""
 
 import time
 from collections import Counter
@@ -17,16 +17,16 @@ from draftsmith.decode.clock import speed
 from draftsmith.decode.speculative import Round
 from draftsmith.scripts.summary import PICTURES
 
-# Corrections are underlined too: many of them are spaces, and red beside green is no difference to some eyes.
+# Corrections are also underlined: many are spaces, and not everyone can tell red from green.
 STYLES = {"prompt": "dim", "accepted": "green", "corrected": "red underline", "bonus": "cyan", "undrafted": ""}
 
 
 class Detokenizer:
-    """Turns tokens into text as they come: the prompt and the pieces join to the decoded whole.
+    """An incremental detokenizer: the prompt and all pieces join to the decoded whole.
 
-    A window of tokens is decoded, from a place where the text was whole, and what it says beyond the text that is out
-    already is the next piece. So spaces that depend on the token before come out right, and the bytes of a character
-    are held back, U+FFFD as they decode to, until its last token.
+    A window of tokens since the last complete piece is decoded, and its text past the pieces returned so far is the
+    next one. So spaces that depend on the token before come out right, and an incomplete character, which decodes to
+    U+FFFD, waits for its last token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]):
@@ -34,7 +34,7 @@ class Detokenizer:
         self.prompt = self._shown = self._decode()
 
     def push(self, token: int) -> str:
-        """Return the text that a token completes, possibly none."""
+        """Return the text that a token completes, possibly empty."""
         self._window.append(token)
         text = self._decode()
         piece = text[len(self._shown) :]
@@ -45,17 +45,17 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return what is held back still, at the end of the text."""
+        """Return the rest of the text, at its end."""
         return self._decode()[len(self._shown) :]
 
     def _decode(self) -> str:
-        # A clean-up of spaces would take back what is out already.
+        # A clean-up of spaces would change text that was already returned.
         options: Any = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(self._window, **options))
 
 
 class Plain:
-    """For pipes and files: the text alone, as it is."""
+    """A screen for pipes and files: plain text without a status."""
 
     def __init__(self, file: IO[str]):
         self._file = file
@@ -75,7 +75,7 @@ class Plain:
 
 
 class Terminal:
-    """Coloured text above a status line: only the row that is being written and the status are drawn again."""
+    """A screen with coloured text above a status line; only the last row and the status are redrawn."""
 
     def __init__(self, console: Console):
         self._console, self._row, self._rows = console, Text(), list[Text]()
@@ -83,7 +83,7 @@ class Terminal:
         self._live.start()
 
     def write(self, text: str, kind: str) -> None:
-        """Append text of a kind, one of `STYLES`, and set finished rows aside."""
+        """Append text of a kind in `STYLES`; finished rows wait for `show`."""
         for i, line in enumerate(text.split("\n")):
             if i:
                 self._end_row()
@@ -94,13 +94,13 @@ class Terminal:
                 self._rows.append(row)
 
     def show(self, status: Text) -> None:
-        """Print the rows set aside above the row being written and the status."""
-        # The terminal echoes an interrupt as ^C behind the status: no room for it would scroll the screen by a row.
+        """Print the finished rows, the row being written and the status."""
+        # The terminal echoes an interrupt as ^C after the status; without room for it the screen would scroll.
         status.truncate(max(self._console.width - 3, 1), overflow="ellipsis")
         self._draw(Group(self._row, Text(), status))
 
     def close(self) -> None:
-        """Print the last row and take the status away."""
+        """Print the last row and remove the status."""
         if self._row:
             self._end_row()
         self._draw(Text())
@@ -112,7 +112,7 @@ class Terminal:
 
     def _draw(self, bottom: Group | Text) -> None:
         self._live.update(bottom)
-        with self._console:  # in one write: the rows with the old bottom below them, and the new one in its place
+        with self._console:  # one write for the rows and the new bottom, against flicker
             if self._rows:
                 self._console.print(Text("\n").join(self._rows), no_wrap=True, overflow="crop")
             self._live.refresh()
@@ -120,7 +120,7 @@ class Terminal:
 
 
 def row_end(line: str, width: int) -> int | None:
-    """Return where a terminal row of `width` cells ends, after a word if there is one; None if the line fits."""
+    """Return the end of a terminal row of `width` cells, after a word if possible; None if the line fits."""
     cells = 0
     for i, character in enumerate(line):
         cells += cell_len(character)
@@ -132,15 +132,13 @@ def row_end(line: str, width: int) -> int | None:
 
 @dataclass
 class Progress:
-    """Watches the rounds: draws their tokens, and counts. The seconds leave out what the drawing takes."""
+    """An observer that draws the tokens of each round and counts them; `seconds` of decoding exclude the drawing."""
 
     screen: Plain | Terminal
     detokenizer: Detokenizer
     counts: Counts = field(default_factory=Counts)
     kinds: Counter[str] = field(default_factory=Counter)
-    """Emitted tokens by how they came about."""
     seconds: float = 0.0
-    """Decoding time up to the last round."""
 
     def begin(self) -> None:
         """Show the prompt and start the clock."""
@@ -162,11 +160,11 @@ class Progress:
         self._drawn = time.perf_counter()
 
     def tokens_per_second(self) -> float:
-        """Return emitted tokens over decoding time, the prompt's forward included; 0 before the first."""
+        """Return emitted tokens ÷ decoding time, the prompt's forward included; 0 before the first round."""
         return self.counts.num_emitted_tokens / self.seconds if self.seconds else 0.0
 
     def status(self) -> Text:
-        """Return the running figures in one line; the names of the kinds are the legend of the colours."""
+        """Return the current figures in one line; the names of the kinds are the legend of the colours."""
         counts, tau = self.counts, self.counts.mean_acceptance_length() or 0.0
         parts = [Text(f"τ {tau:.2f}", "bold"), Text(f"{speed(self.tokens_per_second())} tokens/s")]
         parts.append(Text(f"{counts.num_accepted_tokens}/{counts.num_draft_tokens} accepted", STYLES["accepted"]))
@@ -178,6 +176,6 @@ class Progress:
 
 
 def kinds_of(round: Round) -> list[str]:
-    """Say how each token of a round came about: accepted, and after those corrected, a bonus, or undrafted."""
+    """Return the origin of each token of a round: accepted, and the last corrected, a bonus, or undrafted."""
     last = "undrafted" if not round.drafted else "bonus" if round.bonus else "corrected"
     return ["accepted"] * round.accepted + [last] * (len(round.tokens) - round.accepted)

@@ -1,4 +1,4 @@
-"""`draftsmith plan`: will this run fit, how long does it take, what to change; without weights and without a GPU."""
+"""`draftsmith plan`: does a run fit, how long does it take, what to change; without weights and without a GPU."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ DOES_NOT_FIT = 3
 
 
 def print_table(config: Machines, title: str, held: Mapping[str, float], peak: Moment, console: Console) -> None:
-    """Print what a GPU holds at all times and when it holds most."""
+    """Print the memory of a GPU: permanent parts, and those at the peak."""
     table = Table(title=title, caption="GiB of each GPU", title_justify="left")
     table.add_column("what")
     table.add_column("GiB", justify="right")
@@ -37,7 +37,7 @@ def print_table(config: Machines, title: str, held: Mapping[str, float], peak: M
 
 
 def lasting(hours: float) -> str:
-    """Write a time: in minutes below two hours, and in seconds below two minutes."""
+    """Format a time: in minutes below two hours, in seconds below two minutes."""
     unit, count = next(
         (pair for pair in (("hours", hours), ("minutes", 60 * hours)) if pair[1] >= 2), ("seconds", 3600 * hours)
     )
@@ -45,20 +45,20 @@ def lasting(hours: float) -> str:
 
 
 def outlook(plan: MemoryPlan) -> list[str]:
-    """Return what a run takes besides its GPUs' memory: the host's, and hours."""
-    config, host, found = plan.config, plan.host_bytes(), plan.hours()
+    """Return lines about the host's memory and the hours of a run."""
+    config, host, hours = plan.config, plan.host_bytes(), plan.hours()
     parts = ", ".join(f"{name} {gib(size)}" for name, size in host.items())
     several = "s" * (plan.processes > 1)
     lines = [f"host memory, for {plan.processes} GPU{several}: {gib(sum(host.values()))} ({parts})"]
     lines += _dtype_note(plan)
-    if found is None:
+    if hours is None:
         return [*lines, "no estimate of hours: a mixture of experts uses some of its weights a token"]
-    assumed, devices = ", and ".join(plan.assumptions()), f"{config.gpus} × {config.device}"
-    return [*lines, f"{config.tokens:,.0f} tokens on {devices}: about {lasting(found)} ({assumed})"]
+    assumptions, devices = ", and ".join(plan.assumptions()), f"{config.gpus} × {config.device}"
+    return [*lines, f"{config.tokens:,.0f} tokens on {devices}: about {lasting(hours)} ({assumptions})"]
 
 
 def _dtype_note(plan: MemoryPlan) -> list[str]:
-    """Say that a target is planned as it is stored, which a GPU loads and this machine does not."""
+    """Return a note if "auto" means another dtype for the planned GPUs than for this machine."""
     planned, here = plan.setting.target_dtype, fast_dtype(plan.target_shape, default_device().type)
     if plan.setting.target is None or getattr(plan.config, plan.dtype_field) != "auto" or planned == here:
         return []
@@ -69,14 +69,14 @@ def _dtype_note(plan: MemoryPlan) -> list[str]:
 
 
 def report(plan: MemoryPlan, console: Console) -> bool:
-    """Print what a GPU holds when it holds most, and what to change where that does not fit; return whether it fits."""
+    """Print a GPU's memory at its peak, and advice if that does not fit; return whether it fits."""
     setting = plan.setting
     print_table(plan.config, plan.title(), plan.held(setting), plan.peak(setting), console)
     fits, largest = plan.fits(setting), plan.largest(setting)
     texts = [Text(line, "dim") for line in (*plan.facts(), *outlook(plan), *plan.remarks())]
     verdict = ("fits", "bold green") if fits else ("does not fit", "bold red")
-    found = f"; the largest {plan.batch_name} that does: {largest} {plan.row_name}s"
-    texts.append(Text.assemble(verdict, found if largest else f", not even one {plan.row_name}"))
+    most = f"; the largest {plan.batch_name} that does: {largest} {plan.row_name}s"
+    texts.append(Text.assemble(verdict, most if largest else f", not even one {plan.row_name}"))
     texts += [Text(f"  → {line}") for line in ([] if fits else plan.advice())]
     for text in texts:
         console.print(text, soft_wrap=True, highlight=False)
@@ -84,11 +84,11 @@ def report(plan: MemoryPlan, console: Console) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan as the flags say; 0 where the run fits, 3 where it does not."""
+    """Plan as the flags say; return 0 if the run fits, 3 if not."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     config_class = plan_config(arguments)
     if issubclass(config_class, TrainingMachines):
-        # The machine that plans need not be the one that trains: bf16 without this asks for a GPU here.
+        # Otherwise bf16 would require a GPU on this machine, which only plans.
         arguments += ["--training.use_cpu", "true"]
     config = parse_config(config_class, arguments, prog="draftsmith plan")
     with phase("plan"):

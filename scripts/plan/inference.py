@@ -1,4 +1,4 @@
-"""The memory plan of a target that only answers: to write completions, or to have its distributions written."""
+"""The memory plan of a target without training: writing completions, or a cache of its distributions or features."""
 
 from dataclasses import replace
 
@@ -18,17 +18,16 @@ from draftsmith.train.teacher.feature_shards import Layout
 
 QUANTIZED: dict[str | None, Placement] = {None: "whole", "8bit": "8bit", "4bit": "4bit"}
 READING = 0.5
-"""The share of a memory's speed that writing texts reads weights with: an assumption."""
+"""The assumed share of the memory's bandwidth that decoding uses to read weights."""
 
 
 class InferencePlan(MemoryPlan):
-    """A target without data, and what a batch of texts makes it hold."""
+    """The memory of a target that decodes a batch of texts, or computes a forward of it."""
 
     most_rows = 4096
 
     def __init__(self, config: CachePlanConfig | PreparePlanConfig):
-        self.writes = isinstance(config, PreparePlanConfig)
-        """Whether it writes texts, or looks at those that there are."""
+        self.writes = isinstance(config, PreparePlanConfig)  # decodes texts, in place of reading existing ones
         length = None
         if isinstance(config, PreparePlanConfig):
             if config.endpoint is not None or config.answers == "given":
@@ -44,23 +43,23 @@ class InferencePlan(MemoryPlan):
 
     @property
     def spread(self) -> int:
-        """The GPUs that one target lies on, layer after layer: they compute in turns."""
+        """The GPUs over which one target's layers are spread; they compute in turns."""
         return int(self.config.gpus) if self.config.target_device == "auto" else 1
 
     def held(self, setting: MemorySetting) -> dict[str, float]:
-        """Return the bytes that are there at all times."""
+        """Return the bytes that are held at all times."""
         assert setting.target is not None
         return {name: size / self.spread for name, size in target_bytes(self.model, setting.target, 1).items()}
 
     def moments(self, setting: MemorySetting) -> list[Moment]:
-        """Return the times at which memory may be at its most."""
+        """Return the moments at which memory may peak."""
         head, config, rows = head_of(self.model).weight, self.config, setting.rows
         forward = {"target: activations": self._forward(rows)}
         if self.writes:
             cache = {"target: keys and values": self._cache(rows)}
-            sampling = {"logits": float(6 * 4 * rows * len(head))}  # processors sort and copy
+            sampling = {"logits": float(6 * 4 * rows * len(head))}  # processors sort and copy them
             return [Moment("prefill", cache | forward), Moment("sampling", cache | sampling)]
-        if config.features:  # each depth's until all are joined
+        if config.features:  # twice: single layers and their concatenation
             features = 2 * self._hidden_bytes(rows) * len(self.layout.layer_ids)
             return [Moment("the forward", forward | {"features": features})]
         sizes = ChunkSizes.on_gpu(config.gpu_memory * GIB)
@@ -72,47 +71,44 @@ class InferencePlan(MemoryPlan):
 
     @property
     def layout(self) -> Layout:
-        """The features that a cache of them would have.
-
-        Raises:
-            InputError: a family whose features cannot be read.
-        """
-        decoder_layers(self.model)
+        """The layout of a feature cache."""
+        decoder_layers(self.model)  # raises InputError for a family whose features cannot be read
         return Layout.of(self.config, self.model.config)
 
     def disk_bytes(self) -> int:
-        """Return the bytes of a token in a cache, uncompressed."""
+        """Return the uncompressed bytes of a token in a cache."""
         return self.layout.position_bytes if self.config.features else distribution_bytes(self.config.k)
 
     def _hidden_bytes(self, rows: int) -> float:
-        """Return the bytes of what the head sees of a batch."""
+        """Return the bytes of a batch's last hidden states."""
         weight = head_of(self.model).weight
         return float(rows * self.batch.length * weight.shape[1] * weight.element_size())
 
     def bytes_of_a_step(self) -> float:
-        """Return the bytes that writing one token of each text reads: the weights, and keys and values half grown."""
+        """Return the bytes read to write one token of each text: the weights, and half of the final keys and values."""
         weight = head_of(self.model).weight
         return Weights.of(self.model).all * weight.element_size() + self._cache(self.setting.rows) / 2
 
     def hours(self) -> float | None:
-        """Return the hours of `tokens` tokens; to write one of each text is mostly to read the weights."""
+        """Return the hours of `tokens` tokens; None if the model's arithmetic is not known."""
         config, work = self.config, Work.of(self.model)
         if work is None:
             return None
-        each, copies, rows = work.forward(1, self.batch.length / 2, 1), config.gpus / self.spread, self.setting.rows
+        token, copies, rows = work.forward(1, self.batch.length / 2, 1), config.gpus / self.spread, self.setting.rows
         if not self.writes:
-            return float(config.tokens * each / self.speed() / copies / 3600)
+            return float(config.tokens * token / self.speed() / copies / 3600)
+        # Decoding a token is bounded by reading the weights, or for large batches by arithmetic.
         reading = self.bytes_of_a_step() / (DEVICES[config.device].terabytes * 1e12 * READING)
-        step = max(reading, rows * each / self.speed())
+        step = max(reading, rows * token / self.speed())
         return float(config.tokens / rows * step / copies / 3600)
 
     def assumptions(self) -> list[str]:
-        """Add how fast weights are read."""
+        """Return the assumptions, with the speed of reading weights."""
         reading = f"weights read at {READING:.0%} of {DEVICES[self.config.device].terabytes:g} TB/s"
         return super().assumptions() + [reading] * self.writes
 
     def title(self) -> str:
-        """Return the machine and the batch."""
+        """Return the machine and the batch in words."""
         return f"{self.config.gpu_memory:g} GiB, {self.setting.rows} texts of {self.batch.length} tokens"
 
     def remarks(self) -> list[str]:
