@@ -31,13 +31,9 @@ INTERRUPTED, BROKEN_PIPE, TERMINATED = 128 + 2, 128 + 13, 128 + 15
 BELOW_MOST = Range("a whole number below 2 to the power of 62", lambda value: abs(value) < 2**62)
 """The range of all whole numbers: the libraries use 64 bits, and a sum must not overflow."""
 KINDS = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "list": "a list",
+    "str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "list": "a list",
     "NoneType": "null",
-}
+}  # fmt: skip
 """The parser's types in words; all others are fields and their values."""
 MOST_SHOWN = 200
 """The most characters of a value in a message."""
@@ -104,24 +100,25 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
-    trained_by = next((field for field in fields if field.name == "training"), None)
-    trains = trained_by is not None
-    parser.add_class_arguments(cls, skip={"training"} if trains else None)
+    training = next((field for field in fields if field.name == "training"), None)
+    parser.add_class_arguments(cls, skip=None if training is None else {"training"})
     others = parser.add_argument_group("other names of the same fields") if aliased else parser  # below the fields
     for aliases in aliased.values():
         for alias in aliases:
             types = bool if alias.kind is bool else str | list[str] | None
             others.add_argument(f"--{alias.name}", type=types, help=f"alias {alias.says}")
-    if trains and helps and "training" not in arguments:
+    if training is None:
+        pass
+    elif helps and "training" not in arguments:
         parser.epilog = "--training.NAME sets one of transformers' TrainingArguments: `--help training` lists them."
-    elif trains and not whole:
+    elif not whole:
         parser.add_argument("--training", type=dict[str, Any])
-    elif trained_by is not None:
+    else:
         from transformers import TrainingArguments
 
         parser.add_class_arguments(TrainingArguments, "training")
-        own = trained_by.metadata.get("defaults", {})
-        parser.set_defaults({f"training.{name}": value for name, value in own.items()})
+        defaults = training.metadata.get("defaults", {})
+        parser.set_defaults({f"training.{name}": value for name, value in defaults.items()})
     for key, following in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, _, file = key.partition("=")
         if flag == "--config":
@@ -144,7 +141,7 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
     except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from TrainingArguments
         line = _plain(" ".join(str(error).split()))
         known = [*_names(cls), *(alias.name for aliases in aliased.values() for alias in aliases)]
-        if trained_by is not None and whole:
+        if training is not None and whole:
             known += [f"training.{field.name}" for field in dataclasses.fields(TrainingArguments)]
         raise InputError(_unknown(line, known) or line) from error
 
@@ -302,12 +299,9 @@ def flags(arguments: Sequence[str], switches: Set[str] = frozenset()) -> list[st
     return spelled
 
 
-def to_stderr(line: str, code: int) -> None:
-    """Print how a command ended."""
-    print(line, file=sys.stderr)
-
-
-def run(main: Callable[[], int | None], say: Callable[[str, int], None] = to_stderr) -> int:
+def run(
+    main: Callable[[], int | None], say: Callable[[str, int], None] = lambda line, _: print(line, file=sys.stderr)
+) -> int:
     """Run a command and return its exit code; failures that are not bugs end in one line, handed to `say`.
 
     The code is what `main` returns, or 0; 2 for an `InputError`, an unwritable disk and a lack of memory; and a shell's

@@ -159,19 +159,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM for inference: eval mode, no gradients, on `device` (the default device if None).
 
-    Pickled weights are read with `weights_only=True`, code from the model's repository only with `trust_remote_code`.
-    Under ZeRO-3 each process gets a whole copy.
-
-    Args:
-        path: a local directory or a hub id.
-        field: the config field or flag that named it, for error messages.
-        dtype: a name of `DTYPES`, or `auto` (`resolve_dtype`).
-        trust_remote_code: run model code that the repository ships.
-        device: "auto" spreads the layers over all GPUs, then the CPU's memory.
-        quantization: `8bit` or `4bit` weights by bitsandbytes; None keeps the checkpoint's.
-
-    Raises:
-        InputError: no causal LM at `path`, missing or invalid weights, or an unknown dtype.
+    The device "auto" spreads the layers over all GPUs, then the CPU's memory. `dtype` may be "auto" (`resolve_dtype`),
+    and `quantization` `8bit` or `4bit` (bitsandbytes). Pickled weights are read with `weights_only=True`. Under ZeRO-3
+    each process gets a whole copy. Raise InputError, which names `field`, if there is no causal LM at `path`, or its
+    weights are incomplete or invalid.
     """
     one_of(options.DTYPES).check("dtype", dtype)
     config = load_config(path, field=field, trust_remote_code=trust_remote_code)
@@ -287,16 +278,9 @@ def check_same_tokenizer(
 ) -> None:
     """Require that two tokenizers agree by content: every id that texts can have is the same token in both.
 
-    Equal length proves nothing: two 4,096-entry vocabularies can differ in every entry. The models' embedding sizes may
-    differ by padding; logits are cut to the tokenizer's size when they are compared.
-
-    Args:
-        target: the target's tokenizer.
-        draft: the draft's.
-        target_path: its origin, for messages.
-        draft_path: likewise.
-        vocab_size: the target's number of logits. Later tokens, which no text has, are not compared; None compares all.
-        ends_may_differ: allow a draft in training more tokens, or to lack the last ones that the target added.
+    Equal length proves nothing: two 4,096-entry vocabularies can differ in every entry. Only ids below `vocab_size`,
+    the target's number of logits, are compared, since no text has the others; None compares all. With
+    `ends_may_differ` a draft in training may have more tokens, or lack the last ones that the target added.
     """
     p, q = ({number: token for token, number in t.get_vocab().items()} for t in (target, draft))
     end = min(max(p), max(q)) if ends_may_differ else max(*p, *q)

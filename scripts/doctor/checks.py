@@ -94,10 +94,9 @@ def _vocabulary(sides: list[Side]) -> Finding:
     text = ", ".join(f"{side.role} {side.head} logits" for side in sides)
     alike = sides[0].tokenizer.get_vocab() == sides[-1].tokenizer.get_vocab()
     for side in sides:
+        target_config = None if side is sides[0] or not alike else sides[0].config
         try:
-            check_head(
-                side.config, side.tokenizer, side.role, None if side is sides[0] or not alike else sides[0].config
-            )
+            check_head(side.config, side.tokenizer, side.role, target_config)
         except InputError as error:
             return Finding("error", "vocabulary", str(error), "resize_token_embeddings(len(tokenizer)), and train them")
     tokens = token_count(tokenizer, sides[0].config)
@@ -105,19 +104,13 @@ def _vocabulary(sides: list[Side]) -> Finding:
         text += f" for {tokens} tokens: prepare writes no padding, and a draft without a row for it reads another token"
     beyond = sorted((number, piece) for piece, number in tokenizer.get_vocab().items() if number >= tokens)
     if beyond:
-        text += (
-            f"; {counted(len(beyond), 'added token')} without one, first {beyond[0][1]!r}: never written, and texts "
-        )
-        text += "that hold it are refused"
+        text += f"; {counted(len(beyond), 'added token')} without one, first {beyond[0][1]!r}: never written, and "
+        text += "texts that hold it are refused"
     if len({side.head for side in sides}) > 1 and alike:
         # vLLM: SpeculativeConfig.verify_equal_vocab_size_if_draft_model, called for the method draft_model
-        return Finding(
-            "warning",
-            "vocabulary",
-            text,
-            "fine here, but vLLM's draft_model refuses unequal vocab_size: "
-            f"resize_token_embeddings({max(side.head for side in sides)}) before training",
-        )
+        resize = f"resize_token_embeddings({max(side.head for side in sides)}) before training"
+        remedy = f"fine here, but vLLM's draft_model refuses unequal vocab_size: {resize}"
+        return Finding("warning", "vocabulary", text, remedy)
     return Finding("ok", "vocabulary", text)
 
 
@@ -142,25 +135,17 @@ def _positions(setup: Setup, context: int | None) -> Finding:
     wanted = context or limits.get("target")
     least = min((limit for role, limit in limits.items() if role != "target"), default=None)
     if least is not None and (wanted is None or least < wanted):
-        return Finding(
-            "warning",
-            name,
-            text,
-            f"keep prompt and text within {least} tokens, past which nothing is drafted, or take a longer draft",
-        )
+        remedy = f"keep prompt and text within {least} tokens, past which nothing is drafted, or take a longer draft"
+        return Finding("warning", name, text, remedy)
     return Finding("ok", name, text)
 
 
 def _chat_template(target: Side, drafts: Sequence[Side]) -> Finding:
     name, template = "chat template", target.tokenizer.chat_template
     if template is None:
-        return Finding(
-            "warning",
-            name,
-            "none in the target's tokenizer: prompts are plain text",
-            "right for a base model; for a chat model copy its chat_template.jinja there, because your users' prompts "
-            "go through it",
-        )
+        remedy = "right for a base model; for a chat model copy its chat_template.jinja there, because your users' "
+        remedy += "prompts go through it"
+        return Finding("warning", name, "none in the target's tokenizer: prompts are plain text", remedy)
     marked = has_generation_markers(target.tokenizer)
     text = "with generation markers" if marked else "without generation markers: turns are found by comparison"
     others = [draft for draft in drafts if draft.tokenizer.chat_template != template]
@@ -193,12 +178,9 @@ def _special_tokens(target: Side, drafts: Sequence[Side]) -> Finding:
             wanted = {last: "what ends an answer in the chat template"}
     for token, role in wanted.items():
         if token not in ends:
-            return Finding(
-                "warning",
-                name,
-                f"{text}, but not with {tokenizer.decode([token])!r} ({token}), {role}",
-                f"put {sorted({*target.ends, token})} into generation_config.json as eos_token_id, or texts run on",
-            )
+            text += f", but not with {tokenizer.decode([token])!r} ({token}), {role}"
+            remedy = f"put {sorted({*target.ends, token})} into generation_config.json as eos_token_id, or texts run on"
+            return Finding("warning", name, text, remedy)
     for draft in drafts:
         if draft.ends and set(draft.ends) != set(target.ends):
             text += f"; the {draft.role}'s would end with {list(draft.ends)}, which does not matter: the target decides"

@@ -50,9 +50,8 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     for finding in loaded:
         add(finding)
     for kind, run_file in map(run_of, config.run):
-        if setup.target is not None:
-            for finding in kind.check_run(setup.target, run_file):
-                add(finding)
+        for finding in [] if setup.target is None else kind.check_run(setup.target, run_file):
+            add(finding)
     fits = False
     if setup.parts:
         fits, finding = check_memory(setup, config.batch_size, config.context, config.dtype, device)
@@ -86,8 +85,7 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     if config.json is not None:
         _write(config, findings, code)
     if first is not None:
-        line = f"error: {first.name}: {' '.join(first.text.split())}"
-        errors.print(Text(line), soft_wrap=True, highlight=False)
+        errors.print(Text(f"error: {first.name}: {' '.join(first.text.split())}"), soft_wrap=True, highlight=False)
     return code
 
 

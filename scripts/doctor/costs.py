@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -30,13 +31,10 @@ def check_memory(
     text = f"{dtype} weights: {', '.join(f'{role} {size(bytes)}' for role, bytes in weights.items())}"
     place = f"{size(free)} free ({device.type})"
     if total > free:
-        return False, Finding(
-            "warning",
-            "memory",
-            f"{text}; {place}: they do not fit",
-            f"find a device with more than {size(total)}, or take a smaller {max(weights, key=lambda r: weights[r])}"
-            + (", or --dtype bfloat16" if width > 2 else ""),
-        )
+        largest = max(weights, key=lambda role: weights[role])
+        remedy = f"find a device with more than {size(total)}, or take a smaller {largest}"
+        remedy += ", or --dtype bfloat16" if width > 2 else ""
+        return False, Finding("warning", "memory", f"{text}; {place}: they do not fit", remedy)
     if cached:
         text += f"; a token in the cache: {' + '.join(size(bytes) for bytes in cached.values())}"
     tokens = context or min(setup.positions.values(), default=None)
@@ -65,9 +63,8 @@ def check_costs(
     """Load the models, and measure the acceptance from which each drafter pays, for each batch size."""
     name, code = "costs", loading.trust_remote_code
     try:
-        loading.model = load_model(
-            loading.path, field="target", dtype=loading.dtype, trust_remote_code=code, device=device
-        )
+        options: dict[str, Any] = {"dtype": loading.dtype, "trust_remote_code": code, "device": device}
+        loading.model = load_model(loading.path, field="target", **options)
         measured: list[Callable[[int], Finding]] = [kind.costs(spec, loading) for kind, spec in drafters]
         for rows in batch_sizes:
             name = f"costs, B = {rows}"

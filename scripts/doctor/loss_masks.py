@@ -60,9 +60,8 @@ def read(
             try:
                 if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
                     masked = mask_answers(prompt, tokenizer, vocab_size, closing, ends, **config.template)
-                    samples.all.append(
-                        MaskedSample(prompt.id, masked.ids, masked.mask, True, tuple(masked.left_out.values()))
-                    )
+                    reasons = tuple(masked.left_out.values())
+                    samples.all.append(MaskedSample(prompt.id, masked.ids, masked.mask, True, reasons))
                 else:
                     ids = encode_prompt(prompt, tokenizer, vocab_size=vocab_size, **config.encoding)
                     samples.all.append(MaskedSample(prompt.id, ids, [0] * len(ids), answered=False))
@@ -83,21 +82,14 @@ def check_masks(samples: Samples) -> Iterator[Finding]:
     """Count the tokens in the loss, and the samples and turns that train nothing."""
     answered = [sample for sample in samples.all if sample.answered]
     if samples.refused:
-        yield Finding(
-            "error",
-            "samples",
-            f"{len(samples.refused)} cannot be used; {samples.refused[0]}",
-            "leave them out, or let the target write the answers (prepare)",
-        )
+        text = f"{len(samples.refused)} cannot be used; {samples.refused[0]}"
+        yield Finding("error", "samples", text, "leave them out, or let the target write the answers (prepare)")
     reasons = Counter(reason for sample in answered for reason in sample.left_out)
     if reasons:
         cut = sum(len(sample.left_out) > 0 for sample in answered)
-        yield Finding(
-            "warning",
-            "turns",
-            f"{reasons.total()} assistant turns in {cut} samples do not count: {'; '.join(sorted(reasons))}",
-            "fine if meant so; else take a chat template that keeps them, or a sample for each turn",
-        )
+        text = f"{reasons.total()} assistant turns in {cut} samples do not count: {'; '.join(sorted(reasons))}"
+        remedy = "fine if meant so; else take a chat template that keeps them, or a sample for each turn"
+        yield Finding("warning", "turns", text, remedy)
     empty = [sample.name for sample in answered if not any(sample.mask)]
     prompts = len(samples.all) - len(answered)
     loss, total = sum(sum(sample.mask) for sample in answered), sum(len(sample.mask) for sample in answered)
@@ -121,12 +113,9 @@ def check_lengths(samples: Sequence[MaskedSample], setup: Setup) -> Finding | No
     longest, limit = max(len(sample.ids) for sample in samples), limits[role]
     long = sum(len(sample.ids) > limit for sample in samples)
     if long:
-        return Finding(
-            "warning",
-            "lengths",
-            f"{long} of {len(samples)} samples are longer than the {role}'s {limit} positions, the longest {longest}",
-            f"leave them out, or cut them: --max-prompt-tokens of prepare and measure, --max-length {limit} of distill",
-        )
+        text = f"{long} of {len(samples)} samples are longer than the {role}'s {limit} positions, the longest {longest}"
+        cut = f"--max-prompt-tokens of prepare and measure, --max-length {limit} of distill"
+        return Finding("warning", "lengths", text, f"leave them out, or cut them: {cut}")
     return Finding("ok", "lengths", f"{longest} tokens at most, of the {role}'s {limit}")
 
 

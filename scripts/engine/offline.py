@@ -128,9 +128,8 @@ def run_jobs(python: Path, jobs: Sequence[Job], timeout: float = 1800.0) -> Engi
     with tempfile.TemporaryDirectory(prefix="draftsmith-engine-") as scratch:
         requests, responses, log = (Path(scratch) / name for name in ("jobs.json", "answers.json", "log"))
         requests.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-        ended = _run(
-            [str(python), "-P", str(Path(driver.__file__).resolve()), str(requests), str(responses)], log, timeout
-        )
+        program = str(Path(driver.__file__).resolve())
+        ended = _run([str(python), "-P", program, str(requests), str(responses)], log, timeout)
         if not responses.exists():
             raise EngineFailure(f"engine: expected answers from {python}, found {ended}")
         return run_of(responses.read_bytes(), jobs, ended)

@@ -46,24 +46,11 @@ def verify(
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Decode prompts in vLLM, plainly and with each config in `served`, and compare with this decoder.
+    """Decode prompts (token ids) in vLLM, plainly and with each form of the drafter, and compare with this decoder.
 
-    Args:
-        python: the engine's, as `engine_python` returns it.
-        target: the model's directory or hub id.
-        served: one or several configs of one drafter, with one γ.
-        prompts: token ids.
-        load: returns the target in float32 and the drafter; called after the engine has ended.
-        max_new_tokens: of each text; ends of text are ignored.
-        timeout: seconds for the engine.
-        trust_remote_code: run model code that a repository ships.
-        overrides: fields that vLLM adds to the target's config.
-
-    Returns:
-        The findings, a line each.
-
-    Raises:
-        EngineFailure: vLLM does not load the export, writes another text, or counts differently.
+    `served` holds one or several configs of one drafter, with one γ. `load` returns the target in float32 and the
+    drafter; it is called after the engine has ended. `overrides` are added to the target's config in vLLM. Return a
+    line for each comparison. Raise EngineFailure if vLLM fails, writes another text, or counts differently.
     """
     gamma = max(form.draft_length for form in served)
     common: dict[str, Any] = {"prompts": prompts, "max_tokens": max_new_tokens}

@@ -3,16 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.decode.errors import (
-    InputError,
-    at_least,
-    at_most,
-    finite,
-    more_than,
-    one_of,
-    require,
-    require_some,
-)
+from draftsmith.decode.errors import InputError, at_least, at_most, finite, more_than, one_of, require, require_some
 from draftsmith.train.options import ModelOptions, TargetOptions
 from draftsmith.train.recipe import RecipeConfig
 

@@ -24,13 +24,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
 from draftsmith.train import models
 from draftsmith.train.data.mapped import Texts, map_completions
-from draftsmith.train.data.shards import (
-    MANIFEST,
-    completion_files,
-    output_directory,
-    read_shard,
-    settle_manifest,
-)
+from draftsmith.train.data.shards import MANIFEST, completion_files, output_directory, read_shard, settle_manifest
 from draftsmith.train.files import remove, write_aside
 from draftsmith.train.job.processes import Processes, launched
 from draftsmith.train.losses.output_head import require_split

@@ -117,14 +117,9 @@ class DistributionShards:
 def distributions_of(
     model: PreTrainedModel, head: OutputHead, texts: Sequence[tuple[list[int], list[int]]], sampler: Sampler, k: int
 ) -> list[CachedDistributions]:
-    """Return the target's distributions on a batch of B texts, on the CPU.
+    """Return the target's distributions on a batch of texts, (token ids, loss mask) pairs, on the CPU.
 
-    Args:
-        model: the target.
-        head: its head, cut to its tokens.
-        texts: (token ids, loss mask) pairs. A distribution is taken before each token with mask 1, except the first.
-        sampler: the deployment's warping.
-        k: as in `CachedDistributions`.
+    A distribution is taken before each token with mask 1, except the first. `head` is cut to the target's tokens.
     """
     ids_BT, mask_BT = (padded([text[part] for text in texts], model.device) for part in (0, 1))
     chosen_BT = mask_BT[:, 1:].bool()
