@@ -216,12 +216,8 @@ def load_heads(
             _check_stored(cls, path, what)  # before anything takes memory
     with reading(str(path), f"{what} (config.json, safetensors)"):
         heads, info = load(path, *args, **options)
-    for kind, wrong in (
-        ("missing_keys", "missing"),
-        ("unexpected_keys", "not expected"),
-        ("mismatched_keys", "of another shape"),
-    ):
-        _refuse([key if isinstance(key, str) else key[0] for key in info[kind]], path, what, wrong)
+    for kind, fault in (("missing", "missing"), ("unexpected", "not expected"), ("mismatched", "of another shape")):
+        _refuse([key if isinstance(key, str) else key[0] for key in info[f"{kind}_keys"]], path, what, fault)
     check_finite(heads, path, what)
     return heads
 
@@ -233,24 +229,18 @@ def _check_stored(cls: type[PreTrainedModel], path: str | Path, what: str) -> No
         config: Any = cls.config_class
         empty = cls(config.from_pretrained(path)).state_dict()
     present = {name: tensor for name, tensor in empty.items() if name in stored}
-    _refuse(
-        [name for name, tensor in present.items() if stored[name][1] != tensor.shape], path, what, "of another shape"
-    )
+    misshapen = [name for name, tensor in present.items() if stored[name][1] != tensor.shape]
+    _refuse(misshapen, path, what, "of another shape")
     for name, tensor in present.items():
         if stored[name][0] not in STORED_AS.get(tensor.dtype, STORED_FLOATS):
-            raise InputError(f"{path}: expected {name} of {what} in {_kind_of(tensor)}, found {stored[name][0]}")
+            dtype = "floating point" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+            raise InputError(f"{path}: expected {name} of {what} in {dtype}, found {stored[name][0]}")
 
 
-def _refuse(names: Sequence[str], path: str | Path, what: str, wrong: str) -> None:
+def _refuse(names: Sequence[str], path: str | Path, what: str, fault: str) -> None:
     if names:
-        raise InputError(
-            f"{path}: expected the tensors of {what}, found {len(names)} {wrong}: "
-            f"{', '.join(sorted(names)[:5])}{', …' if len(names) > 5 else ''}"
-        )
-
-
-def _kind_of(tensor: torch.Tensor) -> str:
-    return "floating point" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+        examples = ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")
+        raise InputError(f"{path}: expected the tensors of {what}, found {len(names)} {fault}: {examples}")
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored, path: str | Path, field: str) -> None:
@@ -343,12 +333,9 @@ def left_out(generation: GenerationConfig, path: str | Path | None = None) -> li
     settings = [f"{name} {value}" if len(str(value)) < 60 else name for name, value in stored.items()]
     if settings and path is not None:
         options = " ".join(f"--{field.name} {stored[field.name]}" for field in fields(Sampling) if field.name in stored)
-        logger.warning(
-            "target: %s has %s in its generation config, which is not applied%s",
-            path,
-            ", ".join(settings),
-            f": vLLM does by default, and options do here: {options}" if options else "",
-        )
+        hint = f": vLLM does by default, and options do here: {options}" if options else ""
+        text = "target: %s has %s in its generation config, which is not applied%s"
+        logger.warning(text, path, ", ".join(settings), hint)
     return settings
 
 

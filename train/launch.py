@@ -42,7 +42,7 @@ from draftsmith.train.models import (
 )
 from draftsmith.train.provenance import as_json, recorded_config, write_run_record
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.runs import note_checkpoint_on_interrupt
+from draftsmith.train.runs import last_checkpoint, note_on_interrupt
 from draftsmith.train.sharding import load_sharded
 from draftsmith.train.teacher.kept_states import KeptStates
 from draftsmith.train.trainer import RecipeTrainer
@@ -200,20 +200,27 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
     config, args = trainer.recipe, trainer.args
     output = Path(str(args.output_dir))
     with phase("looking for a checkpoint"):
-        checkpoint = _checkpoint_to_resume(trainer)
+        require_shared(args, trainer.accelerator)
+        newest = newest_checkpoint(str(output)) if config.resume else None
+        if newest is not None:
+            trainer.job.require_goes_on(newest)
+        checkpoint = None if newest is None else str(newest)
         state = _finished(trainer, checkpoint)
     if state is not None:
         trainer.state = state
         if trainer.is_world_process_zero():
-            steps, planned = state.global_step, state.max_steps
-            done = (
-                f"all {steps} steps are done" if steps >= planned else f"it ended early, at step {steps} of {planned}"
-            )
+            steps, planned, kept = state.global_step, state.max_steps, KeptStep.left_in(output)
+            early = f"it ended early, at step {steps} of {planned}"
+            done = f"all {steps} steps are done" if steps >= planned else early
             done = f"training: {done}, and what was trained is in {output}"
-            kept = KeptStep.left_in(output)
             print(f"{done}{'' if kept is None else f': {kept}'}; {MORE}", file=sys.stderr)
         return
-    with note_checkpoint_on_interrupt(str(output)):
+
+    def note() -> str | None:
+        last = last_checkpoint(str(output))
+        return last and f"{Path(last).name} is kept in {output}"
+
+    with note_on_interrupt(note):
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.eval_dataset is not None and trainer.kept_step.score is None:
             trainer.evaluate()
@@ -231,15 +238,6 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
     if args.push_to_hub:
         with phase("uploading"):
             trainer.upload()
-
-
-def _checkpoint_to_resume(trainer: RecipeTrainer) -> str | None:
-    require_shared(trainer.args, trainer.accelerator)
-    checkpoint = newest_checkpoint(str(trainer.args.output_dir)) if trainer.recipe.resume else None
-    if checkpoint is None:
-        return None
-    trainer.job.require_goes_on(checkpoint)
-    return str(checkpoint)
 
 
 def _finished(trainer: RecipeTrainer, checkpoint: str | None) -> TrainerState | None:

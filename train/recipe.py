@@ -139,7 +139,11 @@ class RecipeConfig(TargetOptions):
                 raise InputError(f"target_sharded: expected false with {name}, found true")
         if self.packing and self.max_length is None:
             raise InputError("max_length: expected the tokens of a packed row, found none")
-        self._use_own_device()
+        self.require_own_device(self.training.world_size)
+        if self.training.n_gpu > 1:  # the library would split batches over them with nn.DataParallel
+            if self.target_device in (None, "", "cuda"):  # a target may be spread over the GPUs of a single process
+                print(f"GPUs: one of {self.training.n_gpu} is used; --processes makes more of them", file=sys.stderr)
+            self.training._n_gpu = 1
         self._select_on_acceptance()
         self.training.dataloader_pin_memory &= self.training.device.type != "cpu"  # torch warns otherwise
         self.training.remove_unused_columns = False  # the collator reads columns that no model does
@@ -202,15 +206,6 @@ class RecipeConfig(TargetOptions):
                 f"source_weights: expected one for each of {len(self.completions)} completions, found "
                 f"{len(self.source_weights)}"
             )
-
-    def _use_own_device(self) -> None:
-        """Give each process one GPU; only a target may be spread over all GPUs of a single process."""
-        device = self.target_device or ""
-        self.require_own_device(self.training.world_size)
-        if self.training.n_gpu > 1:  # the library would split batches over them with nn.DataParallel
-            if device in ("", "cuda"):
-                print(f"GPUs: one of {self.training.n_gpu} is used; --processes makes more of them", file=sys.stderr)
-            self.training._n_gpu = 1
 
     def _select_on_acceptance(self) -> None:
         """Select checkpoints by acceptance: the loss can fall while acceptance falls."""

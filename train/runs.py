@@ -72,15 +72,6 @@ def argument_errors() -> Iterator[None]:
 
 
 @contextmanager
-def note_checkpoint_on_interrupt(directory: str) -> Iterator[None]:
-    """Add a note to an interruption of this block, on the checkpoint that is kept."""
-    with note_on_interrupt(
-        lambda: (last := last_checkpoint(directory)) and f"{Path(last).name} is kept in {directory}"
-    ):
-        yield
-
-
-@contextmanager
 def note_on_interrupt(note_of: Callable[[], str | None]) -> Iterator[None]:
     """Add a note from `note_of`, unless it is None, to an interruption of this block."""
     try:

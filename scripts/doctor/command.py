@@ -62,8 +62,12 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
         reason, where = ("the target is not decoded here", "rollback") if fits else ("the weights do not fit", "memory")
         add(Finding("warning", "costs", f"not measured: {reason}", f"see {where}, above"))
     elif config.costs and works:
+        assert setup.target is not None
+        tokenizers = {draft.path: draft.tokenizer for draft in setup.drafts}
+        options = setup.target.tokenizer, config.trust_remote_code, config.dtype
         with phase("costs"):
-            costs = list(check_costs(drafters, _loading(config, setup), config.batch_size, device))
+            loading = Loading(config.target, *options, tokenizers=tokenizers)
+            costs = list(check_costs(drafters, loading, config.batch_size, device))
         for finding in costs:
             add(finding)
     sampled = config.prompts is not None or config.completions is not None
@@ -106,13 +110,6 @@ def load_setup(
         if part is not None:
             parts.append((kind, part))
     return Setup(side, parts), kinds, findings
-
-
-def _loading(config: DoctorConfig, setup: Setup) -> Loading:
-    """Return the arguments of loading drafters."""
-    assert setup.target is not None
-    tokenizers = {draft.path: draft.tokenizer for draft in setup.drafts}
-    return Loading(config.target, setup.target.tokenizer, config.trust_remote_code, config.dtype, tokenizers=tokenizers)
 
 
 def _write(config: DoctorConfig, findings: list[Finding], code: int) -> None:

@@ -23,7 +23,7 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
 from draftsmith.train import models
-from draftsmith.train.data.mapped import Texts, map_completions
+from draftsmith.train.data.mapped import Texts, checksum, map_completions
 from draftsmith.train.data.shards import MANIFEST, completion_files, output_directory, read_shard, settle_manifest
 from draftsmith.train.files import remove, write_aside
 from draftsmith.train.job.processes import Processes, launched
@@ -32,7 +32,7 @@ from draftsmith.train.models import check_head, load_config, load_model, load_to
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distribution_shards import DistributionShards
 from draftsmith.train.teacher.feature_shards import FeatureShards
-from draftsmith.train.teacher.sources import Source, batches_of, checksums_of, samples_of, texts_of
+from draftsmith.train.teacher.sources import Source, batches_of, texts_of
 from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, save_ends
 from draftsmith.train.teacher.window import WindowWriter
 
@@ -114,7 +114,8 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
         missing = []  # by ids and checksums: a shard of other texts is written again
         for source in each(sources, "shards that are there", "shards"):
             shard = read_shard(output / source.name, shards.columns, columns=shards.checked and list(shards.checked))
-            if shard is not None and sorted(samples_of(shard)) == sorted(source.samples):
+            columns = None if shard is None else (shard[name].to_pylist() for name in ("id", "text"))
+            if columns is not None and sorted(zip(*columns, strict=True)) == sorted(source.samples):
                 summary.kept += len(source.samples)
                 _count(summary, source)
             else:
@@ -144,9 +145,8 @@ def _serve(config: CacheConfig, shards: FeatureShards, manifest: dict[str, Any],
     ):
         free = shutil.disk_usage(output).free + sum(file.stat().st_size for file in output.glob("*.parquet"))
         if free < window:
-            raise InputError(
-                f"window: expected {_megabytes(window)} of free space for {output}, found {_megabytes(free)}"
-            )
+            needed = _megabytes(window)
+            raise InputError(f"window: expected {needed} of free space for {output}, found {_megabytes(free)}")
         processes.after_the_first(lambda: _settle_window(output, manifest | {"window": config.window}))
         processes.require_shared(output / MANIFEST)
         model = _load(config)
@@ -154,16 +154,9 @@ def _serve(config: CacheConfig, shards: FeatureShards, manifest: dict[str, Any],
             save_ends(model, output / ENDS)
         start = time.perf_counter()
         writer.serve(model)
-        part = CacheSummary(
-            output,
-            shards.title,
-            samples=writer.samples,
-            written=writer.samples,
-            positions=writer.positions,
-            size=writer.size,
-            positions_written=writer.positions,
-            seconds=time.perf_counter() - start,
-        )
+        part = CacheSummary(output, shards.title, samples=writer.samples, written=writer.samples, size=writer.size)
+        part.positions, part.positions_written = writer.positions, writer.positions
+        part.seconds = time.perf_counter() - start
         return CacheSummary.over(processes.gathered(part))
 
 
@@ -190,8 +183,8 @@ def _source(number: int, file: Path, shards: Shards, vocab_size: int) -> Source:
     texts = texts_of(file, vocab_size)
     if not texts:
         raise InputError(f"{file}: expected samples, found none")
-    positions = sum(shards.positions(text) for text in texts)
-    return Source(file, f"{number:03d}-{file.name}", checksums_of(texts), positions)
+    samples = tuple((name, checksum(ids, mask)) for name, ids, mask in texts)
+    return Source(file, f"{number:03d}-{file.name}", samples, sum(shards.positions(text) for text in texts))
 
 
 def _count(summary: CacheSummary, source: Source) -> None:
@@ -216,10 +209,8 @@ def _estimate(
             f"output: expected {_megabytes(most)} of free space for {config.output}, found {_megabytes(free)}; "
             f"{shards.way_out}"
         )
-    return (
-        f"{positions} positions × {shards.position_bytes} bytes {shards.shape}: at most {_megabytes(most)}, of "
-        f"{_megabytes(free)} free"
-    )
+    size = f"{positions} positions × {shards.position_bytes} bytes {shards.shape}"
+    return f"{size}: at most {_megabytes(most)}, of {_megabytes(free)} free"
 
 
 def _duration(config: CacheConfig, shards: Shards, model: PreTrainedModel, missing: list[Source]) -> timedelta:

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
 import torch
 from torch import Tensor
 
-from draftsmith.train.data.mapped import checksum
 from draftsmith.train.data.shards import read_completions
 
 Text = tuple[str, list[int], list[int]]
@@ -33,16 +31,6 @@ def texts_of(file: Path, vocab_size: int | None = None) -> list[Text]:
     shard = read_completions(file, vocab_size)
     columns = (shard[name].to_pylist() for name in ("id", "input_ids", "loss_mask"))
     return list(zip(*columns, strict=True))
-
-
-def checksums_of(texts: list[Text]) -> tuple[tuple[str, int], ...]:
-    """Return the id of each sample and the checksum of its text."""
-    return tuple((name, checksum(ids, mask)) for name, ids, mask in texts)
-
-
-def samples_of(shard: pa.Table) -> tuple[tuple[str, int], ...]:
-    """Return the id and checksum of each sample in a cache shard."""
-    return tuple(zip(shard["id"].to_pylist(), shard["text"].to_pylist(), strict=True))
 
 
 def batches_of(texts: list[Text], size: int) -> list[list[int]]:
