@@ -73,17 +73,9 @@ def pretrain(config: PretrainConfig) -> Path:
         if config.tokenizer
         else train_bpe((m.source for m in train), config.vocab_size)
     )
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    special["pad_token_id"] = tokenizer.pad_token_id
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            max_position_embeddings=config.block_size,
-            use_cache=False,
-            **special,
-            **config.model,
-        )
-    )
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": config.block_size}
+    model: Any = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes, **special, **config.model))
     args = config.training
     trainer = CheckpointedTrainer(
         model=model,

@@ -102,14 +102,9 @@ def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     else:
         # A target that is trained too may be sharded later, and may not fit one device before.
         stays = config.target_quantization or not config.trains_target
-        target = load_model(
-            config.target,
-            field="target",
-            dtype=dtype,
-            trust_remote_code=code,
-            device=config.target_device or (device if stays else "cpu"),
-            quantization=config.target_quantization,
-        )
+        home = config.target_device or (device if stays else "cpu")
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": code, "device": home}
+        target = load_model(config.target, field="target", quantization=config.target_quantization, **options)
     check_head(target.config, tokenizer, "target")
     set_attention(target, config.attn_implementation)
     return target

@@ -202,9 +202,7 @@ class LoraOptions:
 
 def seconds_of(text: str, name: str) -> float:
     """Return a time such as 40m, 2h or 1h30m in seconds; raise InputError, naming the field, for any other text."""
-    match = re.fullmatch(
-        r"(?:(?P<h>\d+(?:\.\d+)?)h)?(?:(?P<m>\d+(?:\.\d+)?)m)?(?:(?P<s>\d+(?:\.\d+)?)s)?", text.strip()
-    )
+    match = re.fullmatch("".join(rf"(?:(?P<{unit}>\d+(?:\.\d+)?){unit})?" for unit in UNITS), text.strip())
     parts = match.groupdict(default="0") if match else {}
     seconds = sum(float(part) * UNITS[unit] for unit, part in parts.items())
     if not seconds > 0:

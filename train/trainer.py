@@ -85,18 +85,11 @@ class RecipeTrainer(SavingTrainer, ABC):
         models = [part for part in (model, target) if part is not None]
         bounds = any(isinstance(part, PreTrainedModel) and takes_bounds(part) for part in models)
         by_text = any([rotate_by_text(part) for part in models])  # a list: each model must be changed
+        options = self.ahead, config.prompt_loss, bounds, self.needs_host_arrays, by_text
+        data: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        data |= {"data_collator": CompletionCollator(tokenizer, *options), "processing_class": tokenizer}
         with argument_errors():
-            super().__init__(
-                model=model,
-                args=config.training,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                data_collator=CompletionCollator(
-                    tokenizer, self.ahead, config.prompt_loss, bounds, self.needs_host_arrays, by_text
-                ),
-                processing_class=tokenizer,
-                **kwargs,
-            )
+            super().__init__(model=model, args=config.training, **data, **kwargs)
         if self.pop_callback(ProgressCallback):
             self.add_callback(TelemetryBar)
         if config.patience is not None:
@@ -112,9 +105,8 @@ class RecipeTrainer(SavingTrainer, ABC):
         self.vocab_size = token_count(tokenizer, target_config)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
         """None if p comes with the batches from a cache."""
-        if self.target is not None and not (
-            config.target_sharded or config.target_device or config.target_quantization
-        ):
+        placed = config.target_sharded or config.target_device or config.target_quantization
+        if self.target is not None and not placed:
             self.target.to(self.args.device)
         self._works = None if self.target is None else Work.of(self.target), self.trained_work()
         self.telemetry = Telemetry(self.args, self._work)
@@ -133,9 +125,8 @@ class RecipeTrainer(SavingTrainer, ABC):
     @property
     def job(self) -> JobRecord:
         """The properties that a run must share with this one to resume from its checkpoints."""
-        return JobRecord.of(
-            self.args, self.accelerator, len(self.data), self.data.fingerprint(self.recipe.source_weights)
-        )
+        fingerprint = self.data.fingerprint(self.recipe.source_weights)
+        return JobRecord.of(self.args, self.accelerator, len(self.data), fingerprint)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check precision and sharding, with messages that name our fields."""
@@ -172,9 +163,8 @@ class RecipeTrainer(SavingTrainer, ABC):
     def _get_train_sampler(self, train_dataset: Any = None) -> DataSampler[Any] | None:
         """Return our sampler where it is needed: to group by length, the library's would read all rows."""
         grouped = self.args.train_sampling_strategy == "group_by_length"
-        if not grouped and not self.recipe.source_weights and not self.known_order:
-            return super()._get_train_sampler(train_dataset)
-        return self.epoch_order
+        ours = grouped or self.recipe.source_weights or self.known_order
+        return self.epoch_order if ours else super()._get_train_sampler(train_dataset)
 
     @property
     def epoch_order(self) -> EpochSampler:

@@ -87,7 +87,9 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     first = next((finding for finding in findings if finding.state == "error"), None)
     code = 0 if first is None else 2
     if config.json is not None:
-        _write(config, findings, code)
+        content = {"schema": SCHEMA, "environment": environment(device, config.dtype), "config": config}
+        content |= {"exit_code": code, "findings": [asdict(finding) for finding in findings]}
+        write_json(Path(config.json), content)
     if first is not None:
         errors.print(Text(f"error: {first.name}: {' '.join(first.text.split())}"), soft_wrap=True, highlight=False)
     return code
@@ -110,17 +112,6 @@ def load_setup(
         if part is not None:
             parts.append((kind, part))
     return Setup(side, parts), kinds, findings
-
-
-def _write(config: DoctorConfig, findings: list[Finding], code: int) -> None:
-    content = {
-        "schema": SCHEMA,
-        "environment": environment(default_device(), config.dtype),
-        "config": config,
-        "exit_code": code,
-        "findings": [asdict(finding) for finding in findings],
-    }
-    write_json(Path(str(config.json)), content)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

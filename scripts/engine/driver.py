@@ -28,27 +28,12 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     """Decode one job, and return the texts and vLLM's counts."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        model=job["target"],
-        dtype=job["dtype"],
-        max_model_len=job["max_model_len"],
-        max_num_seqs=job["max_num_seqs"],
-        seed=job["seed"],
-        trust_remote_code=job["trust_remote_code"],
-        speculative_config=job["speculative"],
-        hf_overrides=job["overrides"],
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-    )
+    options = {name: job[name] for name in ("dtype", "max_model_len", "max_num_seqs", "seed", "trust_remote_code")}
+    options |= {"model": job["target"], "speculative_config": job["speculative"], "hf_overrides": job["overrides"]}
+    llm = LLM(enforce_eager=True, enable_prefix_caching=False, disable_log_stats=False, **options)
     try:
-        sampling = SamplingParams(
-            temperature=job["temperature"],
-            max_tokens=job["max_tokens"],
-            seed=job["seed"],
-            ignore_eos=True,
-            detokenize=False,
-        )
+        options = {name: job[name] for name in ("temperature", "max_tokens", "seed")}
+        sampling = SamplingParams(ignore_eos=True, detokenize=False, **options)
         before = counters(llm)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
         result: dict[str, Any] = {"token_ids": [list(output.outputs[0].token_ids) for output in outputs]}

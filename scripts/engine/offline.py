@@ -179,12 +179,8 @@ def _answer(result: Result, job: Job) -> Answer | EngineFailure:
             f"{[len(text) for text in texts][:8]}"
         )
     try:
-        counts = ServerCounts(
-            sum(result.num_drafts),
-            sum(result.num_draft_tokens),
-            sum(result.num_accepted_tokens),
-            tuple(result.num_accepted_tokens_per_pos),
-        )
+        drafts, drafted, accepted = map(sum, (result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens))
+        counts = ServerCounts(drafts, drafted, accepted, tuple(result.num_accepted_tokens_per_pos))
         return Answer(texts, possible(counts))
     except ValueError as error:
         return EngineFailure(f"engine: {error}")

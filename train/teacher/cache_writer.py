@@ -167,14 +167,9 @@ def _settle_window(output: Path, manifest: dict[str, Any]) -> None:
 
 
 def _load(config: CacheConfig) -> PreTrainedModel:
-    model = load_model(
-        config.target,
-        field="target",
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-        device=config.target_device,
-        quantization=config.target_quantization,
-    )
+    options: dict[str, Any] = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
+    options |= {"device": config.target_device, "quantization": config.target_quantization}
+    model = load_model(config.target, field="target", **options)
     require_split(model, "target")
     return model
 

@@ -100,16 +100,9 @@ class Order:
 
     def portions(self, run: str, epoch: int) -> list[Portion]:
         """Return the portions, with the names of their files."""
-        starts = [0, *self.ends.tolist()]
-        return [
-            Portion(
-                f"{run}-{epoch}-{at}.parquet",
-                self.texts[starts[at] : end],
-                int(self.most[at]),
-                int(self.max_length) or None,
-            )
-            for at, end in enumerate(self.ends.tolist())
-        ]
+        texts, max_length = np.split(self.texts, self.ends[:-1]), int(self.max_length) or None
+        names = [f"{run}-{epoch}-{at}.parquet" for at in range(len(texts))]
+        return [Portion(*part, max_length) for part in zip(names, texts, self.most.tolist(), strict=True)]
 
     def save(self, path: Path) -> None:
         """Write the order to a file."""
