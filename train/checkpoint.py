@@ -246,28 +246,20 @@ def _refuse(names: Sequence[str], path: str | Path, what: str, fault: str) -> No
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored, path: str | Path, field: str) -> None:
     """Require that a loaded model has all of its weights, of the right shapes and layers, floating-point and finite.
 
-    `info` is the `output_loading_info` of `from_pretrained` with `ignore_mismatched_sizes`; `stored` holds the
-    checkpoint's tensors as far as they are known. Integers may be `stored` only where the config says how they were
-    quantised.
+    `info` is the `output_loading_info` of `from_pretrained`; `stored` holds the checkpoint's tensors, if known.
     """
     kind = type(model).__name__
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:  # the library fills them with random numbers and warns
-        raise InputError(
-            f"{field}: expected all weights of a {kind} in {path}, found none of {_first(missing)}"
-            + (", a checkpoint with adapters" if any("lora_" in key for key in unused) else "")
-        )
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        raise InputError(
-            f"{field}: expected weights of the shapes in config.json in {path}, found {name} of {tuple(found)} "
-            f"in place of {tuple(expected)}"
-        )
+        hint = ", a checkpoint with adapters" if any("lora_" in key for key in unused) else ""
+        raise InputError(f"{field}: expected all weights of a {kind} in {path}, found none of {_first(missing)}{hint}")
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        tensor = f"{name} of {tuple(shape)} in place of {tuple(expected)}"
+        raise InputError(f"{field}: expected weights of the shapes in config.json in {path}, found {tensor}")
     present = {of_any_layer(name) for name in model.state_dict()}
     if beyond := [name for name in unused if of_any_layer(name) in present]:
-        layers = model.config.get_text_config().num_hidden_layers
-        raise InputError(
-            f"{field}: expected weights of the {layers} layers that config.json in {path} names, found {_first(beyond)}"
-        )
+        layers = f"{model.config.get_text_config().num_hidden_layers} layers that config.json in {path} names"
+        raise InputError(f"{field}: expected weights of the {layers}, found {_first(beyond)}")
     if unused:
         logger.warning("%s: %s holds weights that a %s does not use: %s", field, path, kind, _first(unused))
     if name := integer_weight(model, stored):

@@ -67,16 +67,12 @@ def read_data(config: RecipeConfig, positions: int | None = None) -> tuple[Train
             completion_files(path, unfinished=False)
         other = None if config.any_target else other_target(path, config.target, config.trust_remote_code)
         if other is not None:
-            raise InputError(
-                f"{path}: expected completions that {config.target} wrote, found those of {other}, whose config or "
-                "weights are others; --any_target learns from them all the same"
-            )
+            other = f"{other}, whose config or weights are others; --any_target learns from them all the same"
+            raise InputError(f"{path}: expected completions that {config.target} wrote, found those of {other}")
 
     def read(field: str) -> TrainingData:
-        output = Path(str(config.training.output_dir))
-        return training_examples(
-            getattr(config, field), config.max_length, size, config.dedup, output, field, positions
-        )
+        options = config.max_length, size, config.dedup, Path(str(config.training.output_dir)), field, positions
+        return training_examples(getattr(config, field), *options)
 
     train, heldout = read("completions"), None
     if not isinstance(config.heldout, list):

@@ -27,10 +27,8 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     for wanted in options.target_modules or ():
         matching = {name for name in linear | closed if f".{name}".endswith(f".{wanted}")}
         if matching & closed:
-            raise InputError(
-                f"lora.target_modules: expected neither embeddings nor head, found {wanted!r}: the loss takes the "
-                "head's weight in pieces"
-            )
+            reason = "the loss takes the head's weight in pieces"
+            raise InputError(f"lora.target_modules: expected neither embeddings nor head, found {wanted!r}: {reason}")
         if not matching:
             names = sorted({name.rpartition(".")[2] for name in linear})
             raise InputError(f"lora.target_modules: expected names among {', '.join(names)}, found {wanted!r}")

@@ -177,15 +177,11 @@ def load_model(
     if quantization:
         placed["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[quantization])
         expected += f" for bitsandbytes in {quantization}"
+    # `check_loaded` reports mismatched sizes in one line.
+    checked = {"weights_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with phase(f"loading {path}"), whole_weights(), reading(field, expected):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=DTYPES[dtype],
-            trust_remote_code=trust_remote_code,
-            weights_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_loaded` reports them in one line
-            **placed,
+            path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, **checked, **placed
         )
     model, info = loaded
     check_causal(model, field)
@@ -288,11 +284,11 @@ def check_same_tokenizer(
     differing = [number for number in sorted(p.keys() | q.keys()) if number <= end and p.get(number) != q.get(number)]
     if differing:
         number = differing[0]
-        way_out = "; carve a draft from the target (init.layers), or decode with RetokenizedProposer"
+        tokens = f"{q.get(number)!r} in the draft, {p.get(number)!r} in the target"
+        tokens += "; carve a draft from the target (init.layers), or decode with RetokenizedProposer" * ends_may_differ
         raise InputError(
             f"draft {draft_path}: expected the tokenizer of target {target_path}, found {len(differing)} tokens that "
-            f"differ, the first {number}: {q.get(number)!r} in the draft, {p.get(number)!r} in the target"
-            + (way_out if ends_may_differ else "")
+            f"differ, the first {number}: {tokens}"
         )
 
 

@@ -130,10 +130,8 @@ class RecipeConfig(TargetOptions):
             # The library has copied the rate into them already, but our default depends on the model.
             own = self.training.hf_deepspeed_config.config.keys() & {"optimizer", "scheduler"}
             if own:
-                raise InputError(
-                    f"training.learning_rate: expected the rate of the {min(own)} that training.deepspeed has, found "
-                    "none"
-                )
+                part = f"{min(own)} that training.deepspeed has"
+                raise InputError(f"training.learning_rate: expected the rate of the {part}, found none")
         for name in ("target_device", "target_quantization"):
             if self.target_sharded and getattr(self, name):
                 raise InputError(f"target_sharded: expected false with {name}, found true")
@@ -159,10 +157,9 @@ class RecipeConfig(TargetOptions):
             self.training.hub_strategy = type(self.training.hub_strategy)("end")
             print("hub: what is finished is pushed once, at the end, and checkpoints are not", file=sys.stderr)
         if not self.heldout and (self.training.eval_strategy != "no" or self.training.eval_on_start):
-            asks = "eval_on_start" if self.training.eval_strategy == "no" else "eval_strategy"
-            raise InputError(
-                f"heldout: expected completion directories for training.{asks}, or a share of completions, found none"
-            )
+            option = "eval_on_start" if self.training.eval_strategy == "no" else "eval_strategy"
+            text = f"completion directories for training.{option}, or a share of completions"
+            raise InputError(f"heldout: expected {text}, found none")
 
     @property
     def defaults(self) -> Defaults:
@@ -202,10 +199,8 @@ class RecipeConfig(TargetOptions):
             if places[number] in places[:number]:
                 raise InputError(f"completions: expected each directory once, found {path} again (see source_weights)")
         if self.source_weights and len(self.source_weights) != len(self.completions):
-            raise InputError(
-                f"source_weights: expected one for each of {len(self.completions)} completions, found "
-                f"{len(self.source_weights)}"
-            )
+            count, weights = len(self.completions), len(self.source_weights)
+            raise InputError(f"source_weights: expected one for each of {count} completions, found {weights}")
 
     def _select_on_acceptance(self) -> None:
         """Select checkpoints by acceptance: the loss can fall while acceptance falls."""

@@ -105,10 +105,8 @@ def engine_python(given: str | None = None) -> Path:
         return BESIDE.absolute()
     if importlib.util.find_spec("vllm") is not None:
         return Path(sys.executable)
-    raise InputError(
-        f"engine: expected a Python that has vllm, found none: name one by --engine or {VARIABLE}, or install one with "
-        f"`make engine`"
-    )
+    remedy = f"name one by --engine or {VARIABLE}, or install one with `make engine`"
+    raise InputError(f"engine: expected a Python that has vllm, found none: {remedy}")
 
 
 def _has_vllm(python: Path) -> bool:
@@ -174,10 +172,8 @@ def _answer(result: Result, job: Job) -> Answer | EngineFailure:
         return EngineFailure(" ".join(plain(result.error).split()))
     texts = result.token_ids
     if len(texts) != len(job.prompts) or any(len(text) > job.max_tokens for text in texts):
-        return EngineFailure(
-            f"engine: token_ids: expected {len(job.prompts)} texts of at most {job.max_tokens} tokens, found "
-            f"{[len(text) for text in texts][:8]}"
-        )
+        expected = f"{len(job.prompts)} texts of at most {job.max_tokens} tokens"
+        return EngineFailure(f"engine: token_ids: expected {expected}, found {[len(text) for text in texts][:8]}")
     try:
         drafts, drafted, accepted = map(sum, (result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens))
         counts = ServerCounts(drafts, drafted, accepted, tuple(result.num_accepted_tokens_per_pos))

@@ -112,9 +112,8 @@ class Checks:
         line = f"{served.name}, γ = {served.draft_length}: {_words(counts)}"
         if not expected.same_as(counts):
             known = f"; {served.on_cpu}" if device == "cpu" and served.on_cpu else ""
-            raise EngineFailure(
-                f"verify: expected vLLM with {served.name} to count {_words(expected)}, found {_words(counts)}{known}"
-            )
+            difference = f"{_words(expected)}, found {_words(counts)}{known}"
+            raise EngineFailure(f"verify: expected vLLM with {served.name} to count {difference}")
         return f"{line}, as replay says that vLLM counts"
 
     def expected_counts(self, texts: Sequence[Sequence[int]], draft_length: int) -> ServerCounts:

@@ -80,10 +80,8 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
     model_config = load_config(target, field="target", trust_remote_code=code)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and (needed := room(served, prompts, config.max_new_tokens)) > positions:
-        raise InputError(
-            f"max_new_tokens: expected prompts of at most {PROMPT_TOKENS} tokens, their texts and two rounds' drafts "
-            f"within the target's {positions} positions, found {needed}"
-        )
+        text = f"prompts of at most {PROMPT_TOKENS} tokens, their texts and two rounds' drafts"
+        raise InputError(f"max_new_tokens: expected {text} within the target's {positions} positions, found {needed}")
     options["overrides"] = kind.overrides(model_config)
     return verify(python, target, served, prompts, load, trust_remote_code=code, **options)
 

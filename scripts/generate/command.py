@@ -56,10 +56,8 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
     options: dict[str, Any] = {"seed": config.seed, **config.generate_kwargs()}
 
     def speculative(new: int, progress: Progress | None = None) -> DecodeOutput:
-        return speculative_generate(
-            target, proposer, input_ids, draft_length=config.draft_length, rule=config.rule, max_new_tokens=new,
-            observer=progress, **options,
-        )  # fmt: skip
+        rounds: dict[str, Any] = {"draft_length": config.draft_length, "rule": config.rule, "observer": progress}
+        return speculative_generate(target, proposer, input_ids, max_new_tokens=new, **rounds, **options)
 
     def plain(new: int) -> DecodeOutput:
         return autoregressive_generate(target, input_ids, max_new_tokens=new, **options)
@@ -123,10 +121,8 @@ def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
     for name, wanted in (("width", tree is not None), ("rule", config.rule == "cascade")):
         if wanted and specs and not kind_named(specs[0].kind).grows_trees:
             expected = " or ".join(kind.name for kind in KINDS if kind.grows_trees)
-            raise InputError(
-                f"{name}: expected a drafter that has a confidence ({expected}) with {name} {getattr(config, name)}, "
-                f"found {specs[0].kind}"
-            )
+            option = f"{name} {getattr(config, name)}, found {specs[0].kind}"
+            raise InputError(f"{name}: expected a drafter that has a confidence ({expected}) with {option}")
     # A draft model may have another tokenizer here: nothing is compared with replay, which needs one tokenizer.
     return [replace(spec, kind=ReencodedDraft.name) if spec.kind == DraftModel.name else spec for spec in specs]
 

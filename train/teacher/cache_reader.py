@@ -88,15 +88,11 @@ def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: 
         for name in SAMPLER:
             value, written = getattr(config, name), manifest["settings"][name]
             if written != value:
-                raise InputError(
-                    f"{name}: expected {written}, which {path} was written at, found {value}; train with that, or run "
-                    f"draftsmith cache with --{name} {value}"
-                )
+                remedy = f"train with that, or run draftsmith cache with --{name} {value}"
+                raise InputError(f"{name}: expected {written}, which {path} was written at, found {value}; {remedy}")
         if widths[path] != widths[caches[0]]:
-            raise InputError(
-                f"teacher_cache: expected caches of one k, found {widths[caches[0]]} in {caches[0]} and {widths[path]} "
-                f"in {path}"
-            )
+            two = f"{widths[caches[0]]} in {caches[0]} and {widths[path]} in {path}"
+            raise InputError(f"teacher_cache: expected caches of one k, found {two}")
     return DistributionIndex(*locate(manifests, config, COLUMNS), k=widths[caches[0]], vocab_size=vocab_size)
 
 
@@ -116,10 +112,8 @@ def read_manifests(
             raise InputError(f"teacher_cache: expected {vocab_size} tokens, found {manifest['vocab_size']} in {path}")
         for name in current.keys() & manifest["target"].keys():
             if current[name] != manifest["target"][name]:
-                raise InputError(
-                    f"teacher_cache: expected a cache of {config.target}, found in {path} one of "
-                    f"{manifest['target'].get('path')}, whose {name} is another"
-                )
+                other = f"in {path} one of {manifest['target'].get('path')}, whose {name} is another"
+                raise InputError(f"teacher_cache: expected a cache of {config.target}, found {other}")
         manifests[path] = manifest
     return manifests
 
@@ -140,18 +134,16 @@ def locate(
     ones are only in a window, or a shard is damaged.
     """
     owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
-    whole_first = sorted(manifests.items(), key=lambda item: window_of(item[1]) is not None)
-    for path, manifest in whole_first:
-        for number, part in enumerate(manifest["completions"]):
+    windows = {path for path, manifest in manifests.items() if window_of(manifest) is not None}
+    for path in sorted(manifests, key=lambda path: path in windows):  # whole caches first
+        for number, part in enumerate(manifests[path]["completions"]):
             owners.setdefault(part["sha256"], (Path(path), number))
     hashes, places, files = [np.empty(0, np.uint64)], [np.empty((0, 2), np.int64)], list[Path]()
     for path in (*config.completions, *config.heldout_directories):
         owner = owners.get(digest(path))
         if owner is None:
-            raise InputError(
-                f"teacher_cache: expected a cache of the completions {path} as they are, found none among "
-                f"{', '.join(manifests)}; run draftsmith cache"
-            )
+            text = f"teacher_cache: expected a cache of the completions {path} as they are"
+            raise InputError(f"{text}, found none among {', '.join(manifests)}; run draftsmith cache")
         if window_of(manifests[str(owner[0])]) is not None:
             if path in config.heldout_directories:
                 raise InputError(
@@ -184,11 +176,9 @@ def _places(texts: Texts, cache: Path, number: int, columns: pa.Schema) -> tuple
     present = rows >= 0
     present[present] = cached["text"].to_numpy()[rows[present]] == texts.column("checksum")[present]
     if not present.all():
-        missing = texts.ids(np.flatnonzero(~present)[:5])
-        raise InputError(
-            f"teacher_cache: expected all {len(texts)} samples of {texts.sources[0]}, found none in {cache} for "
-            f"{', '.join(missing)}{', …' if (~present).sum() > 5 else ''}; run draftsmith cache again"
-        )
+        missing = ", ".join(texts.ids(np.flatnonzero(~present)[:5])) + (", …" if (~present).sum() > 5 else "")
+        text = f"all {len(texts)} samples of {texts.sources[0]}, found none in {cache} for {missing}"
+        raise InputError(f"teacher_cache: expected {text}; run draftsmith cache again")
     return files, np.concatenate(places)[rows]
 
 

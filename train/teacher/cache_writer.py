@@ -114,8 +114,8 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
         missing = []  # by ids and checksums: a shard of other texts is written again
         for source in each(sources, "shards that are there", "shards"):
             shard = read_shard(output / source.name, shards.columns, columns=shards.checked and list(shards.checked))
-            columns = None if shard is None else (shard[name].to_pylist() for name in ("id", "text"))
-            if columns is not None and sorted(zip(*columns, strict=True)) == sorted(source.samples):
+            samples = [] if shard is None else zip(shard["id"].to_pylist(), shard["text"].to_pylist(), strict=True)
+            if sorted(samples) == sorted(source.samples):
                 summary.kept += len(source.samples)
                 _count(summary, source)
             else:
@@ -200,10 +200,8 @@ def _estimate(
         most += ends_bytes(config.target, config.dtype, config.trust_remote_code)
     free = shutil.disk_usage(config.output).free
     if free < most:
-        raise InputError(
-            f"output: expected {_megabytes(most)} of free space for {config.output}, found {_megabytes(free)}; "
-            f"{shards.way_out}"
-        )
+        space = f"{_megabytes(most)} of free space for {config.output}, found {_megabytes(free)}"
+        raise InputError(f"output: expected {space}; {shards.way_out}")
     size = f"{positions} positions × {shards.position_bytes} bytes {shards.shape}"
     return f"{size}: at most {_megabytes(most)}, of {_megabytes(free)} free"
 
@@ -267,6 +265,5 @@ def digest(completions: str) -> str:
     try:
         return hashlib.sha256((Path(completions) / MANIFEST).read_bytes()).hexdigest()
     except OSError as error:
-        raise InputError(
-            f"{completions}: expected completions written by draftsmith prepare, found no {MANIFEST}"
-        ) from error
+        text = f"{completions}: expected completions written by draftsmith prepare, found no {MANIFEST}"
+        raise InputError(text) from error

@@ -105,10 +105,8 @@ class DistributionShards:
             distributions.update(zip(rows, distributions_of(model, head, batch, sampler, config.k), strict=True))
             for i in rows:
                 if distributions[i].log_p_of_text.isnan().any():
-                    raise InputError(
-                        f"target: expected finite logits, found none in sample {texts[i][0]!r} of "
-                        f"{source.completions}; try another --dtype than {config.dtype}"
-                    )
+                    where = f"sample {texts[i][0]!r} of {source.completions}; try another --dtype than {config.dtype}"
+                    raise InputError(f"target: expected finite logits, found none in {where}")
             done(len(rows))
         _write_shard(path, source, [distributions[i] for i in range(len(texts))])
 

@@ -83,10 +83,9 @@ class FeatureIndex(SampleIndex):
     def of_layers(self, layer_ids: Sequence[int]) -> "FeatureIndex":
         """Return this index restricted to the features after some layers, which must all be cached."""
         if not set(layer_ids) <= set(self.layout.layer_ids):
-            raise InputError(
-                f"layer_ids: expected some of {list(self.layout.layer_ids)}, after which {self.ends.parent} has "
-                f"features, found {list(layer_ids)}; run draftsmith cache with these"
-            )
+            cached = f"{list(self.layout.layer_ids)}, after which {self.ends.parent} has features"
+            other = f"{list(layer_ids)}; run draftsmith cache with these"
+            raise InputError(f"layer_ids: expected some of {cached}, found {other}")
         return replace(self, layer_ids=tuple(layer_ids))
 
     def picked(self, features: np.ndarray) -> np.ndarray:
@@ -139,10 +138,8 @@ def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) 
         raise InputError(f"teacher_cache: expected one cache with a window at most, found {', '.join(windows)}")
     ((path, gigabytes),) = windows.items()
     if not config.heldout_directories and config.heldout is not None:
-        raise InputError(
-            f"heldout: expected completions of their own, whose features are kept, beside the window of {path}, "
-            f"found a share, {config.heldout}"
-        )
+        text = f"completions of their own, whose features are kept, in addition to the window of {path}"
+        raise InputError(f"heldout: expected {text}, found a share, {config.heldout}")
     return replace(index, window=WindowReader(Path(path), layout, int(gigabytes * 1e9)))
 
 

@@ -155,10 +155,9 @@ class FeatureShards:
     ) -> None:
         for i, text_states in zip(rows, states, strict=True):
             if not all(tensor.isfinite().all() for tensor in text_states.values()):
-                raise InputError(
-                    f"target: expected finite hidden states, found others in sample {source.samples[i][0]!r} of "
-                    f"{source.completions}; try another --dtype than {self.config.dtype}"
-                )
+                where, dtype = f"{source.samples[i][0]!r} of {source.completions}", self.config.dtype
+                remedy = f"try another --dtype than {dtype}"
+                raise InputError(f"target: expected finite hidden states, found others in sample {where}; {remedy}")
             writer.write_table(_row(self.columns, source.samples[i], text_states))
 
 

@@ -187,10 +187,9 @@ class WindowReader:
         first = make(0)
         most = int(first.most.max())
         if 2 * most > self.window:
-            raise InputError(
-                f"{self.directory}: expected a window with room for two steps of {most / 1e9:.3g} GB, found one of "
-                f"{self.window / 1e9:.3g} GB; give draftsmith cache a larger --window"
-            )
+            window = f"{self.window / 1e9:.3g} GB; give draftsmith cache a larger --window"
+            room = f"a window with room for two steps of {most / 1e9:.3g} GB"
+            raise InputError(f"{self.directory}: expected {room}, found one of {window}")
         self.run = hashlib.sha256(first.texts.tobytes() + first.ends.tobytes()).hexdigest()[:12]
         self.orders, self._make, self._epochs = {0: first}, make, epochs
         self._steps = int(first.steps[-1])
@@ -307,10 +306,8 @@ class WindowWriter:
             if path.exists():
                 continue
             if portion.most > share // 2:  # the next portion must be written while this one is read
-                raise InputError(
-                    f"window: expected room for two steps of {portion.most / 1e9:.3g} GB in each process, found "
-                    f"{share / 1e9:.3g} GB"
-                )
+                needed, room = f"two steps of {portion.most / 1e9:.3g} GB in each process", f"{share / 1e9:.3g} GB"
+                raise InputError(f"window: expected room for {needed}, found {room}")
             if held + portion.most > share:
                 return False
             self._write(path, portion, model)
@@ -333,10 +330,9 @@ class WindowWriter:
     def _write(self, path: Path, portion: Portion, model: PreTrainedModel) -> None:
         places = np.searchsorted(self._hashes, portion.texts, sorter=self._order)
         numbers = self._order[np.minimum(places, len(self._order) - 1)]
-        if (missing := self._hashes[numbers] != portion.texts).any():
-            raise InputError(
-                f"completions: expected all that the training run reads, found none of {missing.sum()} of its texts"
-            )
+        if missing := int((self._hashes[numbers] != portion.texts).sum()):
+            text = "completions: expected all that the training run reads"
+            raise InputError(f"{text}, found none of {missing} of its texts")
         numbers = np.unique(numbers)
         names, marks = self.texts.ids(numbers), self._hashes[numbers].view(np.int64).tolist()
         read_texts: list[Text] = [
