@@ -1,1 +1,1 @@
-"""What all kinds of drafters share: data, losses, the teacher, the trainer, model loading, memory plans."""
+"""The training code that all kinds of drafters share: data, losses, the teacher, the trainer, model loading, memory plans."""

@@ -1,1 +1,1 @@
-"""`draftsmith plan`: whether a training run fits its GPUs."""
+"""`draftsmith plan`: a check whether a run fits its GPUs."""

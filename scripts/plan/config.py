@@ -1,4 +1,4 @@
-"""Settings of `draftsmith plan`: the config of the run that is planned, and the machines that it is to run on."""
+"""Settings of `draftsmith plan`: the config of the planned run, and its machines."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,24 +16,20 @@ INFERENCE = "draftsmith.scripts.plan.inference:InferencePlan"
 
 @dataclass
 class CachePlanConfig(Machines, CacheConfig):
-    """Say whether a teacher cache can be computed on some GPUs, how long it takes, and how large it is."""
+    """Check whether a teacher cache can be computed on some GPUs, how long it takes, and how large it is."""
 
     plan_class = INFERENCE
 
 
 @dataclass
 class PreparePlanConfig(Machines, PrepareConfig):
-    """Say whether completions can be written on some GPUs, and how long it takes."""
+    """Check whether completions can be written on some GPUs, and how long it takes."""
 
     plan_class = INFERENCE
 
 
 def plan_config(arguments: Sequence[str]) -> type[Any]:
-    """Return the config of the plan that flags ask for: that of `--recipe`, or of distillation.
-
-    Raises:
-        InputError: another recipe.
-    """
+    """Return the config class of `--recipe`, by default that of distillation."""
     words = [part for argument in arguments for part in argument.split("=", 1)]
     name = next((name for flag, name in pairwise(words) if flag == "--recipe"), "distill")
     choices: dict[str, Callable[[], type[Any]]] = {

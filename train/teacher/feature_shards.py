@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,13 +109,8 @@ class FeatureShards:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that determine all numbers, in addition to the target and the texts."""
-        layout = self.layout
-        return {
-            "layer_ids": list(layout.layer_ids),
-            "hidden_size": layout.hidden_size,
-            "feature_dtype": layout.feature_dtype,
-            "window": self.config.window is not None,
-        }
+        window = self.config.window is not None
+        return asdict(self.layout) | {"layer_ids": list(self.layout.layer_ids), "window": window}
 
     @property
     def position_bytes(self) -> int:
