@@ -1,1 +1,1 @@
-"""The training code that all kinds of drafters share: data, losses, the teacher, the trainer, model loading, memory plans."""
+"""Training code that all kinds of drafters share: data, losses, the teacher, the trainer, memory plans."""

@@ -68,11 +68,10 @@ def pretrain(config: PretrainConfig) -> Path:
     set_seed(config.training.seed)
     modules = stdlib_modules()
     train, heldout = [m for m in modules if not m.heldout], [m for m in modules if m.heldout]
-    tokenizer = (
-        AutoTokenizer.from_pretrained(config.tokenizer)
-        if config.tokenizer
-        else train_bpe((m.source for m in train), config.vocab_size)
-    )
+    if config.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+    else:
+        tokenizer = train_bpe((m.source for m in train), config.vocab_size)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": config.block_size}
     model: Any = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes, **special, **config.model))

@@ -48,23 +48,20 @@ Stored = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @contextmanager
 def reading(field: str, expected: str) -> Iterator[None]:
-    """Turn any exception, except a lack of memory, into the InputError "FIELD: expected EXPECTED, found: …".
-
-    A broken file makes the library raise exceptions of many types.
-    """
+    """Turn any exception, except a lack of memory, into the InputError "FIELD: expected EXPECTED, found: …"."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # a broken file makes the library raise exceptions of many types
         if lacks_memory(error):
             raise
         if isinstance(error, pickle.UnpicklingError):
-            found = "pickled objects other than tensors, or damage"
+            cause = "pickled objects other than tensors, or damage"
         elif isinstance(error, StrictDataclassError):  # it names the field in the second line
-            found = " ".join(str(error).split())
+            cause = " ".join(str(error).split())
         else:
             kind = "" if isinstance(error, OSError | ValueError | TemplateError) else f"{type(error).__name__}: "
-            found = kind + first_line(error)
-        raise InputError(f"{field}: expected {expected}, found: {found}") from error
+            cause = kind + first_line(error)
+        raise InputError(f"{field}: expected {expected}, found: {cause}") from error
 
 
 def require_config(path: str | Path, field: str) -> None:
@@ -145,8 +142,8 @@ def check_rope_keys(written: Mapping[str, Any], where: str = "") -> None:
 def _require_one(key: str, by_field: Mapping[str, Any], where: str) -> None:
     values = list(by_field.values())
     if values.count(values[0] if values else None) < len(values):
-        found = " and ".join(f"{value} in {name}" for name, value in by_field.items())
-        raise InputError(f"{where}{key}: expected the same wherever the config says it, found {found}")
+        both = " and ".join(f"{value} in {name}" for name, value in by_field.items())
+        raise InputError(f"{where}{key}: expected the same wherever the config says it, found {both}")
 
 
 def _rope_type(value: Mapping[str, Any], field: str) -> str:
@@ -157,10 +154,7 @@ def _rope_type(value: Mapping[str, Any], field: str) -> str:
 
 
 def stored_tensors(path: str | Path, field: str) -> Stored:
-    """Read the headers of a directory's safetensors; of pickled weights nothing is known.
-
-    Raise InputError if the index or a file is damaged, or a file of the index is missing.
-    """
+    """Read and check the headers of a directory's safetensors; return {} for pickled weights."""
     directory, tensors = Path(path), dict[str, tuple[str, tuple[int, ...]]]()
     files, at = [directory / WEIGHTS], directory / INDEX
     try:
@@ -169,8 +163,8 @@ def stored_tensors(path: str | Path, field: str) -> Stored:
                 return tensors
             files = indexed_files(at, field)
             if missing := [file.name for file in files if not file.is_file()]:
-                found = f"{len(missing)} of {len(files)} files missing, the first {missing[0]}"
-                raise InputError(f"{field}: expected whole weights in {path}, found {found}")
+                gap = f"{len(missing)} of {len(files)} files missing, the first {missing[0]}"
+                raise InputError(f"{field}: expected whole weights in {path}, found {gap}")
         for at in files:
             with safe_open(at, "pt") as weights:  # checks the file's size too
                 for key in weights.keys():  # noqa: SIM118 - not a mapping
@@ -263,8 +257,8 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored
     if unused:
         logger.warning("%s: %s holds weights that a %s does not use: %s", field, path, kind, _first(unused))
     if name := integer_weight(model, stored):
-        found = f"{name} in {stored[name][0]}"
-        raise InputError(f"{field}: expected weights in a floating-point type in {path}, found {found}")
+        dtype = stored[name][0]
+        raise InputError(f"{field}: expected weights in a floating-point type in {path}, found {name} in {dtype}")
     check_finite(model, path, field)
 
 
@@ -276,8 +270,8 @@ def check_finite(model: torch.nn.Module, path: str | Path, field: str) -> None:
             continue
         # One pass over the memory, a twentieth of `isfinite`'s time; a NaN makes both extremes NaN.
         if not torch.stack(weight.aminmax()).isfinite().all():
-            found = f"NaN or infinity in {name} ({str(weight.dtype).removeprefix('torch.')})"
-            raise InputError(f"{field}: expected finite weights in {path}, found {found}")
+            tensor = f"{name} ({str(weight.dtype).removeprefix('torch.')})"
+            raise InputError(f"{field}: expected finite weights in {path}, found NaN or infinity in {tensor}")
 
 
 def integer_weight(model: PreTrainedModel, stored: Stored) -> str | None:
@@ -294,10 +288,7 @@ def is_quantized(model: PreTrainedModel) -> bool:
 
 
 def load_generation_config(path: str | Path, config: PretrainedConfig, *, field: str = "model") -> GenerationConfig:
-    """Read a model's generation config from generation_config.json or, for older models, from config.json.
-
-    Raise InputError if the file is damaged or an end of sequence is not an id.
-    """
+    """Read and check a model's generation config, which older models have in config.json."""
     with reading(field, f"a generation_config.json in {path}"):
         try:
             generation = GenerationConfig.from_pretrained(path)

@@ -225,10 +225,7 @@ def _plain(message: str, parent: str = "") -> str:
 
 
 def _require_unique_keys(file: str) -> None:
-    """Require valid YAML with each key once: the parser would silently take the last.
-
-    A file that cannot be read is left to the parser.
-    """
+    """Require valid YAML with each key once: the parser would silently take the last."""
     import yaml  # type: ignore[import-untyped]
 
     try:
@@ -241,10 +238,10 @@ def _require_unique_keys(file: str) -> None:
         where = f"{file}, line {error.problem_mark.line + 1}" if error.problem_mark else file
         raise InputError(f"config: expected YAML in {where}, found: {error.problem}") from error
     except (OSError, ValueError):
-        return
+        return  # the parser reports it
     if not isinstance(root, yaml.MappingNode):
-        found = "nothing" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a value alone"
-        raise InputError(f"config: expected fields and their values in {file}, found {found}")
+        content = "nothing" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a value alone"
+        raise InputError(f"config: expected fields and their values in {file}, found {content}")
     nodes = [root]
     while nodes:
         node = nodes.pop()
@@ -299,10 +296,8 @@ def flags(arguments: Sequence[str], switches: Set[str] = frozenset()) -> list[st
     return spelled
 
 
-def run(
-    main: Callable[[], int | None], say: Callable[[str, int], None] = lambda line, _: print(line, file=sys.stderr)
-) -> int:
-    """Run a command and return its exit code; failures that are not bugs end in one line, handed to `say`.
+def run(main: Callable[[], int | None], say: Callable[[str, int], None] | None = None) -> int:
+    """Run a command and return its exit code; failures that are not bugs are printed in one line, or passed to `say`.
 
     The code is what `main` returns, or 0; 2 for an `InputError`, an unwritable disk and a lack of memory; and a shell's
     130, 143 and 141 for an interrupt, a termination and a closed pipe. The notes of a `KeyboardInterrupt` (`add_note`)
@@ -332,8 +327,8 @@ def run(
     except (OSError, RuntimeError, MemoryError) as error:
         if lacks_memory(error):
             size = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
-            found = f"too little for {size[1]}" if size else "too little"
-            line = f"error: memory: expected enough for this run, found {found}; try a smaller batch, length or model"
+            amount = f"too little for {size[1]}" if size else "too little"
+            line = f"error: memory: expected enough for this run, found {amount}; try a smaller batch, length or model"
         elif isinstance(error, OSError) and error.errno in REFUSED:
             where = "standard output" if error.filename is None else error.filename
             line = f"error: output: expected to write {where}, found: {error.strerror}"
@@ -342,7 +337,7 @@ def run(
         code = 2
     if line:
         with suppress(BrokenPipeError):
-            say(line, code)
+            print(line, file=sys.stderr) if say is None else say(line, code)
     try:
         sys.stdout.flush()
     except OSError:  # or the interpreter would flush again at exit, and fail

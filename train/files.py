@@ -57,12 +57,12 @@ def require_writable(path: str | Path, *files: str, field: str = "output") -> Pa
             for remove_made in (trial.unlink, *(new.rmdir for new in made)):
                 with suppress(OSError):  # another run may try the same
                     remove_made()
-        taken = [directory / name for name in files if (directory / name).is_dir()]
+        directories = [directory / name for name in files if (directory / name).is_dir()]
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{field}: expected a directory to write in at {path}, found: {reason}") from error
-    if taken:
-        raise InputError(f"{field}: expected a file or nothing at {taken[0]}, found a directory")
+    if directories:
+        raise InputError(f"{field}: expected a file or nothing at {directories[0]}, found a directory")
     return directory
 
 

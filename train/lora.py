@@ -23,22 +23,22 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     closed = {name for name, module in model.named_modules() if module in ends}
     linear = {name for name, module in model.named_modules() if _is_linear(module)} - closed - _read_by_kernels(model)
-    chosen = linear if options.target_modules is None else set()
-    for wanted in options.target_modules or ():
-        matching = {name for name in linear | closed if f".{name}".endswith(f".{wanted}")}
+    targets = linear if options.target_modules is None else set()
+    for suffix in options.target_modules or ():
+        matching = {name for name in linear | closed if f".{name}".endswith(f".{suffix}")}
         if matching & closed:
             reason = "the loss takes the head's weight in pieces"
-            raise InputError(f"lora.target_modules: expected neither embeddings nor head, found {wanted!r}: {reason}")
+            raise InputError(f"lora.target_modules: expected neither embeddings nor head, found {suffix!r}: {reason}")
         if not matching:
             names = sorted({name.rpartition(".")[2] for name in linear})
-            raise InputError(f"lora.target_modules: expected names among {', '.join(names)}, found {wanted!r}")
-        chosen |= matching
+            raise InputError(f"lora.target_modules: expected names among {', '.join(names)}, found {suffix!r}")
+        targets |= matching
     config = LoraConfig(
         r=options.r,
         lora_alpha=options.alpha,  # type: ignore[arg-type]
         lora_dropout=options.dropout,
-        target_modules=sorted(chosen),
-        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in chosen),
+        target_modules=sorted(targets),
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
     )
     # For some families peft mistakes maps for experts by older names. Another model_type makes it take names exactly.
     model_config: Any = model.config
@@ -65,10 +65,7 @@ def _read_by_kernels(model: PreTrainedModel) -> set[str]:
 
 @torch.no_grad()
 def merged_state(model: PreTrainedModel, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return a draft's state dict with adapters merged: W + (alpha ÷ r)·B·A under W's name.
-
-    The model itself is not changed. `state` is its gathered state dict where the model in memory is sharded.
-    """
+    """Return a draft's state dict (`state` if it is sharded) with adapters merged: W + (alpha ÷ r)·B·A for W."""
     state = dict(model.state_dict() if state is None else state)
     for key in [key for key in state if key.endswith(f".lora_A.{ADAPTER}.weight")]:
         name = key.removesuffix(f".lora_A.{ADAPTER}.weight")

@@ -97,11 +97,11 @@ def resolve_dtype(
         return dtype
     config = load_config(path, field=field, trust_remote_code=trust_remote_code)
     kind, stored = (device or default_device()).type, stored_dtype(config)
-    chosen = fast_dtype(config, kind)
+    resolved = fast_dtype(config, kind)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        why = "" if chosen == stored else f", for which this {kind.upper()} has no fast arithmetic"
-        print(f"dtype: {chosen}; {path} is stored in {stored}{why}", file=sys.stderr)
-    return chosen
+        why = "" if resolved == stored else f", for which this {kind.upper()} has no fast arithmetic"
+        print(f"dtype: {resolved}; {path} is stored in {stored}{why}", file=sys.stderr)
+    return resolved
 
 
 def fast_dtype(config: PretrainedConfig, device: str) -> str:
@@ -203,11 +203,7 @@ def empty_model(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Return a causal LM without weights, on the meta device, in eval mode.
-
-    `config` may be a directory or hub id. The tensors have the config's dtype if `dtype` is None. Raise InputError if
-    the config is not a causal LM's.
-    """
+    """Return a causal LM without weights, on the meta device, in eval mode; `config` may be a directory or hub id."""
     source, generation = config.name_or_path if isinstance(config, PretrainedConfig) else config, None
     if not isinstance(config, PretrainedConfig):
         config = load_config(config, field=field, trust_remote_code=trust_remote_code)

@@ -68,8 +68,8 @@ class MuonAdamW(torch.optim.Optimizer):
         embeddings = {id(p) for end in ends for p in end.parameters()}
         parameters = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in parameters if p.ndim == 2 and id(p) not in embeddings]
-        chosen = {id(p) for p in matrices}
-        rest = [p for p in parameters if id(p) not in chosen]
+        muon_ids = {id(p) for p in matrices}
+        rest = [p for p in parameters if id(p) not in muon_ids]
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
         # With adapters there may be only matrices, and torch refuses an optimizer without parameters.
         self._halves: dict[str, torch.optim.Optimizer] = {}

@@ -70,10 +70,8 @@ class TargetOptions(Options):
     def require_own_device(self, processes: int) -> None:
         """Require that each of several processes has its own GPU: neither one for all of them, nor all for each."""
         if processes > 1 and self.alone:
-            raise InputError(
-                f"target_device: expected none, cpu or cuda with {processes} processes, each of which has its own GPU, "
-                f"found {self.target_device}"
-            )
+            place = f"none, cpu or cuda with {processes} processes, each of which has its own GPU"
+            raise InputError(f"target_device: expected {place}, found {self.target_device}")
 
     @property
     def alone(self) -> bool:
@@ -114,7 +112,7 @@ TEXT_FIELDS = (
     "repetition_penalty", "no_repeat_ngram_size", "trust_remote_code",
 )  # fmt: skip
 """The options of reading prompts and sampling texts, except temperature."""
-NEUTRAL: dict[str, Any] = {each.name: each.default for each in fields(Filters)} | {"trust_remote_code": False}
+NEUTRAL: dict[str, Any] = {option.name: option.default for option in fields(Filters)} | {"trust_remote_code": False}
 """The defaults that all commands share."""
 
 
@@ -163,10 +161,8 @@ def checked_url(url: str, name: str, example: str = "http://127.0.0.1:8000") -> 
     from httpx2 import URL, InvalidURL
 
     if any(sign in url for sign in "@?#"):
-        raise InputError(
-            f"{name}: expected a URL without user name, password or query, found one with; an API key goes "
-            "into an environment variable, which a field that ends in key_env names"
-        )
+        remedy = "an API key goes into an environment variable, which a field that ends in key_env names"
+        raise InputError(f"{name}: expected a URL without user name, password or query, found one with; {remedy}")
     try:
         parts = urlsplit(url)
         usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0

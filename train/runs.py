@@ -91,10 +91,9 @@ def full_disk_reported(directory: Path) -> Iterator[None]:
         if no_room(error) is None:
             raise
         last = last_checkpoint(str(directory))
-        raise InputError(
-            f"training.output_dir: no space left for a checkpoint in {directory}; the last whole one is "
-            f"{Path(last).name if last else 'none'}; free some space and run the same command again"
-        ) from error
+        last = f"{Path(last).name if last else 'none'}; free some space and run the same command again"
+        text = f"training.output_dir: no space left for a checkpoint in {directory}; the last whole one is {last}"
+        raise InputError(text) from error
 
 
 def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, int] | None = None) -> str:

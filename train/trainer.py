@@ -245,10 +245,7 @@ class RecipeTrainer(SavingTrainer, ABC):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, Tensor, Tensor]:
-        """Return each sample's replay sums in place of logits.
-
-        The loss is one of the sums: the Trainer would average it over batches regardless of their token counts.
-        """
+        """Return each sample's replay sums in place of logits; they include its loss, to be averaged over tokens."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             sums = self.replay_sums(model, inputs, inputs["labels"][:, 1:] != IGNORED)
@@ -279,17 +276,11 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     @abstractmethod
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
-        """Return the loss of a batch, (B, T), summed over its labelled positions.
-
-        `model` is the model in training or a wrapper around it; `positions` are those whose next token has a label.
-        """
+        """Return the loss of a batch, summed over the positions whose next token has a label."""
 
     @abstractmethod
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
-        """Return the sums of each sample that `compute_metrics` adds up, (B, columns).
-
-        `chosen_BT`, bool, (B, T − 1), marks the positions whose next token has a label.
-        """
+        """Return each sample's sums for `compute_metrics`, (B, columns), over the positions `chosen_BT`, (B, T − 1)."""
 
     def target_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the target's last hidden states of a batch, (B, T, H), on the device of the loss."""

@@ -65,15 +65,15 @@ def bfloat16_is_native(device: torch.device) -> bool:
 
 
 def _dtype(setup: Setup, dtype: str, device: torch.device) -> Finding:
-    wanted, troubles, remedies = DTYPES[dtype], list[str](), list[str]()
+    run_dtype, troubles, remedies = DTYPES[dtype], list[str](), list[str]()
     stored = {part.role: part.stored.most_common(1)[0][0] for part in setup.parts if part.stored}
     kinds = {role: STORED[name] for role, name in stored.items() if name in STORED}
     text = ", ".join(f"{role} in {name}" for role, name in stored.items())
     text = f"stored: {text}" if text else "what is stored was not looked at"
-    if wanted == torch.bfloat16 and not bfloat16_is_native(device):
+    if run_dtype == torch.bfloat16 and not bfloat16_is_native(device):
         troubles.append(f"this {device.type} computes bfloat16 by way of float32")
         remedies.append("compare --dtype float32 by --costs true")
-    rounded = [role for role, kind in kinds.items() if torch.promote_types(kind, wanted) != wanted]
+    rounded = [role for role, kind in kinds.items() if torch.promote_types(kind, run_dtype) != run_dtype]
     if rounded:
         widest = reduce(torch.promote_types, kinds.values())
         name = next(name for name, value in DTYPES.items() if value == widest)
@@ -85,7 +85,7 @@ def _dtype(setup: Setup, dtype: str, device: torch.device) -> Finding:
         remedies.append(f"here both run in {dtype}; for a server, save the draft in the target's dtype")
     if troubles:
         return Finding("warning", "dtype", "; ".join([text, *troubles]), "; ".join(remedies))
-    wider = any(kind.itemsize < wanted.itemsize for kind in kinds.values())
+    wider = any(kind.itemsize < run_dtype.itemsize for kind in kinds.values())
     return Finding("ok", "dtype", f"{text}; to run in {dtype}" + (", exactly but in more memory" if wider else ""))
 
 
@@ -102,9 +102,9 @@ def _vocabulary(sides: list[Side]) -> Finding:
     tokens = token_count(tokenizer, sides[0].config)
     if any(side.head > token_count(side.tokenizer, side.config) for side in sides):
         text += f" for {tokens} tokens: prepare writes no padding, and a draft without a row for it reads another token"
-    beyond = sorted((number, piece) for piece, number in tokenizer.get_vocab().items() if number >= tokens)
-    if beyond:
-        text += f"; {counted(len(beyond), 'added token')} without one, first {beyond[0][1]!r}: never written, and "
+    extra = sorted((number, piece) for piece, number in tokenizer.get_vocab().items() if number >= tokens)
+    if extra:
+        text += f"; {counted(len(extra), 'added token')} without one, first {extra[0][1]!r}: never written, and "
         text += "texts that hold it are refused"
     if len({side.head for side in sides}) > 1 and alike:
         # vLLM: SpeculativeConfig.verify_equal_vocab_size_if_draft_model, called for the method draft_model
@@ -132,9 +132,9 @@ def _positions(setup: Setup, context: int | None) -> Finding:
         text += f", for texts of {context}"
         if context > limits.get("target", context):
             return Finding("error", name, text, f"--context {limits['target']} at most, or a target that reads further")
-    wanted = context or limits.get("target")
+    needed = context or limits.get("target")
     least = min((limit for role, limit in limits.items() if role != "target"), default=None)
-    if least is not None and (wanted is None or least < wanted):
+    if least is not None and (needed is None or least < needed):
         remedy = f"keep prompt and text within {least} tokens, past which nothing is drafted, or take a longer draft"
         return Finding("warning", name, text, remedy)
     return Finding("ok", name, text)
@@ -165,7 +165,7 @@ def _special_tokens(target: Side, drafts: Sequence[Side]) -> Finding:
     by_tokenizer = bool(ends) and target.model.generation_config.eos_token_id is None
     text += " by the tokenizer alone" if by_tokenizer else ""
     text += f", padding is {tokenizer.pad_token!r}"
-    wanted = {} if tokenizer.eos_token_id is None else {tokenizer.eos_token_id: "the tokenizer's end of sequence"}
+    expected = {} if tokenizer.eos_token_id is None else {tokenizer.eos_token_id: "the tokenizer's end of sequence"}
     if tokenizer.chat_template is not None:
         talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
         try:
@@ -175,8 +175,8 @@ def _special_tokens(target: Side, drafts: Sequence[Side]) -> Finding:
         last = next((token for token, bit in zip(masked.ids[::-1], masked.mask[::-1], strict=True) if bit), None)
         if last is not None and last in tokenizer.added_tokens_decoder:
             # The end of an answer matters: the tokenizer's own may end only whole documents in pretraining.
-            wanted = {last: "what ends an answer in the chat template"}
-    for token, role in wanted.items():
+            expected = {last: "what ends an answer in the chat template"}
+    for token, role in expected.items():
         if token not in ends:
             text += f", but not with {tokenizer.decode([token])!r} ({token}), {role}"
             remedy = f"put {sorted({*target.ends, token})} into generation_config.json as eos_token_id, or texts run on"

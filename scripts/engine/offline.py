@@ -89,17 +89,14 @@ class EngineOutput(Said):
     results: list[Result]
 
 
-def engine_python(given: str | None = None) -> Path:
-    """Return the path of a Python with vllm: the one given, `DRAFTSMITH_ENGINE`'s, that of `make engine`, or this one.
-
-    Raise InputError if a named one has no vllm, or no Python has it.
-    """
-    named = ("engine", given) if given else (VARIABLE, os.environ.get(VARIABLE))
-    if named[1]:
+def engine_python(path: str | None = None) -> Path:
+    """Return a Python with vllm: the one at `path`, or `DRAFTSMITH_ENGINE`'s, that of `make engine`, or this one."""
+    field, name = ("engine", path) if path else (VARIABLE, os.environ.get(VARIABLE))
+    if name:
         # Links are not resolved: a virtual environment's Python is a link.
-        python = Path(os.path.abspath(os.path.expanduser(named[1])))
+        python = Path(os.path.abspath(os.path.expanduser(name)))
         if not _has_vllm(python):
-            raise InputError(f"{named[0]}: expected a Python that has vllm, found none at {named[1]}")
+            raise InputError(f"{field}: expected a Python that has vllm, found none at {name}")
         return python
     if _has_vllm(BESIDE.absolute()):
         return BESIDE.absolute()

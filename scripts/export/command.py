@@ -60,10 +60,7 @@ def drafter_of(config: ExportConfig) -> tuple[DrafterKind, str]:
 
 
 def verified(config: ExportConfig, python: Path) -> list[str]:
-    """Decode with the export in a real engine, and return the comparisons, a line each.
-
-    Raise EngineFailure if the engine does not load it or decodes differently.
-    """
+    """Decode with the export in a real engine; return the comparisons, a line each, or raise EngineFailure."""
     target, code = str(config.target), config.trust_remote_code
     tokenizer = load_tokenizer(target, field="target", trust_remote_code=code)
     prompts = encoded_prompts(config.prompts, tokenizer, config.limit, PROMPT_TOKENS)

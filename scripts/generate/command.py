@@ -118,8 +118,8 @@ def _encode(config: GenerateConfig, text: str, tokenizer: PreTrainedTokenizerBas
 def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
     tree = DynamicTree(config.width, config.width * config.draft_length) if config.width else None
     specs = drafter_specs(config.drafter, [config.draft_length], tree=tree)
-    for name, wanted in (("width", tree is not None), ("rule", config.rule == "cascade")):
-        if wanted and specs and not kind_named(specs[0].kind).grows_trees:
+    for name, used in (("width", tree is not None), ("rule", config.rule == "cascade")):
+        if used and specs and not kind_named(specs[0].kind).grows_trees:
             expected = " or ".join(kind.name for kind in KINDS if kind.grows_trees)
             option = f"{name} {getattr(config, name)}, found {specs[0].kind}"
             raise InputError(f"{name}: expected a drafter that has a confidence ({expected}) with {option}")

@@ -62,10 +62,8 @@ def _dtype_note(plan: MemoryPlan) -> list[str]:
     planned, here = plan.setting.target_dtype, fast_dtype(plan.target_shape, default_device().type)
     if plan.setting.target is None or getattr(plan.config, plan.dtype_field) != "auto" or planned == here:
         return []
-    return [
-        f"the target in {planned}, as it is stored and {plan.config.device}s load it; this machine loads it in {here}, "
-        f"which --{plan.dtype_field} {here} plans"
-    ]
+    there = f"the target in {planned}, as it is stored and {plan.config.device}s load it"
+    return [f"{there}; this machine loads it in {here}, which --{plan.dtype_field} {here} plans"]
 
 
 def report(plan: MemoryPlan, console: Console) -> bool:

@@ -99,10 +99,7 @@ def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: 
 def read_manifests(
     caches: Sequence[str], config: RecipeConfig, schema: str, kind: Any, vocab_size: int
 ) -> dict[str, dict[str, Any]]:
-    """Return the manifests of caches by path; raise InputError if one is missing, malformed or of another target.
-
-    `schema` and `kind` are the caches' schema and the type of their manifests.
-    """
+    """Return the manifests (of type `kind`) of caches by path, which must be valid and of the run's target."""
     current, manifests = identity(config.target, config.trust_remote_code), dict[str, dict[str, Any]]()
     for path in caches:
         manifest = read_manifest(Path(path), schema, kind)

@@ -79,9 +79,8 @@ class CacheSummary:
 def make_cache(config: CacheConfig) -> CacheSummary:
     """Write a cache, except the shards that exist, and return the counts over all processes.
 
-    Processes that were launched together share the shards. Raise InputError if the target or completions cannot be
-    used, the directory has other settings or inputs, or space runs out: before the run by the estimate, or during it,
-    where written shards are kept.
+    Processes that were launched together share the shards. Space that runs out raises InputError, before the run by an
+    estimate, or during it, when finished shards are kept.
     """
     with launched() as processes:
         config.require_own_device(processes.count)
@@ -211,9 +210,9 @@ def _duration(config: CacheConfig, shards: Shards, model: PreTrainedModel, missi
     source, trial = missing[0], Path(config.output) / TRIAL
     texts = texts_of(source.completions)
     batches = batches_of(texts, config.batch_size)
-    chosen = batches[len(batches) // 2]
-    part = replace(source, samples=tuple(source.samples[i] for i in chosen))
-    batch = [texts[i] for i in chosen]
+    rows = batches[len(batches) // 2]
+    part = replace(source, samples=tuple(source.samples[i] for i in rows))
+    batch = [texts[i] for i in rows]
     for _ in range(2):  # the first is a warm-up
         start = time.perf_counter()
         shards.write(trial, part, batch, model, lambda _: None)

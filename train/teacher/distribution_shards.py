@@ -92,10 +92,7 @@ class DistributionShards:
     def write(
         self, path: Path, source: Source, texts: list[Text], model: PreTrainedModel, done: Callable[[int], Any]
     ) -> None:
-        """Compute the shard of a source and its texts, and write it atomically.
-
-        `done` is called with the number of samples of each batch. NaN among the logits raises InputError.
-        """
+        """Compute and write the shard of a source; call `done` with the number of samples of each batch."""
         config = self.config
         sampler = Sampler.of(config.temperature, config.top_k, config.top_p)
         head = head_of(model).cut(self.vocab_size)

@@ -130,12 +130,9 @@ class FeatureShards:
     def write(
         self, path: Path, source: Source, texts: list[Text], model: PreTrainedModel, done: Callable[[int], Any]
     ) -> None:
-        """Compute the shard of a source and its texts, and write it atomically; two batches are in memory at most.
-
-        `done` is called with the number of samples of each batch. States that are not finite raise InputError.
-        """
+        """Compute and write the shard of a source; call `done` with the number of samples of each batch."""
         with shard_writer(path, self.columns) as writer, ThreadPoolExecutor(1) as disk:
-            writing: Future[None] | None = None  # writes a batch while the next one is computed
+            writing: Future[None] | None = None  # writes a batch while the next is computed: two are in memory
             for rows in batches_of(texts, self.config.batch_size):
                 states = states_of(model, self.layout, [texts[i][1] for i in rows])
                 if writing is not None:

@@ -24,10 +24,7 @@ class Source:
 
 
 def texts_of(file: Path, vocab_size: int | None = None) -> list[Text]:
-    """Read the texts of a shard of completions; ids must be below `vocab_size`, if given.
-
-    Raise InputError, naming the file, if it is damaged or `prepare` did not write it.
-    """
+    """Read the texts of a shard of completions, and require ids below `vocab_size`, if given."""
     shard = read_completions(file, vocab_size)
     columns = (shard[name].to_pylist() for name in ("id", "input_ids", "loss_mask"))
     return list(zip(*columns, strict=True))

@@ -87,12 +87,12 @@ class Order:
         sizes = data.lengths[rows] * layout.position_bytes + counts * FeatureShards.sample_bytes
         step_sizes = np.add.reduceat(sizes, starts)
         steps = list[int]()
-        taken = 0
+        total = 0
         for step, size in enumerate(step_sizes.tolist()):
-            if taken and taken + size > most:
+            if total and total + size > most:
                 steps.append(step)
-                taken = 0
-            taken += size
+                total = 0
+            total += size
         steps.append(len(step_sizes))
         ends = counts.cumsum()[np.minimum(np.array(steps) * rows_of_step, len(rows)) - 1]
         portion_sizes = np.add.reduceat(step_sizes, [0, *steps[:-1]])
@@ -202,10 +202,10 @@ class WindowReader:
         self.epoch = epoch
         for other in [other for other in self.orders if other < epoch]:
             del self.orders[other]
-        for wanted in (epoch, epoch + 1):
-            if wanted < self._epochs and wanted not in self.orders:
+        for number in (epoch, epoch + 1):
+            if number < self._epochs and number not in self.orders:
                 assert self._make is not None
-                self.orders[wanted] = self._make(wanted)
+                self.orders[number] = self._make(number)
         self._say(int(np.searchsorted(self.orders[epoch].steps, place, side="right")))
 
     def end(self) -> None:
@@ -299,7 +299,7 @@ class WindowWriter:
     def _step(self, position: Position, model: PreTrainedModel, bar: Phase) -> bool:
         """Remove the portions that were read and write one; return False if nothing is missing or there is no room."""
         now = position["epoch"], position["portion"]
-        held = self._remove(lambda run, epoch, portion: run != position["run"] or (epoch, portion) < now)
+        stored = self._remove(lambda run, epoch, portion: run != position["run"] or (epoch, portion) < now)
         share = self.window // self.processes.count
         for portion in self._wanted(position):
             path = self.directory / portion.name
@@ -308,10 +308,10 @@ class WindowWriter:
             if portion.most > share // 2:  # the next portion must be written while this one is read
                 needed, room = f"two steps of {portion.most / 1e9:.3g} GB in each process", f"{share / 1e9:.3g} GB"
                 raise InputError(f"window: expected room for {needed}, found {room}")
-            if held + portion.most > share:
+            if stored + portion.most > share:
                 return False
             self._write(path, portion, model)
-            self.largest = max(self.largest, held + path.stat().st_size)
+            self.largest = max(self.largest, stored + path.stat().st_size)
             bar.advance(0, f"{self.samples} samples written, {self.size / 1e9:.3g} GB")
             return True
         return False
@@ -362,7 +362,7 @@ class WindowWriter:
 
     def _remove(self, gone: Callable[[str, int, int], bool]) -> int:
         """Remove the portions of this process that are `gone`, and return the bytes of the others."""
-        held = 0
+        stored = 0
         for file in self.directory.glob("*.parquet"):
             name = PORTION.fullmatch(file.name)
             if name is None or int(name["portion"]) % self.processes.count != self.processes.rank:
@@ -370,5 +370,5 @@ class WindowWriter:
             if gone(name["run"], int(name["epoch"]), int(name["portion"])):
                 file.unlink(missing_ok=True)
             else:
-                held += file.stat().st_size
-        return held
+                stored += file.stat().st_size
+        return stored
