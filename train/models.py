@@ -282,10 +282,8 @@ def check_same_tokenizer(
         number = differing[0]
         tokens = f"{q.get(number)!r} in the draft, {p.get(number)!r} in the target"
         tokens += "; carve a draft from the target (init.layers), or decode with RetokenizedProposer" * ends_may_differ
-        raise InputError(
-            f"draft {draft_path}: expected the tokenizer of target {target_path}, found {len(differing)} tokens that "
-            f"differ, the first {number}: {tokens}"
-        )
+        difference = f"{len(differing)} tokens that differ, the first {number}: {tokens}"
+        raise InputError(f"draft {draft_path}: expected the tokenizer of target {target_path}, found {difference}")
 
 
 def set_attention(model: PreTrainedModel, name: str | None) -> None:

@@ -149,10 +149,9 @@ class RecipeConfig(TargetOptions):
         # The filter waits for the device in each part, and a loss that is not finite ends the run anyway.
         self.training.logging_nan_inf_filter = False
         if self.training.save_on_each_node:
-            raise InputError(
-                "training.save_on_each_node: expected false, as the library writes weights on the first machine alone, "
-                "found true; give a training.output_dir that all machines share"
-            )
+            reason = "as the library writes weights on the first machine alone"
+            remedy = "give a training.output_dir that all machines share"
+            raise InputError(f"training.save_on_each_node: expected false, {reason}, found true; {remedy}")
         if self.training.push_to_hub and self.training.hub_strategy != "end":
             self.training.hub_strategy = type(self.training.hub_strategy)("end")
             print("hub: what is finished is pushed once, at the end, and checkpoints are not", file=sys.stderr)
