@@ -97,8 +97,8 @@ def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
         target = load_sharded(config.target, device, dtype=dtype, trust_remote_code=code)
     else:
         # A target that is trained too may be sharded later, and may not fit one device before.
-        stays = config.target_quantization or not config.trains_target
-        home = config.target_device or (device if stays else "cpu")
+        on_device = config.target_quantization or not config.trains_target
+        home = config.target_device or (device if on_device else "cpu")
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": code, "device": home}
         target = load_model(config.target, field="target", quantization=config.target_quantization, **options)
     check_head(target.config, tokenizer, "target")

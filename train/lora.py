@@ -21,12 +21,12 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
         raise InputError("lora: expected peft to be installed (pip install peft), found none") from error
 
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    closed = {name for name, module in model.named_modules() if module in ends}
-    linear = {name for name, module in model.named_modules() if _is_linear(module)} - closed - _read_by_kernels(model)
+    excluded = {name for name, module in model.named_modules() if module in ends}
+    linear = {name for name, module in model.named_modules() if _is_linear(module)} - excluded - _read_by_kernels(model)
     targets = linear if options.target_modules is None else set()
     for suffix in options.target_modules or ():
-        matching = {name for name in linear | closed if f".{name}".endswith(f".{suffix}")}
-        if matching & closed:
+        matching = {name for name in linear | excluded if f".{name}".endswith(f".{suffix}")}
+        if matching & excluded:
             reason = "the loss takes the head's weight in pieces"
             raise InputError(f"lora.target_modules: expected neither embeddings nor head, found {suffix!r}: {reason}")
         if not matching:

@@ -200,7 +200,7 @@ def _estimate(
     free = shutil.disk_usage(config.output).free
     if free < most:
         space = f"{_megabytes(most)} of free space for {config.output}, found {_megabytes(free)}"
-        raise InputError(f"output: expected {space}; {shards.way_out}")
+        raise InputError(f"output: expected {space}; {shards.remedy}")
     size = f"{positions} positions × {shards.position_bytes} bytes {shards.shape}"
     return f"{size}: at most {_megabytes(most)}, of {_megabytes(free)} free"
 

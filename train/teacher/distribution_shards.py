@@ -61,7 +61,7 @@ class DistributionShards:
 
     schema = SCHEMA
     title = "teacher cache"
-    way_out = "free some space or give a smaller --k"
+    remedy = "free some space or give a smaller --k"
     sample_bytes = 512
     checked = None
     columns = COLUMNS

@@ -91,7 +91,7 @@ class FeatureShards:
 
     schema = SCHEMA
     title = "feature cache"
-    way_out = "free some space or give fewer --completions"
+    remedy = "free some space or give fewer --completions"
     sample_bytes = 1024
     checked = ("id", "text")
 
