@@ -132,7 +132,7 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
         words = {argument.partition("=")[0] for argument in arguments}
         for name, aliases in aliased.items():
             spelled = {alias.name: alias.spell(_texts(values.pop(alias.name, None))) for alias in aliases}
-            # The field's flag replaces all values of a file, those of aliases included; alias flags add to it.
+            # The field's flag replaces all values of a file; alias flags add to it, and replace their own values there.
             kept = [flag for flag in spelled if f"--{name}" not in words or f"--{flag}" in words]
             values[name] = _texts(values[name]) + [text for flag in kept for text in spelled[flag]]
         return values
