@@ -245,9 +245,7 @@ def test_caches_of_something_else_are_refused(pipeline, whole, tmp_path, tokeniz
         found_in(pipeline, whole[1], completions=[str(pipeline / "heldout")])
     with pytest.raises(InputError, match=f"expected a cache written by draftsmith cache, found none at {tmp_path}"):
         found_in(pipeline, tmp_path)
-    with pytest.raises(
-        InputError, match=r"^layer_ids: expected some of \[1, 2\], after which .*, found \[2, 3\]; run"
-    ):
+    with pytest.raises(InputError, match=r"^layer_ids: expected some of \[1, 2\], after which .*, found \[2, 3\]; run"):
         found_in(pipeline, whole[1]).of_layers([2, 3])
     make_cache(configured(pipeline, tmp_path / "coarse", feature_dtype="bfloat16"))
     message = r"^teacher_cache: expected caches of one layout, found layers \[1, 2\] in float32 in .*in bfloat16 in"
