@@ -24,7 +24,7 @@ SHELL_ONLY = ("cat", "cd", "export", "mkdir", "pip", "source")
 OPTIONS = ("--help", "--version")
 """What `draftsmith` takes in place of a command."""
 FOLDERS = ("assets", "configs", "decode", "distill", "docs", "medusa", "scripts", "tests", "train")
-BENCHMARKS = "draftsmith.scripts.bench."  # their lines are parsed in tests/integration/test_bench.py
+BENCHMARKS = "benchmarks."  # their lines are parsed in tests/integration/test_benchmarks.py
 
 
 def by_name(path):
@@ -107,7 +107,7 @@ def known_flags() -> frozenset[str]:
     for command in cli.summaries():
         names.update(field_names(config_class(command)))
     names.update(field_names(config_class("measure", "--server")))
-    for module in iter_modules([str(ROOT / "scripts" / "bench")]):
+    for module in iter_modules([str(ROOT / "benchmarks")]):
         for name, value in vars(import_module(BENCHMARKS + module.name)).items():
             if name.startswith("Bench") and name.endswith("Config"):
                 names.update(field_names(value))

@@ -19,10 +19,8 @@ from draftsmith.decode.measurement import turns
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import EagleHeads, MedusaHeads, MedusaProposer
 from draftsmith.scripts import tree as command
-from draftsmith.scripts.bench import trees
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.pair import load_pair
-from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.models import load_model, load_tokenizer
@@ -190,16 +188,6 @@ def test_with_an_output_the_parallel_draft_stays_as_it_is(pipeline, made, parall
     assert main([*parallel_flags(pipeline, made, parallel), "--output", str(tmp_path / "tree")]) == 0
     assert (tmp_path / "tree" / "tree.json").exists()
     assert (parallel / "config.json").read_text() == before
-
-
-def test_the_benchmark_measures_what_is_predicted(pipeline, made, heads, capsys):
-    argv = ["--target", str(pipeline / "target"), "--drafter", str(heads), "--completions", f'["{made / "greedy"}"]']
-    argv += ["--nodes", "[1,3]", "--prompts", str(made / "prompts.txt"), "--limit", "2", "--max_new_tokens", "6"]
-    figures = trees.bench(parse_config(trees.BenchTreesConfig, argv))["trees"]
-    assert list(figures) == ["1 nodes", "3 nodes"]
-    for row in figures.values():
-        assert row["τ here"] >= 1 and row["measured"].value > 0 and row["measured"].n == 2
-        assert row["predicted with τ of here"] / row["predicted"] == pytest.approx(row["τ here"] / row["τ searched"])
 
 
 def refusal(argv: list[str], capsys) -> str:

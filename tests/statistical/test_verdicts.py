@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from benchmarks.gate import BenchGateConfig, counts
+from benchmarks.gate.speedups import BOUND, Times, gate_figures
 from draftsmith.decode import Counts
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.intervals import Estimate
-from draftsmith.scripts.bench.gate import BenchGateConfig, counts
-from draftsmith.scripts.bench.gate.speedups import BOUND, Times, gate_figures
 from draftsmith.scripts.measure.estimates import speed, speedup
 from draftsmith.scripts.measure.state import Group, Method, Row
 from draftsmith.scripts.measure.verdict import judge_runs

@@ -11,7 +11,6 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
-from draftsmith.scripts.bench.real_model import BenchRealModelConfig
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.configs import GenerateConfig, ProfileConfig, QuickstartConfig, TreeConfig
@@ -42,7 +41,6 @@ FOLDERS = {
     "generate": GenerateConfig,
     "measure": MeasureConfig,
     "tune": TuneConfig,
-    "bench": BenchRealModelConfig,
     "profile": ProfileConfig,
     "serve-draft": ServeDraftConfig,
     "serve": CoordinatorConfig,

@@ -2,11 +2,11 @@
 
 import torch
 
-from draftsmith.scripts.bench.common import Figures, main
-from draftsmith.scripts.bench.gate import BenchGateConfig
-from draftsmith.scripts.bench.gate.counts import alarm_figures
-from draftsmith.scripts.bench.gate.curves import curve_figures
-from draftsmith.scripts.bench.gate.speedups import gate_figures
+from benchmarks.common import Figures, main
+from benchmarks.gate import BenchGateConfig
+from benchmarks.gate.counts import alarm_figures
+from benchmarks.gate.curves import curve_figures
+from benchmarks.gate.speedups import gate_figures
 from draftsmith.train.provenance import environment
 
 FIGURES = {"gate": gate_figures, "learning_curve": curve_figures, "reconcile": alarm_figures}

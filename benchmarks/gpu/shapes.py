@@ -16,7 +16,7 @@ from draftsmith.train.data.shards import COLUMNS, MANIFEST, SCHEMA, write_shard
 from draftsmith.train.files import remove
 
 if TYPE_CHECKING:
-    from draftsmith.scripts.bench.gpu.cases import Place
+    from benchmarks.gpu.cases import Place
 
 SHARED = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40_960, "vocab_size": 151_936}
 SIZES: dict[str, dict[str, Any]] = {

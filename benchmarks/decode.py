@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench.decode`: the decoder against the library's own, and against what it could be.
+"""`python -m benchmarks.decode`: the decoder against the library's own, and against what it could be.
 
 Every ratio is within one run: each prompt is decoded by every method before the next prompt's turn, in an order that
 rotates. What is compared has the same options: dtype, threads, compiled or not. Compiled decoding is compared with the
@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
 
-from draftsmith.decode import Counts, DecodeOutput
-from draftsmith.decode.clock import now, timed
-from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio
-from draftsmith.decode.planner import verification_costs
-from draftsmith.scripts.bench.common import (
+from benchmarks.common import (
     BenchmarkPair,
     Decoded,
     DecodingConfig,
@@ -30,6 +26,10 @@ from draftsmith.scripts.bench.common import (
     main,
     tokens_and_seconds,
 )
+from draftsmith.decode import Counts, DecodeOutput
+from draftsmith.decode.clock import now, timed
+from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio
+from draftsmith.decode.planner import verification_costs
 from draftsmith.scripts.pair import left_padded
 from draftsmith.train.provenance import environment
 

@@ -1,6 +1,6 @@
 """Variants of a training config side by side: each trains once a seed, and what it makes replays the same fresh texts.
 
-    python -m draftsmith.scripts.bench.study --recipe distill --output runs/study \
+    python -m benchmarks.study --recipe distill --output runs/study \
         --variants '{"kl": {"divergence": "forward_kl"}, "tvd": {"divergence": "tvd"}}'
 
 The target writes the texts to learn from and those to replay, once. τ is pooled over the seeds, and its interval is
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import ASSETS, MAX_PROMPT_TOKENS, BenchmarkConfig, main
 from draftsmith.decode import replay_acceptance
 from draftsmith.decode.errors import InputError, one_of, require, require_some
 from draftsmith.decode.measurement.intervals import ratio, ratio_difference
-from draftsmith.scripts.bench.common import ASSETS, MAX_PROMPT_TOKENS, BenchmarkConfig, main
 from draftsmith.scripts.kinds import drafter_specs, recipes
 from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.stages import JUDGED_LATER, flags_of

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.common import ASSETS
 from draftsmith.decode.measurement.certificate import certify_greedy, certify_sampled
 from draftsmith.decode.measurement.distribution_test import plain_texts, speculative_texts
-from draftsmith.scripts.bench.common import ASSETS
 from draftsmith.scripts.kinds import drafter_specs, recipes
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.data.corpus import encoded_prompts, stdlib_prompts, write_prompts
@@ -21,7 +21,7 @@ from draftsmith.train.files import remove
 from draftsmith.train.models import load_tokenizer
 
 if TYPE_CHECKING:
-    from draftsmith.scripts.bench.gpu.cases import Place
+    from benchmarks.gpu.cases import Place
 
 TARGET = str(ASSETS / "tiny-target")
 CONFIGS = ASSETS.parent / "configs"

@@ -8,9 +8,9 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
-from draftsmith.scripts.bench.common import ASSETS
-from draftsmith.scripts.bench.gpu.law import flags
-from draftsmith.scripts.bench.gpu.shapes import SIZES, TINY_TOKENS, completions, directory, lone_model
+from benchmarks.common import ASSETS
+from benchmarks.gpu.law import flags
+from benchmarks.gpu.shapes import SIZES, TINY_TOKENS, completions, directory, lone_model
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import parse_config
 from draftsmith.train.files import remove
@@ -19,7 +19,7 @@ from draftsmith.train.launch import TrainingRun
 from draftsmith.train.models import set_attention
 
 if TYPE_CHECKING:
-    from draftsmith.scripts.bench.gpu.cases import Place
+    from benchmarks.gpu.cases import Place
 
 CONFIGS = {
     f"{path.parent.name} {path.stem}": path

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.common import Figures
+from benchmarks.gate import BenchGateConfig
 from draftsmith.decode.measurement.intervals import Values, confidence_of_each, rate_ratio_interval
-from draftsmith.scripts.bench.common import Figures
-from draftsmith.scripts.bench.gate import BenchGateConfig
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 
 BOUND, CONFIDENCE = 1.2, 0.95

@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import divergence
+from benchmarks.gpu.shapes import SHARED, random_model
+from benchmarks.gpu.shapes import SIZES as SHAPES
+from benchmarks.timing import methods, options_at, prompts, timed_rounds
 from draftsmith.decode import DraftModelProposer
 from draftsmith.decode.cache import graphs
 from draftsmith.decode.planner import verification_costs
-from draftsmith.scripts.bench import divergence
-from draftsmith.scripts.bench.gpu.shapes import SHARED, random_model
-from draftsmith.scripts.bench.gpu.shapes import SIZES as SHAPES
-from draftsmith.scripts.bench.timing import methods, options_at, prompts, timed_rounds
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.train.kinds.drafter import Drafter
 
 if TYPE_CHECKING:
-    from draftsmith.scripts.bench.gpu.cases import Place
+    from benchmarks.gpu.cases import Place
 
 LOSSES = ("forward_kl", "tvd", "lk_hybrid")
 SIZES = ("1.7B", "8B")

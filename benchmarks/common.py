@@ -32,7 +32,7 @@ from draftsmith.train.kinds.drafter import Drafter, DrafterSpec
 from draftsmith.train.models import default_device, load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
-ASSETS = Path(__file__).resolve().parents[2] / "assets"
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
 MAX_PROMPT_TOKENS = 48
 
 T = TypeVar("T")
@@ -58,19 +58,13 @@ class BenchmarkConfig:
 
 
 @dataclass(kw_only=True)
-class PairConfig(BenchmarkConfig):
-    """The options of a benchmark of a target and its draft."""
+class DecodingConfig(BenchmarkConfig):
+    """The options of a benchmark that decodes prompts with a target and its draft."""
 
     target: str = str(ASSETS / "tiny-target")
     """The target: a model directory or hub id."""
     draft: str = str(ASSETS / "tiny-draft")
     """A draft model with the target's tokenizer."""
-
-
-@dataclass(kw_only=True)
-class DecodingConfig(PairConfig):
-    """The options of a benchmark that decodes prompts."""
-
     prompts: str | None = None
     """A file of prompts; held-out modules of the standard library if None."""
     limit: int = 16
@@ -113,7 +107,7 @@ def run_benchmark(
     """
     called = Path(sys.argv[0])
     name = called.parent.name if called.stem == "__main__" else called.stem
-    config = parse_config(config_class, argv, prog=f"python -m draftsmith.scripts.bench.{name}")
+    config = parse_config(config_class, argv, prog=f"python -m benchmarks.{name}")
     if config.threads:
         torch.set_num_threads(config.threads)
     results = bench(config)

@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench.gate`: are the verdicts wrong as seldom as they say? By simulation.
+"""`python -m benchmarks.gate`: are the verdicts wrong as seldom as they say? By simulation.
 
 Promises are held against data whose truth is known: a gate says "go" of little that does not pay, a learning curve's
 intervals hold what more text brings, and a server that does as expected is seldom said to depart.
@@ -6,8 +6,8 @@ intervals hold what more text brings, and a server that does as expected is seld
 
 from dataclasses import dataclass, field
 
+from benchmarks.common import BenchmarkConfig
 from draftsmith.decode.errors import at_least, one_of, require, require_some
-from draftsmith.scripts.bench.common import BenchmarkConfig
 
 PROMISES = ("gate", "learning_curve", "reconcile")
 

@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench.gpu --minutes 9`: the first run on a GPU, and a file of its results."""
+"""`python -m benchmarks.gpu --minutes 9`: the first run on a GPU, and a file of its results."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.gpu import BenchGpuConfig
+from benchmarks.gpu.cases import cases
+from benchmarks.gpu.worker import FAILED, PASSED, REFUSED, RUNNING, WAITING
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.bench.gpu import BenchGpuConfig
-from draftsmith.scripts.bench.gpu.cases import cases
-from draftsmith.scripts.bench.gpu.worker import FAILED, PASSED, REFUSED, RUNNING, WAITING
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.job.processes import end_session, terminable
 from draftsmith.train.models import default_device
@@ -27,7 +27,7 @@ POLL = 0.5
 PATIENCE = 10
 """How many times as long a case may take on a CPU."""
 OVER = "the time was over"
-WORKER = (sys.executable, "-m", "draftsmith.scripts.bench.gpu.worker")
+WORKER = (sys.executable, "-m", "benchmarks.gpu.worker")
 
 
 def machine() -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases, print a line for each, and write the file; 1 if one failed."""
     deadline = time.time()
-    config = parse_config(BenchGpuConfig, argv, prog="python -m draftsmith.scripts.bench.gpu")
+    config = parse_config(BenchGpuConfig, argv, prog="python -m benchmarks.gpu")
     deadline += 60 * config.minutes
     console, file = Console(highlight=False, soft_wrap=True), Path(str(config.output))
     names = [name for name in cases() if not config.only or name.startswith(tuple(config.only))]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.scripts.bench.gpu import law, speed, steps
+from benchmarks.gpu import law, speed, steps
 from draftsmith.train.models import default_device
 
 

@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench.rounds`: kernels and synchronisations of a round, outside the models' forwards.
+"""`python -m benchmarks.rounds`: kernels and synchronisations of a round, outside the models' forwards.
 
 Counted on tiny random models or on your pair: the counts depend on shapes, rows and drafts, not on weights or on the
 machine. A kernel is an operator of aten that is no view and allocates more than room. A synchronisation is where Python
@@ -17,14 +17,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.common import BenchmarkConfig, main
+from benchmarks.timing import TEXT, methods, options_at, prompts, timed_rounds
 from draftsmith.decode.cache import layers
 from draftsmith.decode.errors import InputError, at_least, require
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
-from draftsmith.scripts.bench.common import BenchmarkConfig, main
-from draftsmith.scripts.bench.timing import TEXT, methods, options_at, prompts, timed_rounds
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.kinds.drafter import Pair

@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench.divergence`: the loss in bounded memory against the eager one.
+"""`python -m benchmarks.divergence`: the loss in bounded memory against the eager one.
 
 Loss and gradients of one batch, by either way in turns in one process. Memory is the peak over what was there before:
 on CUDA the allocator's, on Linux the process's resident set, whose high-water mark is reset before it. The first turn
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common import BenchmarkConfig, in_turns, main
 from draftsmith.decode.errors import InputError, one_of, require
-from draftsmith.scripts.bench.common import BenchmarkConfig, in_turns, main
 from draftsmith.train.losses.chunked import lean_divergence
 from draftsmith.train.losses.divergences import NAMES, divergence
 from draftsmith.train.models import DTYPES, default_device

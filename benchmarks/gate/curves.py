@@ -5,9 +5,9 @@ Runs on a few amounts of text have the luck of their seeds, and are replayed on 
 
 import numpy as np
 
+from benchmarks.common import Figures
+from benchmarks.gate import BenchGateConfig
 from draftsmith.decode.measurement.learning_curve import learning_curve
-from draftsmith.scripts.bench.common import Figures
-from draftsmith.scripts.bench.gate import BenchGateConfig
 
 TIMES = (2.0, 10.0)
 LUCKS = (0.02, 0.05, 0.1)

@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench.gpu.worker FILE`: runs the cases that wait in a file.
+"""`python -m benchmarks.gpu.worker FILE`: runs the cases that wait in a file.
 
 Its parent starts it again if it dies: a failed assertion on a GPU spoils its process.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.cases import Place, cases
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.scripts.bench.gpu.cases import Place, cases
 from draftsmith.train.provenance import write_json
 
 WAITING, RUNNING, PASSED, FAILED = "waiting", "running", "passed", "failed"

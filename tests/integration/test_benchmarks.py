@@ -17,36 +17,23 @@ import torch
 from pages import GUIDES
 from rich.console import Console
 
+from benchmarks import common, decode, divergence, floor, rounds, study
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import law, shapes
+from benchmarks.gpu.cases import Place
+from benchmarks.rounds import count, random_drafts
 from draftsmith.decode import DraftModelProposer, Tree, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.scripts import stages
-from draftsmith.scripts.bench import (
-    common,
-    data,
-    decode,
-    divergence,
-    floor,
-    prepare,
-    real_model,
-    replay,
-    rounds,
-    study,
-    throughput,
-)
-from draftsmith.scripts.bench.gpu import __main__ as gpu
-from draftsmith.scripts.bench.gpu import law, shapes
-from draftsmith.scripts.bench.gpu.cases import Place
-from draftsmith.scripts.bench.rounds import count, random_drafts
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import Terminated, parse_config
 from draftsmith.train.job.processes import terminable
 
 ROOT = Path(__file__).parents[2]
-NAMES = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"__init__", "common", "timing"} | {
-    path.parent.name for path in (ROOT / "scripts/bench").glob("*/__main__.py")
+NAMES = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "common", "timing"} | {
+    path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")
 }
-COMMAND = re.compile(r"python -m draftsmith\.scripts\.bench\.(\w+)([^`\n]*)")
+COMMAND = re.compile(r"python -m benchmarks\.(\w+)([^`\n]*)")
 
 
 def commands() -> list[tuple[str, list[str]]]:
@@ -57,15 +44,14 @@ def commands() -> list[tuple[str, list[str]]]:
 
 def config_of(name: str, arguments: list[str]) -> common.BenchmarkConfig:
     config_class = f"Bench{name.title().replace('_', '')}Config"
-    return parse_config(getattr(import_module(f"draftsmith.scripts.bench.{name}"), config_class), arguments)
+    return parse_config(getattr(import_module(f"benchmarks.{name}"), config_class), arguments)
 
 
 def test_every_command_line_of_the_documentation_parses():
     lines = commands()
     assert {name for name, _ in lines} == NAMES
     for name, arguments in lines:
-        if name != "throughput" or arguments:  # a table names it without what it needs
-            assert config_of(name, arguments).threads in (None, 1)
+        assert config_of(name, arguments).threads in (None, 1)
 
 
 @pytest.mark.parametrize(
@@ -73,15 +59,8 @@ def test_every_command_line_of_the_documentation_parses():
     [
         ("decode", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
         ("divergence", ["--divergence", "none"], "divergence: expected one of forward_kl"),
-        ("replay", ["--draws", "1"], "draws: expected at least 2, found 1"),
         ("study", ["--recipe", "none"], "recipe: expected one of distill"),
-        ("prepare", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
         ("study", ["--baseline", "none"], "baseline: expected one of base, each named once, found none"),
-        (
-            "real_model",
-            ["--target", "t", "--prompts", "p", "--trained", '{"a": {"command": "none"}}'],
-            "trained: expected a command out of distill, medusa, eagle, block in a, found none",
-        ),
     ],
 )
 def test_bad_options_are_told(name, arguments, error):
@@ -154,48 +133,6 @@ def test_divergence(tmp_path):
     assert set(figures["seconds"]) == set(figures["peak_bytes"]) == {"eager", "lean"}
     assert figures["gradient_bytes"] == 4 * 16 * (512 + 4000)
     assert max(figures["relative_error"].values()) < 1e-4
-
-
-def test_the_bare_loop_has_the_trainers_batches(pipeline, tmp_path, monkeypatch):
-    """Over two epochs: in the same order, or their times would be of other tokens."""
-    seen, compute = [], throughput.DistillTrainer.compute_loss
-
-    def reading(self, model, inputs, *args, **kwargs):
-        seen.append(inputs["input_ids"].tolist())
-        return compute(self, model, inputs, *args, **kwargs)
-
-    monkeypatch.setattr(throughput.DistillTrainer, "compute_loss", reading)
-    made, batches = [], throughput._batches
-    monkeypatch.setattr(throughput, "_batches", lambda *args: made.append(batches(*args)) or made[0])
-    samples = len(throughput.training_examples([str(pipeline / "short")]))
-    arguments = ["--target", str(pipeline / "target"), "--draft", str(pipeline / "draft"), "--batch_size", "3"]
-    arguments += ["--completions", f'["{pipeline / "short"}"]', "--steps", str(samples // 3 + 2), "--rounds", "2"]
-    figures = figures_of(throughput.bench, throughput.BenchThroughputConfig, arguments, tmp_path)
-    assert seen == 2 * [batch["input_ids"].tolist() for batch in made[0]] and 3 * len(made[0]) > samples
-    assert figures["median_ratio"] > 0
-
-
-def test_replay_counts_what_the_decoder_counts(pair, tmp_path, capsys):
-    arguments = [*pair, "--max_new_tokens", "6", "--longest", "2", "--sampled_lengths", "2", "--batch_size", "2"]
-    figures = figures_of(replay.bench, replay.BenchReplayConfig, arguments, tmp_path, replay.shown)
-    greedy = figures["greedy"]["draft"]
-    assert greedy["integers_equal"] == greedy["integers"] > 0
-    assert [length["texts_identical"] for length in greedy["draft_lengths"].values()] == [2, 2]
-    assert figures["sampled"]["greedy draft"]["draft_lengths"]["2"]["own_texts_rounds_equal"] == 4
-    printed = capsys.readouterr().out
-    assert "T=0" in printed and "T=1, probabilistic" in printed
-
-
-def test_prepare(pair, tmp_path, capsys):
-    arguments = [*pair[:2], *pair[4:], "--max_new_tokens", "6", "--batch_size", "1", "--rounds", "2"]
-    figures = figures_of(prepare.bench, prepare.BenchPrepareConfig, arguments, tmp_path)
-    assert 1 <= figures["completion_tokens"] <= 6 and 0 <= figures["ended"] <= 1
-    assert figures["refilled_over_library"]["value"] == pytest.approx(
-        figures["refilled_tokens_per_second"]["value"] / figures["library_tokens_per_second"]["value"]
-    )
-    assert "refilled over library" in capsys.readouterr().out
-    ending = figures_of(prepare.bench, prepare.BenchPrepareConfig, [*arguments, "--end", ""], tmp_path)  # all tokens
-    assert ending["completion_tokens"] == 1 and ending["ended"] == 1
 
 
 @pytest.mark.parametrize("recipe", recipes())
@@ -307,16 +244,6 @@ def test_the_products_of_a_round_are_those_of_its_forwards():
         assert [(product.model, product.rows) for product in round[:-layers]] == [(2, 1), (2, 1), (2, 2), (2, 2)]
 
 
-def test_completions_are_written_mapped_and_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "START", "fork")
-    config = data.BenchDataConfig(output=str(tmp_path), tokens=60_000, batch_size=2, batches=3, max_length=512)
-    figures = data.bench(config)
-    first, mapped = figures["first"], figures["mapped"]
-    assert first["samples"] == mapped["samples"] > 100 and first["rows"] == mapped["rows"] < first["samples"]
-    assert mapped["filled"] > 0.9 and mapped["batch_tokens_per_second"] > 0
-    assert list((tmp_path / "completions" / ".mapped").glob("*.arrow"))
-
-
 WORKER = """
 import json, os, sys, time
 file = sys.argv[1]
@@ -421,42 +348,3 @@ def test_a_gpu_run_enters_its_cases_on_a_cpu_and_keeps_no_figures(tmp_path, caps
     assert kept["cases"]["step medusa qwen3-8b, sdpa"]["figures"]["tokens_per_second"] is None
     with pytest.raises(InputError, match=r"only: expected beginnings of completions, .*, found lauw"):
         gpu.main(["--only", "[lauw]"])
-
-
-@pytest.mark.usefixtures("short_timing")
-def test_a_real_models_tables_are_made_once(pair_dirs, tmp_path, capsys, monkeypatch):
-    prompts = tmp_path / "prompts.jsonl"
-    texts = ("def add(a, b):", "import os", "for i in range(10):", "class Row:", "return self", "x = x + 1")
-    records = [{"prompt": text, "category": category} for category in ("one", "two") for text in texts]
-    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
-    arguments = [
-        "--target", str(pair_dirs[0]), "--prompts", str(prompts), "--output", str(tmp_path / "real"),
-        "--held_out", "0.7", "--draft_length", "[2]", "--temperature", "[0]", "--batch_size", "[1]",
-        "--max_new_tokens", "12", "--dtype", "float32", "--compiled", "false", "--threads", "1",
-    ]  # fmt: skip
-    common.run_benchmark(real_model.BenchRealModelConfig, real_model.bench, real_model.shown, argv=arguments)
-    names = {"suffix", "prompt_lookup", "copies+suffix"}
-    figures = json.loads((tmp_path / "real" / "results.json").read_text())["T = 0, B = 1"]
-    assert set(figures) == names
-    assert all(cells["speed-up"]["value"] > 0 for cells in figures.values())
-    assert {"one", "two"} < set(figures["suffix"])
-    tables = (tmp_path / "real" / "tables.md").read_text()
-    assert all(f"| {name} |" in tables for name in names)
-    assert "| drafter | γ | τ | speed-up | predicted | one | two |" in tables
-    capsys.readouterr()
-    monkeypatch.setattr(stages.cli, "main", lambda argv: pytest.fail("a stage that had ended ran again"))
-    common.run_benchmark(real_model.BenchRealModelConfig, real_model.bench, real_model.shown, argv=arguments)
-    assert (tmp_path / "real" / "tables.md").read_text() == tables
-
-
-def test_a_real_models_trainings_build_on_each_other(tmp_path):
-    config = parse_config(
-        real_model.BenchRealModelConfig,
-        ["--config", str(ROOT / "configs/bench/smollm2.yaml"), "--output", str(tmp_path)],
-    )
-    stages = dict(real_model._trainings(config))
-    assert list(stages) == ["train-draft", "train-parallel", "train-hydra", "train-eagle"]
-    assert f"--draft={tmp_path / 'draft'}" in stages["train-parallel"]
-    for name, argv in stages.items():
-        parse_config(recipes()[argv[0]].config_class(), [*argv[1:], "--training.use_cpu", "true"])
-        assert f"--training.output_dir={tmp_path / name.removeprefix('train-')}" in argv

@@ -6,9 +6,9 @@ texts of a prompt alike, alarms would be fewer. Its counts are known of each ans
 
 import numpy as np
 
+from benchmarks.common import Figures
+from benchmarks.gate import BenchGateConfig
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
-from draftsmith.scripts.bench.common import Figures
-from draftsmith.scripts.bench.gate import BenchGateConfig
 from draftsmith.scripts.measure.reconcile.compare import FALSE_ALARM, reconcile
 from draftsmith.scripts.measure.reconcile.pairing import ServedSetting, ServedText
 from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, RoundsSettings

@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench.floor`: compiled decoding beside its matrix products alone.
+"""`python -m benchmarks.floor`: compiled decoding beside its matrix products alone.
 
 No decoder of a model is faster than its products. For plain decoding and for each drafter it reports a round's time,
 what of it passes inside the compiled calls, and what the products of its forwards take alone: as programs compute them,
@@ -17,13 +17,8 @@ from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import GenerationConfig, PreTrainedModel
 
-from draftsmith.decode.cache.forward import Forward
-from draftsmith.decode.cache.program import Programs
-from draftsmith.decode.cache.weights import groups
-from draftsmith.decode.clock import median_seconds
-from draftsmith.decode.errors import at_least, require
-from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, main
-from draftsmith.scripts.bench.timing import (
+from benchmarks.common import ASSETS, BenchmarkConfig, main
+from benchmarks.timing import (
     TEXT,
     UNCOUNTED,
     Decode,
@@ -33,6 +28,11 @@ from draftsmith.scripts.bench.timing import (
     prompts,
     timed_rounds,
 )
+from draftsmith.decode.cache.forward import Forward
+from draftsmith.decode.cache.program import Programs
+from draftsmith.decode.cache.weights import groups
+from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.errors import at_least, require
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.models import load_tokenizer

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from benchmarks.common import BenchmarkConfig
 from draftsmith.decode.errors import InputError, finite, more_than, require
-from draftsmith.scripts.bench.common import BenchmarkConfig
 
 
 @dataclass

@@ -1,1 +1,0 @@
-"""Benchmarks that anyone can run: `python -m draftsmith.scripts.bench.NAME`."""
