@@ -36,7 +36,7 @@ from draftsmith.train.provenance import environment
 
 @dataclass
 class BenchDecodeConfig(DecodingConfig):
-    """Time the decoder at T=0 beside plain decoding and the library's assisted generation, each eager and compiled."""
+    """Time the decoder at T=0 against plain decoding and the library's assisted generation, each eager and compiled."""
 
     draft_length: int = 3
     """γ, drafted tokens a round."""
@@ -48,9 +48,9 @@ class BenchDecodeConfig(DecodingConfig):
 
 ASSISTED = "assisted generation"
 STATIC = {"cache_implementation": "static"}
-"""What users of `generate` are told to compile with."""
+"""The cache that the library recommends for compiled generation."""
 COMPILATIONS = 64
-"""Of the library's forwards at most: prompts, first blocks and drafts, each with an empty and with a cropped cache."""
+"""The limit of compilations: prompts, first blocks and drafts, each with an empty and with a cropped cache."""
 
 
 def bench(config: BenchDecodeConfig) -> dict[str, Any]:

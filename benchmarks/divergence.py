@@ -31,7 +31,7 @@ class BenchDivergenceConfig(BenchmarkConfig):
     """Time and memory of loss and gradients over a large vocabulary."""
 
     divergence: str = "forward_kl"
-    """Which one."""
+    """The divergence."""
     tokens: int = 2048
     """N, positions of a batch."""
     vocab_size: int = 128_000
@@ -41,7 +41,7 @@ class BenchDivergenceConfig(BenchmarkConfig):
     target_hidden: int = 1024
     """H of the target."""
     dtype: str = "float32"
-    """Of hidden states and heads."""
+    """Dtype of hidden states and heads."""
     chunk_size: int | None = None
     """Positions a chunk; the default's if None."""
     repeats: int = 5
@@ -110,7 +110,7 @@ def bench(config: BenchDivergenceConfig) -> dict[str, Any]:
 
 
 def _discarded(loss: Callable[[], list[Tensor]]) -> None:
-    # A result that is kept would be memory, of which the next call has less.
+    # A result that is kept would lessen the memory of the next call.
     loss()
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.floor`: compiled decoding beside its matrix products alone.
+"""`python -m benchmarks.floor`: compiled decoding against its matrix products alone.
 
 No decoder of a model is faster than its products. For plain decoding and for each drafter it reports a round's time,
 what of it passes inside the compiled calls, and what the products of its forwards take alone: as programs compute them,
@@ -39,12 +39,12 @@ from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
 
 REPEATS = 10
-"""Of the products of a round, between two texts."""
+"""Timings of a round's products between two texts."""
 
 
 @dataclass
 class BenchFloorConfig(BenchmarkConfig):
-    """Compiled decoding beside its matrix products alone."""
+    """Time compiled decoding against its matrix products alone."""
 
     target: str = str(ASSETS / "tiny-target")
     drafter: list[str] = field(default_factory=lambda: [str(ASSETS / "tiny-draft")])
@@ -65,11 +65,10 @@ class BenchFloorConfig(BenchmarkConfig):
 
 
 class ProductsForward(Forward):
-    """Products of some linear layers of a model one behind the other, and nothing else.
+    """The products of some linear layers of a model, one after the other.
 
     Args:
-        model: any model.
-        layers: the names of linear layers, of those that are one product the first, and for each its place in `rows`.
+        layers: names of linear layers, each with its index in `rows`; layers that are one product go by the first.
     """
 
     sources = (__file__,)
@@ -80,7 +79,7 @@ class ProductsForward(Forward):
 
     @property
     def title(self) -> str:
-        """What is compiled, for whoever waits."""
+        """The text of the progress line."""
         return f"{len(self._layers)} products of {type(self.model).__name__}"
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -105,13 +104,10 @@ class Product:
 
 
 class Products:
-    """What the rounds of a target and its drafters multiply.
+    """The matrix products in rounds of a target and its drafters.
 
-    Products are noted as eager rounds make them, so that nothing need be known of the drafter: compiled rounds make
-    the same ones. Weights that two models share are those of the first.
-
-    Args:
-        models: the target, and those of drafters.
+    They are recorded from eager rounds, which make the same products as compiled ones, for any kind of drafter. Weights
+    that two models share count as the first model's.
     """
 
     def __init__(self, models: Sequence[PreTrainedModel]):
@@ -127,8 +123,8 @@ class Products:
         """Call `note` with each product that is made in this block, by eager forwards."""
 
         def begin(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if (found := self._of_layer.get(module)) is not None:
-                note(Product(*found, inputs[0].shape[:-1].numel()))
+            if (place := self._of_layer.get(module)) is not None:
+                note(Product(*place, inputs[0].shape[:-1].numel()))
 
         hook = register_module_forward_pre_hook(begin)
         try:
@@ -137,7 +133,7 @@ class Products:
             hook.remove()
 
     def rounds(self, method: Decode) -> list[list[Product]]:
-        """Return the products of each round of a text that an eager method decodes, but for those with the prompt."""
+        """Return the products of each round of a text that an eager method decodes, without those of the prompt."""
         made: list[list[Product]] = [[]]
         with self.noting(lambda product: made[-1].append(product)):
             method(lambda _: made.append([]))
@@ -153,12 +149,9 @@ class Products:
         return made
 
     def seconds(self, made: Sequence[Product], as_stored: bool = False, repeats: int = 50) -> float:
-        """Return how long products take.
+        """Return the seconds of products, the median of `repeats`.
 
-        Args:
-            made: in order.
-            as_stored: by the library with the weights as the model has them, not as programs compute them.
-            repeats: the median of so many.
+        With `as_stored` the library multiplies by the weights as the model has them; else a program computes them.
         """
         return sum(self._part_seconds(part, as_stored, repeats) for part in _parts(made))
 
@@ -225,12 +218,12 @@ def bench(config: BenchFloorConfig) -> dict[str, Any]:
         }
         alone: dict[tuple[str, bool], list[float]] = {(name, stored): [] for name in made for stored in (False, True)}
 
-        def beside(name: str, made: dict[str, Any] = made, alone: Any = alone) -> None:
+        def time_products(name: str, made: dict[str, Any] = made, alone: Any = alone) -> None:
             for stored in (False, True):
                 alone[name, stored].append(1e3 * products.seconds(made[name], stored, REPEATS))
 
         compiled = methods(target, pair.drafters, ids, options | {"compiled": True})
-        for name, figures in timed_rounds(compiled, config.repeats, beside).items():
+        for name, figures in timed_rounds(compiled, config.repeats, time_products).items():
             floor, as_stored = median(alone[name, False]), median(alone[name, True])
             rounds[f"{name}, T = {temperature:g}"] = figures | {
                 "products_ms": floor,

@@ -63,7 +63,7 @@ class BenchRoundsConfig(BenchmarkConfig):
     drafter: list[str] = field(default_factory=list)
     """Drafters that are counted, with `target`: `[NAME=]DIR_OR_KIND`. Without, a random draft's chain and tree are."""
     dtype: str = "float32"
-    """Of the pair that is timed."""
+    """Dtype of the pair that is timed."""
     max_new_tokens: int = 96
     """Tokens of each row that is timed."""
     repeats: int = 5
@@ -126,7 +126,7 @@ class RoundCounter:
 
     @contextmanager
     def counting(self, proposer: Proposer, *models: PreTrainedModel) -> Iterator[None]:
-        """Count what happens inside, but for the models' forwards."""
+        """Count what happens inside, without the models' forwards."""
         propose = proposer.propose
         forwards = [model.forward for model in models]
 
@@ -157,7 +157,7 @@ class RoundCounter:
                 vars(thing).pop("forward", None)
 
     def median(self) -> RoundCounts:
-        """Return the median of the rounds with all rows, but for the first two and the last of them."""
+        """Return the median of the rounds with all rows, without the first two and the last."""
         rows = max(rows for rows, _ in self.rounds)
         counted = [counts for rows_then, counts in self.rounds[2:] if rows_then == rows][:-1]
         return RoundCounts(

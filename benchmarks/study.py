@@ -4,7 +4,7 @@
         --variants '{"kl": {"divergence": "forward_kl"}, "tvd": {"divergence": "tvd"}}'
 
 The target writes the texts to learn from and those to replay, once. τ is pooled over the seeds, and its interval is
-over prompts. Finished runs are kept in results.json; a second call goes on from there.
+over prompts. Finished runs are kept in results.json; a second call continues.
 """
 
 import json
@@ -39,7 +39,7 @@ class BenchStudyConfig(BenchmarkConfig):
     """Train variants of a config over seeds, and compare the replayed acceptance of what they make."""
 
     output: str = "runs/study"
-    """Receives completions, drafters and results.json; a second run goes on from what is there."""
+    """Receives completions, drafters and results.json; a second run continues."""
     target: str = str(ASSETS / "tiny-target")
     """The target."""
     recipe: str = "distill"
@@ -47,9 +47,9 @@ class BenchStudyConfig(BenchmarkConfig):
     base: str | None = None
     """A config file of the recipe; its configs/…/tiny.yaml if None."""
     variants: dict[str, dict[str, Any]] = field(default_factory=lambda: {"base": {}})
-    """By name, fields over the base, such as '{"tvd": {"divergence": "tvd", "training.max_steps": 60}}'."""
+    """Fields over the base by variant name, such as '{"tvd": {"divergence": "tvd", "training.max_steps": 60}}'."""
     drafters: dict[str, str] = field(default_factory=dict)
-    """By name, drafters that are only replayed: `DIR_OR_KIND`, as `--drafter` takes it elsewhere."""
+    """Drafters that are only replayed, by name: `DIR_OR_KIND`, as `--drafter` takes it elsewhere."""
     baseline: str | None = None
     """The variant or drafter that the others are compared with; the first variant if None."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])

@@ -1,4 +1,4 @@
-"""The rounds of compiled decoding, timed: how long each takes, and what of it passes inside the compiled calls."""
+"""The rounds of compiled decoding, timed: how long each takes, and its part inside the compiled calls."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ class Stopwatch:
 
     rounds: list[float] = field(default_factory=list)
     inside: list[float] = field(default_factory=list)
-    """Of each round, inside the compiled calls."""
+    """Seconds of each round inside the compiled calls."""
     _laps: list[tuple[int, float, float]] = field(default_factory=list)
     _rows: set[int] = field(default_factory=set)
     _begun: float = 0.0
@@ -85,14 +85,13 @@ class Stopwatch:
 
 
 def timed_rounds(
-    methods: Mapping[str, Decode], repeats: int, beside: Callable[[str], None] | None = None
+    methods: Mapping[str, Decode], repeats: int, after_batch: Callable[[str], None] | None = None
 ) -> dict[str, dict[str, float]]:
     """Return the figures of methods that decode compiled, by name; they take turns.
 
     Args:
-        methods: by name.
-        repeats: batches that each decodes, and one before to warm up.
-        beside: called after each batch with the method's name, to time something else in the same minute.
+        repeats: batches that each decodes, after one to warm up.
+        after_batch: called after each batch with the method's name, to time something else in the same minute.
     """
     watches = {name: Stopwatch() for name in methods}
     for repeat in range(1 + repeats):
@@ -100,8 +99,8 @@ def timed_rounds(
             watch = watches[name] if repeat else Stopwatch()
             with watch.watching():
                 method(watch.row)
-            if beside is not None:
-                beside(name)
+            if after_batch is not None:
+                after_batch(name)
     return {name: watch.figures() for name, watch in watches.items()}
 
 

@@ -17,15 +17,15 @@ class BenchGateConfig(BenchmarkConfig):
     """Simulate what verdicts rest on, and count how often they are wrong."""
 
     of: list[str] = field(default_factory=lambda: list(PROMISES))
-    """Which promises: gate, learning_curve, reconcile."""
+    """The promises: gate, learning_curve, reconcile."""
     simulations: int = 400
     """Data sets of each kind."""
     settings: list[int] = field(default_factory=lambda: [1, 4, 12, 24])
-    """Of the gate: drafters × draft lengths, the best of which is taken."""
+    """Numbers of settings (drafters × draft lengths) from which the gate takes the best."""
     prompts: list[int] = field(default_factory=lambda: [8, 16, 40, 80])
-    """Of the gate: prompts that are decoded."""
+    """Numbers of prompts that the gate decodes."""
     seed: int = 1
-    """Of the data."""
+    """The seed of the data."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""What the first run on a GPU tries, in order: the most telling cases come first, for the time may end."""
+"""The cases of the first run on a GPU, in order: the most telling come first, because the time may end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from draftsmith.train.models import default_device
 
 @dataclass(frozen=True)
 class Place:
-    """Where cases run."""
+    """The device and the folder of the cases."""
 
     folder: Path
     """Keeps what one case leaves for the next."""
@@ -32,9 +32,9 @@ class Outcome:
 
     passed: bool
     facts: dict[str, Any] = field(default_factory=dict)
-    """What holds on any device, such as p-values."""
+    """Facts that hold on any device, such as p-values."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """What is measured on the device, such as tokens per second: no figures of a CPU are kept."""
+    """Measurements of the device, such as tokens per second; figures of a CPU are not kept."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,22 @@ class Case:
 
 def cases() -> dict[str, Case]:
     """Return all cases by name, in the order in which they run."""
-    found = {"completions": Case(partial(of_law, law.complete), 120)}
-    found |= {f"train {name}": Case(partial(of_law, law.train, name), 120) for name in law.TRAINED}
+    by_name = {"completions": Case(partial(of_law, law.complete), 120)}
+    by_name |= {f"train {name}": Case(partial(of_law, law.train, name), 120) for name in law.TRAINED}
     for dtype in ("float32", "bfloat16"):
         for name in law.DRAFTERS:
-            found[f"law {dtype} {name}"] = Case(partial(of_law, law.certify, name, dtype), 90)
+            by_name[f"law {dtype} {name}"] = Case(partial(of_law, law.certify, name, dtype), 90)
     for name in steps.CONFIGS:
-        found[f"step {name}"] = Case(partial(measured, steps.step, name, None), 120)
+        by_name[f"step {name}"] = Case(partial(measured, steps.step, name, None), 120)
     for name in speed.LOSSES:
-        found[f"loss {name}"] = Case(partial(measured, speed.loss, name), 60)
+        by_name[f"loss {name}"] = Case(partial(measured, speed.loss, name), 60)
     for size in speed.SIZES:
         for way in speed.WAYS:
-            found[f"rounds {size} {way}"] = Case(partial(measured, speed.rounds, size, way), 240)
+            by_name[f"rounds {size} {way}"] = Case(partial(measured, speed.rounds, size, way), 240)
     for attention in steps.ATTENTION:
         for name in steps.CONFIGS:
-            found[f"step {name}, {attention}"] = Case(partial(measured, steps.step, name, attention), 120)
-    return found
+            by_name[f"step {name}, {attention}"] = Case(partial(measured, steps.step, name, attention), 120)
+    return by_name
 
 
 def of_law(check: Callable[..., tuple[bool, dict[str, Any]]], *arguments: Any) -> Outcome:

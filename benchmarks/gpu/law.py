@@ -33,7 +33,7 @@ TRAINED: dict[str, tuple[str, Path, dict[str, Any]]] = {
     for command in recipes()
     for file in sorted((CONFIGS / command).glob("tiny*.yaml"))
 }
-"""By the drafter's name: the command that trains it, its config for the embedded target, and other fields."""
+"""Trained drafters: the command that trains each, its config for the embedded target, and other fields."""
 TRAINED |= {
     f"{name} without {FURTHER}": (command, file, fields | {FURTHER: False})
     for name, (command, file, fields) in TRAINED.items()

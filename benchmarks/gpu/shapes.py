@@ -29,7 +29,7 @@ SIZES: dict[str, dict[str, Any]] = {
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4}
 TINY |= {"head_dim": 16, "num_key_value_heads": 2, "vocab_size": 2048}
 TOKENS, TINY_TOKENS = 151_669, 2000
-"""Of Qwen3's tokenizer, and of the tiny models'."""
+"""Vocabulary sizes of Qwen3's tokenizer and of the tiny models'."""
 
 
 def config_of(size: str, place: "Place") -> Qwen3Config:
@@ -58,7 +58,7 @@ def random_model(size: str, place: "Place") -> PreTrainedModel:
 
 
 def lone_model(size: str, place: "Place") -> PreTrainedModel:
-    """Return `random_model` with no other beside it in memory, nor what was compiled of one."""
+    """Return `random_model` alone in memory: other models and their programs are freed."""
     if random_model.cache_info().currsize > 1:
         random_model.cache_clear()
     gc.collect()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LOSSES = ("forward_kl", "tvd", "lk_hybrid")
 SIZES = ("1.7B", "8B")
-"""Of the target; the draft has 0.6 B."""
+"""Sizes of the target; the draft has 0.6 B parameters."""
 WAYS = ("eager", "compiled", "graphs")
 DRAFT_LENGTH, PROMPT, NEW_TOKENS, REPEATS = 4, 64, 64, 3
 

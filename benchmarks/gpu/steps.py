@@ -1,4 +1,4 @@
-"""Training steps at Qwen3-8B's shape, as the configs for it have them: speed, and memory beside the plan's."""
+"""Training steps at Qwen3-8B's shape, as the configs for it have them: speed, and memory next to the plan's."""
 
 import gc
 from importlib import import_module
@@ -51,7 +51,7 @@ def run_class(recipe: Recipe, target: PreTrainedModel) -> type[Any]:
 
 
 def step(name: str, attention: str | None, place: "Place") -> dict[str, Any]:
-    """Train a few steps of one row of 4,096 tokens; return the speed, and the peak of memory beside the plan's."""
+    """Train a few steps of one row of 4,096 tokens; return the speed, and the peak of memory next to the plan's."""
     file, output = CONFIGS[name], place.folder / "steps"
     recipe = recipes()[file.parent.name]
     length = TOKENS if place.full else 64
