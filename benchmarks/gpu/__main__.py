@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu import BenchGpuConfig
-from benchmarks.gpu.cases import cases
+from benchmarks.gpu.cases import cases, one_of_each_first
 from benchmarks.gpu.worker import FAILED, PASSED, REFUSED, RUNNING, WAITING
 from draftsmith.decode.errors import InputError
 from draftsmith.train.cli import parse_config, run
@@ -116,12 +116,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_config(BenchGpuConfig, argv, prog="python -m benchmarks.gpu")
     deadline += 60 * config.minutes
     console, file = Console(highlight=False, soft_wrap=True), Path(str(config.output))
-    names = [name for name in cases() if not config.only or name.startswith(tuple(config.only))]
+    on_gpu = machine()["gpu"] is not None
+    ordered = cases() if on_gpu else one_of_each_first()
+    names = [name for name in ordered if not config.only or name.startswith(tuple(config.only))]
     if not names:
         raise InputError(f"only: expected beginnings of {', '.join(cases())}, found {', '.join(config.only)}")
     results = {"environment": machine(), "cases": {name: {"state": WAITING} for name in names}}
-    if machine()["gpu"] is None:
-        console.print("no CUDA GPU was found: tiny models enter all cases, and figures are null")
+    if not on_gpu:
+        console.print("no CUDA GPU was found: tiny models, one case of each stage first, and figures are null")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, results)
     work = Run(file, deadline, console)

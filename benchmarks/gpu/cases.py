@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +48,39 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    """Return all cases by name, in the order in which they run."""
-    by_name = {"completions": Case(partial(of_law, law.complete), 120)}
-    by_name |= {f"train {name}": Case(partial(of_law, law.train, name), 120) for name in law.TRAINED}
+    """Return all cases by name, in the order in which they run on a GPU: stage by stage."""
+    return {name: case for stage in stages() for name, case in stage.items()}
+
+
+def one_of_each_first() -> list[str]:
+    """Return the names of all cases: the first of each stage, then the second of each, and so on."""
+    rounds = zip_longest(*stages())
+    return [name for names in rounds for name in names if name is not None]
+
+
+def stages() -> list[dict[str, Case]]:
+    """Return the cases of each stage by name."""
+    found = [
+        {"completions": Case(partial(of_law, law.complete), 120)},
+        {f"train {name}": Case(partial(of_law, law.train, name), 120) for name in law.TRAINED},
+    ]
     for dtype in ("float32", "bfloat16"):
-        for name in law.DRAFTERS:
-            by_name[f"law {dtype} {name}"] = Case(partial(of_law, law.certify, name, dtype), 90)
-    for name in steps.CONFIGS:
-        by_name[f"step {name}"] = Case(partial(measured, steps.step, name, None), 120)
-    for name in speed.LOSSES:
-        by_name[f"loss {name}"] = Case(partial(measured, speed.loss, name), 60)
+        found.append(
+            {f"law {dtype} {name}": Case(partial(of_law, law.certify, name, dtype), 90) for name in law.DRAFTERS}
+        )
+    found.append({f"step {name}": Case(partial(measured, steps.step, name, None), 120) for name in steps.CONFIGS})
+    found.append({f"loss {name}": Case(partial(measured, speed.loss, name), 60) for name in speed.LOSSES})
     for size in speed.SIZES:
         for way in speed.WAYS:
-            by_name[f"rounds {size} {way}"] = Case(partial(measured, speed.rounds, size, way), 240)
+            found.append({f"rounds {size} {way}": Case(partial(measured, speed.rounds, size, way), 240)})
     for attention in steps.ATTENTION:
-        for name in steps.CONFIGS:
-            by_name[f"step {name}, {attention}"] = Case(partial(measured, steps.step, name, attention), 120)
-    return by_name
+        found.append(
+            {
+                f"step {name}, {attention}": Case(partial(measured, steps.step, name, attention), 120)
+                for name in steps.CONFIGS
+            }
+        )
+    return found
 
 
 def of_law(check: Callable[..., tuple[bool, dict[str, Any]]], *arguments: Any) -> Outcome:
