@@ -60,27 +60,27 @@ def one_of_each_first() -> list[str]:
 
 def stages() -> list[dict[str, Case]]:
     """Return the cases of each stage by name."""
-    found = [
+    by_stage = [
         {"completions": Case(partial(of_law, law.complete), 120)},
         {f"train {name}": Case(partial(of_law, law.train, name), 120) for name in law.TRAINED},
     ]
     for dtype in ("float32", "bfloat16"):
-        found.append(
+        by_stage.append(
             {f"law {dtype} {name}": Case(partial(of_law, law.certify, name, dtype), 90) for name in law.DRAFTERS}
         )
-    found.append({f"step {name}": Case(partial(measured, steps.step, name, None), 120) for name in steps.CONFIGS})
-    found.append({f"loss {name}": Case(partial(measured, speed.loss, name), 60) for name in speed.LOSSES})
+    by_stage.append({f"step {name}": Case(partial(measured, steps.step, name, None), 120) for name in steps.CONFIGS})
+    by_stage.append({f"loss {name}": Case(partial(measured, speed.loss, name), 60) for name in speed.LOSSES})
     for size in speed.SIZES:
         for way in speed.WAYS:
-            found.append({f"rounds {size} {way}": Case(partial(measured, speed.rounds, size, way), 240)})
+            by_stage.append({f"rounds {size} {way}": Case(partial(measured, speed.rounds, size, way), 240)})
     for attention in steps.ATTENTION:
-        found.append(
+        by_stage.append(
             {
                 f"step {name}, {attention}": Case(partial(measured, steps.step, name, attention), 120)
                 for name in steps.CONFIGS
             }
         )
-    return found
+    return by_stage
 
 
 def of_law(check: Callable[..., tuple[bool, dict[str, Any]]], *arguments: Any) -> Outcome:
