@@ -115,7 +115,7 @@ def test_samples_are_prompt_and_completion_with_an_exact_mask(config):
 def test_ids_that_meet_their_samples_numbers_are_refused(config, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a#2"}\n')
-    with pytest.raises(InputError, match=r"^prompts: expected ids .* behind them, found 'a#2' of 'a#2' and of 'a'$"):
+    with pytest.raises(InputError, match=r"^prompts: expected ids .* after them, found 'a#2' of 'a#2' and of 'a'$"):
         prepare(config(prompts=str(path), samples=2, temperature=1.0))
     assert prepare(config(prompts=str(path))).written == 2
 
