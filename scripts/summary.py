@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 DOUBTFUL = "These costs were measured twice and do not agree, so predicted speed-ups may be wrong; measure again"
+SHOWN_DOUBTS = 3
 
 # A model's text must not control the terminal: control characters are shown as their pictures, from U+2400.
 PICTURES = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"}
@@ -26,11 +27,15 @@ def print_summary(rows: Mapping[str, str], title: str, output: Path) -> None:
 
 
 def print_doubts(console: Console, doubts: Sequence[str]) -> None:
-    """Print the costs that were measured twice and do not agree."""
-    if doubts:
-        console.print(f"{DOUBTFUL}:", highlight=False)
-    for line in doubts:
+    """Print the first costs that were measured twice and do not agree; a noisy machine has a line for each round."""
+    if not doubts:
+        return
+    more = len(doubts) - SHOWN_DOUBTS
+    console.print(f"{DOUBTFUL}:", highlight=False)
+    for line in doubts[:SHOWN_DOUBTS]:
         console.print(f"  {line}", highlight=False, markup=False)
+    if more > 0:
+        console.print(f"  and {more} more, which the report names", highlight=False)
 
 
 def figures_table(columns: Sequence[str], names: str, title: str, caption: str | None = None) -> Table:

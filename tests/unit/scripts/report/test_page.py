@@ -540,7 +540,8 @@ def test_hostile_words_stay_words(full):
 
 def test_costs_that_do_not_agree_are_named_on_the_page_and_in_the_terminal(full):
     doubt, report = f"T=0, 1 at a time: {HOSTILE} takes 9 ms at first, 18 ms later", copy.deepcopy(full)
-    table = {"context": 9, "temperature": 0.0, "prompt": 5, "drafters": {}, "doubts": [doubt]}
+    doubts = [doubt] + [f"T=0, 1 at a time: round {n} takes 9 ms at first, 18 ms later" for n in range(4)]
+    table = {"context": 9, "temperature": 0.0, "prompt": 5, "drafters": {}, "doubts": doubts}
     table |= {name: {1: 0.1} for name in ("plain_overhead_seconds", "prefill_seconds")}
     report["costs"]["tables"] = [table | {"target_seconds": {1: {1: 0.1}}}]
     typed = TYPED.validate_python(report)
@@ -548,6 +549,8 @@ def test_costs_that_do_not_agree_are_named_on_the_page_and_in_the_terminal(full)
     print_report(typed, console)
     assert doubt in Page(render_page(typed)).text and doubt in console.file.getvalue()
     assert DOUBTFUL in console.file.getvalue() and DOUBTFUL not in words_of(full)
+    assert doubts[4] in Page(render_page(typed)).text and doubts[4] not in console.file.getvalue()
+    assert "and 2 more" in console.file.getvalue()
 
 
 def test_numbers_and_tokens_are_written_to_be_read():
