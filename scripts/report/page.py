@@ -190,8 +190,8 @@ def _repeated(report: Report) -> float | None:
 def _latency(report: Report, temperature: float, concurrency: int) -> Latency | None:
     """Return the latency of requests to the server in a setting."""
     latencies = report.server.latencies if report.server else ()
-    key = "server", temperature, concurrency
-    return {(wait.role, wait.temperature, wait.concurrency): wait for wait in latencies}.get(key)
+    settings = {(wait.temperature, wait.concurrency): wait for wait in latencies if wait.role == "server"}
+    return settings.get((temperature, concurrency))
 
 
 def _certificate(report: Report) -> list[dict[str, Any]]:
