@@ -13,6 +13,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.repetition import repeated_ngram_share
+from draftsmith.scripts.measure.estimates import Pace
 from draftsmith.scripts.measure.server import estimates
 from draftsmith.scripts.measure.server.expectation import Expectation, reconciled
 from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
@@ -211,7 +212,7 @@ def _baseline(observed: Observed) -> report.Baseline | None:
         ids = [record.token_ids for record in observed.records(setting, "baseline_server")]
         share = repeated_ngram_share(text for text in ids if text is not None) if None not in ids else None
         plain.append(report.PlainRun(*setting, paces[-1].speed(), share))
-    whole = estimates.Pace([t for pace in paces for t in pace.tokens], [s for pace in paces for s in pace.seconds])
+    whole = Pace([t for pace in paces for t in pace.tokens], [s for pace in paces for s in pace.seconds])
     return report.Baseline(whole.speed(), plain)
 
 
