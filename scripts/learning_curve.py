@@ -138,10 +138,7 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> Point:
     print(f"share {share:g}: {learned} tokens in {directory}", flush=True)
     evaluates = recipe.training.eval_strategy != "no" or recipe.training.eval_on_start
     # Held-out text is replayed below, by sampling: a run that does not select by it need not replay it as well.
-    line = [sys.executable, "-m", "draftsmith.scripts.cli", command.command, *arguments]
-    line += [] if evaluates else ["--heldout=[]"]
-    # A process of its own leaves nothing in memory.
-    if code := subprocess.run(line, check=False).returncode:
+    if code := _trained(command.command, arguments if evaluates else [*arguments, "--heldout=[]"]):
         raise InputError(f"run: expected a training run on a share of {share:g} that ends well, found exit code {code}")
     target, proposer, draft_length = _chains(recipe, str(directory), config.draft_length)
     by_law: dict[tuple[float, int, float], list[dict[str, Any]]] = {}
@@ -183,6 +180,11 @@ def _chains(recipe: RecipeConfig, directory: str, draft_length: int) -> tuple[Pr
     specs, code = drafter_specs([directory], [1]), recipe.trust_remote_code
     pair = load_pair(recipe.target, tokenizer, specs, recipe.target_dtype, code, decodes=False)
     return pair.target, *pair.drafter.family.chain(pair.drafter, draft_length)
+
+
+def _trained(command: str, arguments: Sequence[str]) -> int:
+    # A process of its own leaves nothing in memory.
+    return subprocess.run([sys.executable, "-m", "draftsmith.scripts.cli", command, *arguments], check=False).returncode
 
 
 def says(curve: LearningCurve) -> list[str]:
