@@ -48,8 +48,8 @@ def _panels(choice: Choice) -> list[Panel]:
                 points[here.tokens / 1000] = here.forecast
             points = {x: estimate for x, estimate in points.items() if estimate.value is not None}
             estimates += points.values()
-            line = "curve" if standing.dropped_after is None else "other_curve"
-            series.append(Series(style[standing.name], points, line))
+            dropped = standing.dropped_after is not None
+            series.append(Series(style[standing.name], points, "other_curve" if dropped else "curve"))
         title = f"T = {outlook.temperature}, {outlook.rows} at a time"
         span = limits(estimates, 1.0)
         panels.append((title, line_chart(title, series, "thousand tokens of text", "speed-up", span, 1.0, False)))
