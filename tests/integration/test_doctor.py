@@ -713,7 +713,7 @@ DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
          "✗ BLOCK/config.json: mask_token_id: expected a token below 300, a row of the target's embedding, found 3"),
         (DSPARK, "speculators", lambda path: forget(path, "sample_from_anchor"), "block slots",
          "✗ 3 slots, the anchor's guesses the next token: num_speculative_tokens is to be 3, as trained; its "),
-        ({"markov_rank": 0}, "own", lambda path: None, "block slots", "! 3 slots, the anchor's guesses the token "),
+        ({"markov_rank": 0}, "own", lambda path: None, "block slots", "! 3 slots, the anchor's guesses the next token"),
         ({"token_map": torch.arange(40)}, "vllm", lambda path: restore(
             path, lambda tensors: tensors | {"d2t": torch.arange(100, 300, 5)}), "block",
          "✗ d2t: expected different ids below 300, found others → "),
