@@ -105,18 +105,18 @@ def text_seconds(
 
     `sizes` are each text's rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `BatchReplay.sizes`.
     """
-    sizes_NSK = stacked_sizes(sizes, len(costs))
+    sizes_NSK = stack_sizes(sizes, len(costs))
     prices_SK, all_SK = turn_seconds(costs, draft_lengths, sizes_NSK.shape[2] - 1), sizes_NSK.sum(0)
-    return [float((prices_SK * beside_others(sizes_SK, all_SK, rows)).sum()) for sizes_SK in sizes_NSK]
+    return [float((prices_SK * rounds_with_others(sizes_SK, all_SK, rows)).sum()) for sizes_SK in sizes_NSK]
 
 
-def stacked_sizes(sizes: Sequence[np.ndarray], drafters: int) -> np.ndarray:
+def stack_sizes(sizes: Sequence[np.ndarray], drafters: int) -> np.ndarray:
     """Stack the rounds of N texts by drafter and number of drafted tokens, (N, S, K + 1)."""
     most = max(text.shape[1] for text in sizes)
     return np.stack([np.pad(text, ((0, drafters - len(text)), (0, most - text.shape[1]))) for text in sizes])
 
 
-def beside_others(sizes_SK: np.ndarray, others_SK: np.ndarray, rows: int) -> np.ndarray:
+def rounds_with_others(sizes_SK: np.ndarray, others_SK: np.ndarray, rows: int) -> np.ndarray:
     """Return a row's rounds by the latest drafter and the largest draft of all its batch's rows, which set the time."""
     if rows == 1:
         return sizes_SK

@@ -48,7 +48,7 @@ _adapters: dict[Any, TypeAdapter[Any]] = {}
 _HALF = re.compile("[\ud800-\udfff]")
 
 
-class Said(BaseModel):
+class ServerMessage(BaseModel):
     """A message expected from a server; a subclass has a field for each value that is read."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())

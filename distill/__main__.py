@@ -21,7 +21,7 @@ from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import TrainingRun, launch
 from draftsmith.train.models import check_same_tokenizer, load_config, load_tokenizer, set_attention
 from draftsmith.train.teacher.cache_reader import CachedCollator, DistributionIndex, find_distributions
-from draftsmith.train.teacher.kept_states import KeptStates
+from draftsmith.train.teacher.state_cache import StateCache
 
 
 class DistillRun(TrainingRun[DistillConfig]):
@@ -116,7 +116,7 @@ class DistillRun(TrainingRun[DistillConfig]):
         return load_config(draft, field="draft", trust_remote_code=self.config.trust_remote_code)
 
 
-def distill(config: DistillConfig, kept: KeptStates | None = None) -> DistillTrainer:
+def distill(config: DistillConfig, kept: StateCache | None = None) -> DistillTrainer:
     """Distil a draft into `config.training.output_dir`; `kept` target states spare further forwards of it."""
     run = DistillRun(config)
     run.kept = kept

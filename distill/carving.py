@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.validation import read
-from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_of_scales, say_once, stacked
+from draftsmith.train.data.first_look import SCALES, Text, choose_once, losses_of_scales, print_once, stacked
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.provenance import write_json
 
@@ -69,8 +69,8 @@ def choose(
             candidates.append((losses[best], layers, SCALES[best], losses[0]))
         return min(candidates)
 
-    loss, layers, scale, plain = chosen_once(best_candidate)
-    say_once(
+    loss, layers, scale, plain = choose_once(best_candidate)
+    print_once(
         f"init: layers {', '.join(map(str, layers))}, the last norm × {scale:.2g}: the loss begins at {loss:.2f} "
         f"({plain:.2f} without the factor, {math.log(tokens):.2f} if all {tokens:,} tokens were equally likely)"
     )

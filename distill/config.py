@@ -9,7 +9,7 @@ from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.memory.setting import TrainingMachines
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import ObjectiveConfig
-from draftsmith.train.teacher.cache_config import refuse_beside_cache
+from draftsmith.train.teacher.cache_config import refuse_with_cache
 
 if TYPE_CHECKING:
     from draftsmith.train.losses.objective import Objective
@@ -135,7 +135,7 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
         require(self, SHARE, "curriculum", "on_policy")
         require(self, at_least(1), "on_policy_tokens")
         if self.teacher_cache:
-            refuse_beside_cache(self)
+            refuse_with_cache(self)
         if self.prompt_loss and (self.teacher_cache or not self.objective.needs_target):
             raise InputError(
                 "prompt_loss: expected false with teacher_cache, which has no prompts, and with cross_entropy "

@@ -26,7 +26,7 @@ from draftsmith.distill.carving import Carving, scale_norm, ways_to_keep
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
 from draftsmith.train.checkpoint import check_rope, check_rope_keys
-from draftsmith.train.files import files_written_aside
+from draftsmith.train.files import atomic_files
 from draftsmith.train.lora import add_lora
 from draftsmith.train.models import (
     check_head,
@@ -302,5 +302,5 @@ def finish_draft(
     dtype = stored_dtype(config)
     model = load_model(directory, field="draft", dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")
     silence_padding(model, tokens, trained_padding)
-    with files_written_aside(directory) as aside:
+    with atomic_files(directory) as aside:
         model.save_pretrained(aside)

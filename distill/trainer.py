@@ -141,7 +141,7 @@ class DistillTrainer(RecipeTrainer):
 
         def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
-                return self.loss_beside_uniform(objective_of, (positions.take(hidden_BTH), self.loss_head(head)))
+                return self.checked_loss(objective_of, (positions.take(hidden_BTH), self.loss_head(head)))
 
         return model(**texts(inputs), inside=inside_model(self.draft, loss_of))
 
@@ -151,7 +151,7 @@ class DistillTrainer(RecipeTrainer):
         return {}
 
     @property
-    def cause_of_bad_start(self) -> str:
+    def bad_start_cause(self) -> str:
         """The likely cause of a bad first loss."""
         if self.config.draft is not None:
             return f"look whether {self.config.draft} was made for text like this, and loads whole (draftsmith doctor)"

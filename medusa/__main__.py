@@ -11,13 +11,13 @@ from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.trainer import MedusaTrainer
 from draftsmith.medusa.run import HeadsRun
-from draftsmith.train.data.first_look import SCALES, Text, chosen_once, few_texts, losses_of_scales, say_once, stacked
+from draftsmith.train.data.first_look import SCALES, Text, choose_once, few_texts, losses_of_scales, print_once, stacked
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.losses.positions import IGNORED
-from draftsmith.train.teacher.kept_states import KeptStates
+from draftsmith.train.teacher.state_cache import StateCache
 
 
 class MedusaRun(HeadsRun[MedusaTrainingConfig]):
@@ -83,14 +83,14 @@ def quieten(
         best = losses_SK.min(0)
         return [SCALES[place] for place in best.indices.tolist()], best.values.tolist(), losses_SK[0].tolist()
 
-    scales, *losses = chosen_once(look, together=sharded)
+    scales, *losses = choose_once(look, together=sharded)
     for lm_head, scale in zip(heads.all_lm_heads, scales, strict=True):
         lm_head.weight.mul_(scale)
     factors, scaled, plain = (", ".join(f"{value:.3g}" for value in values) for values in (scales, *losses))
-    say_once(f"init: the target's head × {factors}: losses begin at {scaled} ({plain} without)")
+    print_once(f"init: the target's head × {factors}: losses begin at {scaled} ({plain} without)")
 
 
-def train_heads(config: MedusaTrainingConfig, kept: KeptStates | None = None) -> MedusaTrainer:
+def train_heads(config: MedusaTrainingConfig, kept: StateCache | None = None) -> MedusaTrainer:
     """Train as the config says; the heads are in `config.training.output_dir` when this returns.
 
     Where the target's states are `kept`, no text needs a second forward of it.

@@ -49,8 +49,8 @@ class FeaturesConfig(HeadsConfig):
     them the target is not loaded: `target` needs only a config and a tokenizer."""
 
     def __post_init__(self) -> None:
-        from draftsmith.train.teacher.cache_config import refuse_beside_cache
+        from draftsmith.train.teacher.cache_config import refuse_with_cache
 
         super().__post_init__()
         if self.teacher_cache:
-            refuse_beside_cache(self)
+            refuse_with_cache(self)

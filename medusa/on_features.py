@@ -23,7 +23,7 @@ from draftsmith.decode.proposers.draft_tree import DynamicTree, TreeProposer
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, ranks_by_start
-from draftsmith.decode.replay.texts import WrittenText, drafted_parts
+from draftsmith.decode.replay.texts import WrittenText, fit_positions
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
@@ -56,7 +56,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     ) -> TextRanks:
         """Return the ranks of a text's tokens among the heads' logits."""
         text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
-        _, (text,) = drafted_parts([text], self.positions)
+        _, (text,) = fit_positions([text], self.positions)
         return self._ranks(target, text, Sampler.of(0), [MOST_RANKS] * self.depth)
 
     def fit(self, task: DraftTask) -> None:
@@ -114,7 +114,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         target, depth, sampler = task.target, min(task.draft_length, self.longest or task.draft_length), task.sampler
         assert target is not None
         self.heads.check_fits(target)
-        _, texts = drafted_parts(texts, self.positions)
+        _, texts = fit_positions(texts, self.positions)
         tree = self.tree.pruned(depth)[0] if isinstance(self.tree, Tree) else Tree.chain(depth)
         if distributions is not None:
             acceptances = [

@@ -17,7 +17,7 @@ def relative_error(values: Tensor, expected: Tensor) -> float:
     return float((values - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
-def read_apart(readers: ModuleType, reader: str, directory: Path, inputs_NF: Tensor, embeddings_NKH: Tensor) -> Tensor:
+def run_reader(readers: ModuleType, reader: str, directory: Path, inputs_NF: Tensor, embeddings_NKH: Tensor) -> Tensor:
     """Return the logits that a reader computes in a fresh process, (N, K, V), or raise a RuntimeError if it fails.
 
     `readers` is a module that runs as a file and imports nothing of this package, and `reader` a name in it. Its inputs

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import positions_of
 from draftsmith.medusa.base import DraftingHeads
 from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
-from draftsmith.medusa.seen import TargetStates, seen_now, states_from_cache
+from draftsmith.medusa.seen import TargetStates, states_from_cache, states_from_forward
 from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.launch import TrainingRun
@@ -108,8 +108,8 @@ class FeatureRun(HeadsRun[FeatureConfig]):
     def seen_of(self, texts: Sequence[Text]) -> Callable[[Text], TargetStates]:
         """Return a function from one of these texts to its states, from the target or from the cache."""
         if self.features is None:
-            return partial(seen_now, self.target, self.heads.layer_ids)
-        self.features.look_at([text.sample for text in texts])
+            return partial(states_from_forward, self.target, self.heads.layer_ids)
+        self.features.request_features([text.sample for text in texts])
         return partial(states_from_cache, self.target, self.features)
 
     def packed_models(self, model: PreTrainedModel) -> dict[str, PreTrainedModel]:

@@ -46,7 +46,7 @@ def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[]
     return TargetStates(hidden, embeddings[0].to(hidden.device), features[0].to(hidden.device))
 
 
-def seen_now(target: PreTrainedModel, depths: Sequence[int], text: Text) -> TargetStates:
+def states_from_forward(target: PreTrainedModel, depths: Sequence[int], text: Text) -> TargetStates:
     """Return the target's states of a text from a forward; `depths` as in `seen_by`."""
     ids_1T = text.ids_T[None].to(target.device)
     return seen_by(target, depths, partial(last_hidden, target, input_ids=ids_1T))

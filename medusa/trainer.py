@@ -94,7 +94,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
         return {"top_1": top_1, "tau": metrics.get("eval_mean_acceptance_length"), "step": self.kept_step}
 
     @property
-    def cause_of_bad_start(self) -> str:
+    def bad_start_cause(self) -> str:
         """A likely cause of a first loss above that of a uniform distribution."""
         if self.config.heads is not None:
             return f"look whether {self.config.heads} were trained for this target"
@@ -129,7 +129,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
             return chunked_objectives(self.objective, labels, weighted, p, sizes)
 
         with self.clock.phase("loss"):
-            return self.loss_beside_uniform(losses, *((state, head_for(i)) for i, state in enumerate(states)))
+            return self.checked_loss(losses, *((state, head_for(i)) for i, state in enumerate(states)))
 
     def chain_sums(
         self,

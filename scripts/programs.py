@@ -13,7 +13,7 @@ import torch
 from draftsmith.decode import speculative_generate
 from draftsmith.decode.cache.forward import BlockForward
 from draftsmith.decode.cache.program import NotCompiled, may_compile, nothing_compiled, on_disk
-from draftsmith.decode.measurement.costs import forward_behind_text
+from draftsmith.decode.measurement.costs import forward_after_text
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.job.processes import end_session, terminable
@@ -122,7 +122,7 @@ def main(argument: str) -> None:
     tokenizer = load_tokenizer(order.target, trust_remote_code=order.trust_remote_code)
     pair = load_pair(order.target, tokenizer, specs, order.dtype, order.trust_remote_code)
     if not specs:
-        forward_behind_text(pair.target, compiled=True)()
+        forward_after_text(pair.target, compiled=True)()
     for drafter, options in zip(pair.drafters, order.options, strict=True):
         with suppress(Exception):
             decode_briefly(pair, drafter, options)

@@ -25,7 +25,7 @@ from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.hybrid import AND
 from draftsmith.train.runs import note_on_interrupt
-from draftsmith.train.teacher.kept_states import KeptStates
+from draftsmith.train.teacher.state_cache import StateCache
 from draftsmith.train.trainer import RecipeTrainer
 
 TAU = "eval_mean_acceptance_length"
@@ -75,7 +75,7 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     }
     if config.steps:
         data |= {f"training.{name}": config.steps for name in ("max_steps", "eval_steps", "save_steps")}
-    kept = KeptStates()  # both recipes learn from the same texts
+    kept = StateCache()  # both recipes learn from the same texts
     fields = data | {"draft": STOCK, "training.output_dir": output / "draft"}
     _print_gain(distill(_config(DistillConfig, "distill", fields), kept), console)
 

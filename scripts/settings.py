@@ -20,12 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.cache.program import NotCompiled
 from draftsmith.decode.clock import launch_seconds, median_seconds
 from draftsmith.decode.errors import first_line
-from draftsmith.decode.measurement.costs import forward_behind_text
+from draftsmith.decode.measurement.costs import forward_after_text
 from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import read
 from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.programs import SMALL, Order, compiling, needs_compiling
-from draftsmith.train.files import write_aside
+from draftsmith.train.files import write_atomically
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Pair
 from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_model
 
@@ -73,7 +73,7 @@ class Settings:
 
     def to_file(self, path: Path) -> None:
         """Write the settings: a continued run keeps those that it began with."""
-        write_aside(path, json.dumps(asdict(self)))
+        write_atomically(path, json.dumps(asdict(self)))
 
 
 def load_fastest(
@@ -135,7 +135,7 @@ def fastest_settings(
     stored, most = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
     paths = [str(drafter.path) for drafter in drafters]
     if target.device.type == "cuda":
-        compiled, why = compiled_on_gpu(target, compiled)
+        compiled, why = choose_compiled_on_gpu(target, compiled)
         return Settings(stored, threads or most, compiled, dict.fromkeys(paths, stored), why)
     if target.device.type != "cpu":
         return Settings(stored, threads or most, bool(compiled), dict.fromkeys(paths, stored), None)
@@ -184,7 +184,7 @@ class _Timed:
     def __init__(self, models: Mapping[str, PreTrainedModel], counts: Sequence[int]):
         self.models, self.counts = models, counts
         calls = {
-            (name, count): partial(_with_threads, count, forward_behind_text(model))
+            (name, count): partial(_with_threads, count, forward_after_text(model))
             for name, model in models.items()
             for count in counts
         }
@@ -205,7 +205,7 @@ class _Timed:
         """Time compiled forwards too; a compiler's failure is only recorded, unless they are `wanted`."""
         try:
             with phase("compiling, and timing tokens"):
-                steps = {name: forward_behind_text(model, compiled=True) for name, model in self.models.items()}
+                steps = {name: forward_after_text(model, compiled=True) for name, model in self.models.items()}
                 self.compiled = median_seconds(steps, REPEATS)
         except Exception as error:
             if required:
@@ -220,7 +220,7 @@ class _Timed:
         alike = {name: model for name, model in self.models.items() if seconds[name] <= ALIKE * seconds[chosen]}
         if len(alike) == 1:
             return chosen
-        steps = {name: forward_behind_text(model, compiled, BLOCK) for name, model in alike.items()}
+        steps = {name: forward_after_text(model, compiled, BLOCK) for name, model in alike.items()}
         self.blocks = median_seconds(steps, REPEATS)
         return _least(self.blocks)
 
@@ -244,7 +244,7 @@ def _milliseconds(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {1e3 * time:.1f}" for name, time in seconds.items())
 
 
-def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[bool, str]:
+def choose_compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[bool, str]:
     """Return whether a GPU decodes the target faster compiled, and the timings in words.
 
     If `compiled` is None, a compiler's failure is named in them, and forwards stay eager.
@@ -257,7 +257,7 @@ def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[boo
             continue
         try:
             with phase(f"timing {name} tokens"):
-                step = forward_behind_text(target, compiled=name == "compiled")
+                step = forward_after_text(target, compiled=name == "compiled")
                 timed, launched = median_seconds({name: step}, REPEATS, device), launch_seconds(step, device, REPEATS)
         except Exception as error:
             if name == "eager" or compiled:

@@ -38,7 +38,7 @@ JUDGED_LATER: dict[str, Any] = {
 
 
 @contextmanager
-def ending_after(seconds: float | None) -> Iterator[None]:
+def interrupt_after(seconds: float | None) -> Iterator[None]:
     """Raise OutOfTime in a block after some seconds, as a scheduler would; None never does.
 
     Signals reach the main thread only: in another thread nothing is interrupted.
@@ -112,7 +112,7 @@ class Stages:
         _give_back()
         ended, commands = False, list(self._commands)
         try:
-            with ending_after(None if most is None else most - before):
+            with interrupt_after(None if most is None else most - before):
                 code = cli.main(argv)
                 if code in (INTERRUPTED, TERMINATED):  # it has printed what it kept
                     raise KeyboardInterrupt if code == INTERRUPTED else Terminated

@@ -97,7 +97,7 @@ def search(config: TreeConfig) -> dict[str, Any]:
     report = {
         "schema": SCHEMA,
         "environment": environment(target.device, pair.dtype),
-        "choices": tree_search.choices_of(tree),
+        "choices": tree_search.tree_choices(tree),
         "target": config.target,
         "drafter": {"kind": kind.name, "path": path, "depth": depth},
         "calibration": {
@@ -226,12 +226,12 @@ def round_costs(
     doubts += timing.doubts()[0.0]
     rest = [timing.rest(0.0, name) for name in named]
     by_depth = [max(0.0, rest[0]) * tree.depth / timed[0].depth for tree in trees]
-    overheads = by_depth if compiled else levelled(trees, rest)
+    overheads = by_depth if compiled else fit_rest_seconds(trees, rest)
     plain = timing.plain_overhead(0.0)
     return [RoundCosts(timing.parts.target, 0.0, overhead=seconds, plain_overhead=plain) for seconds in overheads]
 
 
-def levelled(trees: Sequence[Tree], seconds: Sequence[float]) -> list[float]:
+def fit_rest_seconds(trees: Sequence[Tree], seconds: Sequence[float]) -> list[float]:
     """Return a round's seconds without its forward, by the plane through the measured seconds over depth and nodes.
 
     Each level is another head, each node another token to compare, so neither coefficient is negative. Residuals are

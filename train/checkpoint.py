@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from draftsmith.decode.errors import InputError, at_least, first_line, lacks_memory
 from draftsmith.decode.options import Sampling
-from draftsmith.decode.validation import Said, parse_json, read
+from draftsmith.decode.validation import ServerMessage, parse_json, read
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -178,7 +178,7 @@ def stored_tensors(path: str | Path, field: str) -> Stored:
         raise InputError(f"{field}: expected whole weights in {path}, found a damaged {at.name}: {reason}") from error
 
 
-class Index(Said):
+class Index(ServerMessage):
     """The index of a sharded checkpoint: the file of each tensor."""
 
     weight_map: dict[str, str]

@@ -61,7 +61,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class OutOfTime(Terminated):
-    """An interruption at the end of a command's time limit (`scripts.stages.ending_after`)."""
+    """An interruption at the end of a command's time limit (`scripts.stages.interrupt_after`)."""
 
 
 def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:

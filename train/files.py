@@ -10,16 +10,16 @@ from pathlib import Path
 
 from draftsmith.decode.errors import InputError
 
-NO_ROOM = {errno.ENOSPC: "no space left", errno.EDQUOT: "no space left", errno.EFBIG: "files may grow no larger"}
+DISK_FULL = {errno.ENOSPC: "no space left", errno.EDQUOT: "no space left", errno.EFBIG: "files may grow no larger"}
 """Errors of a full disk, in words."""
 
 
-def no_room(error: Exception) -> OSError | None:
+def disk_full_error(error: Exception) -> OSError | None:
     """Return the OSError of a full disk, or None if the error has another cause."""
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return error
     # safetensors and torch.save raise exceptions of their own, with the system's text or only a hint of the failure.
-    code = next((code for code in NO_ROOM if os.strerror(code) in str(error)), None)
+    code = next((code for code in DISK_FULL if os.strerror(code) in str(error)), None)
     if code is None and re.search("PytorchStreamWriter failed|inline_container.*unexpected pos", str(error)):
         code = errno.ENOSPC
     return None if code is None else OSError(code, os.strerror(code))
@@ -31,7 +31,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        refused = no_room(error) or error
+        refused = disk_full_error(error) or error
         if isinstance(refused, OSError) and refused.errno is not None:  # a full disk names no file
             refused.filename = refused.filename or str(path)
         if refused is error:
@@ -67,7 +67,7 @@ def require_writable(path: str | Path, *files: str, field: str = "output") -> Pa
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path, `.NAME.partial`, for a file or directory, and rename it to `path` when the block ends.
 
     Parent folders are made, and what exists at `path` is replaced. If the block raises, what it wrote is removed and
@@ -79,13 +79,13 @@ def written_aside(path: Path) -> Iterator[Path]:
     try:
         with _naming(path):
             yield aside
-            move_over(aside, path)
+            replace_path(aside, path)
     finally:
         remove(aside)
 
 
 @contextmanager
-def files_written_aside(directory: Path) -> Iterator[Path]:
+def atomic_files(directory: Path) -> Iterator[Path]:
     """Yield a temporary directory; when the block ends, its files replace those of the same name in `directory`."""
     aside = directory / ".files.partial"
     remove(aside)
@@ -94,12 +94,12 @@ def files_written_aside(directory: Path) -> Iterator[Path]:
         with _naming(directory):
             yield aside
             for path in aside.iterdir():
-                move_over(path, directory / path.name)
+                replace_path(path, directory / path.name)
     finally:
         remove(aside)
 
 
-def write_aside(path: Path, data: str | bytes) -> None:
+def write_atomically(path: Path, data: str | bytes) -> None:
     """Write a file atomically, flushed to the disk.
 
     A link is followed, and a device or a pipe is written to directly: neither is replaced by a file. After an OSError
@@ -111,13 +111,13 @@ def write_aside(path: Path, data: str | bytes) -> None:
     if path.exists() and not path.is_file() and not path.is_dir():
         path.write_bytes(content)
         return
-    with written_aside(path) as aside, aside.open("wb") as file:
+    with atomic_path(path) as aside, aside.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def move_over(new: Path, path: Path) -> None:
+def replace_path(new: Path, path: Path) -> None:
     """Rename a file or directory to `path`, and remove what was there."""
     if new.is_dir() and path.is_dir():
         # No system call replaces a full directory. After a kill between the renames `.NAME.old` holds the old one.

@@ -19,7 +19,13 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.train.checkpoint import end_of_sequence_ids, load_generation_config
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.examples import TrainingData, require_apart, split_off, take_share, training_examples
+from draftsmith.train.data.examples import (
+    TrainingData,
+    require_disjoint_prompts,
+    split_off,
+    take_share,
+    training_examples,
+)
 from draftsmith.train.data.generate import other_target
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.data.shards import completion_files
@@ -44,7 +50,7 @@ from draftsmith.train.provenance import as_json, recorded_config, write_run_reco
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import last_checkpoint, note_on_interrupt
 from draftsmith.train.sharding import load_sharded
-from draftsmith.train.teacher.kept_states import KeptStates
+from draftsmith.train.teacher.state_cache import StateCache
 from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
@@ -79,7 +85,7 @@ def read_data(config: RecipeConfig, positions: int | None = None) -> tuple[Train
         train, heldout = split_off(train, config.heldout)
     elif config.heldout:
         heldout = read("heldout")
-        require_apart(train, heldout)
+        require_disjoint_prompts(train, heldout)
     if config.share < 1:
         train = take_share(train, config.share)
     sets = set(gather_object([(train.fingerprint(), heldout and heldout.fingerprint())]))
@@ -113,7 +119,7 @@ class TrainingRun(ABC, Generic[Config]):
     heldout: TrainingData | None
     target: Any
     """The frozen target; None if a teacher cache replaces it."""
-    kept: KeptStates | None = None
+    kept: StateCache | None = None
     """The memory of the target's states; None computes them each time."""
 
     def __init__(self, config: Config):
@@ -194,7 +200,7 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
         require_shared(args, trainer.accelerator)
         newest = newest_checkpoint(str(output)) if config.resume else None
         if newest is not None:
-            trainer.job.require_goes_on(newest)
+            trainer.job.require_resumable(newest)
         checkpoint = None if newest is None else str(newest)
         state = _finished(trainer, checkpoint)
     if state is not None:

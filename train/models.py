@@ -293,7 +293,7 @@ def set_attention(model: PreTrainedModel, name: str | None) -> None:
             model.set_attn_implementation(name)
 
 
-def takes_bounds(model: PreTrainedModel) -> bool:
+def uses_varlen_attention(model: PreTrainedModel) -> bool:
     """Return whether a model's attention takes the bounds of texts in place of a mask, as flash attention does."""
     return is_flash_attention_requested(model.config.get_text_config())
 

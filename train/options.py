@@ -116,7 +116,7 @@ NEUTRAL: dict[str, Any] = {option.name: option.default for option in fields(Filt
 """The defaults that all commands share."""
 
 
-def given_fields(config: object, names: Iterable[str] = TEXT_FIELDS) -> dict[str, Any]:
+def nondefault_fields(config: object, names: Iterable[str] = TEXT_FIELDS) -> dict[str, Any]:
     """Return a config's fields that differ from the defaults, to pass to another command."""
     values = {name: getattr(config, name) for name in names}
     return {name: value for name, value in values.items() if value not in (None, {}, NEUTRAL.get(name))}

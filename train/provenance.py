@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from draftsmith.decode.validation import parse_json
-from draftsmith.train.files import write_aside
+from draftsmith.train.files import write_atomically
 
 RUN_RECORD = "draftsmith.json"
 
@@ -47,7 +47,7 @@ def git_sha() -> str | None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
-    write_aside(path, json.dumps(value, indent=2, default=_plain) + "\n")
+    write_atomically(path, json.dumps(value, indent=2, default=_plain) + "\n")
 
 
 def write_run_record(directory: Path, config: Any, device: torch.device, kept: Any) -> None:

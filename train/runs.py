@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from draftsmith.decode.errors import InputError, first_line, lacks_memory
 from draftsmith.decode.validation import parse_json
-from draftsmith.train.files import no_room, write_aside, written_aside
+from draftsmith.train.files import atomic_path, disk_full_error, write_atomically
 
 
 def checkpoints(output_dir: str) -> list[Path]:
@@ -37,7 +37,7 @@ def save_model(
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
     """Write a model (with `state_dict` as its weights) and its tokenizer as a Hugging Face directory, atomically."""
-    with written_aside(directory) as aside:
+    with atomic_path(directory) as aside:
         model.save_pretrained(aside, state_dict=state_dict)
         tokenizer.save_pretrained(aside)
         if state_dict is not None:
@@ -57,7 +57,7 @@ def declare_dtype(directory: Path, dtype: torch.dtype) -> None:
     """Set the dtype in a saved model's config.json: the library writes the one in memory."""
     file = directory / "config.json"
     config = parse_json(file.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
-    write_aside(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_atomically(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def full_disk_reported(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if no_room(error) is None:
+        if disk_full_error(error) is None:
             raise
         last = last_checkpoint(str(directory))
         last = f"{Path(last).name if last else 'none'}; free some space and run the same command again"

@@ -37,13 +37,13 @@ from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.losses.positions import IGNORED, LossPositions
-from draftsmith.train.models import load_config, takes_bounds
+from draftsmith.train.models import load_config, uses_varlen_attention
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.options import seconds_of
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import argument_errors
 from draftsmith.train.sharding import check_sharding
-from draftsmith.train.teacher.kept_states import KeptStates
+from draftsmith.train.teacher.state_cache import StateCache
 
 # DeepSpeed warns about a missing GPU on import, even if nothing uses it.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
@@ -60,7 +60,7 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     ahead = 0
     """The tokens past the next one that a position learns."""
-    kept: KeptStates | None = None
+    kept: StateCache | None = None
     """The memory of the target's states for later epochs and other trainings; None computes them each time."""
     known_order = False
     """Whether the order of rows must be known in advance."""
@@ -83,7 +83,7 @@ class RecipeTrainer(SavingTrainer, ABC):
             width = model.config.get_text_config().hidden_size
             config.training.learning_rate = config.defaults.learning_rate(width)
         models = [part for part in (model, target) if part is not None]
-        bounds = any(isinstance(part, PreTrainedModel) and takes_bounds(part) for part in models)
+        bounds = any(isinstance(part, PreTrainedModel) and uses_varlen_attention(part) for part in models)
         by_text = any([rotate_by_text(part) for part in models])  # a list: each model must be changed
         options = self.ahead, config.prompt_loss, bounds, self.needs_host_arrays, by_text
         data: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
@@ -201,7 +201,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         self._step_loss, self._step_tokens = loss + self._step_loss, num_items_in_batch
         return loss
 
-    def loss_beside_uniform(self, loss_of: Callable[[Sequence[Learner]], Tensor], *learners: Learner) -> Tensor:
+    def checked_loss(self, loss_of: Callable[[Sequence[Learner]], Tensor], *learners: Learner) -> Tensor:
         """Return `loss_of(learners)`, a sum over positions, and compare it in the first step with the uniform loss."""
         if self._first_loss is None or self.state.global_step:
             return loss_of(learners)
@@ -209,7 +209,7 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     @property
     @abstractmethod
-    def cause_of_bad_start(self) -> str:
+    def bad_start_cause(self) -> str:
         """The reason why a loss may begin above the uniform one, and a remedy."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -218,7 +218,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         norm = grad_norm if self.accelerator.scaler is None else None
         require_finite(self.accelerator, self._step_loss, norm, self._samples_of_step, self.state.global_step + 1)
         if self._first_loss is not None:
-            self._first_loss.tell(self.accelerator, self._step_tokens, self.cause_of_bad_start)
+            self._first_loss.tell(self.accelerator, self._step_tokens, self.bad_start_cause)
             self._first_loss = None
         self._step_samples, self._step_loss = [], torch.zeros(())
         return grad_norm

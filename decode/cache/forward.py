@@ -65,9 +65,9 @@ class BlockForward(Forward):
         """Return the varying axes of each input."""
         *_, extras, cached = inputs
         block = {0: "b", 1: "k"}
-        return block, {0: "b"}, {0: "n"}, {}, block | {2: "m"}, block, {0: "l"}, *self.axes_behind(extras, cached)
+        return block, {0: "b"}, {0: "n"}, {}, block | {2: "m"}, block, {0: "l"}, *self.trailing_axes(extras, cached)
 
-    def axes_behind(self, extras: Sequence[Tensor], cached: Sequence[Tensor]) -> tuple[list[Axes], list[Axes]]:
+    def trailing_axes(self, extras: Sequence[Tensor], cached: Sequence[Tensor]) -> tuple[list[Axes], list[Axes]]:
         """Return the axes of `extras` and `cached`."""
         extra_axes: list[Axes] = [{0: "b", 1: "k"} for _ in extras]
         if self.window:

@@ -75,14 +75,14 @@ def cuda_kernel(
     return "math"
 
 
-class AsOnCuda:
+class CudaKernels:
     """A context in which attention runs the math kernel where CUDA would, on any device, for traces and tests."""
 
     def __init__(self) -> None:
         self.chosen: list[str] = []  # the kernel of each call, in order
         self._entered: list[Any] = []
 
-    def __enter__(self) -> "AsOnCuda":
+    def __enter__(self) -> "CudaKernels":
         # The function itself is replaced, so that a backward's recomputation meets the same kernel.
         attend = nn.functional.scaled_dot_product_attention
         self._entered.append(attend)

@@ -38,7 +38,7 @@ from draftsmith.decode.cache.forward import Forward
 from draftsmith.decode.cache.layers import BITS, Layer
 from draftsmith.decode.cache.masks import Masks
 from draftsmith.decode.cache.product import SOURCES, in_programs
-from draftsmith.decode.cache.weights import laid_out, lent, tensors
+from draftsmith.decode.cache.weights import lay_out_weights, lent, tensors
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.progress import phase
 
@@ -153,7 +153,7 @@ class Programs:
             programs._programs.clear()
             programs.templates = []
         if new_structure or new_weights:
-            programs._weights = laid_out(model) if programs._programs else {}
+            programs._weights = lay_out_weights(model) if programs._programs else {}
             for program in programs._programs.values():
                 program.use(programs._weights)
         return programs
@@ -166,7 +166,7 @@ class Programs:
         """Return the program of a forward of the model, made at its first use with inputs like `example`."""
         key = forward.key, torch.get_num_threads()
         if key not in self._programs:
-            self._weights = self._weights or laid_out(forward.model)
+            self._weights = self._weights or lay_out_weights(forward.model)
             self._programs[key] = Program(forward.model, forward, example, self._weights)
         return self._programs[key]
 
@@ -190,7 +190,7 @@ def _path(forward: Forward) -> Path:
 
 
 def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]) -> Any:
-    """Trace a forward into a `torch.export.ExportedProgram`, for inputs like `example` and weights of `laid_out`."""
+    """Trace a forward into a `torch.export.ExportedProgram`, for inputs like `example` and weights as laid out."""
     from torch.export import Dim, export
     from torch.fx.experimental import _config
 

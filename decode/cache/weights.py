@@ -35,7 +35,7 @@ class Group:
         """The linear layers."""
         return [self.parent._modules[name] for name in self.names]  # type: ignore[misc]
 
-    def laid_out(self) -> dict[str, Tensor]:
+    def lay_out_weights(self) -> dict[str, Tensor]:
         """Return the weight, and the bias if there is one, by their names in the model."""
         weight = torch.cat([layer.get_parameter("weight").detach() for layer in self.layers])
         # The library reads half-precision weights faster with the inputs' axis outside.
@@ -72,17 +72,17 @@ def _alike(parent: nn.Module, names: Sequence[str], plain: set[str]) -> bool:
     return len(layers) == len(names) and len(kinds) == 1
 
 
-def laid_out(model: nn.Module) -> dict[str, Tensor]:
+def lay_out_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's tensors for `lent`; the copies take the weights' memory again."""
     weights = {name: tensor.detach() for name, tensor in tensors(model).items()}
     for group in groups(model):
-        weights |= group.laid_out()
+        weights |= group.lay_out_weights()
     return weights
 
 
 @contextmanager
 def lent(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let linear layers compute with weights from `laid_out` in this block."""
+    """Let linear layers compute with weights from `lay_out_weights` in this block."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for group in list(groups(model)):

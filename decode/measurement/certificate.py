@@ -167,7 +167,7 @@ def certify_sampled(
     limits = {"batch_size": batch_size, "draft_length": draft_length, "max_new_tokens": max_new_tokens}
     texts, _ = sample_texts(target, proposer, prompts, tokens, **limits, **options, **decoding)
     sampler = prepared_sampler(target, **options)
-    result = texts_tested(target, texts, sampler, proposer.distributions_after(target, sampler), seed, batch_size)
+    result = tie_tolerant_test(target, texts, sampler, proposer.distributions_after(target, sampler), seed, batch_size)
     passed = result.p_value > false_alarm
     reason = None
     if not passed:
@@ -177,7 +177,7 @@ def certify_sampled(
     return Certificate(p_value=result.p_value, tokens=result.num_tokens, passed=passed, reason=reason)
 
 
-def texts_tested(
+def tie_tolerant_test(
     target: PreTrainedModel,
     texts: Sequence[Text],
     sampler: Sampler,

@@ -24,9 +24,9 @@ from draftsmith.decode.clock import median_seconds, timed
 from draftsmith.decode.measurement.turns import Parts, Timing, agreeing, loop_turns, text_windows
 from draftsmith.decode.planner import (
     RoundCosts,
-    beside_others,
     interpolated,
-    stacked_sizes,
+    rounds_with_others,
+    stack_sizes,
     turn_seconds,
     verification_costs,
 )
@@ -45,7 +45,7 @@ Rest = Annotated[float, Field(ge=-MOST_SECONDS, lt=MOST_SECONDS)]
 """Seconds: of a forward, of drafting, and of the rest of a round, which noise may leave below zero."""
 
 
-def forward_behind_text(
+def forward_after_text(
     model: PreTrainedModel, compiled: bool = False, tokens: int = 1, context: int = 64
 ) -> Callable[[], object]:
     """Return a forward of a block of tokens after a text of `context` tokens, compiled by its first call."""
@@ -141,13 +141,13 @@ class CostTable:
         `sizes` holds for each row its rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1), as
         `BatchReplay.sizes` counts them; `prompt` is as in `speculative_seconds`.
         """
-        sizes_BSK = stacked_sizes(sizes, len(names))
+        sizes_BSK = stack_sizes(sizes, len(names))
         rows, pooled_SK = len(sizes_BSK), sizes_BSK.sum(0)
 
         def step(live_rows: int) -> float:
             costs = [self.at(name, live_rows) for name in names]
             prices_SK = turn_seconds(costs, draft_lengths, pooled_SK.shape[1] - 1)
-            return float((prices_SK * beside_others(pooled_SK, pooled_SK, live_rows)).sum() / pooled_SK.sum())
+            return float((prices_SK * rounds_with_others(pooled_SK, pooled_SK, live_rows)).sum() / pooled_SK.sum())
 
         seconds = 0.0
         if prompt:

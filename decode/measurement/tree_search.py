@@ -36,7 +36,7 @@ def reference_tree(num_heads: int, nodes: int | None = None) -> Tree:
     return Tree.from_choices([path for path in REFERENCE_TREE if len(path) <= num_heads][:nodes])
 
 
-def choices_of(tree: Tree) -> list[Path]:
+def tree_choices(tree: Tree) -> list[Path]:
     """Return a path of ranks for each node, as `Tree.from_choices` reads them."""
     paths: list[Path] = []
     for node, parent in enumerate(tree.parents):

@@ -126,7 +126,7 @@ def tokens_of(proposals: Sequence[Proposal], width: int) -> Tensor:
     return padded([proposal.tokens for proposal in proposals], width)
 
 
-def probabilities_of(proposals: Sequence[Proposal], width: int) -> Tensor | None:
+def stack_probabilities(proposals: Sequence[Proposal], width: int) -> Tensor | None:
     """Return the distributions of a batch of chains, (B, width, V); None if all drafts are deterministic.
 
     In a mixed batch, the distributions of a deterministic draft are one-hot.

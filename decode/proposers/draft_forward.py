@@ -154,7 +154,7 @@ class ModelDraftForward(DraftForward):
         """Return the axes of each input that vary."""
         *_, extras, cached = inputs
         first: tuple[Axes, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, {0: "l"}, {0: "b"}, {0: "b"}
-        return *first, self.axes_of_draws(), *self._block[0].axes_behind(extras, cached)
+        return *first, self.axes_of_draws(), *self._block[0].trailing_axes(extras, cached)
 
     def forward(
         self,

@@ -28,7 +28,7 @@ from draftsmith.decode.replay.texts import (
     Distributions,
     WrittenText,
     clamp_tokens,
-    drafted_parts,
+    fit_positions,
     model_distributions,
     pad_tokens,
     teacher_forced,
@@ -200,7 +200,7 @@ class DraftModelProposer(Proposer):
         """Replay chains, and at T=0 trees of one shape: see `draftsmith.decode.measurement.replay`."""
         sampler, widest = task.sampler, max(map(len, self.tree.children)) if isinstance(self.tree, Tree) else 1
         ranks, acceptance, overlaps = [], [], []
-        drafted, texts = drafted_parts(texts, self.positions)
+        drafted, texts = fit_positions(texts, self.positions)
         for place, (text, logits) in enumerate(zip(drafted, teacher_forced(self.draft_model, drafted), strict=True)):
             contexts = prefixes(text.sequence[:-1], len(text))
             scores = sampler.scores(align_vocabulary(logits, task.vocab_size).to(text.sequence.device), contexts)

@@ -39,7 +39,7 @@ class WrittenText:
         return self.sequence[self.prompt_length :]
 
 
-def drafted_parts(texts: Sequence[WrittenText], positions: int | None) -> tuple[list[WrittenText], list[WrittenText]]:
+def fit_positions(texts: Sequence[WrittenText], positions: int | None) -> tuple[list[WrittenText], list[WrittenText]]:
     """Return the parts of texts that fit a drafter's positions, and the whole texts, with drafts limited to these."""
     if positions is None:
         return list(texts), list(texts)

@@ -41,7 +41,7 @@ def drawn_packet(scores_BV: Tensor, u_B: Tensor) -> Tensor:
     return torch.where(p_BV[:, 0].isnan(), NO_TOKEN, draw_rows(p_BV, u_B))
 
 
-class Judgement(Forward):
+class CompiledRule(Forward):
     """A function of the target's logits at a temperature, and of other tensors; `axes` are those that vary."""
 
     sources = tuple(inspect.getfile(module) for module in (sampling, acceptance))
@@ -92,7 +92,7 @@ def _run(
     # The key has all that a program is specialised for; everything else is a symbol or an input.
     key = function.__qualname__, logits.shape[-1], dtypes, device, torch.get_num_threads()
     if (program := _PROGRAMS.get(key)) is None:
-        judgement = Judgement(function, key, axes)
+        judgement = CompiledRule(function, key, axes)
         program = _PROGRAMS[key] = programs.Program(judgement.model, judgement, inputs, {})
     return program(*inputs)[0]
 

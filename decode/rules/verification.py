@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.decode.cache import padded
 from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.cache.layers import READ_AT_ONCE
-from draftsmith.decode.proposers.base import Proposal, probabilities_of, tokens_of
+from draftsmith.decode.proposers.base import Proposal, stack_probabilities, tokens_of
 from draftsmith.decode.rules.acceptance import Floats, accept_greedy, accept_siblings
 from draftsmith.decode.rules.judged import chain_packet, judged_chains
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
@@ -92,7 +92,7 @@ def chain_verdicts(
     dtype, device = torch.promote_types(logits.dtype, torch.float32), logits.device
     r = _padded(uniforms(generators, counts, dtype, device), size)
     u = uniforms(generators, [1] * len(counts), torch.float64, device)[:, 0]
-    drafted, q = tokens_of(proposals, size), probabilities_of(proposals, size)
+    drafted, q = tokens_of(proposals, size), stack_probabilities(proposals, size)
     if compiled and size and sampler.temperature is not None:
         packet = judged_chains(logits, sampler.temperature, drafted, q, r, u)
     else:

@@ -16,7 +16,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.parallel.layout import LENGTH, MASK_TOKEN, TREE, mask_token_of, unused_token, visible_entries
 from draftsmith.distill.vocabulary import ties_embeddings
 from draftsmith.train.losses.output_head import last_hidden
-from draftsmith.train.models import set_attention, takes_bounds
+from draftsmith.train.models import set_attention, uses_varlen_attention
 
 COMPILED_ON = {"cuda"}  # device types on which block masks are compiled
 
@@ -63,7 +63,7 @@ def loss_vocabulary(draft: PreTrainedModel, tokens: int) -> int:
 def choose_attention(draft: PreTrainedModel, name: str | None) -> None:
     """Set a draft's attention implementation, with sdpa in place of one that takes no masks."""
     set_attention(draft, name)
-    if takes_bounds(draft):
+    if uses_varlen_attention(draft):
         refused = implementation_of(draft)
         set_attention(draft, "sdpa")
         if os.environ.get("RANK", "0") == "0":

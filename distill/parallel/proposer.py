@@ -15,7 +15,7 @@ from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
-from draftsmith.decode.replay.texts import WrittenText, drafted_parts, pad_tokens
+from draftsmith.decode.replay.texts import WrittenText, fit_positions, pad_tokens
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.parallel.layout import check_depth, length_of, mask_token_of
@@ -56,7 +56,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         """Return the ranks of a text's tokens among the draft's logits."""
         text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
         vocab_size = target.config.get_text_config().vocab_size
-        ((drafted,), _) = drafted_parts([text], self.positions)
+        ((drafted,), _) = fit_positions([text], self.positions)
         ranks, _ = text_ranks(self.draft_model, drafted, Sampler.of(0), vocab_size, [MOST_RANKS] * self.depth)
         return ranks.up_to(len(text))
 
@@ -82,7 +82,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
     ) -> BatchReplay:
         """Replay chains, and at T=0 trees of fixed shape, up to the trained length."""
-        drafted, texts = drafted_parts(texts, self.positions)
+        drafted, texts = fit_positions(texts, self.positions)
         depth, sampler, v = self._cut(task.draft_length), task.sampler, task.vocab_size
         tree = Tree.chain(depth) if self.tree is None else self._shape(depth)
         if distributions is not None:

@@ -128,7 +128,7 @@ class ParallelTrainer(DistillTrainer):
 
         def loss_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
-                return self.loss_beside_uniform(objective_of, (chains.take(hidden_BLH), self.loss_head(head)))
+                return self.checked_loss(objective_of, (chains.take(hidden_BLH), self.loss_head(head)))
 
         masked = self._with_masks(inputs, chains)
         return model(**masked, inside=inside_model(self.draft, loss_of, parallel_hidden))

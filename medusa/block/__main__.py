@@ -11,7 +11,7 @@ from draftsmith.medusa.block.look_back import TEXTS, TOKENS, begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.trainer import BlockTrainer
 from draftsmith.medusa.run import FeatureRun
-from draftsmith.train.data.first_look import few_texts, say_once
+from draftsmith.train.data.first_look import few_texts, print_once
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 from draftsmith.train.losses.output_head import head_of
@@ -46,7 +46,7 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
     def first_look(self) -> None:
         """Print how the drafter begins, and fit the first layer's look back if it has one."""
         shape, (start, clause) = self.heads.config, beginning(self.config, self.heads, self.target)
-        say_once(
+        print_once(
             f"init: {shape.num_hidden_layers} layers {clause}, on the outputs of the target's layers "
             f"{', '.join(map(str, shape.target_layer_ids))}; token {shape.mask_token_id} stands for a mask"
         )

@@ -25,7 +25,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.medusa.block.blocks import states_of_blocks
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.seen import TargetStates
-from draftsmith.train.data.first_look import Text, best_scale, chosen_once
+from draftsmith.train.data.first_look import Text, best_scale, choose_once
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.positions import IGNORED
 
@@ -102,10 +102,10 @@ def begin_looking_back(
         return best_scale(states, torch.cat(labels), drafter.head_for(target), cut, tokens)
 
     with torch.no_grad():
-        look_back(drafter, chosen_once(fit))
+        look_back(drafter, choose_once(fit))
         decoder = decoder_of(target)
         drafter.norm.weight.copy_(decoder.norm.weight)
-        best = chosen_once(scale)
+        best = choose_once(scale)
         nn.Module.to(drafter, home)
         drafter.norm.weight.mul_(best)
 

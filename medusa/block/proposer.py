@@ -141,7 +141,7 @@ class BlockDraftForward(DraftForward):
         """Return the dynamic axes of each input."""
         *_, extras, cached = inputs
         first: tuple[Axes, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, {0: "b"}, {0: "b"}
-        return *first, self.axes_of_draws(), *self._forwards[0].axes_behind(extras, cached)
+        return *first, self.axes_of_draws(), *self._forwards[0].trailing_axes(extras, cached)
 
     def forward(
         self,

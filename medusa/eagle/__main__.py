@@ -8,7 +8,7 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import beginning, new_heads, quieten
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.medusa.run import FeatureRun
-from draftsmith.train.data.first_look import few_texts, say_once
+from draftsmith.train.data.first_look import few_texts, print_once
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 
@@ -28,7 +28,7 @@ class EagleRun(FeatureRun[EagleTrainingConfig]):
         """Print how the heads begin, and scale a copy of the target's last layer."""
         config, heads, target = self.config, self.heads, self.target
         start, clause = beginning(config, heads, target)
-        say_once(f"init: heads {clause}")
+        print_once(f"init: heads {clause}")
         # With `norm_output` the next step sees the state after the norm: scaling the norm would change that state.
         if start == "last_layer" and config.target_device != "auto" and not config.norm_output:
             texts = few_texts(self.data)

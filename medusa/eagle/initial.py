@@ -18,7 +18,7 @@ from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import states_of_steps
 from draftsmith.medusa.seen import TargetStates, whole
-from draftsmith.train.data.first_look import Text, best_scale, chosen_once
+from draftsmith.train.data.first_look import Text, best_scale, choose_once
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.positions import IGNORED
 
@@ -135,6 +135,6 @@ def quieten(
         return best_scale(states, torch.cat(labels), heads.head, cut, tokens)
 
     home = heads.device
-    scale = chosen_once(look, together=sharded)
+    scale = choose_once(look, together=sharded)
     nn.Module.to(heads, home)
     heads.norm.weight.mul_(scale)

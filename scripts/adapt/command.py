@@ -22,14 +22,14 @@ from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.validation import Count, read
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.adapt.traffic import Compared, compare, foreign_share, read_traffic
-from draftsmith.scripts.adapt.watch import check, look, look_anew, loop, replaced
+from draftsmith.scripts.adapt.watch import check, look, loop, replaced, reset_baseline
 from draftsmith.scripts.kinds import kind_of
 from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.files import move_link, require_writable
 from draftsmith.train.job.lock import locked
-from draftsmith.train.options import given_fields, seconds_of
+from draftsmith.train.options import nondefault_fields, seconds_of
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
@@ -183,7 +183,7 @@ def _once(config: AdaptConfig, output: Path) -> int:
         _say(f"nothing to do: the log has fewer than {least} requests since the last step")
         return 0
     if config.server is not None:
-        look_anew(output)
+        reset_baseline(output)
     if step.compared is not None:
         _say(f"\nτ on the newest requests: deployed {_interval(step.compared.old)}, new {_interval(step.compared.new)}")
         for temperature, gain in step.compared.by_temperature.items():
@@ -233,5 +233,5 @@ def _measuring(config: AdaptConfig, step: Step) -> list[str]:
     # the whole interval is below the promised one.
     fields |= {"min_alpha": round(max(value - 3 * half, 0.001), 3), "model": config.server_model}
     fields |= {name: value for name, value in config.texts().items() if name != "no_repeat_ngram_size"}
-    fields |= given_fields(config, ("server_key_env",))
+    fields |= nondefault_fields(config, ("server_key_env",))
     return flags_of({name: value for name, value in fields.items() if value is not None})

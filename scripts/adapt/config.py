@@ -7,7 +7,7 @@ from typing import Any
 from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, one_of, require, require_some
 from draftsmith.decode.options import Filters
 from draftsmith.train.cli import Floats, numbers
-from draftsmith.train.options import DRAFT_LENGTH, TemplateOptions, checked_url, given_fields, seconds_of
+from draftsmith.train.options import DRAFT_LENGTH, TemplateOptions, checked_url, nondefault_fields, seconds_of
 
 ANSWERS = ("given", "target")
 
@@ -115,8 +115,8 @@ class AdaptConfig(Filters, TemplateOptions):
 
     def writer(self) -> dict[str, Any]:
         """Return the fields of `prepare` that name the server that writes texts."""
-        return given_fields(self, ("endpoint", "endpoint_model"))
+        return nondefault_fields(self, ("endpoint", "endpoint_model"))
 
     def texts(self) -> dict[str, Any]:
         """Return the fields that say how prompts are read and texts sampled, for other commands."""
-        return given_fields(self)
+        return nondefault_fields(self)

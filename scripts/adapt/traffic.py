@@ -116,7 +116,7 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
         samples = list(load_completions(directory).sort("id"))
         categories = [sample["category"] for sample in samples]
         prompts = [sample["prompt_length"] for sample in samples]
-        pair.say_undrafted(prompts, [len(sample["input_ids"]) for sample in samples])
+        pair.warn_undrafted(prompts, [len(sample["input_ids"]) for sample in samples])
         ids = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in samples]
         sampler = config.at(temperature).sampler()
         replays = replay_drafters(pair.target, proposers, ids, prompts, [draft_length], sampler, config.max_new_tokens)

@@ -153,7 +153,7 @@ def _between(length: Estimate) -> str:
     return format_estimate(length, spread="interval")
 
 
-def look_anew(output: Path) -> None:
+def reset_baseline(output: Path) -> None:
     """Make the next look the baseline of later ones: the traffic until now has been learned from."""
     _keep(output, replace(watched(output), at_first=None))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import LEAST_TOKENS
-from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, texts_tested
+from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, tie_tolerant_test
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.two_samples import two_sample_tests
@@ -165,7 +165,7 @@ class Judge:
             (torch.tensor([*prompt, *text], device=target.device), len(prompt))
             for prompt, text in zip(ids, texts, strict=True)
         ]
-        result = texts_tested(target, written, sampler, drafter, self.config.seed, BATCH, text_pairs(len(texts)))
+        result = tie_tolerant_test(target, written, sampler, drafter, self.config.seed, BATCH, text_pairs(len(texts)))
         tests, reason = {name: asdict(test) for name, test in result.tests.items()}, result.worst()
         if result.impossible:
             text, place = result.impossible[0]

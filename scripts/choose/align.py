@@ -30,7 +30,7 @@ from draftsmith.scripts.stages import NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.prompts import read_prompts
-from draftsmith.train.files import require_writable, write_aside
+from draftsmith.train.files import require_writable, write_atomically
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.kinds.draft_lengths import of_drafter
 from draftsmith.train.models import load_config
@@ -194,7 +194,7 @@ def _launch(config: AlignConfig, trained: TrainedDrafter, output: Path, draft_le
             raise InputError(f"export: expected it to end, found exit code {code}: see its line above")
         previous = {"of": inputs, "said": printed.getvalue()}
         write_json(stage, previous)
-    write_aside(output / "launch.txt", previous["said"])
+    write_atomically(output / "launch.txt", previous["said"])
     print(f"\n{previous['said'].rstrip()}")
 
 

@@ -37,7 +37,7 @@ from draftsmith.scripts.choose.result import (
     verdict,
 )
 from draftsmith.scripts.choose.rounds import CostFile, measured_costs
-from draftsmith.scripts.choose.run import COSTS, MOST_SAMPLES, Choosing, KeptTrial, checked_candidates, print_plan
+from draftsmith.scripts.choose.run import COSTS, MOST_SAMPLES, ChooseRun, SavedTrial, checked_candidates, print_plan
 from draftsmith.scripts.choose.schedule import LEAST_GROWTH, RUNGS, begins, growth, kept, survivors
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.pair import require_rollback
@@ -45,7 +45,7 @@ from draftsmith.scripts.stages import Stages, flags_of, nested
 from draftsmith.train.cli import OutOfTime, parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
-from draftsmith.train.files import require_writable, write_aside
+from draftsmith.train.files import require_writable, write_atomically
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import as_json, write_json
 from draftsmith.train.runs import note_on_interrupt
@@ -81,7 +81,7 @@ def choose(config: ChooseConfig) -> Choice:
     settle(config, output, [prompt.record() for prompt in prompts])
     random.Random(config.seed).shuffle(prompts)
     heldout, train = dealt(config, prompts, config.heldout_prompts)
-    run = Choosing(config, checked_candidates(config), output, train, Stages(output / "stages"))
+    run = ChooseRun(config, checked_candidates(config), output, train, Stages(output / "stages"))
     with note_on_interrupt(lambda: f"finished stages are kept in {output}; the same command continues from there"):
         try:
             _prepare(run, checks, heldout)
@@ -96,7 +96,7 @@ def choose(config: ChooseConfig) -> Choice:
             ) from error
 
 
-def _prepare(run: Choosing, checks: Stages, heldout: Sequence[Prompt]) -> None:
+def _prepare(run: ChooseRun, checks: Stages, heldout: Sequence[Prompt]) -> None:
     """Check the target; let it answer the held-out prompts and those of the first amount, as far as the time allows."""
     config, output = run.config, run.output
     words = {"target": config.target, "trust_remote_code": config.trust_remote_code}
@@ -116,7 +116,7 @@ def _prepare(run: Choosing, checks: Stages, heldout: Sequence[Prompt]) -> None:
         run.more_text(missing, run.rest)
 
 
-def _halve(run: Choosing) -> Choice:
+def _halve(run: ChooseRun) -> Choice:
     """Train on growing amounts of text, dropping the worse candidates after each, and return the choice."""
     names, tables, num_candidates = _kinds_in_turns(run.candidates), dict[str, CostTable](), 0
     for rung in range(1, RUNGS + 1):
@@ -168,11 +168,11 @@ def _kinds_in_turns(candidates: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return sorted(candidates, key=lambda name: turns[name])
 
 
-def _costs(run: Choosing) -> dict[str, CostTable]:
+def _costs(run: ChooseRun) -> dict[str, CostTable]:
     path = run.output / "costs.json"
     stage = run.output / "stages" / "costs.json"
     drafters = {name: trials[-1].drafter for name, trials in run.trials.items()}
-    commands = {name: read(KeptTrial, run.output / f"trials/1-{name}.json").command for name in drafters}
+    commands = {name: read(SavedTrial, run.output / f"trials/1-{name}.json").command for name in drafters}
     inputs = as_json([commands, run.config.loading()])
     previous = read(dict[str, Any], stage) if stage.is_file() else None
     if previous is None or previous.get("of") != inputs:
@@ -194,7 +194,7 @@ def _costs(run: Choosing) -> dict[str, CostTable]:
     return tables
 
 
-def _standing(run: Choosing, name: str, tables: Mapping[str, CostTable]) -> Standing:
+def _standing(run: ChooseRun, name: str, tables: Mapping[str, CostTable]) -> Standing:
     trials = run.trials[name]
     trained = name in run.candidates
     tokens = run.reach(name) if trained else float(trials[-1].tokens)
@@ -206,7 +206,7 @@ def _standing(run: Choosing, name: str, tables: Mapping[str, CostTable]) -> Stan
     return Standing(name, fields.pop("command", None), fields, trials, run.dropped.get(name), ahead, pace)
 
 
-def _chosen(run: Choosing, tables: Mapping[str, CostTable]) -> Choice:
+def _chosen(run: ChooseRun, tables: Mapping[str, CostTable]) -> Choice:
     config, output = run.config, run.output
     run.over = True
     standings = [_standing(run, name, tables) for name in run.trials]
@@ -242,7 +242,7 @@ def _chosen(run: Choosing, tables: Mapping[str, CostTable]) -> Choice:
     return choice
 
 
-def _next(run: Choosing, won: Standing) -> list[str]:
+def _next(run: ChooseRun, won: Standing) -> list[str]:
     """Write winner.yaml, and return the next commands."""
     config, output = run.config, run.output
     heldout, commands = output / "prompts/heldout.jsonl", list[str]()
@@ -259,7 +259,7 @@ def _next(run: Choosing, won: Standing) -> list[str]:
             fields |= {"completions": [*fields["completions"], str(run.completions(MORE))], "dedup": "texts"}
         text = yaml.safe_dump(as_json(nested(fields)), sort_keys=False, allow_unicode=True)
         note = f"# {won.name} for {config.target}: what `draftsmith choose` found. It begins with the last trial.\n"
-        write_aside(output / "winner.yaml", note + text)
+        write_atomically(output / "winner.yaml", note + text)
         commands.append(shell(["draftsmith", won.command, *config.launcher(), "--config", output / "winner.yaml"]))
         if won.tree_alone and 0.0 in config.temperature and config.server is None:  # servers draft chains, not trees
             words = {"target": config.target, "drafter": directory, "trust_remote_code": config.trust_remote_code}
@@ -274,7 +274,7 @@ def _next(run: Choosing, won: Standing) -> list[str]:
     return commands
 
 
-def _more_text(run: Choosing, missing: float) -> str:
+def _more_text(run: ChooseRun, missing: float) -> str:
     """Write the prompts of the winner's further text, and return its command: new prompts, or more answers to all."""
     per_prompt, new = run.written / run.used, run.train[run.used :]
     num_prompts = math.ceil(missing / per_prompt)

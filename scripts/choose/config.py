@@ -10,7 +10,7 @@ from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.kinds.export import ENGINES
-from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget, checked_url, given_fields, seconds_of
+from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget, checked_url, nondefault_fields, seconds_of
 
 NONE = "none"
 """The winner if no drafter pays."""
@@ -103,13 +103,13 @@ class ChooseConfig(Filters, PromptedTarget):
 
     def texts(self) -> dict[str, Any]:
         """Return how prompts are read and texts sampled, apart from the temperature, as fields of other commands."""
-        return given_fields(self)
+        return nondefault_fields(self)
 
     def answers(self) -> dict[str, Any]:
         """Return the fields of `prepare`, except prompts and output."""
         temperatures = ",".join(f"{temperature:g}" for temperature in self.temperature)
         fields = {"target": self.target, "temperatures": temperatures, "seed": self.seed} | self.texts()
-        return fields | given_fields(self, ("endpoint", "endpoint_model", "endpoint_key_env"))
+        return fields | nondefault_fields(self, ("endpoint", "endpoint_model", "endpoint_key_env"))
 
     def training(self, candidate: Mapping[str, Any], completions: Sequence[str], output: str) -> dict[str, Any]:
         """Return the fields of a candidate's training."""
@@ -121,7 +121,7 @@ class ChooseConfig(Filters, PromptedTarget):
 
     def loading(self) -> dict[str, Any]:
         """Return how measured models are loaded, as fields of other commands."""
-        return given_fields(self, ("dtype", "compiled", "threads"))
+        return nondefault_fields(self, ("dtype", "compiled", "threads"))
 
     def launcher(self) -> list[str]:
         """Return the launcher flags of a training run."""

@@ -14,7 +14,7 @@ from draftsmith.scripts.report.charts import Series, Style, limits, line_chart
 from draftsmith.scripts.report.figures import Panel
 from draftsmith.scripts.report.page import css, template
 from draftsmith.scripts.summary import DOUBTFUL, figures_table, print_doubts
-from draftsmith.train.files import write_aside
+from draftsmith.train.files import write_atomically
 from draftsmith.train.kinds.quantities import count
 
 
@@ -62,7 +62,7 @@ def write_page(choice: Choice, path: Path) -> None:
         css=css(), choice=choice, none=NONE, won=by_name(choice.standings).get(choice.winner), style=_style(choice),
         panels=_panels(choice), doubtful=DOUBTFUL, way=way_text, time=time_text, count=count,
     )  # fmt: skip
-    write_aside(path, page)
+    write_atomically(path, page)
 
 
 def print_choice(choice: Choice, output: Path, console: Console | None = None) -> None:

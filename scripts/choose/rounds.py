@@ -24,7 +24,7 @@ from draftsmith.scripts.choose.config import COPIES, ChooseConfig
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.settings import load_fastest
-from draftsmith.scripts.stages import ending_after
+from draftsmith.scripts.stages import interrupt_after
 from draftsmith.train.cli import OutOfTime
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.kinds.drafter import Drafter
@@ -129,7 +129,7 @@ def replayed(
         texts = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in samples]
         lengths = [sample["prompt_length"] for sample in samples]
         sampler = config.at(temperature).sampler()
-        pair.say_undrafted(lengths, list(map(len, texts)))
+        pair.warn_undrafted(lengths, list(map(len, texts)))
         replays = replay_drafters(
             pair.target, ways, texts, lengths, draft_lengths, sampler, config.max_new_tokens, with_sizes=ways
         )
@@ -190,7 +190,7 @@ def measured_costs(
         begin, costs, first = time.perf_counter(), dict[str, Any](), most / 2 if config.compiled is None else most
         why = [] if compiling is None else [f"compiling takes about {time_text(compiling)}, for which there is no time"]
         try:
-            with ending_after(first), nullcontext() if compiling is None else nothing_compiled():
+            with interrupt_after(first), nullcontext() if compiling is None else nothing_compiled():
                 costs = _measured(config, drafters, heldout, config.compiled, seconds)
             why.append(costs["eager"])
         except NotCompiled:
@@ -201,7 +201,7 @@ def measured_costs(
                 raise
             why = [f"compiled ones were not measured within {time_text(first)}, half of the time that was left"]
         if not costs:  # not in the `except`, whose exception holds the models of the first attempt in memory
-            with ending_after(most - (time.perf_counter() - begin)):
+            with interrupt_after(most - (time.perf_counter() - begin)):
                 costs = _measured(config, drafters, heldout, False, seconds)
         eager = config.compiled is None and not costs["compiled"]
         write_json(path, costs | {"eager": "; ".join(why) if eager else None})

@@ -14,7 +14,7 @@ from draftsmith.scripts.choose.forecast import Trial
 from draftsmith.scripts.choose.rounds import Replayed, replayed
 from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable, survivors
 from draftsmith.scripts.kinds import KINDS, recipes
-from draftsmith.scripts.stages import JUDGED_LATER, Stages, ending_after, flags_of
+from draftsmith.scripts.stages import JUDGED_LATER, Stages, flags_of, interrupt_after
 from draftsmith.train.cli import OutOfTime, check_fields
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.generate import load_completions
@@ -69,7 +69,7 @@ def print_plan(config: ChooseConfig) -> None:
 
 
 @dataclass(frozen=True)
-class KeptTrial:
+class SavedTrial:
     """A finished trial: its replays by temperature, and the seconds that they took."""
 
     command: list[str]  # that trained the candidate; empty for copies
@@ -79,7 +79,7 @@ class KeptTrial:
 
 
 @dataclass
-class Choosing:
+class ChooseRun:
     """One run: its progress and the time it has spent."""
 
     config: ChooseConfig
@@ -178,17 +178,17 @@ class Choosing:
                 shutil.rmtree(output)  # left by a training with other settings
             stage_seconds = self.run("training", stage, argv, until - self.spent)
         drafter = str(output) if argv else name
-        record = read(KeptTrial, path) if path.is_file() else None
+        record = read(SavedTrial, path) if path.is_file() else None
         if record is None or record.command != argv:
             try:
-                with ending_after(until - self.spent):
+                with interrupt_after(until - self.spent):
                     replays = replayed(self.config, {name: drafter}, self.heldout)[name]
             except OutOfTime:
                 self.spend("replay", self.stages.lap())
                 raise
             trained = _train_seconds(drafter) if argv else 0.0
-            write_json(path, KeptTrial(argv, trained, replays, self.stages.lap()))
-            record = read(KeptTrial, path)
+            write_json(path, SavedTrial(argv, trained, replays, self.stages.lap()))
+            record = read(SavedTrial, path)
         self.spend("replay", record.seconds)
         pace = Pace(record.training / self.written, max(0.0, stage_seconds - record.training) + record.seconds)
         return Trial(drafter, int(self.written), record.training, record.replayed), pace

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
-from draftsmith.decode.validation import Count, Said, TokenId, parsed
+from draftsmith.decode.validation import Count, ServerMessage, TokenId, parsed
 from draftsmith.scripts.engine import driver
 from draftsmith.train.job.processes import end_session
 
@@ -70,7 +70,7 @@ class EngineRun:
     answers: list[Answer | EngineFailure]
 
 
-class Result(Said):
+class Result(ServerMessage):
     """The driver's result of one job."""
 
     error: str | None = None
@@ -81,7 +81,7 @@ class Result(Said):
     num_accepted_tokens_per_pos: list[Count] = Field(default_factory=list)
 
 
-class EngineOutput(Said):
+class EngineOutput(ServerMessage):
     """The output of the driver."""
 
     vllm: str

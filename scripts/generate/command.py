@@ -74,7 +74,7 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
         finally:
             screen.close()
         _summarise(config, progress, output, errors)
-        pair.say_undrafted([len(ids)], [output.sequences.shape[1]])
+        pair.warn_undrafted([len(ids)], [output.sequences.shape[1]])
         if config.compare:
             with errors.status("decoding plainly"):
                 plain(2)

@@ -20,7 +20,7 @@ SAME = ("device", "dtype", "threads")
 """The fields of the environment that must be equal for costs to be reused."""
 
 
-def costed(pair: Pair) -> dict[str, Proposer]:
+def priced_proposers(pair: Pair) -> dict[str, Proposer]:
     """Return the proposers whose costs are measured, by their names in a table: drafters and members of drafters."""
     members = {
         member_name(drafter, source): proposer
@@ -49,7 +49,7 @@ def measured_costs(measured: Measured) -> list[CostTable]:
         blocks |= {1 + member.nodes(deepest) for member in drafter.members.values()}
         blocks |= set() if drafter.nodes is None else {1 + drafter.nodes}
     text, compiled, tables = torch.cat(measured.sequences(temperature)), bool(config.compiled), list[CostTable]()
-    models = pair.target, costed(pair), lengths, text, samplers, sorted(sizes)
+    models = pair.target, priced_proposers(pair), lengths, text, samplers, sorted(sizes)
     for context in config.context or [mean]:
         tables += measure_costs(*models, context, prompt, sorted(blocks), compiled=compiled)
     content = {
@@ -109,7 +109,7 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
     if most > largest:
         raise InputError(f"costs: expected those of batch size {most} in {path}, found up to {largest}: measure again")
     for table in tables:
-        if missing := sorted(costed(pair).keys() - table.drafters.keys()):
+        if missing := sorted(priced_proposers(pair).keys() - table.drafters.keys()):
             raise InputError(f"costs: expected those of {missing[0]} in every table of {path}, found none")
     for temperature in config.temperature:
         if all(table.temperature != temperature for table in tables):

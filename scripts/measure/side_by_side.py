@@ -92,7 +92,7 @@ def decode_side_by_side(
     rows = [row for group in next(iter(groups.values()), []) for row in group.rows]
     prompts = [len(measured.prompt_ids[row.prompt]) for row in rows]
     lengths = [prompt + len(row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
-    measured.pair.say_undrafted(prompts, lengths)
+    measured.pair.warn_undrafted(prompts, lengths)
     return groups
 
 

@@ -11,7 +11,7 @@ from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.progress import each
 from draftsmith.decode.validation import TokenId
 from draftsmith.scripts.measure.certify import certify_recommended, certify_runs
-from draftsmith.scripts.measure.cost_file import costed, measured_costs
+from draftsmith.scripts.measure.cost_file import measured_costs, priced_proposers
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.reconcile.every_round import expected_texts
 from draftsmith.scripts.measure.replays import replay_all, tree_pictures
@@ -108,7 +108,7 @@ def _replay(measured: Measured, temperature: float, unfinished: Unfinished) -> N
 
 def _costs(measured: Measured, unfinished: Unfinished) -> list[CostTable]:
     kept = unfinished.kept(list[ValidTable], "costs")
-    if kept is not None and all(table.drafters.keys() == costed(measured.pair).keys() for table in kept):
+    if kept is not None and all(table.drafters.keys() == priced_proposers(measured.pair).keys() for table in kept):
         return kept
     tables = measured_costs(measured)
     unfinished.keep("costs", value=[asdict(table) for table in tables])

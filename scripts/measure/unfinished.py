@@ -17,7 +17,7 @@ from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.report.types import Failure
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.shards import settle_manifest
-from draftsmith.train.files import remove, write_aside
+from draftsmith.train.files import remove, write_atomically
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.models import identity
 from draftsmith.train.provenance import environment
@@ -59,7 +59,7 @@ class Kept:
 
     def keep(self, *key: object, value: Any) -> None:
         """Store a unit's result, in plain JSON types."""
-        write_aside(self._path(key), json.dumps(value))
+        write_atomically(self._path(key), json.dumps(value))
 
     def remove(self) -> None:
         """Remove all units."""

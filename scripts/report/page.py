@@ -23,7 +23,7 @@ from draftsmith.scripts.report.serving_types import Latency
 from draftsmith.scripts.report.types import Comparison, Report, Run
 from draftsmith.scripts.report.words import gated, headline, load_words, turns
 from draftsmith.scripts.summary import DOUBTFUL
-from draftsmith.train.files import write_aside
+from draftsmith.train.files import write_atomically
 from draftsmith.train.kinds.quantities import size
 
 NONE = "–"
@@ -41,7 +41,7 @@ SOURCES = {
 
 def write_page(report: Report, path: Path) -> None:
     """Write the page of a report to a temporary file, and rename it, so that no reader sees half a file."""
-    write_aside(path, render_page(report))
+    write_atomically(path, render_page(report))
 
 
 def render_page(report: Report) -> str:

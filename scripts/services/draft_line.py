@@ -63,7 +63,7 @@ class DraftLine(threading.Thread):
         super().__init__(name="draft-line", daemon=True)
         self._address, self.timeout, self._key = address, timeout, key
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._say = Seldom(log or logging.getLogger(__name__))
+        self._say = ThrottledLog(log or logging.getLogger(__name__))
         self._connection: http.client.HTTPConnection | None = None
         self._calls: list[tuple[bytes, Future[bytes]]] = []
         self._changed = threading.Condition()
@@ -172,7 +172,7 @@ class DraftLine(threading.Thread):
         return f"draft service {self._address.host}{port}"
 
 
-class Seldom:
+class ThrottledLog:
     """A log that writes at most once a minute, so that a service that comes and goes does not fill it."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic):

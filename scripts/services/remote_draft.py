@@ -23,7 +23,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from draftsmith.scripts.services.draft_line import Address, DraftLine, LineDown, Seldom
+from draftsmith.scripts.services.draft_line import Address, DraftLine, LineDown, ThrottledLog
 from draftsmith.scripts.services.draft_protocol import (
     MOST_TOKENS,
     ClientReport,
@@ -53,7 +53,7 @@ class RemoteDraft:
 
     def __init__(self, vllm_config: Any, environment: Mapping[str, str] | None = None):
         env = os.environ if environment is None else environment
-        self._say = Seldom(LOGGER)
+        self._say = ThrottledLog(LOGGER)
         self._draft_length = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.decode.validation import Count, Said, parse_json
+from draftsmith.decode.validation import Count, ServerMessage, parse_json
 from draftsmith.scripts.serving.client import Client, StreamedCompletion
 from draftsmith.train.endpoint.answers import Generated, Limit, Meta
 from draftsmith.train.endpoint.http import server_words
@@ -24,7 +24,7 @@ COUNTED = (
 """Fields of an answer for drafted and accepted tokens and for steps by accepted tokens: since 2026, and before."""
 
 
-class ServerInfo(Said):
+class ServerInfo(ServerMessage):
     """SGLang's `/server_info`; its `internal_states` tell it from other servers."""
 
     version: str | None = None

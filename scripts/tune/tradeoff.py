@@ -20,7 +20,7 @@ from draftsmith.decode.measurement.intervals import (
 )
 from draftsmith.decode.rules import Cascade, Rule, Threshold, Typical, as_rule
 from draftsmith.scripts.summary import figures_table
-from draftsmith.train.files import written_aside
+from draftsmith.train.files import atomic_path
 
 RULES = ("typical", "threshold", "cascade")
 COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens")
@@ -244,7 +244,7 @@ def draw_tradeoff(report: dict[str, Any], path: Path) -> None:
     axes.set_title(report["reason"], fontsize=9, loc="left", wrap=True)
     axes.legend(frameon=False)
     # Text stays text, and the file is reproducible.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}), written_aside(path) as aside:
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}), atomic_path(path) as aside:
         figure.savefig(aside, format="svg", metadata={"Date": None})
 
 

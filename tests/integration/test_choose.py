@@ -17,7 +17,7 @@ from draftsmith.scripts.choose import run as run_module
 from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.choose.forecast import Outlook, Trial
 from draftsmith.scripts.choose.rounds import Way
-from draftsmith.scripts.choose.run import Choosing
+from draftsmith.scripts.choose.run import ChooseRun
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import OutOfTime, parse_config
 from draftsmith.train.data.prompts import Prompt, read_prompts
@@ -198,7 +198,7 @@ def priced(monkeypatch):
     monkeypatch.setattr(stages.Stages, "run", run)
     monkeypatch.setattr(stages.Stages, "lap", lambda self: 0.0)
     for module in (run_module, rounds):
-        monkeypatch.setattr(module, "ending_after", nullcontext)
+        monkeypatch.setattr(module, "interrupt_after", nullcontext)
     return prices
 
 
@@ -274,10 +274,10 @@ def test_nothing_is_compiled_that_the_budget_does_not_pay_for(pair_dirs, tmp_pat
         assert all("eager" in note and words in note for note, words in zip(choice.notes, why, strict=True))
 
 
-def choosing(settings, tmp_path, prompts: int, used: int, written: float) -> Choosing:
+def choosing(settings, tmp_path, prompts: int, used: int, written: float) -> ChooseRun:
     """A run whose target has answered some of its prompts."""
     train = [Prompt(str(number), f"text {number}", None, None) for number in range(prompts)]
-    return Choosing(
+    return ChooseRun(
         settings, settings.candidates, tmp_path / "choice", train, stages.Stages(tmp_path / "choice/stages"),
         used=used, written=written, parts=["text-1", "text-2"],
     )  # fmt: skip

@@ -173,7 +173,7 @@ def test_programs_write_the_eager_tokens(untraced, shape, options):
     made = kinds(untraced)
     of_shape = {"medusa": "HeadsForward", "hydra": "HeadsForward", "block": "BlockDraftForward"}
     assert {"BlockForward", of_shape.get(shape.split()[0], "ModelDraftForward")} <= made
-    assert ("Judgement" in made) == (options is not GREEDY and "tree" not in shape)
+    assert ("CompiledRule" in made) == (options is not GREEDY and "tree" not in shape)
 
 
 def test_traced_programs_write_the_eager_tokens(traced):
@@ -184,7 +184,7 @@ def test_traced_programs_write_the_eager_tokens(traced):
         both(drafter, options, model, draft_length=2, eos_token_id=ending(drafter, model, options))
         both(drafter, options, model, rows=1, draft_length=2)
     made = [key[0] for _, key in traced]
-    assert [made.count(name) for name in ("BlockForward", "ModelDraftForward", "HeadsForward", "Judgement")] == [
+    assert [made.count(name) for name in ("BlockForward", "ModelDraftForward", "HeadsForward", "CompiledRule")] == [
         1,
         1,
         1,
@@ -255,7 +255,7 @@ def test_distributions_of_another_precision_are_judged_by_another_program(untrac
     """A program reads its inputs as what it was compiled for, whatever they are."""
     for drafter in (DraftModelProposer(draft()), BlindProposer(), DraftModelProposer(copy.deepcopy(draft()).double())):
         both(drafter, PLAIN)
-    judged = [key for _, key in untraced if key[0] == "Judgement"]
+    judged = [key for _, key in untraced if key[0] == "CompiledRule"]
     assert len(judged) == len(set(judged)) == 2  # q is float32 or float64
 
 

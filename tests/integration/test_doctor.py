@@ -448,7 +448,7 @@ def test_heads_that_fit_are_said_to(plain, heads, capsys):
 def test_heads_of_any_tool_are_read_and_what_they_leave_unsaid_is_told(
     format, said, plain, heads, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
     ours = MedusaHeads.from_pretrained(heads)
     if format != "vllm":
         ours = MedusaHeads.of_target(load_model(plain, device="cpu"), 2, medusa_fc_bias=True)

@@ -57,7 +57,7 @@ def heads_dir(tmp_path, pair_dirs) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(formats, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(formats, "run_reader", lambda readers, *given: readers.logits(*given))
 
 
 def logits(heads: MedusaHeads) -> torch.Tensor:

@@ -60,7 +60,7 @@ def drafter_dir(target, tmp_path) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
 
 
 def same(one: BlockDrafter, two: BlockDrafter) -> None:
@@ -117,7 +117,7 @@ def test_a_cut_vocabulary_takes_the_targets_rows_along(target, tmp_path, name, f
 @pytest.mark.usefixtures("in_this_process")
 def test_a_wrong_file_is_not_left(target, tmp_path, monkeypatch):
     reader = writing.readers.logits
-    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: 1.001 * reader(*given))
+    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: 1.001 * reader(*given))
     with pytest.raises(RuntimeError, match=r"^export: expected a reader to find the same states, found them off by"):
         export_block(made(target, "DSpark"), tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()

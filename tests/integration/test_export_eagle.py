@@ -34,7 +34,7 @@ def heads_dir(pair_dirs, tmp_path) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
 
 
 def test_the_script_of_readers_reads_what_is_written(heads_dir, tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ class Engine:
 def engine(monkeypatch) -> Engine:
     fake = Engine()
     # test_export.py has the fresh process that reads what was written.
-    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
     monkeypatch.setattr(verification, "run_jobs", fake)
     monkeypatch.setattr(command, "engine_python", lambda given: Path("python"))
     return fake

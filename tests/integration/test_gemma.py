@@ -199,7 +199,7 @@ def test_the_doctor_finds_nothing_wrong_and_exports_read_back(
     name, gemma_pipeline, trained, tmp_path, capsys, monkeypatch
 ):
     for writing in (heads_writing, eagle_writing):
-        monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
+        monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
     (output, _), kind, target = trained(name), RECIPES[name][0], str(gemma_pipeline / "target")
     field = "draft" if kind == "parallel_draft" else kind
     assert cli.main(["doctor", "--target", target, f"--{field}", str(output)]) == 0

@@ -15,7 +15,7 @@ from pipelines import block_configured, configured, eagle_configured, heads_conf
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from draftsmith.decode.cache.kernels import AsOnCuda
+from draftsmith.decode.cache.kernels import CudaKernels
 from draftsmith.distill import __main__ as distilling
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as heads
@@ -118,7 +118,7 @@ def test_a_step_looks_at_no_value(on_meta, name):
     trainer, loader = on_meta(name)
     batch = without_data(next(loader))
     (batch,), tokens = trainer.get_batch_samples(iter([batch]), 1, torch.device("meta"))
-    with AsOnCuda() as kernels:
+    with CudaKernels() as kernels:
         loss = trainer.training_step(trainer.model, batch, tokens)
     assert loss.device.type == "meta" and loss.shape == ()
     trained = [p for p in trainer.model.parameters() if p.requires_grad]

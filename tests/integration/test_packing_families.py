@@ -21,7 +21,7 @@ from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.losses.positions import IGNORED
-from draftsmith.train.models import set_attention, takes_bounds
+from draftsmith.train.models import set_attention, uses_varlen_attention
 from draftsmith.train.trainer import texts
 
 PACKING = [
@@ -159,7 +159,7 @@ def test_an_attention_that_is_told_bounds_has_the_same_hidden_states(tokenizer, 
     told, masked = build("llama"), build("llama")
     masked.load_state_dict(told.state_dict())
     told.config._attn_implementation = "flash_reference"  # by its name the library would look for a kernel
-    assert takes_bounds(told) and not takes_bounds(masked) and packs(told)
+    assert uses_varlen_attention(told) and not uses_varlen_attention(masked) and packs(told)
     dataset = samples(SIZES)
     rows = list(pack(dataset, 40) if packed else dataset)
     batch = CompletionCollator(tokenizer, bounds=True)(rows)

@@ -23,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from draftsmith.decode.cache.kernels import AsOnCuda
+from draftsmith.decode.cache.kernels import CudaKernels
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig, DistillPlanConfig
 from draftsmith.distill.memory import DraftPlan, trace_draft_loss
@@ -95,7 +95,7 @@ def really_saved(model: PreTrainedModel, amp: bool, checkpointing: bool) -> int:
 
     inputs = BatchShape(LENGTH, ROWS).inputs(ROWS)
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with saving, torch.autocast("cpu", enabled=amp), AsOnCuda() as kernels:
+    with saving, torch.autocast("cpu", enabled=amp), CudaKernels() as kernels:
         hidden = last_hidden(model.train(), **inputs)
     assert hidden.requires_grad and set(kernels.chosen) == {"flash" if amp else "math"}
     ours = {t.untyped_storage().data_ptr() for t in inputs.values()}

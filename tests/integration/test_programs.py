@@ -166,8 +166,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 
 def test_programs_of_a_model_share_its_weights(monkeypatch, untraced):
-    copies, laid_out = [], program.laid_out
-    monkeypatch.setattr(program, "laid_out", lambda model: copies.append(model) or laid_out(model))
+    copies, lay_out_weights = [], program.lay_out_weights
+    monkeypatch.setattr(program, "lay_out_weights", lambda model: copies.append(model) or lay_out_weights(model))
     shared = model()
     for depths in ((), (1,)):
         cached = CachedModel(shared, 1, 20, compiled=True, wants_features=depths)

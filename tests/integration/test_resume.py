@@ -74,24 +74,24 @@ def test_what_would_see_samples_twice_is_refused_with_what_to_give(tmp_path, cha
     checkpoint = tmp_path / "checkpoint-6"
     checkpoint.mkdir()
     JOB.write(checkpoint)
-    replace(JOB, processes=4, accumulation=4).require_goes_on(checkpoint)
-    replace(JOB, processes=64, batch=1, accumulation=1).require_goes_on(checkpoint)
+    replace(JOB, processes=4, accumulation=4).require_resumable(checkpoint)
+    replace(JOB, processes=64, batch=1, accumulation=1).require_resumable(checkpoint)
     with pytest.raises(InputError, match=f"^{re.escape(message)}.*; give that, or resume false"):
-        replace(JOB, **changed).require_goes_on(checkpoint)
+        replace(JOB, **changed).require_resumable(checkpoint)
 
 
 def test_shards_of_zero_want_the_processes_that_wrote_them(tmp_path):
     zero = replace(JOB, strategy="ZeRO-2")
     zero.write(tmp_path)
-    zero.require_goes_on(tmp_path)
+    zero.require_resumable(tmp_path)
     with pytest.raises(InputError, match=r"^processes: expected 8, over which ZeRO-2 has divided .*, found 4"):
-        replace(zero, processes=4, accumulation=4).require_goes_on(tmp_path)
+        replace(zero, processes=4, accumulation=4).require_resumable(tmp_path)
 
 
 def test_a_checkpoint_without_a_record_is_the_users_to_judge(tmp_path):
-    JOB.require_goes_on(tmp_path)
+    JOB.require_resumable(tmp_path)
     (tmp_path / RECORD).write_text(json.dumps({"unknown": 1}))
-    JOB.require_goes_on(tmp_path)
+    JOB.require_resumable(tmp_path)
 
 
 @pytest.mark.slow

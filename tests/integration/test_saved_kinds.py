@@ -73,7 +73,7 @@ def test_files_that_are_missing_or_cut_are_refused_in_one_line(target, saved, to
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS if kind.formats])
 def test_it_is_exported_in_its_first_format(target, saved, tmp_path, capsys, monkeypatch, kind):
     for writing in (heads_writing, eagle_writing):
-        monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
+        monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
     flags = ["--drafter", f"{kind}:{saved(kind)}", "--target", str(target[0]), "--format", kind_named(kind).formats[0]]
     if main(["export", *flags]):  # what does not stay as it is must be told where to go
         assert "output: expected a directory to write in, found none" in capsys.readouterr().err

@@ -179,10 +179,10 @@ def test_on_a_gpu_compiled_forwards_have_to_pay_and_the_bound_is_told(
             raise seconds[name]
         return {name: seconds[name]}
 
-    monkeypatch.setattr(settings, "forward_behind_text", lambda model, compiled: None)
+    monkeypatch.setattr(settings, "forward_after_text", lambda model, compiled: None)
     monkeypatch.setattr(settings, "median_seconds", median)
     monkeypatch.setattr(settings, "launch_seconds", lambda step, device, repeats: launching)
-    found, why = settings.compiled_on_gpu(tiny_llama(0), compiled)
+    found, why = settings.choose_compiled_on_gpu(tiny_llama(0), compiled)
     assert found == chosen and why.startswith("milliseconds per token of plain decoding: ") and told in why
 
 
@@ -190,14 +190,14 @@ def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(monkeypatch):
     def failing(model, compiled):
         raise RuntimeError("no triton")
 
-    monkeypatch.setattr(settings, "forward_behind_text", failing)
+    monkeypatch.setattr(settings, "forward_after_text", failing)
     with pytest.raises(RuntimeError, match="no triton"):
-        settings.compiled_on_gpu(tiny_llama(0), True)
+        settings.choose_compiled_on_gpu(tiny_llama(0), True)
 
 
 def test_launching_is_timed_by_a_real_forward():
     model = tiny_llama(0)
-    found, why = settings.compiled_on_gpu(model, False)
+    found, why = settings.choose_compiled_on_gpu(model, False)
     assert not found and "eager" in why and "is the bound" in why
 
 

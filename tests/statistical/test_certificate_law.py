@@ -9,7 +9,7 @@ from conftest import perturbed, tiny_llama
 from scipy.stats import binom
 
 from draftsmith.decode import DraftModelProposer, autoregressive_generate
-from draftsmith.decode.measurement.certificate import texts_tested
+from draftsmith.decode.measurement.certificate import tie_tolerant_test
 from draftsmith.decode.measurement.distribution_test import sample_texts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.certify.collect import text_pairs
@@ -36,7 +36,7 @@ def drawn(model, count, seed=0, temperature=1.0, tokens=TOKENS):
 
 
 def judged(target, texts, seed=0):
-    return texts_tested(target, texts, SAMPLER, seed=seed, batch_size=TEXTS, pairs=text_pairs(len(texts)))
+    return tie_tolerant_test(target, texts, SAMPLER, seed=seed, batch_size=TEXTS, pairs=text_pairs(len(texts)))
 
 
 def test_false_alarms_are_as_rare_as_stated(target):

@@ -121,7 +121,7 @@ def training_data(samples: list[dict[str, Any]]) -> TrainingData:
 @contextmanager
 def measured_on_what_it_learns() -> Iterator[None]:
     """Lift the ban, to see that something is learned."""
-    with mock.patch.object(launch, "require_apart"):
+    with mock.patch.object(launch, "require_disjoint_prompts"):
         yield
 
 

@@ -204,7 +204,7 @@ def take_share(data: TrainingData, share: float) -> TrainingData:
     return data.select(chosen)
 
 
-def require_apart(train: TrainingData, heldout: TrainingData) -> None:
+def require_disjoint_prompts(train: TrainingData, heldout: TrainingData) -> None:
     """Require that no held-out sample has the prompt of a training sample."""
     prompts, held = (data.texts.column("prompt")[data.members] for data in (train, heldout))
     shared = np.flatnonzero(np.isin(held, prompts))

@@ -29,7 +29,7 @@ LOGITS = 2**24  # the number of logits held at a time
 T = TypeVar("T")
 
 
-def chosen_once(choose: Callable[[], T], together: bool = False) -> T:
+def choose_once(choose: Callable[[], T], together: bool = False) -> T:
     """Return the first process's choice on all processes.
 
     `together` calls `choose` on all of them, since a sharded model's forward needs all.
@@ -38,7 +38,7 @@ def chosen_once(choose: Callable[[], T], together: bool = False) -> T:
     return values[0]  # type: ignore[no-any-return]
 
 
-def say_once(line: str) -> None:
+def print_once(line: str) -> None:
     """Print a line on stderr, from the first process only."""
     if is_first():
         print(line, file=sys.stderr)

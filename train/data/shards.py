@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Amount, Count, Share, read
-from draftsmith.train.files import NO_ROOM, remove, write_aside
+from draftsmith.train.files import DISK_FULL, remove, write_atomically
 from draftsmith.train.job.lock import locked
 
 SCHEMA = "draftsmith.completions/1"
@@ -116,10 +116,10 @@ def output_directory(output: Path, kept: Callable[[], str], first: bool = True) 
         error.add_note(f"{kept()} are kept in {output}")
         raise
     except OSError as error:
-        if error.errno is None or error.errno not in NO_ROOM:
+        if error.errno is None or error.errno not in DISK_FULL:
             raise
         raise InputError(
-            f"output: {NO_ROOM[error.errno]} for {output}: {kept()} are kept; "
+            f"output: {DISK_FULL[error.errno]} for {output}: {kept()} are kept; "
             "free some space and run the same command again"
         ) from error
 
@@ -143,7 +143,7 @@ def write_shard(path: Path, shard: pa.Table, **options: Any) -> None:
     """Write a shard whole or not at all; `options` are those of `pyarrow.parquet.write_table`."""
     buffer = pa.BufferOutputStream()
     pq.write_table(shard, buffer, compression="zstd", write_page_checksum=True, **options)
-    write_aside(path, buffer.getvalue().to_pybytes())
+    write_atomically(path, buffer.getvalue().to_pybytes())
 
 
 def completion_files(path: str, unfinished: bool = True) -> list[Path]:
@@ -244,7 +244,7 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     if before is None:
         if any(directory.glob("*shard-*.parquet")):
             raise InputError(f"output: expected {MANIFEST} with the shards in {directory}, found none")
-        write_aside(directory / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        write_atomically(directory / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         return
     way_out = f"; {directory} was begun with other settings: give another --output, or remove it"
     source = {"answers": "target"}  # the meaning of a manifest without it

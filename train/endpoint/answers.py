@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from draftsmith.decode.validation import MOST, Count, Said, TokenId
+from draftsmith.decode.validation import MOST, Count, ServerMessage, TokenId
 
 Limit = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(lambda limit: limit if limit > 0 else None)]
 """A limit of at least 1, or None; some servers give 0 or −1 for no limit."""
@@ -19,20 +19,20 @@ def _joined(content: Any) -> Any:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-class ModelCard(Said):
+class ModelCard(ServerMessage):
     """One model of `/v1/models`."""
 
     id: str
     max_model_len: Limit | None = None
 
 
-class ModelList(Said):
+class ModelList(ServerMessage):
     """An answer of `/v1/models`."""
 
     data: list[ModelCard]
 
 
-class Delta(Said):
+class Delta(ServerMessage):
     """A part of a chat's message."""
 
     content: Annotated[str | None, BeforeValidator(_joined)] = None
@@ -45,7 +45,7 @@ class Delta(Said):
         return (self.reasoning_content or self.reasoning or "") + (self.content or "")
 
 
-class Choice(Said):
+class Choice(ServerMessage):
     """An answer's text, or a part of it; a request has only one choice."""
 
     text: str | None = None
@@ -57,27 +57,27 @@ class Choice(Said):
     matched_stop: Any = None  # the same in SGLang
 
 
-class Usage(Said):
+class Usage(ServerMessage):
     """The server's counts of tokens."""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
 
 
-class Drafted(Said):
+class Drafted(ServerMessage):
     """vLLM's counts of drafted tokens in one answer."""
 
     acceptance_histogram: Annotated[list[Count], Field(min_length=1)]
     num_draft_tokens: Count
 
 
-class AnswerMetrics(Said):
+class AnswerMetrics(ServerMessage):
     """vLLM's `metrics` of one answer."""
 
     speculative_decoding: Drafted | None = None
 
 
-class StreamPart(Said):
+class StreamPart(ServerMessage):
     """A streamed part of a completion or a chat."""
 
     error: Any = None
@@ -93,7 +93,7 @@ class WholeCompletion(StreamPart):
     choices: Annotated[Sequence[Choice], Field(min_length=1)]
 
 
-class FinishReason(Said):
+class FinishReason(ServerMessage):
     """The reason why a text of SGLang's `/generate` ended, and the token or text that it `matched`."""
 
     type: str
@@ -101,7 +101,7 @@ class FinishReason(Said):
     matched: Any = None
 
 
-class Meta(Said):
+class Meta(ServerMessage):
     """SGLang's `meta_info`; its counts were renamed in 2026."""
 
     completion_tokens: Count
@@ -116,7 +116,7 @@ class Meta(Said):
     spec_accept_histogram: list[Count] | None = None
 
 
-class Generated(Said):
+class Generated(ServerMessage):
     """A part of an answer of SGLang's `/generate`."""
 
     error: Any = None

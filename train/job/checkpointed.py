@@ -98,7 +98,7 @@ class CheckpointedTrainer(Trainer):
             return
 
         def rename(module: nn.Module, state: dict[str, Tensor], *_: Any) -> None:
-            renamed = as_trained(module, state)
+            renamed = to_model_names(module, state)
             state.clear()
             state.update(renamed)
 
@@ -130,7 +130,7 @@ class CheckpointedTrainer(Trainer):
             raise InputError(f"weights of another model: {problem}")
 
 
-def as_trained(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_model_names(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a file's weights under the model's own names, undoing the `revert_weight_conversion` of `save_pretrained`.
 
     A state whose names the model all knows is returned as it is.

@@ -68,7 +68,7 @@ class JobRecord:
         """Return whether this job left its record in a directory."""
         return JobRecord.left_in(directory) == self
 
-    def require_goes_on(self, checkpoint: Path) -> None:
+    def require_resumable(self, checkpoint: Path) -> None:
         """Require that this job continues a checkpoint's data without repeating or skipping a sample.
 
         The order follows from the seed and the epoch alone, and each step takes the next samples of it, on any number

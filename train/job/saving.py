@@ -10,7 +10,7 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from draftsmith.train.files import files_written_aside, move_over, remove
+from draftsmith.train.files import atomic_files, remove, replace_path
 from draftsmith.train.job.checkpointed import CheckpointedTrainer
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.models import DTYPES, load_config, stored_dtype
@@ -73,7 +73,7 @@ class SavingTrainer(CheckpointedTrainer):
         if self.args.should_save:
             self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
             self.job.write(aside / name)
-            move_over(aside / name, directory / name)
+            replace_path(aside / name, directory / name)
             remove(aside)
             if self._superseded is not None:
                 remove(directory / f"checkpoint-{self._superseded}")
@@ -115,7 +115,7 @@ class SavingTrainer(CheckpointedTrainer):
         directory = Path(output_dir or str(self.args.output_dir))
         if not self.args.should_save:
             return  # this process has only helped to gather the weights
-        with full_disk_reported(Path(str(self.args.output_dir))), files_written_aside(directory) as aside:
+        with full_disk_reported(Path(str(self.args.output_dir))), atomic_files(directory) as aside:
             self.write_model(str(aside), state_dict)
 
     def write_model(self, directory: str, state_dict: dict[str, Any] | None) -> None:

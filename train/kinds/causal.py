@@ -67,9 +67,9 @@ class CausalKind(ModelKind):
 
     def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
         """Return a forward of one token after a short text."""
-        from draftsmith.decode.measurement.costs import forward_behind_text
+        from draftsmith.decode.measurement.costs import forward_after_text
 
-        return forward_behind_text(model)
+        return forward_after_text(model)
 
     def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
         """Load the model without its weights."""

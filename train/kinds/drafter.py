@@ -128,7 +128,7 @@ class Pair:
     def check_positions(self, prompt: int, new_tokens: int) -> None:
         """Raise InputError unless the longest prompt and its text fit into the target's positions.
 
-        Past its positions a target writes noise or fails. Past its own, a drafter drafts nothing: see `say_undrafted`.
+        Past its positions a target writes noise or fails. Past its own, a drafter drafts nothing: see `warn_undrafted`.
         """
         from draftsmith.decode.cache import positions_of
 
@@ -139,7 +139,7 @@ class Pair:
                 f"{new_tokens} tokens"
             )
 
-    def say_undrafted(self, prompts: Sequence[int], lengths: Sequence[int]) -> None:
+    def warn_undrafted(self, prompts: Sequence[int], lengths: Sequence[int]) -> None:
         """Print to standard error how many tokens each drafter did not draft because they are past its positions.
 
         `prompts` holds the tokens of each prompt, `lengths` those of each prompt with its text.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from draftsmith.decode.errors import InputError, at_least, one_of, require
-from draftsmith.train.files import require_writable, written_aside
+from draftsmith.train.files import atomic_path, require_writable
 from draftsmith.train.options import DRAFT_LENGTH, DTYPES
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def put_in_place(directory: Path) -> Iterator[Path]:
     """Yield a temporary directory, which replaces `directory` if the block succeeds and is removed otherwise."""
     check_output(directory)
     try:
-        with written_aside(directory.absolute()) as aside:
+        with atomic_path(directory.absolute()) as aside:
             aside.mkdir()
             yield aside
     except (OSError, SafetensorError) as error:

@@ -52,7 +52,7 @@ class Suffix(DrafterKind):
         store = None
         if path:
             vocab_size = loading.target.config.get_text_config().vocab_size
-            store = SuffixStore.load(path, vocab_size, tokenizer=digest_of(loading.tokenizer))
+            store = SuffixStore.load(path, vocab_size, tokenizer=vocabulary_digest(loading.tokenizer))
         proposer = SuffixProposer(int(least), store=store)
         return self.drafter(spec, proposer, figures={"suffix_match": int(least)})
 
@@ -105,6 +105,6 @@ class EarlyExit(DrafterKind):
         return None
 
 
-def digest_of(tokenizer: "PreTrainedTokenizerBase") -> str:
+def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a digest of a tokenizer's vocabulary, which a store of texts must share with the target."""
     return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_of
-from draftsmith.decode.cache.kernels import AsOnCuda
+from draftsmith.decode.cache.kernels import CudaKernels
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.memory.layers import Course, traced_by_layers, traced_whole
 from draftsmith.train.memory.setting import Precision
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         """Not counted, and kept: a storage's number is that of another once it is released."""
         for tensor in self._given:
             self._sizes[tensor.untyped_storage()._cdata] = 0
-        self._kernels = AsOnCuda()
+        self._kernels = CudaKernels()
 
     def __enter__(self) -> "LiveBytes":
         self._kernels.__enter__()

@@ -65,7 +65,7 @@ class CacheConfig(ModelOptions, TargetOptions):
                 raise InputError(f"{name}: expected none beside features, which hold no distributions, found {value}")
 
 
-def refuse_beside_cache(config: RecipeConfig) -> None:
+def refuse_with_cache(config: RecipeConfig) -> None:
     """Refuse settings of a training run that need a target in memory, or batches sliced by the library."""
     if config.target_sharded:
         raise InputError("target_sharded: expected false with teacher_cache, found true")

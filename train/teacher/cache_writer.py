@@ -25,7 +25,7 @@ from draftsmith.decode.progress import each, phase
 from draftsmith.train import models
 from draftsmith.train.data.mapped import Texts, checksum, map_completions
 from draftsmith.train.data.shards import MANIFEST, completion_files, output_directory, read_shard, settle_manifest
-from draftsmith.train.files import remove, write_aside
+from draftsmith.train.files import remove, write_atomically
 from draftsmith.train.job.processes import Processes, launched
 from draftsmith.train.losses.output_head import require_split
 from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
@@ -162,7 +162,7 @@ def _serve(config: CacheConfig, shards: FeatureShards, manifest: dict[str, Any],
 def _settle_window(output: Path, manifest: dict[str, Any]) -> None:
     """Settle a manifest, whose window may change between runs."""
     settle_manifest(output, manifest)
-    write_aside(output / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_atomically(output / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def _load(config: CacheConfig) -> PreTrainedModel:

@@ -66,10 +66,10 @@ class FeatureIndex(SampleIndex):
                 return self.window.find(text)
         return super().find(text)
 
-    def look_at(self, samples: Sequence[Mapping[str, Any]]) -> None:
+    def request_features(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Announce to the window that the states of rows of `TrainingData` are read before training begins."""
         if self.window is not None:
-            self.window.look_at([text for sample in samples for text in sample["texts"]])
+            self.window.request_features([text for sample in samples for text in sample["texts"]])
 
     def load_target(self, config: RecipeConfig) -> PreTrainedModel:
         """Load the ends of the target into the host's memory (`load_ends`)."""

@@ -29,7 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from draftsmith.decode.cache import own_positions
 from draftsmith.decode.cache.features import check_layers, collected, default_layers
 from draftsmith.decode.errors import InputError
-from draftsmith.train.files import written_aside
+from draftsmith.train.files import atomic_path
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import DTYPES, load_config
 from draftsmith.train.teacher.cache_config import CacheConfig
@@ -171,7 +171,7 @@ def states_of(model: PreTrainedModel, layout: Layout, texts: Sequence[list[int]]
 def shard_writer(path: Path, columns: pa.Schema) -> Iterator[pq.ParquetWriter]:
     """Yield a writer whose tables become row groups of a shard; the shard appears when the block ends."""
     options = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
-    with written_aside(path) as aside, aside.open("wb") as file:
+    with atomic_path(path) as aside, aside.open("wb") as file:
         with pq.ParquetWriter(file, columns, **options) as writer:
             yield writer
         file.flush()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers, last_norm
 from draftsmith.train.checkpoint import check_finite, is_quantized, reading
-from draftsmith.train.files import written_aside
+from draftsmith.train.files import atomic_path
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, empty_model
 
@@ -30,7 +30,7 @@ SHA256 = "sha256"
 def save_ends(target: PreTrainedModel, path: Path) -> None:
     """Write the ends of a target in its names and dtype; a quantised target's without the last layer."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in _ends(target, not is_quantized(target))}
-    with written_aside(path) as aside:
+    with atomic_path(path) as aside:
         save_file(tensors, aside, {SHA256: _digest(tensors)})
 
 

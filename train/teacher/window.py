@@ -33,7 +33,7 @@ from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.mapped import Texts
 from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.data.shards import read_shard
-from draftsmith.train.files import written_aside
+from draftsmith.train.files import atomic_path
 from draftsmith.train.job.processes import Processes, is_first
 from draftsmith.train.teacher.feature_shards import FeatureShards, Layout
 from draftsmith.train.teacher.sources import Source, Text
@@ -106,7 +106,7 @@ class Order:
 
     def save(self, path: Path) -> None:
         """Write the order to a file."""
-        with written_aside(path) as aside, aside.open("wb") as file:
+        with atomic_path(path) as aside, aside.open("wb") as file:
             np.savez(file, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
@@ -159,7 +159,7 @@ class WindowReader:
     _epochs: int = 0
     _steps: int = 1
 
-    def look_at(self, texts: Sequence[int]) -> None:
+    def request_features(self, texts: Sequence[int]) -> None:
         """Request the features of texts that are read before training begins."""
         hashes = np.array(texts, np.uint64)
         self.run, self.epoch, self.speaks = hashlib.sha256(hashes.tobytes()).hexdigest()[:12], -1, is_first()
@@ -233,7 +233,7 @@ class WindowReader:
             if not (self.directory / name).exists():
                 self.orders[epoch].save(self.directory / name)
         position = Position(run=self.run, epoch=self.epoch, portion=portion, done=done)
-        with written_aside(self.directory / READER) as aside:
+        with atomic_path(self.directory / READER) as aside:
             aside.write_text(json.dumps(position), encoding="utf-8")
         for old in self.directory.glob("order-*.npz"):
             if old.name not in names.values():

@@ -28,7 +28,7 @@ from draftsmith.medusa.block.blocks import Anchors, attend_to
 from draftsmith.medusa.block.formats import readers
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, round_tensors
-from draftsmith.medusa.proof import TOLERANCE, read_apart, relative_error
+from draftsmith.medusa.proof import TOLERANCE, relative_error, run_reader
 from draftsmith.train.kinds.export import check_format, put_in_place
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import DTYPES
@@ -219,7 +219,7 @@ def prove_block(drafter: BlockDrafter, directory: Path) -> None:
     wide, slots = config.hidden_size * len(config.target_layer_ids), config.block_size
     features_TF = torch.randn(PLACES, wide, generator=generator)
     embeddings_TSH = torch.randn(PLACES, slots, config.hidden_size, generator=generator)
-    outputs_TKX = read_apart(readers, "block", directory, features_TF, embeddings_TSH)
+    outputs_TKX = run_reader(readers, "block", directory, features_TF, embeddings_TSH)
     exact, places_1T = copy.deepcopy(drafter).float(), torch.arange(PLACES)[None]
     context = exact.context(exact.fuse(features_TF[None]), places_1T)
     # Only the anchors' places count: the slots' embeddings are random, not the tokens'.

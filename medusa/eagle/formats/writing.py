@@ -20,7 +20,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, round_tensors
 from draftsmith.medusa.eagle.formats import readers
 from draftsmith.medusa.eagle.heads import EagleHeads, Step
-from draftsmith.medusa.proof import TOLERANCE, read_apart, relative_error
+from draftsmith.medusa.proof import TOLERANCE, relative_error, run_reader
 from draftsmith.medusa.seen import KeysValues
 from draftsmith.train.kinds.export import check_format, put_in_place
 from draftsmith.train.models import DTYPES
@@ -152,7 +152,7 @@ def prove_eagle(heads: EagleHeads, directory: Path) -> None:
     wide = config.target_hidden_size * len(heads.layer_ids)
     features_TF = torch.randn(4, wide, generator=generator)
     embeddings_TKH = torch.randn(4, STEPS, config.hidden_size, generator=generator)
-    logits_TKV = read_apart(readers, "eagle3", directory, features_TF, embeddings_TKH)
+    logits_TKV = run_reader(readers, "eagle3", directory, features_TF, embeddings_TKH)
     exact, places = copy.deepcopy(heads).float(), torch.arange(4 + STEPS)[None]
     first = exact(embeddings_TKH[None, :, 0], exact.fuse(features_TF[None]), places[:, :4])
     for start in range(4):

@@ -25,7 +25,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, round_tensors
 from draftsmith.medusa.heads.formats import readers
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
-from draftsmith.medusa.proof import TOLERANCE, read_apart, relative_error
+from draftsmith.medusa.proof import TOLERANCE, relative_error, run_reader
 from draftsmith.train.kinds.export import check_format as one_of_formats
 from draftsmith.train.kinds.export import put_in_place
 from draftsmith.train.losses.cut_vocabulary import whole_rows
@@ -227,7 +227,7 @@ def prove(heads: MedusaHeads, directory: Path, format: str, reader: str, dtype: 
     config, generator = heads.config, torch.Generator().manual_seed(0)
     hidden_NH = torch.randn(4, config.hidden_size, generator=generator)
     embeddings_NKH = torch.randn(4, config.num_heads, config.hidden_size, generator=generator)
-    logits_NKV = read_apart(readers, reader, directory, hidden_NH, embeddings_NKH)
+    logits_NKV = run_reader(readers, reader, directory, hidden_NH, embeddings_NKH)
     shape, found_shape = (4, config.num_heads, config.vocab_size), tuple(logits_NKV.shape)
     if found_shape != shape:
         raise RuntimeError(f"export: expected {reader} to read logits of shape {shape}, found {found_shape}")

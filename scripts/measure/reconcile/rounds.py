@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Amount, Count, Finite, Share, TokenId, file_bytes, parsed
 from draftsmith.scripts.report.types import Verifier
-from draftsmith.train.files import write_aside
+from draftsmith.train.files import write_atomically
 
 SCHEMA: Literal["draftsmith.rounds/1"] = "draftsmith.rounds/1"
 ROUNDS = "rounds.jsonl"
@@ -95,7 +95,7 @@ class ExpectedText:
 def write_rounds(path: Path, settings: RoundsSettings, texts: Sequence[ExpectedText]) -> None:
     """Write the file aside, then rename it."""
     lines = [json.dumps(line, separators=(",", ":")) for line in (asdict(settings), *map(asdict, texts))]
-    write_aside(path, "\n".join(lines) + "\n")
+    write_atomically(path, "\n".join(lines) + "\n")
 
 
 def read_rounds(report: str) -> tuple[RoundsSettings, list[ExpectedText]]:

@@ -18,7 +18,7 @@ from draftsmith.scripts.report.types import Report
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.endpoint.http import ServerFailure
-from draftsmith.train.files import remove, require_writable, write_aside
+from draftsmith.train.files import remove, require_writable, write_atomically
 from draftsmith.train.provenance import write_json
 
 FILES = ("report.json", "report.html", "summary.md")
@@ -56,7 +56,7 @@ def write_report(report: Report, output: Path) -> None:
     """Write `report.json`, `report.html` and `summary.md`."""
     write_json(output / "report.json", report)
     write_page(report, output / "report.html")
-    write_aside(output / "summary.md", markdown(report))
+    write_atomically(output / "summary.md", markdown(report))
 
 
 def show_report(report: Report, output: str) -> None:

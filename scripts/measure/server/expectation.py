@@ -7,7 +7,7 @@ from pathlib import Path
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import LEAST
 from draftsmith.decode.measurement.server_counts import VLLM
-from draftsmith.decode.validation import Said, read
+from draftsmith.decode.validation import ServerMessage, read
 from draftsmith.scripts.measure.reconcile import pairing
 from draftsmith.scripts.measure.reconcile.compare import reconcile
 from draftsmith.scripts.measure.reconcile.pairing import ServedText, texts_of, too_few
@@ -58,11 +58,11 @@ def read_expectation(config: MeasureServerConfig) -> Expectation | None:
     return Expectation(config.expect, settings, texts, drafter, verifier)
 
 
-class _Chosen(Said):
+class _Chosen(ServerMessage):
     proposer: str | None
 
 
-class _Report(Said):
+class _Report(ServerMessage):
     """The part of the report that is read."""
 
     recommendation: _Chosen

@@ -77,7 +77,7 @@ class Dispatcher:
         until = time.monotonic() + seconds
         while any(self.router.loads().values()) and time.monotonic() < until:
             await asyncio.sleep(0.1)
-            self.router.forget_the_dead(time.monotonic())
+            self.router.drop_silent_holders(time.monotonic())
 
     async def metrics(self) -> bytes:
         """Return the metrics in Prometheus's text format."""

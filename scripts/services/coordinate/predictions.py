@@ -12,7 +12,7 @@ from pydantic import Field
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable, ValidTable
-from draftsmith.decode.validation import MOST, Amount, Count, Said, read
+from draftsmith.decode.validation import MOST, Amount, Count, ServerMessage, read
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.routing import Rates
 from draftsmith.train.kinds.draft_lengths import length_at, named
@@ -22,18 +22,18 @@ MOST_ROWS = 1024
 
 
 # The parts of a report that predictions read.
-class _Estimate(Said):
+class _Estimate(ServerMessage):
     value: Annotated[float, Field(ge=1, le=MOST, allow_inf_nan=False)] | None
 
 
 Lengths = Mapping[int, _Estimate]  # γ → τ
 
 
-class _Figures(Said):
+class _Figures(ServerMessage):
     mean_acceptance_length: Lengths
 
 
-class _Drafter(Said):
+class _Drafter(ServerMessage):
     name: str
     tree_nodes: Annotated[Count, Field(ge=1)] | None
 
@@ -45,16 +45,16 @@ class _Curve(_Figures):
     by_category: Mapping[str, _Figures]
 
 
-class _Recommendation(Said):
+class _Recommendation(ServerMessage):
     proposer: str | None
     draft_length: Count | None
 
 
-class _Costs(Said):
+class _Costs(ServerMessage):
     tables: Annotated[Sequence[ValidTable], Field(min_length=1)]
 
 
-class _Report(Said):
+class _Report(ServerMessage):
     is_of: Literal["draftsmith.report/1"] = Field(alias="schema")
     costs: _Costs | None
     curves: Sequence[_Curve]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.decode.validation import Said, parse_json, parsed
+from draftsmith.decode.validation import ServerMessage, parse_json, parsed
 from draftsmith.scripts.services.coordinate.config import Log
 from draftsmith.scripts.services.coordinate.patterns import Pattern
 
@@ -32,36 +32,36 @@ Redactor = Callable[[str], str]
 
 
 # The parts of OpenAI's answers that the log reads: of whole answers, and of streamed ones.
-class _ToolCall(Said):
+class _ToolCall(ServerMessage):
     index: int | None = None
     function: dict[str, str | None] | None = None
 
 
-class _Delta(Said):
+class _Delta(ServerMessage):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[_ToolCall] | None = None
 
 
-class _PartChoice(Said):
+class _PartChoice(ServerMessage):
     index: Annotated[int, Field(ge=0, le=1024)] = 0
     delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class _Part(Said):
+class _Part(ServerMessage):
     choices: list[_PartChoice] | None = None
 
 
-class _Choice(Said):
+class _Choice(ServerMessage):
     message: dict[str, Any] | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class _Answer(Said):  # or an error, which has no choices
+class _Answer(ServerMessage):  # or an error, which has no choices
     choices: list[_Choice] | None = None
 
 
@@ -177,7 +177,7 @@ class LogWriter:
         self.path.rename(numbered(1))
 
 
-def _checked(kind: type[Said], text: str) -> dict[str, Any]:
+def _checked(kind: type[ServerMessage], text: str) -> dict[str, Any]:
     """Return an answer or a part of one as JSON, checked against a model of it."""
     try:
         parsed(kind, text, "answer")

@@ -107,7 +107,7 @@ class Router:
 
     def acquire(self, facts: Facts, holder: str, failed_urls: Collection[str], now: float) -> Lease | Refusal:
         """Choose a server for a request of the process `holder`, and count it as in flight."""
-        self.forget_the_dead(now)
+        self.drop_silent_holders(now)
         candidates = [pair for pair in self.pairs.values() if facts.model in pair.models]
         if not candidates:
             return Refusal(UNKNOWN)
@@ -143,7 +143,7 @@ class Router:
         young = {i: (lease, at) for i, (lease, at) in process.leases.items() if i in reported or now - at < SILENCE}
         process.heard, process.leases = now, {i: (lease, now) for i, lease in reported.items()} | young
 
-    def forget_the_dead(self, now: float) -> None:
+    def drop_silent_holders(self, now: float) -> None:
         """Drop the leases of silent holders."""
         dead = [name for name, holder in self._holders.items() if now - holder.heard > SILENCE]
         for name in dead:

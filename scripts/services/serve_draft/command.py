@@ -34,7 +34,7 @@ from draftsmith.train.kinds.draft_lengths import length_at, of_drafter
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.kinds.kind import DrafterKind
-from draftsmith.train.kinds.untrained import Suffix, digest_of
+from draftsmith.train.kinds.untrained import Suffix, vocabulary_digest
 from draftsmith.train.models import load_draft, load_tokenizer
 
 KEEP_ALIVE = 120  # seconds that an idle connection stays open: a decoder without requests sends nothing
@@ -87,7 +87,7 @@ def _copies_of(served: _Served, config: ServeDraftConfig, model: PreTrainedModel
     assert isinstance(hybrid, HybridProposer)
     stores: list[SuffixStore] = []
     if config.learn:
-        new = SuffixStore(model.config.get_text_config().vocab_size, config.store_bytes, digest_of(tokenizer))
+        new = SuffixStore(model.config.get_text_config().vocab_size, config.store_bytes, vocabulary_digest(tokenizer))
         for drafter in hybrid.first:
             if isinstance(drafter, SuffixProposer):
                 if drafter.store is None:

@@ -31,7 +31,7 @@ class ToyPlan(TrainingPlan):
 
 
 class ToyTrainer(RecipeTrainer):
-    cause_of_bad_start = "a table begins at random"
+    bad_start_cause = "a table begins at random"
 
     def trained_work(self):
         return None

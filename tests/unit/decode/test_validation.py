@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import Amount, Count, Finite, Said, Share, parse_json, parsed, read
+from draftsmith.decode.validation import Amount, Count, Finite, ServerMessage, Share, parse_json, parsed, read
 
 DEEP = "[" * 1000 + "]" * 1000
 
 
-class Part(Said):
+class Part(ServerMessage):
     ids: list[Count] | None = None
 
 

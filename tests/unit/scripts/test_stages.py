@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import stages
-from draftsmith.scripts.stages import Stages, ending_after, flags_of
+from draftsmith.scripts.stages import Stages, flags_of, interrupt_after
 from draftsmith.train.cli import TERMINATED, OutOfTime, Terminated
 
 
@@ -70,10 +70,10 @@ def test_a_stage_that_takes_too_long_is_ended_and_later_ones_do_without_it(tmp_p
 
 
 def test_what_ends_in_time_is_not_interrupted():
-    with ending_after(0.01):
+    with interrupt_after(0.01):
         pass
     time.sleep(0.02)
-    with pytest.raises(KeyboardInterrupt) as stop, ending_after(60.0):
+    with pytest.raises(KeyboardInterrupt) as stop, interrupt_after(60.0):
         raise KeyboardInterrupt
     assert not isinstance(stop.value, OutOfTime)
 
@@ -88,7 +88,7 @@ def test_an_alarm_after_the_end_of_a_block_is_too_late(monkeypatch):
         return own(which, seconds)
 
     monkeypatch.setattr(stages, "signal", SimpleNamespace(**vars(signal) | {"setitimer": late}))
-    with ending_after(60.0):
+    with interrupt_after(60.0):
         pass
 
 
@@ -96,7 +96,7 @@ def test_in_another_thread_nothing_is_interrupted():
     said = []
 
     def run():
-        with ending_after(0.001):
+        with interrupt_after(0.001):
             time.sleep(0.01)
         said.append("ended")
 
@@ -111,8 +111,8 @@ def test_what_a_stage_took_before_it_was_interrupted_counts(tmp_path, monkeypatc
     monkeypatch.setattr(stages.cli, "main", lambda argv: 130)
     with pytest.raises(KeyboardInterrupt):
         Stages(tmp_path).run("text", ["prepare"], most=9.0)
-    left, own = [], stages.ending_after
-    monkeypatch.setattr(stages, "ending_after", lambda most: left.append(most) or own(most))
+    left, own = [], stages.interrupt_after
+    monkeypatch.setattr(stages, "interrupt_after", lambda most: left.append(most) or own(most))
     monkeypatch.setattr(stages.cli, "main", lambda argv: pytest.fail("its time is over"))
     run = Stages(tmp_path)
     with pytest.raises(OutOfTime):

@@ -13,7 +13,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
 from draftsmith.train.cli import OutOfTime, run
 from draftsmith.train.data.shards import output_directory
-from draftsmith.train.files import write_aside
+from draftsmith.train.files import write_atomically
 
 
 def raising(error: BaseException):
@@ -111,9 +111,9 @@ def test_an_interrupted_run_says_what_it_kept(tmp_path, capsys):
 
 
 def test_a_disk_that_fills_up_leaves_the_file_that_was_there(tmp_path, monkeypatch, capsys):
-    write_aside(tmp_path / "report.json", "old")
+    write_atomically(tmp_path / "report.json", "old")
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
-    assert run(lambda: write_aside(tmp_path / "report.json", "new")) == 2
+    assert run(lambda: write_atomically(tmp_path / "report.json", "new")) == 2
     written = tmp_path / "report.json"
     assert capsys.readouterr().err == f"error: output: expected to write {written}, found: No space left\n"
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.files import NO_ROOM, files_written_aside, require_writable, write_aside, written_aside
+from draftsmith.train.files import DISK_FULL, atomic_files, atomic_path, require_writable, write_atomically
 
 
 def names(directory) -> list[str]:
@@ -24,7 +24,7 @@ def names(directory) -> list[str]:
 def test_a_path_is_replaced_when_all_is_written(tmp_path, kind):
     path = tmp_path / "above" / "it"
     for text in ("first", "second"):
-        with written_aside(path) as aside:
+        with atomic_path(path) as aside:
             assert aside.name == ".it.partial" and not aside.exists()
             if kind == "directory":
                 aside.mkdir()
@@ -36,27 +36,27 @@ def test_a_path_is_replaced_when_all_is_written(tmp_path, kind):
 
 def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path):
     path = tmp_path / "it"
-    write_aside(path, "old")
+    write_atomically(path, "old")
     (tmp_path / ".it.partial").write_text("of a run that was killed")
-    with pytest.raises(OSError, match="full"), written_aside(path) as aside:
+    with pytest.raises(OSError, match="full"), atomic_path(path) as aside:
         aside.write_text("ne")
         raise OSError("full")
     assert names(tmp_path) == ["it"] and path.read_text() == "old"
     with pytest.raises(TypeError):
-        write_aside(path, None)
+        write_atomically(path, None)
     assert names(tmp_path) == ["it"] and path.read_text() == "old"
-    write_aside(path, b"new")
+    write_atomically(path, b"new")
     assert path.read_bytes() == b"new"
 
 
 def test_files_replace_their_namesakes_and_leave_the_others(tmp_path):
     (tmp_path / "kept").write_text("kept")
     (tmp_path / "model").write_text("old")
-    with pytest.raises(OSError, match="full"), files_written_aside(tmp_path) as aside:
+    with pytest.raises(OSError, match="full"), atomic_files(tmp_path) as aside:
         (aside / "model").write_text("ne")
         raise OSError("full")
     assert names(tmp_path) == ["kept", "model"] and (tmp_path / "model").read_text() == "old"
-    with files_written_aside(tmp_path) as aside:
+    with atomic_files(tmp_path) as aside:
         (aside / "model").write_text("new")
         (aside / "more").mkdir()
     assert names(tmp_path) == ["kept", "model", "more"]
@@ -66,11 +66,11 @@ def test_files_replace_their_namesakes_and_leave_the_others(tmp_path):
 def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
     (tmp_path / "there").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "there")
-    write_aside(tmp_path / "link", "new")
+    write_atomically(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "there").read_text() == "new"
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    write_aside(tmp_path / "pipe", "piped")
+    write_atomically(tmp_path / "pipe", "piped")
     assert os.read(reader, 9) == b"piped" and stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     os.close(reader)
 
@@ -139,9 +139,9 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def test_a_limit_of_sizes_is_the_disks_own_error(tmp_path, writer):
     """Libraries have exceptions of their own for it."""
     weights = torch.zeros(100_000)
-    with files_of_at_most(20_000), pytest.raises(OSError) as error, written_aside(tmp_path / "it") as aside:
+    with files_of_at_most(20_000), pytest.raises(OSError) as error, atomic_path(tmp_path / "it") as aside:
         writer(aside, weights)
-    assert error.value.errno in NO_ROOM and error.value.filename == str(tmp_path / "it")
+    assert error.value.errno in DISK_FULL and error.value.filename == str(tmp_path / "it")
     assert names(tmp_path) == []
 
 

@@ -17,7 +17,7 @@ from draftsmith.decode import (
     Tree,
     speculative_generate,
 )
-from draftsmith.decode.cache.kernels import AsOnCuda
+from draftsmith.decode.cache.kernels import CudaKernels
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
@@ -51,7 +51,7 @@ DRAFTERS: dict[str, Callable[[], Proposer]] = {
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_no_drafter_s_rounds_fall_to_the_math_kernel(name, rows):
     prompts = torch.tensor(PROMPTS[rows])
-    with AsOnCuda() as kernels:
+    with CudaKernels() as kernels:
         speculative_generate(
             TARGET, DRAFTERS[name](), prompts, (prompts != 0).long(), draft_length=3, max_new_tokens=8, do_sample=False
         )

@@ -7,7 +7,7 @@ from families import tiny_model
 from torch.nn import functional
 
 from draftsmith.decode import DynamicTree, Tree, speculative_generate
-from draftsmith.decode.cache.kernels import ALIGNED, AsOnCuda, additive_mask, cuda_kernel, fused_attention
+from draftsmith.decode.cache.kernels import ALIGNED, CudaKernels, additive_mask, cuda_kernel, fused_attention
 from draftsmith.distill.parallel.model import parallel_hidden
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
@@ -69,7 +69,7 @@ def test_the_numbers_are_those_of_groups(dtype, masked):
     query, key, value = (torch.randn(2, heads, 9, 16).to(dtype).requires_grad_() for heads in (6, 2, 2))
     visible = (torch.rand(2, 1, 9, 9) < 0.5) | torch.eye(9, dtype=torch.bool) if masked else None
     mask = None if visible is None else additive_mask(visible, dtype)
-    with AsOnCuda() as kernels:
+    with CudaKernels() as kernels:
         found = fused_attention(query, key, value, mask, is_causal=not masked)
     assert "math" not in kernels.chosen
     expected = functional.scaled_dot_product_attention(
@@ -91,7 +91,10 @@ def test_rows_of_a_mask_lie_where_no_kernel_copies_them():
 def test_calls_run_by_the_math_kernel_where_cuda_has_no_other():
     query = torch.randn(1, 4, 5, 16, requires_grad=True)
     kept: list[tuple[int, ...]] = []
-    with AsOnCuda() as kernels, torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape), lambda t: t):
+    with (
+        CudaKernels() as kernels,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape), lambda t: t),
+    ):
         functional.scaled_dot_product_attention(query, query, query, is_causal=True)
         assert (4, 5, 5) not in kept
         functional.scaled_dot_product_attention(query, query[:, :2], query[:, :2], is_causal=True, enable_gqa=True)
@@ -108,7 +111,7 @@ def test_no_step_of_training_falls_back(dtype, width, packed):
     seen = TargetStates(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes))
     positions = torch.ones(2, 12, dtype=torch.long, device="meta") if packed else None
     places = torch.ones(20, dtype=torch.long, device="meta")
-    with AsOnCuda() as kernels:
+    with CudaKernels() as kernels:
         steps = states_of_steps(heads, seen, positions, places, 3)
     torch.stack(steps).sum().backward()
     assert len(kernels.chosen) == 3 and "math" not in kernels.chosen
@@ -125,7 +128,7 @@ def test_no_forward_of_decoding_falls_back(dtype, shape):
     heads = EagleHeads.of_target(target).to(dtype)
     ids, mask = torch.tensor([[0, 0, 7, 2], [3, 1, 4, 1]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     for rows in (slice(2), slice(1, 2)):
-        with AsOnCuda() as kernels:
+        with CudaKernels() as kernels:
             options = {"draft_length": 3, "max_new_tokens": 6, "do_sample": False}
             speculative_generate(target, EagleProposer(heads, shape), ids[rows], mask[rows], **options)
         assert "math" not in kernels.chosen and len(kernels.chosen) > 20
@@ -134,6 +137,6 @@ def test_no_forward_of_decoding_falls_back(dtype, shape):
 def test_nor_does_a_parallel_draft():
     draft = tiny_model("llama", attn_implementation="sdpa").to(BFLOAT16)
     ids = torch.ones(2, 9, dtype=torch.long)
-    with AsOnCuda() as kernels:
+    with CudaKernels() as kernels:
         parallel_hidden(draft, ids, ids, ids, ids)
     assert set(kernels.chosen) == {"efficient"}

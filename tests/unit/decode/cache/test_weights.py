@@ -5,7 +5,7 @@ import torch
 from conftest import tiny_llama
 from torch import nn
 
-from draftsmith.decode.cache.weights import groups, laid_out, lent, tensors
+from draftsmith.decode.cache.weights import groups, lay_out_weights, lent, tensors
 
 IDS = torch.arange(1, 9)[None]
 
@@ -15,8 +15,8 @@ def test_what_sees_one_input_is_one_product():
     names = [group.names for group in groups(model)]
     assert names.count(("q_proj", "k_proj", "v_proj")) == names.count(("gate_proj", "up_proj")) == 2
     assert sum(map(len, names)) == sum(isinstance(module, nn.Linear) for module in model.modules())
-    assert laid_out(model)["model.layers.0.mlp.gate_proj.weight"].shape == (128 // 16, 32, 16)
-    assert laid_out(model.double())["model.layers.0.mlp.down_proj.weight"].stride() == (1, 32)
+    assert lay_out_weights(model)["model.layers.0.mlp.gate_proj.weight"].shape == (128 // 16, 32, 16)
+    assert lay_out_weights(model.double())["model.layers.0.mlp.down_proj.weight"].stride() == (1, 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -27,7 +27,7 @@ def test_a_model_gives_the_same_and_is_as_it_was(bias, dtype):
         if name.endswith("bias"):
             nn.init.normal_(tensor)
     expected, before = model(IDS).logits, list(model.named_modules())
-    with lent(model, laid_out(model)):
+    with lent(model, lay_out_weights(model)):
         torch.testing.assert_close(model(IDS).logits, expected)
         assert model.model.layers[0].self_attn.k_proj.out_features == 16
     assert list(model.named_modules()) == before
@@ -41,5 +41,5 @@ def test_layers_that_differ_are_products_of_their_own():
     names = {group.names for group in groups(model)}
     assert {("q_proj",), ("k_proj",)} <= names and not any("v_proj" in group for group in names)
     expected = model(IDS).logits
-    with lent(model, laid_out(model)):
+    with lent(model, lay_out_weights(model)):
         torch.testing.assert_close(model(IDS).logits, expected)

@@ -10,7 +10,6 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.tree_search import (
     REFERENCE_TREE,
     acceptance_estimate,
-    choices_of,
     heaviest_tree,
     independence_tree,
     mean_acceptance_length,
@@ -20,6 +19,7 @@ from draftsmith.decode.measurement.tree_search import (
     reference_tree,
     search_budgets,
     search_tree,
+    tree_choices,
 )
 from draftsmith.decode.planner import RoundCosts
 from draftsmith.decode.replay.ranks import NONE, TextRanks
@@ -52,23 +52,23 @@ def test_the_reference_is_a_tree_and_so_is_each_of_its_beginnings():
     assert len(REFERENCE_TREE) == len(set(REFERENCE_TREE)) == 63
     assert Counter(map(len, REFERENCE_TREE)) == {1: 10, 2: 28, 3: 23, 4: 2}
     for nodes in range(1, 64):
-        assert set(choices_of(reference_tree(4, nodes))) == set(REFERENCE_TREE[:nodes])
+        assert set(tree_choices(reference_tree(4, nodes))) == set(REFERENCE_TREE[:nodes])
     assert len(reference_tree(4)) == 63 and reference_tree(4).depth == 4
     assert reference_tree(2).depth == 2 and len(reference_tree(2)) == 38
-    assert set(choices_of(reference_tree(1, 4))) == {(0,), (1,), (2,), (3,)}
+    assert set(tree_choices(reference_tree(1, 4))) == {(0,), (1,), (2,), (3,)}
 
 
 def test_choices_name_the_tree_that_they_are_read_as():
     tree = Tree((-1, 0, 1, 1, 0, -1, 5, 6))
-    assert choices_of(tree) == [(0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (1,), (1, 0), (1, 0, 0)]
-    read = Tree.from_choices(choices_of(tree))
-    assert sorted(choices_of(read)) == choices_of(tree)
-    assert Tree.from_choices(choices_of(read)) == read
+    assert tree_choices(tree) == [(0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (1,), (1, 0), (1, 0, 0)]
+    read = Tree.from_choices(tree_choices(tree))
+    assert sorted(tree_choices(read)) == tree_choices(tree)
+    assert Tree.from_choices(tree_choices(read)) == read
 
 
 def test_a_rarer_earlier_sibling_is_paid_for():
     masses = {(0,): 1.0, (1,): 5.0, (0, 0): 3.0, (0, 0, 1): 9.0}
-    chosen = {n: set(choices_of(heaviest_tree(masses, n))) for n in (1, 2, 3, 4, 9)}
+    chosen = {n: set(tree_choices(heaviest_tree(masses, n))) for n in (1, 2, 3, 4, 9)}
     assert chosen[1] == {(0,)}
     assert chosen[2] == {(0,), (1,)}
     assert chosen[3] == {(0,), (1,), (0, 0)}
@@ -85,7 +85,7 @@ def test_the_heaviest_tree_is_the_best_of_all(seed):
     for nodes in range(1, 8):
         tree = heaviest_tree(masses, nodes)
         assert len(tree) <= nodes
-        found = sum(masses.get(p, 0.0) for p in choices_of(tree))
+        found = sum(masses.get(p, 0.0) for p in tree_choices(tree))
         assert found == pytest.approx(enumerated(masses, paths, nodes), abs=1e-12)
 
 
@@ -116,8 +116,8 @@ def test_masses_add_up_to_the_tokens_that_rounds_from_every_start_accept():
     for own in cut:  # without the last token, as above
         offsets = np.arange(len(own))[:, None] + np.arange(3)[None, :]
         own.ranks[offsets >= len(own) - 1] = NONE
-    narrow = Tree.from_choices([p for p in choices_of(tree) if max(p) < 4])
-    assert sum(masses.get(p, 0.0) for p in choices_of(narrow)) == sum(own.accepted(narrow).sum() for own in cut)
+    narrow = Tree.from_choices([p for p in tree_choices(tree) if max(p) < 4])
+    assert sum(masses.get(p, 0.0) for p in tree_choices(narrow)) == sum(own.accepted(narrow).sum() for own in cut)
 
 
 def test_accuracies_are_shares_of_the_drafted_tokens():
@@ -131,7 +131,7 @@ def test_accuracies_are_shares_of_the_drafted_tokens():
 def test_shares_of_nodes_are_those_of_the_decoders_rounds():
     own, tree = text([[9, 9], [0, 0], [1, 9], [1, 0], [0, 9], [9, 9], [0, 0]], limit=9), reference_tree(2, 4)
     # From 0 one token; from 1 (0), (0, 0); from 4 (0); from 6 (0), which ends the text.
-    assert choices_of(tree) == [(0,), (1,), (0, 0), (0, 1)]
+    assert tree_choices(tree) == [(0,), (1,), (0, 0), (0, 1)]
     assert own.starts(tree) == [0, 1, 4, 6]
     assert node_shares([own], tree).tolist() == [3 / 4, 0, 1 / 4, 0]
     assert mean_acceptance_length([own], tree) == 7 / 4
@@ -160,12 +160,12 @@ def test_starts_that_the_tree_does_not_reach_do_not_count():
     masses = path_masses([own])
     assert masses[(1,)] > 0 and masses[(1, 0)] > 0
     alike = heaviest_tree(masses, 3)
-    assert set(choices_of(alike)) == {(0,), (1,), (1, 0)}
+    assert set(tree_choices(alike)) == {(0,), (1,), (1, 0)}
     # The rounds of that tree start at odd positions alone, of which each accepts one token: (1) is never met.
     assert set(own.starts(alike)[1:]) == set(range(1, 61, 2))
     weights = np.zeros(len(own))
     weights[own.starts(alike)] = 1
-    assert set(choices_of(heaviest_tree(path_masses([own], [weights]), 3))) == {(0,)}
+    assert set(tree_choices(heaviest_tree(path_masses([own], [weights]), 3))) == {(0,)}
 
 
 @pytest.mark.parametrize("seed", range(3))

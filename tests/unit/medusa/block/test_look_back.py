@@ -14,7 +14,7 @@ from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.initial import begin_as_last_layers, beginning
 from draftsmith.medusa.block.look_back import begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.seen import TargetStates, seen_now
+from draftsmith.medusa.seen import TargetStates, states_from_forward
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.losses.positions import IGNORED
@@ -53,7 +53,7 @@ def drafter_of(target, texts, **shape) -> BlockDrafter:
 
 def begun(target, texts, **shape) -> BlockDrafter:
     drafter = drafter_of(target, texts, **shape)
-    seen_of = partial(seen_now, target, drafter.layer_ids)
+    seen_of = partial(states_from_forward, target, drafter.layer_ids)
     begin_looking_back(drafter, target, seen_of, texts, target.config.vocab_size)
     return drafter
 
@@ -63,7 +63,7 @@ def test_it_attends_to_the_nearest_place_and_hands_on_its_features(target, texts
     """Of the heads that look back the first sees the nearest place far above all others, and no slot of its block."""
     drafter, text = begun(target, texts), texts[0]
     attention = drafter.layers[0].self_attn
-    seen = seen_now(target, drafter.layer_ids, text)
+    seen = states_from_forward(target, drafter.layer_ids, text)
     fused = drafter.fuse(seen.features)
     length = len(text.ids_T)
     positions = torch.arange(length)[None]
@@ -94,7 +94,7 @@ def test_the_first_guess_is_better_before_any_training(target, texts):
     def loss(drafter: BlockDrafter) -> float:
         found = []
         for text in texts:
-            seen = seen_now(target, drafter.layer_ids, text)
+            seen = states_from_forward(target, drafter.layer_ids, text)
             places = torch.arange(PROMPT, len(text.ids_T) - 1)[None]
             hidden = states_of_blocks(drafter, target.get_input_embeddings(), seen, text.ids_T[None], None, places)
             logits = drafter.head_for(target).project(hidden[0, :, 0])
@@ -119,9 +119,11 @@ def test_norms_of_queries_and_keys_do_not_matter(target, texts):
         for norm in (attention.q_norm, attention.k_norm):
             norm.weight.copy_(torch.rand(len(norm.weight)) * 3)
             norm.weight[0] = 0
-    begin_looking_back(drafter, target, partial(seen_now, target, drafter.layer_ids), texts, target.config.vocab_size)
+    begin_looking_back(
+        drafter, target, partial(states_from_forward, target, drafter.layer_ids), texts, target.config.vocab_size
+    )
     text = texts[1]
-    seen = seen_now(target, drafter.layer_ids, text)
+    seen = states_from_forward(target, drafter.layer_ids, text)
     positions = torch.arange(len(text.ids_T))[None]
     keys = drafter.context(drafter.fuse(seen.features), positions)[0].keys[0, 0]
     slot = drafter.block(text.ids_T[-1:], target.get_input_embeddings())
@@ -149,7 +151,7 @@ def test_places_that_a_cache_has_nothing_of_are_left_out(target, texts):
         return TargetStates(
             *(
                 state * (torch.arange(state.shape[1]) < state.shape[1] - 1)[None, :, None]
-                for state in seen_now(target, drafter.layer_ids, text)
+                for state in states_from_forward(target, drafter.layer_ids, text)
             )
         )
 

@@ -32,7 +32,7 @@ VARIANTS = {
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
     """Read by the same functions without a process each; tests/integration/test_export.py starts them."""
-    monkeypatch.setattr(writing, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_what_a_server_cannot_hold_is_refused(tmp_path, made, target):
 
 
 def test_what_reads_otherwise_is_not_written(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(writing, "read_apart", lambda _, *given: readers.logits(*given) * 1.001)
+    monkeypatch.setattr(writing, "run_reader", lambda _, *given: readers.logits(*given) * 1.001)
     with pytest.raises(RuntimeError, match=r"^export: expected a reader to find the same logits, found step 0 off"):
         export_eagle(made(), tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()

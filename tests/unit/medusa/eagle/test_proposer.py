@@ -122,12 +122,12 @@ def test_drafts_are_those_of_the_reference_without_a_cache(target, trained, opti
 def test_rounds_that_draft_nothing_are_made_up_for(target, trained):
     """Places of many rounds, more than fit in one block, are fed when something is drafted again."""
 
-    class Seldom(Checked):
+    class ThrottledLog(Checked):
         def propose(self, contexts, draft_lengths):
             now = len(contexts[0]) % 7 == 0
             return super().propose(contexts, [k if now else 0 for k in draft_lengths])
 
-    proposer = Seldom(trained["plain"])
+    proposer = ThrottledLog(trained["plain"])
     ids, mask = batch(PROMPTS)
     out = speculative_generate(target, proposer, ids, mask, draft_length=2, max_new_tokens=30)
     assert proposer.checked > 6

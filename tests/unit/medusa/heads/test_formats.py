@@ -29,7 +29,7 @@ CHOICES = [[0], [0, 0], [1], [0, 1]]
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
     """Read by the same functions without a process each; tests/integration/test_export.py starts them."""
-    monkeypatch.setattr(formats, "read_apart", lambda readers, *given: readers.logits(*given))
+    monkeypatch.setattr(formats, "run_reader", lambda readers, *given: readers.logits(*given))
 
 
 def noisy(heads: MedusaHeads, seed: int = 3) -> MedusaHeads:
@@ -601,7 +601,7 @@ def test_the_renaming_of_vllm_is_a_trap_that_is_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_other_logits_are_not_left(tmp_path, monkeypatch, format):
-    monkeypatch.setattr(formats, "read_apart", lambda _, *given: readers.logits(*given) * (1 + 1e-4))
+    monkeypatch.setattr(formats, "run_reader", lambda _, *given: readers.logits(*given) * (1 + 1e-4))
     with pytest.raises(RuntimeError, match=rf"expected {format} to read the same logits, found head 0 off by 1\.0e-04"):
         export_heads(made(), tmp_path / "x", format)
     assert not list(tmp_path.iterdir())

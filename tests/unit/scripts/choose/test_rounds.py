@@ -43,7 +43,7 @@ def test_one_attempt_has_all_of_the_time_and_two_share_it(
     said, pairs = [], []
 
     @contextmanager
-    def ending_after(most):
+    def interrupt_after(most):
         said.append(most)
         yield
 
@@ -58,7 +58,7 @@ def test_one_attempt_has_all_of_the_time_and_two_share_it(
             "eager": CHOSEN, "tables": [TABLE],
         }  # fmt: skip
 
-    monkeypatch.setattr(rounds, "ending_after", ending_after)
+    monkeypatch.setattr(rounds, "interrupt_after", interrupt_after)
     monkeypatch.setattr(rounds, "_measured", measured)
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: 5.0)
     path = tmp_path / "costs.json"

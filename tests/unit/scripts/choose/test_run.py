@@ -6,17 +6,17 @@ from draftsmith.decode.errors import InputError
 from draftsmith.scripts.choose import command
 from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.choose.forecast import Trial
-from draftsmith.scripts.choose.run import COSTS, Choosing
+from draftsmith.scripts.choose.run import COSTS, ChooseRun
 from draftsmith.scripts.choose.schedule import Pace
 from draftsmith.scripts.stages import Stages
 from draftsmith.train.cli import OutOfTime
 
 
-def choosing(tmp_path, monkeypatch, took) -> Choosing:
+def choosing(tmp_path, monkeypatch, took) -> ChooseRun:
     """A run of 100 seconds for first trials, in which each takes the given seconds, or fails."""
     config = ChooseConfig(target="t", prompts="p", output=str(tmp_path), budget=f"{200 / (1 - COSTS)}s")
     commands = {"slow": "distill", "heads": "medusa", "other": "distill"}
-    run = Choosing(config, {name: {"command": commands[name]} for name in took}, tmp_path, [], Stages(tmp_path))
+    run = ChooseRun(config, {name: {"command": commands[name]} for name in took}, tmp_path, [], Stages(tmp_path))
     run.used, run.written = 1, 100.0
 
     def trial(self, name, rung, until):
@@ -28,7 +28,7 @@ def choosing(tmp_path, monkeypatch, took) -> Choosing:
             raise OutOfTime
         return Trial(name, 100, seconds, {}), Pace(seconds / 100, 0.0)
 
-    monkeypatch.setattr(Choosing, "trial", trial)
+    monkeypatch.setattr(ChooseRun, "trial", trial)
     return run
 
 
@@ -58,7 +58,7 @@ def test_the_plan_counts_the_candidates_that_were_tried(tmp_path, monkeypatch):
     run = choosing(tmp_path, monkeypatch, {"slow": 1.0})
     run.candidates = {str(number): {"command": "distill"} for number in range(6)}
     run.paces = {str(number): Pace(0.001, 0.0) for number in range(6)}
-    monkeypatch.setattr(Choosing, "rung", lambda self, rung, names: names[:4])
+    monkeypatch.setattr(ChooseRun, "rung", lambda self, rung, names: names[:4])
     monkeypatch.setattr(command, "_costs", lambda run: {})
     monkeypatch.setattr(command, "_chosen", lambda run, tables: "chosen")
     monkeypatch.setattr(command, "begins", lambda left, rung, written, paces, candidates, *_: seen.append(candidates))

@@ -13,7 +13,7 @@ from draftsmith.decode.measurement.replay import Replay, TextReplay
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.cost_file import costed
+from draftsmith.scripts.measure.cost_file import priced_proposers
 from draftsmith.scripts.measure.predictions import curve_of, predicted_speedup
 from draftsmith.scripts.measure.replays import replayed_proposers
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
@@ -129,7 +129,7 @@ def test_rows_that_are_decoded_together_wait_for_the_latest_and_the_largest(targ
 def test_grafts_are_priced_as_a_whole_for_replay_does_not_know_them(target, tokenizer):
     graft = hybrid(DraftModelProposer(target), graft=True)
     own = measured(target, tokenizer, drafter=graft)
-    assert graft.members == {} and list(costed(own.pair)) == ["hybrid"]
+    assert graft.members == {} and list(priced_proposers(own.pair)) == ["hybrid"]
     assert replayed_proposers(own.pair, own.sampler(0.0)) == {}
     own.replays.clear()
     groups = own.observations[0.0, 1, Method()]
@@ -140,7 +140,11 @@ def test_grafts_are_priced_as_a_whole_for_replay_does_not_know_them(target, toke
 
 def test_members_have_costs_of_their_own_and_a_tree_one_draft_length(target, tokenizer):
     chain = hybrid(DraftModelProposer(target))
-    assert list(costed(Pair(target, tokenizer, "float32", [chain]))) == ["hybrid", "hybrid/lookup", "hybrid/draft"]
+    assert list(priced_proposers(Pair(target, tokenizer, "float32", [chain]))) == [
+        "hybrid",
+        "hybrid/lookup",
+        "hybrid/draft",
+    ]
     heads = MedusaProposer(MedusaHeads.of_target(target, 2), Tree.from_choices([(0,), (1,), (0, 0)]))
     assert (chain.has_one_length, hybrid(heads).has_one_length) == (False, True)
     assert Drafter("draft", "draft", kind_named("draft"), None, DraftModelProposer(target)).members == {}

@@ -14,7 +14,7 @@ from local_server import LocalHandler
 
 from draftsmith.scripts.services import draft_line
 from draftsmith.scripts.services import draft_protocol as protocol
-from draftsmith.scripts.services.draft_line import Address, DraftLine, LineDown, Seldom
+from draftsmith.scripts.services.draft_line import Address, DraftLine, LineDown, ThrottledLog
 from draftsmith.scripts.services.remote_draft import RemoteDraft
 
 SERVICE = protocol.Service(protocol.VERSION, "fake", 100, 50, 8, 8)
@@ -286,7 +286,7 @@ def test_a_line_that_is_down_raises_at_once():
 
 def test_the_log_is_told_once_a_minute(caplog):
     now = [0.0]
-    say = Seldom(logging.getLogger("seldom"), lambda: now[0])
+    say = ThrottledLog(logging.getLogger("seldom"), lambda: now[0])
     with caplog.at_level(logging.INFO):
         for second in (0, 30, 59, 60, 61):
             now[0] = second

@@ -12,7 +12,7 @@ from draftsmith.medusa.eagle import initial as eagle_initial
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import begin_as_last_layer
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.medusa.seen import seen_now
+from draftsmith.medusa.seen import states_from_forward
 from draftsmith.train.data import first_look
 from draftsmith.train.data.first_look import SCALES, Text, few_texts, losses_of_scales, stacked
 from draftsmith.train.losses.output_head import OutputHead
@@ -89,7 +89,7 @@ def test_a_loud_last_layer_is_quietened_as_all_steps_need(tokenizer):
     texts = [
         Text(row, row) for row in torch.randint(len(tokenizer), (3, 20), generator=torch.Generator().manual_seed(0))
     ]
-    look = partial(seen_now, target, heads.layer_ids)
+    look = partial(states_from_forward, target, heads.layer_ids)
     eagle_initial.quieten(heads, look, texts, 3, len(tokenizer))
     scales = heads.norm.weight.detach() / before
     assert float(scales[0]) in SCALES[1:] and bool((scales == scales[0]).all())

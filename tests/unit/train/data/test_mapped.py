@@ -16,7 +16,7 @@ from pipelines import training_data, write_completions
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data import mapped
-from draftsmith.train.data.examples import require_apart, split_off, take_share, training_examples
+from draftsmith.train.data.examples import require_disjoint_prompts, split_off, take_share, training_examples
 from draftsmith.train.data.mapped import Texts, checksum, map_completions
 from draftsmith.train.data.packing import best_fit_decreasing, pack
 from draftsmith.train.data.sampler import EpochSampler
@@ -257,7 +257,7 @@ def test_a_share_is_held_back_by_prompts_and_stays_there(tmp_path):
         assert len(train) + len(heldout) == 600
         assert not set(prompts_of(train)) & set(prompts_of(heldout))
         assert 0 < len(set(prompts_of(heldout))) / len(set(prompts_of(grown))) < 2.5 * share
-        require_apart(train, heldout)
+        require_disjoint_prompts(train, heldout)
         before, held_before = split_off(training_data(rows[::-1][:400]), share)  # in another order, and fewer
         assert {row["id"] for row in held_before} <= {row["id"] for row in heldout}
         assert {row["id"] for row in before} <= {row["id"] for row in train}
@@ -303,17 +303,17 @@ def test_prompts_on_both_sides_are_refused(tmp_path):
     rows = drawn(20)
     path, other = write_completions(tmp_path / "c", rows), drawn(6, 9, "h")
     train = training_examples([path])
-    require_apart(train, training_examples([write_completions(tmp_path / "apart", other)]))
+    require_disjoint_prompts(train, training_examples([write_completions(tmp_path / "apart", other)]))
     prompt = rows[4]["input_ids"][: rows[4]["labels"].index(next(x for x in rows[4]["labels"] if x != IGNORED))]
     mixed = write_completions(tmp_path / "mixed", [*other, sample("twin", prompt, [7, 7, 7])])
     with pytest.raises(InputError) as error:
-        require_apart(train, training_examples([mixed]))
+        require_disjoint_prompts(train, training_examples([mixed]))
     assert str(error.value) == (
         f"heldout: expected prompts that are not learned from, found 1 of 7 that are: first {mixed}: twin, which is "
         f"{path}: s4; take them out, or have --heldout 0.02 hold back a share of completions"
     )
     with pytest.raises(InputError, match="found 20 of 20 that are"):
-        require_apart(train, training_examples([path]))
+        require_disjoint_prompts(train, training_examples([path]))
 
 
 def weighted(tmp_path, weights, packing=False, **options):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.job.checkpointed import CheckpointedTrainer, as_trained
+from draftsmith.train.job.checkpointed import CheckpointedTrainer, to_model_names
 from draftsmith.train.lora import add_lora
 from draftsmith.train.options import LoraOptions
 
@@ -42,7 +42,7 @@ def test_what_is_resumed_and_the_best_are_the_checkpoints(tmp_path, make, rename
     model.save_pretrained(checkpoint, state_dict=model.state_dict())
     saved = load_file(checkpoint / "model.safetensors")
     assert bool(saved.keys() - wanted.keys()) == renamed
-    assert as_trained(model, saved).keys() <= wanted.keys()
+    assert to_model_names(model, saved).keys() <= wanted.keys()
     trainer.state.best_model_checkpoint = str(checkpoint)
     for load in (lambda: trainer._load_from_checkpoint(str(checkpoint)), trainer._load_best_model):
         with torch.no_grad():

@@ -20,7 +20,7 @@ def test_a_drafters_positions_do_not_limit_the_text_and_what_it_leaves_out_is_sa
     with pytest.raises(InputError, match=r"^max_new_tokens: .* within the target's 512 positions, found 501 \+ 12 tok"):
         pair.check_positions(501, 12)
     assert pair.holds(24) and not pair.holds(25)
-    pair.say_undrafted([10, 30], [25, 45])
+    pair.warn_undrafted([10, 30], [25, 45])
     assert not capsys.readouterr().err.count("copies")
-    pair.say_undrafted([10, 30], [28, 45])
+    pair.warn_undrafted([10, 30], [28, 45])
     assert capsys.readouterr().err == "short: drafted none of 18 of 33 tokens, past its 24 positions\n"

@@ -7,7 +7,7 @@ from draftsmith.decode import InputError, SuffixStore
 from draftsmith.scripts.services.draft_protocol import DraftRow
 from draftsmith.scripts.services.serve_draft.command import load_texts
 from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
-from draftsmith.train.kinds.untrained import digest_of
+from draftsmith.train.kinds.untrained import vocabulary_digest
 
 EARLIER = [10, 11, 12, 13, 14]
 
@@ -39,7 +39,7 @@ def test_a_hybrid_copies_where_its_switch_says_so(directory):
 
 
 def test_a_store_of_the_drafts_tokenizer_is_copied_from_and_learnt_into(directory, tokenizer, tmp_path):
-    store = SuffixStore(len(tokenizer), tokenizer=digest_of(tokenizer))
+    store = SuffixStore(len(tokenizer), tokenizer=vocabulary_digest(tokenizer))
     store.add(EARLIER)
     store.save(tmp_path / "store")
     drafter = f"hybrid:suffix:2,{tmp_path / 'store'}+{directory}"

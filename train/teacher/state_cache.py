@@ -12,7 +12,7 @@ from torch import Tensor
 from draftsmith.train.losses.positions import IGNORED
 
 
-class KeptStates:
+class StateCache:
     """States by the tokens of their row, which trainings of one target may share.
 
     They stay on their device, without a limit: 4 · H bytes a token in float32. Rounding depends on the other rows of a

@@ -1,7 +1,7 @@
 import torch
 
 from draftsmith.train.losses.positions import IGNORED
-from draftsmith.train.teacher.kept_states import KeptStates
+from draftsmith.train.teacher.state_cache import StateCache
 
 PAD = 1
 
@@ -27,7 +27,7 @@ class Target:
 
 
 def test_a_text_that_comes_again_needs_no_forward():
-    kept, target = KeptStates(), Target()
+    kept, target = StateCache(), Target()
     a, b, c = [5, 6, 7, 8], [5, 6], [9, PAD, PAD]  # the last one ends in what pads
     first = kept.of(batch(a, b), target)
     assert torch.equal(first[0], Target()(torch.tensor([a]))[0])
@@ -39,6 +39,6 @@ def test_a_text_that_comes_again_needs_no_forward():
 
 
 def test_texts_that_begin_alike_are_told_apart():
-    kept, target = KeptStates(), Target()
+    kept, target = StateCache(), Target()
     kept.of(batch([5, 6, 7]), target)
     assert torch.equal(kept.of(batch([5, 6]), target), Target()(torch.tensor([[5, 6]])))
