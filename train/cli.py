@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -89,36 +90,15 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
     import jsonargparse
 
     fields = dataclasses.fields(cls)
-    aliased = {f.name: f.metadata["aliases"]() for f in fields if "aliases" in f.metadata}
+    aliased = _aliases(cls)
     switches = {f"--{f.name}" for f in fields if f.type is bool}
     switches |= {f"--{alias.name}" for aliases in aliased.values() for alias in aliases if alias.kind is bool}
     arguments = flags(sys.argv[1:] if argv is None else argv, switches)
     for name in aliased:
         arguments = _gathered(arguments, f"--{name}")
     helps = bool({"-h", "--help"} & set(arguments))
-    if helps:  # parsing the fields' docstrings doubles the time, and only help shows them
-        jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
     training = next((field for field in fields if field.name == "training"), None)
-    parser.add_class_arguments(cls, skip=None if training is None else {"training"})
-    others = parser.add_argument_group("other names of the same fields") if aliased else parser  # below the fields
-    for aliases in aliased.values():
-        for alias in aliases:
-            types = bool if alias.kind is bool else str | list[str] | None
-            others.add_argument(f"--{alias.name}", type=types, help=f"alias {alias.says}")
-    if training is None:
-        pass
-    elif helps and "training" not in arguments:
-        parser.epilog = "--training.NAME sets one of transformers' TrainingArguments: `--help training` lists them."
-    elif not whole:
-        parser.add_argument("--training", type=dict[str, Any])
-    else:
-        from transformers import TrainingArguments
-
-        parser.add_class_arguments(TrainingArguments, "training")
-        defaults = training.metadata.get("defaults", {})
-        parser.set_defaults({f"training.{name}": value for name, value in defaults.items()})
+    parser = _parser(cls, prog, whole, helps, helps and "training" not in arguments)
     for key, following in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, _, file = key.partition("=")
         if flag == "--config":
@@ -142,8 +122,46 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
         line = _plain(" ".join(str(error).split()))
         known = [*_names(cls), *(alias.name for aliases in aliased.values() for alias in aliases)]
         if training is not None and whole:
+            from transformers import TrainingArguments
+
             known += [f"training.{field.name}" for field in dataclasses.fields(TrainingArguments)]
         raise InputError(_unknown(line, known) or line) from error
+
+
+def _aliases(cls: type[Any]) -> dict[str, list[Alias]]:
+    """Return the aliases of each field that has some."""
+    return {f.name: f.metadata["aliases"]() for f in dataclasses.fields(cls) if "aliases" in f.metadata}
+
+
+@cache  # building a parser with all fields of `training` takes as long as parsing
+def _parser(cls: type[Any], prog: str | None, whole: bool, helps: bool, brief: bool) -> Any:
+    """Return the parser of a config's fields; `brief` help only mentions `training`."""
+    import jsonargparse
+
+    if helps:  # parsing the fields' docstrings doubles the time, and only help shows them
+        jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
+    training = next((field for field in dataclasses.fields(cls) if field.name == "training"), None)
+    parser.add_class_arguments(cls, skip=None if training is None else {"training"})
+    aliased = _aliases(cls)
+    others = parser.add_argument_group("other names of the same fields") if aliased else parser  # below the fields
+    for alias in (alias for aliases in aliased.values() for alias in aliases):
+        types = bool if alias.kind is bool else str | list[str] | None
+        others.add_argument(f"--{alias.name}", type=types, help=f"alias {alias.says}")
+    if training is None:
+        pass
+    elif brief:
+        parser.epilog = "--training.NAME sets one of transformers' TrainingArguments: `--help training` lists them."
+    elif not whole:
+        parser.add_argument("--training", type=dict[str, Any])
+    else:
+        from transformers import TrainingArguments
+
+        parser.add_class_arguments(TrainingArguments, "training")
+        defaults = training.metadata.get("defaults", {})
+        parser.set_defaults({f"training.{name}": value for name, value in defaults.items()})
+    return parser
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
