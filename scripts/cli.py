@@ -16,60 +16,78 @@ from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import INTERRUPTED, check_fields, flags, nearest, parse_config, run
 from draftsmith.train.job.ranks import killed
 
-COMMANDS = {
-    "quickstart": ("runs every stage on the embedded models, in minutes on a laptop CPU", "configs:QuickstartConfig"),
-    "doctor": (
-        "checks whether a pair will work, and shows which tokens of your samples count in the loss",
-        "doctor.config:DoctorConfig",
-    ),
-    "plan": (
-        "computes whether a training run will fit its GPUs, and how long it takes; needs no weights and no GPU",
-        "plan.config:plan_config",
-    ),
-    "choose": (
-        "finds out which drafter to train for a target, by training several a little",
-        "choose.config:ChooseConfig",
-    ),
-    "align": ("goes all the way: chooses a drafter, trains, measures and exports it", "choose.config:AlignConfig"),
-    "prepare": ("lets the target complete prompts", "train.data.prepare_config:PrepareConfig"),
-    "cache": (
-        "stores the target's distributions or features, to train without the target in memory",
-        "train.teacher.cache_config:CacheConfig",
-    ),
-    "learning-curve": (
-        "says how much text is enough, and forecasts acceptance for more",
-        "configs:LearningCurveConfig",
-    ),
-    "adapt": (
-        "lets a deployed drafter learn from logged requests, and replaces it by a better one",
-        "adapt.config:AdaptConfig",
-    ),
-    "generate": (
-        "decodes one prompt in the terminal, with a colour for how each token came about",
-        "configs:GenerateConfig",
-    ),
-    "measure": (
-        "measures acceptance, speed-up and costs of drafters, or of a running server, and gives the verdict",
-        "measure.config:measure_config",
-    ),
-    "certify": ("tests whether a server writes what its target would", "certify.config:CertifyConfig"),
-    "profile": ("shows where the time of a round goes, as a table and a trace", "configs:ProfileConfig"),
-    "tree": ("finds the tree that a drafter should draft, on text of the target", "configs:TreeConfig"),
-    "tune": (
-        "compares the speed of lossy rules with their departure from the target; finds a switch, or γ by load",
-        "tune.config:tune_config",
-    ),
-    "coordinate": (
-        "is one door to several servers, and chooses among them for each request",
-        "services.coordinate.config:CoordinatorConfig",
-    ),
-    "export": ("writes other formats, and launch lines for servers", "configs:ExportConfig"),
-    "serve-draft": (
-        "serves a draft model to decoders in other processes, such as vLLM",
-        "services.serve_draft.config:ServeDraftConfig",
-    ),
+ROAD: dict[str, dict[str, tuple[str, str]]] = {
+    "start here": {
+        "quickstart": (
+            "runs every stage on the embedded models, in minutes on a laptop CPU",
+            "configs:QuickstartConfig",
+        ),
+        "align": ("goes all the way: chooses a drafter, trains, measures and exports it", "choose.config:AlignConfig"),
+    },
+    "prepare": {
+        "prepare": ("lets the target complete prompts", "train.data.prepare_config:PrepareConfig"),
+        "cache": (
+            "stores the target's distributions or features, to train without the target in memory",
+            "train.teacher.cache_config:CacheConfig",
+        ),
+    },
+    "train": {
+        "plan": (
+            "computes whether a training run will fit its GPUs, and how long it takes; needs no weights and no GPU",
+            "plan.config:plan_config",
+        ),
+    },
+    "measure": {
+        "measure": (
+            "measures acceptance, speed-up and costs of drafters, or of a running server, and gives the verdict",
+            "measure.config:measure_config",
+        ),
+        "certify": ("tests whether a server writes what its target would", "certify.config:CertifyConfig"),
+    },
+    "choose": {
+        "choose": (
+            "finds out which drafter to train for a target, by training several a little",
+            "choose.config:ChooseConfig",
+        ),
+        "learning-curve": (
+            "says how much text is enough, and forecasts acceptance for more",
+            "configs:LearningCurveConfig",
+        ),
+        "tune": (
+            "compares the speed of lossy rules with their departure from the target; finds a switch, or γ by load",
+            "tune.config:tune_config",
+        ),
+        "tree": ("finds the tree that a drafter should draft, on text of the target", "configs:TreeConfig"),
+    },
+    "deploy": {
+        "export": ("writes other formats, and launch lines for servers", "configs:ExportConfig"),
+        "serve-draft": (
+            "serves a draft model to decoders in other processes, such as vLLM",
+            "services.serve_draft.config:ServeDraftConfig",
+        ),
+        "coordinate": (
+            "is one door to several servers, and chooses among them for each request",
+            "services.coordinate.config:CoordinatorConfig",
+        ),
+        "adapt": (
+            "lets a deployed drafter learn from logged requests, and replaces it by a better one",
+            "adapt.config:AdaptConfig",
+        ),
+    },
+    "look inside": {
+        "doctor": (
+            "checks whether a pair will work, and shows which tokens of your samples count in the loss",
+            "doctor.config:DoctorConfig",
+        ),
+        "generate": (
+            "decodes one prompt in the terminal, with a colour for how each token came about",
+            "configs:GenerateConfig",
+        ),
+        "profile": ("shows where the time of a round goes, as a table and a trace", "configs:ProfileConfig"),
+    },
 }
-"""Commands: what each does, and where its config is."""
+"""The stages of the road, and their commands: what each does, and where its config is. Recipes are in `train`."""
+COMMANDS = {name: command for stage in ROAD.values() for name, command in stage.items()}
 PACKAGES = ("adapt", "certify", "choose", "doctor", "export", "generate", "measure", "plan", "tune")
 """Commands that are packages; those among the services; and those within another command's package."""
 SERVICES = ("coordinate", "serve_draft")
@@ -99,8 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 bad input; our own failures raise."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        lines = (f"  {name:<16}{summary}" for name, summary in summaries().items())
-        return run(lambda: print(USAGE.format(commands="\n".join(lines))))
+        texts = (
+            "\n".join([stage, *(f"  {name:<16}{summary}" for name, summary in commands.items())])
+            for stage, commands in summaries_by_stage().items()
+        )
+        return run(lambda: print(USAGE.format(commands="\n\n".join(texts))))
     if arguments[0] in ("-V", "--version", "version"):
         return run(lambda: print(", ".join(f"{name} {version(name)}" for name in VERSIONS)))
     name, *rest = arguments
@@ -131,11 +152,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summaries() -> dict[str, str]:
-    """Return what each command does; training commands follow `cache`."""
-    rows = [(name, summary) for name, (summary, _) in COMMANDS.items()]
-    place = 1 + list(COMMANDS).index("cache")
-    training = [(name, recipe.summary) for name, recipe in recipes().items()]
-    return dict([*rows[:place], *training, *rows[place:]])
+    """Return what each command does, in the order of the road."""
+    return {name: summary for commands in summaries_by_stage().values() for name, summary in commands.items()}
+
+
+def summaries_by_stage() -> dict[str, dict[str, str]]:
+    """Return what each command does, by the stage of the road; the recipes' commands train."""
+    training = {"train": {name: recipe.summary for name, recipe in recipes().items()}}
+    return {
+        stage: training.get(stage, {}) | {name: summary for name, (summary, _) in commands.items()}
+        for stage, commands in ROAD.items()
+    }
 
 
 def launched() -> dict[str, str]:
