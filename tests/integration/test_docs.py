@@ -187,6 +187,14 @@ def test_python_runs(page, clone):
         exec(compile(text, f"{page.name}, block {i + 1}", "exec"), names)
 
 
+def test_the_reference_has_all_public_names():
+    named = {
+        line.rpartition(".")[2] for line in (ROOT / "docs/api.md").read_text().splitlines() if line.startswith(":::")
+    }
+    packages = [import_module(f"draftsmith.{name}") for name in ("decode", "distill", "medusa")]
+    assert named == {name for package in packages for name in package.__all__}
+
+
 def test_the_site_builds_without_a_warning(tmp_path, caplog):
     """`make docs`: a link or an anchor that leads nowhere is a warning, and a warning is an error."""
     from mkdocs.commands.build import build
