@@ -122,7 +122,7 @@ def host_tokens(texts: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 class TextBatch:
-    """The texts of some rows in one tensor, of which each row's `text` becomes a view.
+    """The texts of some rows in one tensor; each row's `text` becomes a view of it.
 
     A round writes at most `block` tokens to a row. `longest` is that of all texts ever written here; of `rows` if None.
     """

@@ -106,7 +106,7 @@ def whole_files(name: str, target: Side, heads: Part, read: Callable[..., Any], 
         for key, tensor in read_safetensors(shards(Path(target.path)), modules.__contains__).items():
             modules[key].weight = nn.Parameter(tensor, requires_grad=False)
     except InputError:
-        return  # the target's finding says so
+        return  # the target's finding names it
     model.tie_weights()
     try:
         read(directory, target=model)

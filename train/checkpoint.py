@@ -190,7 +190,7 @@ def indexed_files(index: Path, field: str = "") -> list[Path]:
     for name in names:
         if Path(name).name != name:
             named = f"{field}: " if field else ""
-            raise InputError(f"{named}{index}: expected files beside it, found {name!r}")
+            raise InputError(f"{named}{index}: expected files next to it, found {name!r}")
     return [index.with_name(name) for name in names]
 
 

@@ -26,7 +26,7 @@ def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
     if fsdp is not None and fsdp.fsdp_version != 2:
         raise InputError(f"fsdp_version: expected 2, found {fsdp.fsdp_version}")
     if fsdp is not None and fsdp.mixed_precision_policy is not None:
-        # The model returns a summed loss or replay's features, of which half precision would keep 8 bits.
+        # The model returns a summed loss or replay's features, and half precision would keep only 8 bits of them.
         fsdp.mixed_precision_policy = replace(fsdp.mixed_precision_policy, output_dtype=None)
     if optimizer == "muon" and (fsdp or zero):
         raise InputError("optimizer: expected trainer for a draft sharded by FSDP or DeepSpeed, found muon")

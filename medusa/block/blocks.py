@@ -23,7 +23,7 @@ from draftsmith.medusa.seen import KeysValues, TargetStates
 from draftsmith.train.job.flops import Work
 
 SHARE = 4
-"""By default a step draws one of every four places of a row that can be anchors."""
+"""A step draws by default one of every four places of a row that can be anchors."""
 SCORES = 2**25
 """The most entries of a mask at a time, when anchors are computed in parts."""
 """Entries of a mask that are held at a time, where anchors are computed in parts."""

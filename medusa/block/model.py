@@ -313,7 +313,7 @@ class BlockDrafter(FeatureHeads):
 
         So the logits of guesses are one linear map of `head_states`, and losses need not know the Markov head.
         """
-        return head if self.markov_head is None else replace(head, beside=self.markov_head.markov_w2.weight)
+        return head if self.markov_head is None else replace(head, side_weight=self.markov_head.markov_w2.weight)
 
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Return the logit of each guess's acceptance, if those before it were accepted, (…) (DSpark).

@@ -165,7 +165,7 @@ class BlockDraftForward(DraftForward):
         # The mask of the fed states; their outputs are not used, only their keys and values.
         causal = (order_L[:, None] >= order_L).expand(rows, count, count)
         places(tokens, starts, slots_N, last, causal, order_L.expand(rows, count), order_L[:1], extras, cached)
-        # The block comes after each row's own states: padding behind shorter rows is overwritten or invisible.
+        # The block comes after each row's own states: padding after shorter rows is overwritten or invisible.
         hidden_BKH = block(
             anchors[:, None].expand(rows, self._slots),
             starts + lacking,

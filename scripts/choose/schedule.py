@@ -20,11 +20,11 @@ class Pace:
     """The time that a candidate's trials take."""
 
     per_token: float  # seconds for a token of text, all epochs together
-    beside: float  # further seconds of a trial: loading, saving, replay
+    extra: float  # further seconds of a trial: loading, saving, replay
 
     def trial(self, tokens: float) -> float:
         """Return the seconds of a trial."""
-        return self.beside + self.per_token * tokens
+        return self.extra + self.per_token * tokens
 
 
 def survivors(rung: int, candidates: int) -> int:
@@ -78,7 +78,7 @@ def growth(
 
 def affordable(seconds: float, pace: Pace, written: float, write: float) -> float:
     """Return the tokens that a candidate can learn from in a time; text beyond `written` takes `write` s a token."""
-    left = max(0.0, seconds - pace.beside)
+    left = max(0.0, seconds - pace.extra)
     tokens = left / pace.per_token
     return tokens if tokens <= written else (left + write * written) / (pace.per_token + write)
 

@@ -96,7 +96,7 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
         if self.endpoint is None:
             for name in ("endpoint_model", "endpoint_key_env"):
                 if getattr(self, name) is not None:
-                    raise InputError(f"{name}: expected --endpoint beside it, found none")
+                    raise InputError(f"{name}: expected --endpoint with it, found none")
         else:
             if self.answers == "given":
                 raise InputError("endpoint: expected none with --answers given, which asks no model for anything")

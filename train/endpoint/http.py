@@ -89,7 +89,7 @@ class HttpClient:
         connect: float | None = None,
         **request: Any,
     ) -> AsyncIterator[httpx2.Response]:
-        """Yield the answer to a request, whatever its status, before its body is read.
+        """Yield the answer to a request with any status, before its body is read.
 
         `what` names the answer in messages. `timeout` is in seconds, for the whole answer; `connect`, within it, for
         the connection. `request` holds httpx's `json`, or `content` and `headers`.

@@ -188,16 +188,17 @@ class _Learner(NamedTuple):
     states: int  # the head's input, (N, H) or (N, H + R)
     weight: int
     bias: int | None
-    beside: int | None
+    side_weight: int | None
 
     def maps(self, tensors: Sequence[Tensor], *rows: Tensor | None) -> list[tuple[Any, ...]]:
         """Return each linear map's index, and the columns of `rows`, (C, H + R), that this map reads."""
-        if self.beside is None:
+        if self.side_weight is None:
             return [(self.weight, *rows)]
         at = [tensors[self.weight].shape[1]]
         parts = [(None, None) if row is None else row.tensor_split(at, dim=1) for row in rows]
         return [
-            (place, *part) for place, part in zip((self.weight, self.beside), zip(*parts, strict=True), strict=True)
+            (place, *part)
+            for place, part in zip((self.weight, self.side_weight), zip(*parts, strict=True), strict=True)
         ]
 
 
@@ -223,7 +224,7 @@ def _chunked(
         return None if tensor is None else place(tensor)
 
     placed = [
-        _Learner(head, weights_NK, place(states), place(head.weight), optional(head.bias), optional(head.beside))
+        _Learner(head, weights_NK, place(states), place(head.weight), optional(head.bias), optional(head.side_weight))
         for states, head, weights_NK in learners
     ]
     sizes = sizes or ChunkSizes.of(labels_N.device)

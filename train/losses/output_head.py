@@ -27,7 +27,7 @@ class OutputHead:
     bias: Tensor | None = None  # (V,)
     scale: float = 1.0  # multiplies the logits (Cohere's `logit_scale`; Granite divides by `logits_scaling`)
     softcap: float | None = None  # logits become c·tanh(logits / c) (Gemma 2, section 2)
-    beside: Tensor | None = None
+    side_weight: Tensor | None = None
     """(V, R): a second map, from R numbers after the H hidden ones; its output is added. It is a tensor of its own, so
     that either map can be frozen."""
 
@@ -37,11 +37,11 @@ class OutputHead:
 
     def project(self, hidden: Tensor) -> Tensor:
         """Apply the linear maps alone."""
-        if self.beside is None:
+        if self.side_weight is None:
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
-        hidden, side = hidden.split([self.weight.shape[1], self.beside.shape[1]], dim=-1)
+        hidden, side = hidden.split([self.weight.shape[1], self.side_weight.shape[1]], dim=-1)
         return torch.nn.functional.linear(hidden, self.weight, self.bias) + torch.nn.functional.linear(
-            side, self.beside
+            side, self.side_weight
         )
 
     def finish(self, logits: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class OutputHead:
         return self._changed(Tensor.detach)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "OutputHead":
-        optional = {"bias": self.bias, "beside": self.beside}
+        optional = {"bias": self.bias, "side_weight": self.side_weight}
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in optional.items() if tensor is not None}
         return replace(self, weight=change(self.weight), **changed)
 

@@ -62,7 +62,7 @@ class CacheConfig(ModelOptions, TargetOptions):
         for name, default in OF_DISTRIBUTIONS.items():
             value = getattr(self, name)
             if self.features and value != default:
-                raise InputError(f"{name}: expected none beside features, which hold no distributions, found {value}")
+                raise InputError(f"{name}: expected none with features, which hold no distributions, found {value}")
 
 
 def refuse_with_cache(config: RecipeConfig) -> None:

@@ -96,7 +96,7 @@ DAMAGES = {
     "a list for an index": (sharded([]), f"{WEIGHTS}.index.json: expected an object, found"),
     "an index that leads elsewhere": (
         sharded(shards(FIRST, "../draft/model.safetensors")),
-        "expected files beside it, found '../draft/model.safetensors'",
+        "expected files next to it, found '../draft/model.safetensors'",
     ),
     "planted code": (pickled({"weight": Planted()}), "found: pickled objects other than tensors, or damage"),
     "a missing tensor": (tensors(lambda t: {k: t[k] for k in t if k != "model.norm.weight"}), "none of model.norm"),

@@ -237,7 +237,7 @@ def test_two_maps_side_by_side_are_one_whose_halves_learn_apart(frozen):
     seen = torch.cat([t["q_hidden"], t["p_hidden"][:, :5]], 1).requires_grad_(True)
     first, second = t["q_weight"].requires_grad_(not frozen), t["p_weight"][:, :5].clone().requires_grad_(True)
     whole = torch.cat([first, second], 1)
-    weights, apart = torch.ones(N, 1), OutputHead(first, t["q_bias"], softcap=4.0, beside=second)
+    weights, apart = torch.ones(N, 1), OutputHead(first, t["q_bias"], softcap=4.0, side_weight=second)
     torch.testing.assert_close(apart(seen), OutputHead(whole, t["q_bias"], softcap=4.0)(seen))
     torch.testing.assert_close(apart.cut(50)(seen), apart(seen)[:, :50])
     leaves = [seen, second] if frozen else [seen, first, second]
