@@ -206,7 +206,7 @@ def test_a_cache_is_not_resumed_otherwise(pipeline, whole, options, message):
     ("options", "message"),
     [
         ({"k": 64}, "k: expected none with features, which hold no distributions, found 64"),
-        ({"temperature": 0.7}, r"temperature: expected none beside features, .* found 0\.7"),
+        ({"temperature": 0.7}, r"temperature: expected none with features, .* found 0\.7"),
         ({"feature_dtype": "int8"}, "feature_dtype: expected one of bfloat16, float32, found 'int8'"),
         ({"layer_ids": [0]}, "layer_ids: expected at least 1, found 0"),
         ({"layer_ids": [1], "features": False}, "layer_ids: expected none without features"),
