@@ -80,7 +80,7 @@ def speculative_generate(
             measured costs and acceptance; your own `Plan` keeps its estimates from call to call.
         rule: "exact", the lossless rule, or a lossy one: "typical", "threshold" or "cascade", or one of `decode.rules`
             with other levels.
-        seed: row i draws with seed + i, as it would alone.
+        seed: row i has its own generator, seeded with seed + i; its draws do not depend on the batch.
         generate_kwargs: arguments of `generate` (max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id,
             stop_strings, streamer, …), with the defaults of the target's `generation_config`. In addition
             `compiled=True` runs the models' compiled programs, and `observer` is called with each `Round`.

@@ -66,8 +66,8 @@ class BlockPlaces:
         scale_B = first_BT.sum(1) / weights_KBN[0].sum(1).clamp(min=1.0)
         self.weights_BNK = (weights_KBN * scale_B[:, None]).permute(1, 2, 0)
         """The weight of each guess in the loss, (B, N, K): those drawn are scaled to stand for all of the row."""
-        order_K = torch.arange(count, device=ids_BT.device)
-        self._before_M = (flat_BN[..., None] + order_K).clamp(max=rows * length - 2).flatten()
+        offset_K = torch.arange(count, device=ids_BT.device)
+        self._before_M = (flat_BN[..., None] + offset_K).clamp(max=rows * length - 2).flatten()
         self._ids = ids_BT.flatten()
         self.labels = self._ids[self._before_M + 1]
         """The tokens to guess, (M,)."""

@@ -134,7 +134,10 @@ class EagleLayer(GradientCheckpointingLayer):
 
 
 class Step(NamedTuple):
-    """A step's inputs of the next step and of the head, (B, T, H) each, and its places' own keys and values."""
+    """The outputs of a step: `states` feed the next step and `hidden` the head, (B, T, H) each.
+
+    `own` holds the keys and values of these positions.
+    """
 
     states: Tensor
     hidden: Tensor
