@@ -24,10 +24,11 @@ from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Count, parse_json, read
 from draftsmith.scripts.adapt.config import AdaptConfig
-from draftsmith.scripts.serving.client import Client
+from draftsmith.scripts.serving.pages import metrics_of
 from draftsmith.scripts.serving.server_steps import NOTHING, CountedTexts, server_steps
 from draftsmith.scripts.stages import NO_GO, Stages
 from draftsmith.train.cli import INTERRUPTED, TERMINATED, Terminated
+from draftsmith.train.endpoint.client import Client
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import move_link, remove
 from draftsmith.train.job.processes import terminable
@@ -110,7 +111,7 @@ def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
     Looks are appended to `looks.jsonl`. If the server does not answer or shows no counters, the message says only that.
     """
     try:
-        metrics = asyncio.run(_ask(config, Client.metrics))
+        metrics = asyncio.run(_ask(config, metrics_of))
     except (ServerFailure, InputError) as failure:
         return str(failure), False
     before, drafter = watched(output), os.path.realpath(config.drafter)

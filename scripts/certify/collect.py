@@ -11,12 +11,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.validation import Amount, Count, TokenId, file_bytes, parsed
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.train.data.prompts import Prompt
 
-IDS, TEXT, CHAT = "ids", "text", "chat"
 FURTHER = 16
 """The most requested texts, as a multiple of the number that would do if none ended early."""
-PATHS = {IDS: "/v1/completions", TEXT: "/v1/completions", CHAT: "/v1/chat/completions"}
 
 
 @dataclass(frozen=True)
@@ -29,21 +26,6 @@ class TextRequest:
     temperature: float
     place: int
     prompt: int
-
-
-@dataclass(frozen=True)
-class SentPrompt:
-    """A prompt as it is sent: as ids if the target's tokenizer is here, else as text or messages."""
-
-    prompt: Prompt
-    ids: list[int] | None
-
-    @property
-    def kind(self) -> str:
-        """The way in which it is sent."""
-        if self.ids is not None:
-            return IDS
-        return TEXT if self.prompt.messages is None else CHAT
 
 
 def stages(config: CertifyConfig, prompts: int) -> list[list[TextRequest]]:

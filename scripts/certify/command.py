@@ -11,7 +11,7 @@ from rich.console import Console
 
 from draftsmith.decode.measurement.uniformity import detectable
 from draftsmith.scripts.certify import verdicts
-from draftsmith.scripts.certify.collect import SentPrompt, stages
+from draftsmith.scripts.certify.collect import stages
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.certify.servers import Servers, target_identity
 from draftsmith.scripts.kinds import drafter_specs
@@ -19,6 +19,7 @@ from draftsmith.scripts.pair import load_pair, read_tokens
 from draftsmith.train.checkpoint import end_of_sequence_ids
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompts import read_prompts
+from draftsmith.train.endpoint.client import SentPrompt
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove, require_writable
 from draftsmith.train.job.lock import locked
@@ -105,9 +106,7 @@ def _judge(
 def _load(config: CertifyConfig) -> tuple[list[SentPrompt], Pair | None]:
     prompts = read_prompts(config.prompts, limit=config.limit)
     if config.target is None:
-        for prompt in prompts:  # refuse prompts that cannot be sent before any request
-            prompt.request(config.system_prompt, config.chat_template_kwargs)
-        return [SentPrompt(prompt, None) for prompt in prompts], None
+        return [SentPrompt(prompt, fields=prompt.request(**config.template)) for prompt in prompts], None
     tokenizer, encoded = read_tokens(config.target, config, prompts)
     specs = drafter_specs(config.drafter)
     decodes = config.plain_server is None and 0 in config.temperature

@@ -13,12 +13,13 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import require_tokens
-from draftsmith.scripts.certify.collect import PATHS, SentPrompt, TextRequest, TextStore, extra_requests
+from draftsmith.scripts.certify.collect import TextRequest, TextStore, extra_requests
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.serving.client import Client, StreamedCompletion
+from draftsmith.scripts.serving.pages import metrics_of
 from draftsmith.train.data.shards import settle_manifest
+from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request, request_seed
 from draftsmith.train.endpoint.http import ServerFailure
-from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
+from draftsmith.train.endpoint.retries import Window, ask_all
 from draftsmith.train.files import remove
 from draftsmith.train.models import identity
 from draftsmith.train.provenance import git_sha
@@ -90,43 +91,31 @@ class Servers:
         `finished` receives each text's number of tokens. An InputError (a refused request, an answer without ids) or a
         ServerFailure cancels all other requests.
         """
-        window = asyncio.Semaphore(self.config.concurrency)
+        config = self.config
+        options: dict[str, Any] = {"skip_special_tokens": False} | (
+            {"stop_token_ids": list(self.ends)} if self.ends else {}
+        )
 
         async def answer_to(request: TextRequest) -> None:
-            question = self.questions[request.prompt]
-            try:
-                answer = await client.complete(self._body(client.name, question, request), PATHS[question.kind])
-                tokens = self._tokens(client, question, answer)
-                if self.vocab_size is not None:
-                    require_tokens(tokens, self.vocab_size, f"{client.name}: {client.url}")
-                kept.add(request, tokens, answer.finish_reason or "")
-                finished(len(tokens))
-            finally:
-                window.release()
+            question, temperature, seed = self.questions[request.prompt], request.temperature, None
+            if config.seeded:
+                # With the same seeds two servers would draw the same texts, which are no independent samples.
+                seed = request_seed(config.seed, client.name, f"{temperature:g}", request.place)
+            sampling = temperature, config.max_new_tokens, seed
+            body, path = completion_request(
+                question, self.models[client.name], config, *sampling, skip_special_tokens=False, **options
+            )
+            answer = await client.complete(body, path)
+            tokens = self._tokens(client, question, answer)
+            if self.vocab_size is not None:
+                require_tokens(tokens, self.vocab_size, f"{client.name}: {client.url}")
+            kept.add(request, tokens, answer.finish_reason or "")
+            finished(len(tokens))
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for request in requests:
-                    if (request.temperature, request.place) not in kept.texts:
-                        await window.acquire()
-                        group.create_task(answer_to(request))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        missing = [request for request in requests if (request.temperature, request.place) not in kept.texts]
+        await ask_all(missing, answer_to, Window(config.concurrency))
 
-    def _body(self, server: str, question: SentPrompt, request: TextRequest) -> dict[str, Any]:
-        config = self.config
-        body = {"model": self.models[server], "max_tokens": config.max_new_tokens, "skip_special_tokens": False}
-        body |= sampling_fields(config, request.temperature)
-        if self.ends:
-            body["stop_token_ids"] = list(self.ends)
-        if config.seeded and request.temperature > 0:
-            # With the same seeds two servers would draw the same texts, which are no independent samples.
-            body["seed"] = request_seed(config.seed, server, f"{request.temperature:g}", request.place)
-        if question.ids is not None:
-            return body | {"prompt": question.ids}
-        return body | question.prompt.request(config.system_prompt, config.chat_template_kwargs)
-
-    def _tokens(self, client: Client, question: SentPrompt, answer: StreamedCompletion) -> list[int]:
+    def _tokens(self, client: Client, question: SentPrompt, answer: ServedCompletion) -> list[int]:
         """Return a text's tokens, if the answer can be judged."""
         where = f"{client.name}: expected"
         if answer.token_ids is None:
@@ -203,6 +192,6 @@ def target_identity(config: CertifyConfig) -> dict[str, Any] | None:
 async def _counters(client: Client) -> ServerCounts | None:
     """Return vLLM's counters; None if the server shows none."""
     try:
-        return await client.counters()
+        return (await metrics_of(client)).counters
     except InputError:
         return None

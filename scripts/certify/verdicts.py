@@ -13,8 +13,9 @@ from draftsmith.decode.measurement.certificate import Certificate, certify_greed
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.two_samples import two_sample_tests
-from draftsmith.scripts.certify.collect import SentPrompt, text_pairs
+from draftsmith.scripts.certify.collect import text_pairs
 from draftsmith.scripts.certify.config import CertifyConfig
+from draftsmith.train.endpoint.client import SentPrompt
 from draftsmith.train.kinds.drafter import Pair
 
 Texts = Sequence[tuple[list[int], str]]

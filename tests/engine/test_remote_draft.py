@@ -16,8 +16,9 @@ from draftsmith.decode.measurement.server_counts import pooled, vllm_counts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts import cli
 from draftsmith.scripts.pair import left_padded
-from draftsmith.scripts.serving.client import Client
+from draftsmith.scripts.serving.pages import metrics_of
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
+from draftsmith.train.endpoint.client import Client
 from draftsmith.train.models import load_model, load_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -58,7 +59,7 @@ async def write(url: str, prompts: list[list[int]], tokens: int = TOKENS, at_onc
 
 async def counters(url: str):
     async with Client(url) as client:
-        return await client.counters()
+        return (await metrics_of(client)).counters
 
 
 async def settled(url: str):

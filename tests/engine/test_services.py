@@ -11,8 +11,9 @@ import pytest
 from coordinating import coordinator, metric, wait_until
 from engine import TARGET
 
-from draftsmith.scripts.serving.client import Client
+from draftsmith.scripts.serving.pages import metrics_of
 from draftsmith.train.data.corpus import stdlib_prompts
+from draftsmith.train.endpoint.client import Client
 from draftsmith.train.models import load_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -66,12 +67,12 @@ def ask(url: str, prompt: str, **fields) -> tuple[str, str]:
 
 async def drafts(url: str) -> int:
     async with Client(url) as client:
-        return (await client.counters()).num_drafts
+        return (await metrics_of(client)).counters.num_drafts
 
 
 async def accepted_tokens(url: str) -> int:
     async with Client(url) as client:
-        return (await client.counters()).num_accepted_tokens
+        return (await metrics_of(client)).counters.num_accepted_tokens
 
 
 def test_the_same_texts_by_every_pair_routed_by_rule(door, plain, pair, prompts):

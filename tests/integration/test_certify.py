@@ -19,11 +19,11 @@ from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
 from draftsmith.scripts.certify import command
-from draftsmith.scripts.certify.collect import SentPrompt, TextRequest, TextStore, stages, text_pairs
+from draftsmith.scripts.certify.collect import TextRequest, TextStore, stages, text_pairs
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.certify.servers import Servers
-from draftsmith.scripts.serving.client import StreamedCompletion
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.endpoint.client import SentPrompt, ServedCompletion
 from draftsmith.train.runs import save_model
 
 NEW, END, SAMPLED = 16, 5, 2200
@@ -374,7 +374,7 @@ def test_tokens_beyond_the_vocabulary_are_no_text(tmp_path):
         name, url = "server", "http://127.0.0.1"
 
         async def complete(self, body, path):
-            return StreamedCompletion(token_ids=[1, 300], finish_reason="stop")
+            return ServedCompletion(token_ids=[1, 300], finish_reason="stop")
 
     kept, questions = TextStore(tmp_path / "texts.jsonl", 4, 300), [SentPrompt(Prompt("a", "x", None, None), [1])]
     servers = Servers(config(), questions, [], 300, tmp_path, models={"server": "m"})

@@ -14,8 +14,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
 from draftsmith.train.data import generate as completions
 from draftsmith.train.data.generate import prepare
+from draftsmith.train.endpoint.client import ServedCompletion as Served
 from draftsmith.train.endpoint.completions import Completion, Vocabulary, settle
-from draftsmith.train.endpoint.completions import ServedCompletion as Served
 
 pytest_plugins = ["server_fixtures"]
 

@@ -23,14 +23,14 @@ from conftest import tiny_llama
 from faults import damaged, misvalued, misworded
 from unit.scripts.measure.reconcile.test_rounds import SETTINGS, TEXT
 from unit.scripts.services.coordinate.test_predictions import REPORT, TABLE
-from unit.scripts.serving.test_counters import SGLANG, VLLM
+from unit.scripts.serving.test_pages import SGLANG, VLLM
 
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.costs import ValidTable
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
-from draftsmith.decode.validation import parsed, read
+from draftsmith.decode.validation import read
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -48,16 +48,15 @@ from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service
-from draftsmith.scripts.serving.client import Client
-from draftsmith.scripts.serving.sglang import generate, recognised
+from draftsmith.scripts.serving.pages import metrics_of, recognised
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors
 from draftsmith.train.cli import check_fields, fields_of
 from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.data.shards import completion_files, read_completions, read_manifest, settle_manifest
-from draftsmith.train.endpoint.answers import WholeCompletion, WholeGeneration
-from draftsmith.train.endpoint.completions import native_answer, openai_answer
+from draftsmith.train.endpoint.client import NATIVE, Client
+from draftsmith.train.endpoint.client import TEXT as COMPLETIONS
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.job.resume import JobRecord
 from draftsmith.train.recipe import RecipeConfig
@@ -189,7 +188,7 @@ META |= {"spec_num_proposed_drafts": 4, "spec_num_correct_drafts": 1, "spec_corr
 SERVER_INFO = {"internal_states": [{}], "version": "0.5", "speculative_num_draft_tokens": 4}
 SERVER_INFO |= {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_algorithm": "EAGLE3"}
 COMPLETED = {"choices": [{"text": "a", "finish_reason": "stop", "token_ids": [1], "prompt_token_ids": [1]}]}
-NATIVE = {"text": "a", "meta_info": META, "output_ids": [1, 2]}
+GENERATED = {"text": "a", "meta_info": META, "output_ids": [1, 2]}
 ENGINE = {"vllm": "1", "device": "cpu", "results": [{"token_ids": [[7, 8]], "num_drafts": [2], "num_draft_tokens": [6],
     "num_accepted_tokens": [3], "num_accepted_tokens_per_pos": [2, 1, 0]}]}  # fmt: skip
 CURVE = {"schema": "s", "settings": {}, "points": [{"share": 1, "tokens_learned": 9, "replayed": {"T=0": {
@@ -243,22 +242,22 @@ READERS: dict[str, Reader] = {
     ),
     "SGLang's stream": Reader(
         lines({"text": "a", "meta_info": META, "output_ids": [1, 2], "prompt_token_ids": [3]}),
-        run(lambda c: generate(c, {"input_ids": [3], "sampling_params": {"max_new_tokens": MOST}})),
+        run(lambda c: c.complete({"input_ids": [3], "sampling_params": {"max_new_tokens": MOST}}, NATIVE)),
         answered,
     ),
     "SGLang's server_info": Reader(lines(SERVER_INFO), run(recognised), engine),
     "vLLM's version": Reader(lines({"version": "0.32"}), run(recognised)),
     "models": Reader(lines({"data": [{"id": "m", "max_model_len": 9}]}), run(lambda c: c.models())),
-    "vLLM's metrics": Reader(VLLM.encode(), run(lambda c: c.metrics()), counters, (damaged, misworded, misworded)),
-    "SGLang's metrics": Reader(SGLANG.encode(), run(lambda c: c.metrics()), counters, (damaged, misworded, misworded)),
+    "vLLM's metrics": Reader(VLLM.encode(), run(metrics_of), counters, (damaged, misworded, misworded)),
+    "SGLang's metrics": Reader(SGLANG.encode(), run(metrics_of), counters, (damaged, misworded, misworded)),
     "an endpoint's completion": Reader(
         lines(COMPLETED),
-        lambda path: openai_answer(parsed(WholeCompletion, path.read_bytes(), "it")),
+        run(lambda c: c.complete_whole({}, COMPLETIONS, "it")),
         lambda answer: ids_below(2**31, answer.token_ids, answer.prompt_ids),
     ),
     "an endpoint's native completion": Reader(
-        lines(NATIVE),
-        lambda path: native_answer(parsed(WholeGeneration, path.read_bytes(), "it")),
+        lines(GENERATED),
+        run(lambda c: c.complete_whole({}, NATIVE, "it")),
         lambda answer: ids_below(2**31, answer.token_ids),
     ),
     "an engine's answers": Reader(

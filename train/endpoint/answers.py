@@ -5,10 +5,16 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.validation import MOST, Count, ServerMessage, TokenId
 
 Limit = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(lambda limit: limit if limit > 0 else None)]
 """A limit of at least 1, or None; some servers give 0 or −1 for no limit."""
+COUNTED = (
+    ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram"),
+    ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram"),
+)
+"""SGLang's fields for drafted and accepted tokens and for steps by accepted tokens: since 2026, and before."""
 
 
 def _joined(content: Any) -> Any:
@@ -114,6 +120,16 @@ class Meta(ServerMessage):
     spec_draft_token_num: Count | None = None
     spec_accept_token_num: Count | None = None
     spec_accept_histogram: list[Count] | None = None
+
+    def counts(self) -> ServerCounts | None:
+        """Return the counts of one answer; None without speculation."""
+        for names in COUNTED:
+            drafted, accepted, steps = (getattr(self, name) for name in names)
+            if drafted is not None and self.spec_verify_ct:
+                if steps and sum(steps) == self.spec_verify_ct:
+                    return ServerCounts.of_histogram(steps, drafted)
+                return ServerCounts(self.spec_verify_ct, drafted, accepted or 0, ())
+        return None
 
 
 class Generated(ServerMessage):

@@ -16,30 +16,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.prepare_config import PrepareConfig
 from draftsmith.train.data.samples import Completion, Sample, ShardBatch
-from draftsmith.train.endpoint.answers import ModelList, WholeCompletion, WholeGeneration, whole_ids
-from draftsmith.train.endpoint.retries import RetryingServer
-from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
+from draftsmith.train.endpoint.answers import whole_ids
+from draftsmith.train.endpoint.client import SentPrompt, ServedCompletion, completion_request, request_seed
+from draftsmith.train.endpoint.retries import RetryingClient, ask_all
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ServedCompletion:
-    """A completion in either dialect; fields that the server does not give are None."""
-
-    text: str | None
-    finish_reason: str | None
-    stop_id: int | None
-    token_ids: list[int] | None
-    prompt_ids: list[int] | None
-    count: int | None
 
 
 @dataclass(frozen=True)
@@ -57,12 +44,11 @@ def served_model(config: PrepareConfig) -> str:
     if config.endpoint_model is not None:
         return config.endpoint_model
 
-    async def ask() -> ModelList:
-        server = RetryingServer(config)
-        async with server.client:
-            return await server.call(ModelList, server.models, "a list of models")
+    async def ask() -> list[str]:
+        async with RetryingClient(config) as server:
+            return list(await server.models())
 
-    names = [model.id for model in asyncio.run(ask()).data]
+    names = asyncio.run(ask())
     if len(names) != 1:
         raise InputError(
             f"endpoint_model: expected one model at {config.endpoint}, found {', '.join(names) or 'none'}; "
@@ -85,61 +71,66 @@ def complete_remotely(
     the server honours seeds. `on_batch` gets a batch with its completions, in the prompts' order, as soon as all are
     there. `on_completion` gets each completion's number of tokens. The first InputError stops all requests.
     """
+    begun: dict[int, dict[int, Completion]] = {}
 
     async def run() -> None:
-        begun: dict[int, dict[int, Completion]] = {}
+        async with RetryingClient(config) as server:
+            target = RemoteTarget(server, model, vocabulary)
 
-        async def work(batch: ShardBatch, row: int) -> None:
-            done = begun.setdefault(batch.index, {})
-            completion = await target.complete(batch.samples[row])
-            window.leave()
-            on_completion(len(completion.ids))
-            done[row] = completion
-            if len(done) == len(batch.samples):
-                on_batch(batch, [completion for _, completion in sorted(begun.pop(batch.index).items())])
+            async def complete(place: tuple[ShardBatch, int]) -> None:
+                batch, row = place
+                done = begun.setdefault(batch.index, {})
+                completion = await target.complete(batch.samples[row])
+                on_completion(len(completion.ids))
+                done[row] = completion
+                if len(done) == len(batch.samples):
+                    on_batch(batch, [completion for _, completion in sorted(begun.pop(batch.index).items())])
 
-        target = RemoteTarget(RetryingServer(config), model, vocabulary)
-        window = target.server.window
-        async with target.server.client, asyncio.TaskGroup() as group:
-            for batch in batches:
-                for row in range(len(batch.samples)):
-                    await window.enter()
-                    group.create_task(work(batch, row))
+            places = ((batch, row) for batch in batches for row in range(len(batch.samples)))
+            await ask_all(places, complete, server.window)
 
-    try:
-        asyncio.run(run())
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+    asyncio.run(run())
 
 
 @dataclass
 class RemoteTarget:
     """The target on a server; `warned` is set once the user knows that the server gives no ids."""
 
-    server: RetryingServer
+    server: RetryingClient
     model: str
     vocabulary: Vocabulary
     warned: bool = False
 
     async def complete(self, sample: Sample) -> Completion:
         """Complete one prompt."""
-        name, url = f"prompt {sample.prompt.id!r}", self.server.url
-        what, request = f"a completion of {name}", self.request(sample)
-        if self.server.native:
-            answer = native_answer(await self.server.call(WholeGeneration, self.server.completions, what, request))
-        else:
-            answer = openai_answer(await self.server.call(WholeCompletion, self.server.completions, what, request))
+        config, url, name = self.server.config, self.server.given_url, f"prompt {sample.prompt.id!r}"
+        temperature = config.temperature if sample.temperature is None else sample.temperature
+        body, path = completion_request(
+            SentPrompt(sample.prompt, sample.ids),
+            self.model,
+            config,
+            temperature,
+            config.max_new_tokens,
+            request_seed(config.seed, sample.prompt.id),
+            native=self.server.native,
+            stop_token_ids=self.vocabulary.ends,
+            # in case the text must be tokenized again
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+        )
+        what = f"a completion of {name}"
+        answer = await self.server.complete_whole(body, path, what)
         if answer.text is None and answer.token_ids is None:
             raise InputError(f"endpoint: expected {what} from {url}, found neither a text nor token ids")
-        most = self.server.config.new_tokens()
+        most = config.new_tokens()
         if answer.finish_reason is None:
             answer = replace(answer, finish_reason=infer_finish_reason(answer.token_ids, most, self.vocabulary.ends))
         if answer.finish_reason not in {"stop", "length"}:
             problem = f"finish_reason {answer.finish_reason!r}"
-            raise InputError(f"endpoint: expected a completion of {name} from {url}, found {problem}")
+            raise InputError(f"endpoint: expected {what} from {url}, found {problem}")
         if answer.prompt_ids is not None and answer.prompt_ids != sample.ids:
             raise InputError(
-                f"endpoint: expected a completion of {name} after its {len(sample.ids)} tokens as sent, found that "
+                f"endpoint: expected {what} after its {len(sample.ids)} tokens as sent, found that "
                 f"{url} put it after {len(answer.prompt_ids)} others"
             )
         if answer.token_ids is not None and len(answer.token_ids) > most:
@@ -149,39 +140,6 @@ class RemoteTarget:
             self.warned = True
             logger.warning("%s: gives no token ids, so its text is tokenized again", url)
         return settle(answer, sample.ids, self.vocabulary, name)
-
-    def request(self, sample: Sample) -> dict[str, Any]:
-        """Return the body of a completion request."""
-        config = self.server.config
-        temperature = config.temperature if sample.temperature is None else sample.temperature
-        mixed = request_seed(config.seed, sample.prompt.id)
-        seed = {"sampling_seed" if self.server.native else "seed": mixed} if temperature > 0 else {}
-        sampling = sampling_fields(config, temperature) | {
-            "stop_token_ids": self.vocabulary.ends,
-            # in case the text must be tokenized again
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-        }
-        if self.server.native:
-            sampling = {"max_new_tokens": config.max_new_tokens} | sampling | seed
-            return {"input_ids": sample.ids, "sampling_params": sampling}
-        body = {"model": self.model, "prompt": sample.ids, "max_tokens": config.max_new_tokens}
-        return body | sampling | seed | {"return_token_ids": True}
-
-
-def openai_answer(body: WholeCompletion) -> ServedCompletion:
-    """Return an answer of `/v1/completions`."""
-    choice = body.choices[0]
-    stopped_by = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
-    count = None if body.usage is None else body.usage.completion_tokens
-    ids = choice.token_ids
-    return ServedCompletion(choice.text, choice.finish_reason, _id(stopped_by), ids, choice.prompt_token_ids, count)
-
-
-def native_answer(body: WholeGeneration) -> ServedCompletion:
-    """Return an answer of SGLang's `/generate`."""
-    meta, ended = body.meta_info, body.meta_info.finish_reason
-    return ServedCompletion(body.text, ended.type, _id(ended.matched), body.output_ids, None, meta.completion_tokens)
 
 
 def infer_finish_reason(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str | None:
@@ -196,9 +154,9 @@ def infer_finish_reason(ids: Sequence[int] | None, most: int, ends: Sequence[int
 def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:
     """Return an answer as `generate` would have: ids that end with the first end-of-sequence token."""
     tokenizer, ends = vocabulary.tokenizer, vocabulary.ends
-    ids, reason, uncertain = answer.token_ids, answer.finish_reason or "", False
+    ids, reason, count = answer.token_ids, answer.finish_reason or "", answer.completion_tokens
     if ids is not None:
-        uncertain = not whole_ids(ids, answer.count, reason) or not spells(ids, answer.text, prompt_ids, tokenizer)
+        uncertain = not whole_ids(ids, count, reason) or not spells(ids, answer.text, prompt_ids, tokenizer)
     else:
         text = answer.text or ""
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -213,8 +171,8 @@ def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabula
         usual = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
         ids = [*ids, answer.stop_id if answer.stop_id in ends else usual]
         uncertain |= answer.stop_id not in ends and len(ends) > 1
-    if answer.token_ids is None and answer.count is not None:
-        uncertain |= len(ids) != answer.count
+    if answer.token_ids is None and count is not None:
+        uncertain |= len(ids) != count
     if not ids:
         raise InputError(f"endpoint: expected at least one token for {what}, found none")
     if answer.token_ids is not None and not 0 <= min(ids) <= max(ids) < vocabulary.size:
@@ -246,8 +204,3 @@ def spells(ids: list[int], text: str | None, prompt_ids: list[int], tokenizer: P
             if expected == str(together()).removeprefix(str(before())).strip().rstrip("\ufffd"):
                 return True
     return not expected
-
-
-def _id(value: Any) -> int | None:
-    """Return a token's id, or None for a text that ended the completion."""
-    return value if type(value) is int else None

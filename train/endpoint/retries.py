@@ -1,13 +1,15 @@
-"""Requests that are sent again after failures: how many at once, how often, and with which waits."""
+"""Many requests at once, and requests that are sent again after failures: how many, how often, with which waits."""
 
 import asyncio
 import logging
 import random
 import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.prepare_config import PrepareConfig
+from draftsmith.train.endpoint.client import NATIVE, Client
 from draftsmith.train.endpoint.http import HttpClient, ServerFailure
 
 T = TypeVar("T")
@@ -17,30 +19,31 @@ FIRST_REQUESTS, MOST_REQUESTS = 64, 1024
 logger = logging.getLogger(__name__)
 
 
-class RetryingServer:
-    """A config's server; raises as `HttpClient`."""
+class RetryingClient(Client):
+    """A client of the server of `prepare`, which sends requests for whole answers again."""
 
     def __init__(self, config: PrepareConfig):
-        self.config = config
-        self.url = (config.endpoint or "").rstrip("/")
-        self.window = Window(config.endpoint_concurrency)
+        self.config, self.window = config, Window(config.endpoint_concurrency)
+        self.given_url = (config.endpoint or "").rstrip("/")
         # SGLang's native API: https://docs.sglang.io/basic_usage/native_api.html
-        self.native = self.url.endswith("/generate")
-        root = self.url.removesuffix("/generate") if self.native else self.url.removesuffix("/completions")
-        self.models, self.completions = ("/v1/models", "/generate") if self.native else ("/models", "/completions")
-        self.client = HttpClient(root, "endpoint", config.endpoint_key_env, key_field="endpoint_key_env")
+        self.native = self.given_url.endswith(NATIVE)
+        root = self.given_url.removesuffix(NATIVE if self.native else "/completions")
+        HttpClient.__init__(self, root, "endpoint", config.endpoint_key_env, key_field="endpoint_key_env")
 
-    async def call(self, kind: type[T], path: str, what: str, body: dict[str, Any] | None = None) -> T:
-        """Return the answer to a POST of `body`, or to a GET without one, as an instance of `kind`.
+    async def fetch(
+        self, kind: type[T], path: str, body: Any = None, what: str | None = None, timeout: float | None = None
+    ) -> T:
+        """Return the JSON answer as an instance of `kind`, from the first request that succeeds.
 
         Broken JSON is requested again, but JSON that does not fit `kind` is an error. The InputError says whether the
         server refused, every try failed, or the deadline has passed.
         """
+        path = path if self.native else path.removeprefix("/v1")  # the URL has it, or another root
         tries, end = self.config.endpoint_retries + 1, time.monotonic() + self.config.endpoint_deadline
         for attempt in range(1, tries + 1):
             seconds = min(self.config.endpoint_timeout, max(end - time.monotonic(), 0.0))
             try:
-                answer = await self.client.fetch(kind, path, body, what, seconds)
+                answer = await super().fetch(kind, path, body, what, seconds)
             except ServerFailure as error:
                 failure = error
             else:
@@ -99,3 +102,32 @@ class Window:
         """Record that the server is busy."""
         if self._answered and not self._fixed:
             self.size, self._answered = max(self.size // 2, 1), False
+
+
+async def ask_all(
+    items: Iterable[T],
+    ask: Callable[[T], Awaitable[None]],
+    window: Window,
+    arrivals: Sequence[float] | None = None,
+) -> None:
+    """Await `ask` of each item, in order, as many at once as the window allows.
+
+    `arrivals` are the earliest times of the items, in seconds of `time.perf_counter`. The first error cancels all other
+    requests, and is raised alone.
+    """
+
+    async def work(item: T) -> None:
+        try:
+            await ask(item)
+        finally:
+            window.leave()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for i, item in enumerate(items):
+                if arrivals is not None:
+                    await asyncio.sleep(max(arrivals[i] - time.perf_counter(), 0.0))
+                await window.enter()
+                group.create_task(work(item))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None

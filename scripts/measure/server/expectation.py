@@ -14,11 +14,11 @@ from draftsmith.scripts.measure.reconcile.pairing import ServedText, texts_of, t
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings, read_rounds
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance
-from draftsmith.scripts.measure.server.load import LoadPrompt
 from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.scripts.serving.server_steps import ServerSteps
+from draftsmith.train.endpoint.client import SentPrompt
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _recommended(report: str) -> str | None:
         return None
 
 
-def require_known(expectation: Expectation, config: MeasureServerConfig, prompts: Sequence[LoadPrompt]) -> None:
+def require_known(expectation: Expectation, config: MeasureServerConfig, prompts: Sequence[SentPrompt]) -> None:
     """Raise InputError unless the report has all prompts, and enough for an interval under sampling."""
     ids = [entry.prompt.id for entry in prompts]
     for temperature in config.temperature:

@@ -1,6 +1,5 @@
 """Requests to a server at a concurrency or a rate, with the time of each part of an answer."""
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,22 +11,10 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
 from draftsmith.decode.validation import Amount, Count, Finite, TokenId
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.scripts.serving.client import Client, StreamedCompletion
-from draftsmith.scripts.serving.counters import ServerMetrics
-from draftsmith.scripts.serving.sglang import Engine, generate, recognised
-from draftsmith.train.data.prompts import Prompt
+from draftsmith.scripts.serving.pages import Engine, ServerMetrics, metrics_of, recognised
+from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request, request_seed
 from draftsmith.train.endpoint.http import ServerFailure
-from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
-
-
-@dataclass(frozen=True)
-class LoadPrompt:
-    """A prompt as it is sent: exactly one of ids, text and chat."""
-
-    prompt: Prompt
-    ids: list[int] | None = None
-    text: str | None = None
-    chat: dict[str, Any] | None = None
+from draftsmith.train.endpoint.retries import Window, ask_all
 
 
 @dataclass(frozen=True)
@@ -59,14 +46,16 @@ class RequestRecord:
         return asdict(self) | {"counts": None if self.counts is None else self.counts.to_dict()}
 
 
+@dataclass
 class MeasuredServer:
-    """One server, and how it is asked."""
+    """One server, and what it says of itself; `before` is the last reading of its metrics."""
 
-    def __init__(self, client: Client, engine: Engine, model: str, length: int | None, config: MeasureServerConfig):
-        """Store the server's facts, which `opened` looks up."""
-        self.client, self.engine, self.model, self.length, self.config = client, engine, model, length, config
-        self.before: ServerMetrics | None = None
-        """The last reading of its metrics."""
+    client: Client
+    engine: Engine
+    model: str
+    length: int | None
+    config: MeasureServerConfig
+    before: ServerMetrics | None = None
 
     @classmethod
     async def opened(cls, client: Client, config: MeasureServerConfig) -> "MeasuredServer":
@@ -83,13 +72,13 @@ class MeasuredServer:
     async def metrics(self) -> ServerMetrics:
         """Return the server's metrics; zeros for an SGLang without `--enable-metrics`, whose answers have counts."""
         try:
-            return await self.client.metrics()
+            return await metrics_of(self.client)
         except InputError:
             if self.engine.kind != "sglang":
                 raise
             return ServerMetrics(ServerCounts(), None, 0, None, None, None)
 
-    def check(self, question: LoadPrompt) -> None:
+    def check(self, question: SentPrompt) -> None:
         """Raise InputError unless a prompt of known length and its completion fit the model."""
         needed = 0 if question.ids is None else len(question.ids) + self.config.max_new_tokens
         if self.length is not None and needed > self.length:
@@ -98,27 +87,10 @@ class MeasuredServer:
                 f"{self.config.max_new_tokens} new tokens, found {needed} of prompt {question.prompt.id!r}"
             )
 
-    async def ask(self, question: LoadPrompt, temperature: float, seed: int) -> StreamedCompletion:
-        """Return one completion."""
-        config = self.config
-        sampling = sampling_fields(config, temperature) | {"ignore_eos": config.ignore_eos}
-        if self.engine.kind == "sglang" and question.chat is None:
-            sampling |= {"max_new_tokens": config.max_new_tokens} | ({"sampling_seed": seed} if temperature else {})
-            prompt: dict[str, Any] = {"text": question.text} if question.ids is None else {"input_ids": question.ids}
-            return await generate(self.client, prompt | {"sampling_params": sampling})
-        request = {"model": self.model, "max_tokens": config.max_new_tokens, **sampling}
-        request |= {"seed": seed} if temperature else {}
-        if question.chat is None:
-            return await self.client.complete(
-                request | {"prompt": question.text if question.ids is None else question.ids}
-            )
-        ids = self.engine.kind != "sglang"
-        return await self.client.complete(request | question.chat, "/v1/chat/completions", token_ids=ids)
 
-
-async def ask_all(
+async def records_of(
     door: MeasuredServer,
-    prompts: Mapping[int, LoadPrompt],
+    prompts: Mapping[int, SentPrompt],
     temperature: float,
     concurrency: int,
     arrivals: Sequence[float] | None = None,
@@ -134,33 +106,25 @@ async def ask_all(
         InputError: a request is refused.
         ServerFailure: one fails; the others are cancelled.
     """
-    slots = asyncio.Semaphore(concurrency)
-    start = time.perf_counter()
+    records, start = dict[int, RequestRecord](), time.perf_counter()
+    due = None if arrivals is None else {place: start + at for place, at in zip(prompts, arrivals, strict=True)}
 
-    async def record_of(place: int, question: LoadPrompt, arrival: float | None) -> RequestRecord:
-        await asyncio.sleep(max(start + (arrival or 0.0) - time.perf_counter(), 0.0))
-        async with slots:
-            seed = request_seed(door.config.seed, question.prompt.id, repeat)
-            answer = await door.ask(question, temperature, seed)
+    native = door.engine.kind == "sglang"
+    options: dict[str, Any] = {"native": native, "ignore_eos": door.config.ignore_eos}
+
+    async def record(place: int) -> None:
+        seed = request_seed(door.config.seed, prompts[place].prompt.id, repeat)
+        sampling = temperature, door.config.max_new_tokens, seed
+        body, path = completion_request(prompts[place], door.model, door.config, *sampling, **options)
+        answer = await door.client.complete(body, path, token_ids=not native)
         # With a rate, latency counts from the arrival: the wait for a free slot is part of it.
-        return _record(place, answer, answer.sent if arrival is None else start + arrival, door)
+        records[place] = _record(place, answer, answer.sent if due is None else due[place], door)
 
-    times = [None] * len(prompts) if arrivals is None else arrivals
-    tasks = [
-        asyncio.create_task(record_of(place, question, arrival))
-        for (place, question), arrival in zip(prompts.items(), times, strict=True)
-    ]
-    try:
-        records = await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-    return records, time.perf_counter() - start
+    await ask_all(prompts, record, Window(concurrency), None if due is None else list(due.values()))
+    return [records[place] for place in prompts], time.perf_counter() - start
 
 
-def _record(place: int, answer: StreamedCompletion, due: float, door: MeasuredServer) -> RequestRecord:
+def _record(place: int, answer: ServedCompletion, due: float, door: MeasuredServer) -> RequestRecord:
     tokens = answer.completion_tokens
     if tokens is None:
         tokens = None if answer.token_ids is None else len(answer.token_ids)
@@ -179,6 +143,6 @@ def _record(place: int, answer: StreamedCompletion, due: float, door: MeasuredSe
         finish_reason=answer.finish_reason,
         prompt_ids=answer.prompt_ids,
         token_ids=answer.token_ids,
-        text=answer.text if answer.token_ids is None else None,
+        text=(answer.text or "") if answer.token_ids is None else None,
         counts=answer.counts,
     )

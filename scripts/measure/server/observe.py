@@ -16,14 +16,13 @@ from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
 from draftsmith.decode.progress import each
 from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.scripts.measure.server.load import LoadPrompt, MeasuredServer, RequestRecord, ask_all
+from draftsmith.scripts.measure.server.load import MeasuredServer, RequestRecord, records_of
 from draftsmith.scripts.measure.unfinished import SCHEMA, Kept, identified_prompts
-from draftsmith.scripts.serving.client import Client
-from draftsmith.scripts.serving.counters import ServerMetrics
-from draftsmith.scripts.serving.sglang import Engine
+from draftsmith.scripts.serving.pages import Engine, ServerMetrics
 from draftsmith.train.checkpoint import left_out, load_generation_config
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed
+from draftsmith.train.endpoint.client import Client, SentPrompt
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import git_sha
@@ -70,7 +69,7 @@ class Observed:
     """The answers and counts of one run."""
 
     config: MeasureServerConfig
-    prompts: Sequence[LoadPrompt]
+    prompts: Sequence[SentPrompt]
     engines: dict[Role, Engine]
     models: dict[Role, str]
     urls: dict[Role, str]
@@ -89,12 +88,12 @@ class Observed:
         return [record for block in self.blocks[setting][role] for record in block.records]
 
 
-def read_load_prompts(config: MeasureServerConfig) -> list[LoadPrompt]:
+def read_load_prompts(config: MeasureServerConfig) -> list[SentPrompt]:
     """Read the prompts, in the form in which they are sent, or raise InputError."""
     prompts = read_prompts(config.prompts, limit=config.limit)
     if config.target is None:  # the server encodes
-        requests = [(prompt, prompt.request(config.system_prompt, config.chat_template_kwargs)) for prompt in prompts]
-        return [LoadPrompt(p, text=p.text, chat=None if p.messages is None else request) for p, request in requests]
+        template = config.system_prompt, config.chat_template_kwargs
+        return [SentPrompt(prompt, fields=prompt.request(*template)) for prompt in prompts]
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     left_out(load_generation_config(config.target, target_config, field="target"), config.target)
@@ -104,10 +103,10 @@ def read_load_prompts(config: MeasureServerConfig) -> list[LoadPrompt]:
         "system_prompt": config.system_prompt,
         "variables": config.chat_template_kwargs,
     }
-    return [LoadPrompt(prompt, ids=encode_prompt(prompt, tokenizer, **encoding)) for prompt in prompts]
+    return [SentPrompt(prompt, ids=encode_prompt(prompt, tokenizer, **encoding)) for prompt in prompts]
 
 
-async def observe(config: MeasureServerConfig, prompts: Sequence[LoadPrompt], kept: Kept | None = None) -> Observed:
+async def observe(config: MeasureServerConfig, prompts: Sequence[SentPrompt], kept: Kept | None = None) -> Observed:
     """Ask the servers all prompts in each setting, block by block, by turns; a failing server ends the run.
 
     `kept` holds finished blocks, by default in the output directory. Raise InputError if a server does not answer at
@@ -163,7 +162,7 @@ async def _setting(
             if not warm and config.warm_up:  # the first requests compile, and fill caches
                 last = {i: observed.prompts[-1 - i % count] for i in range(config.warm_up)}
                 for door in doors.values():
-                    await ask_all(door, last, *setting)
+                    await records_of(door, last, *setting)
             warm = True
             prompts = {int(place): observed.prompts[place] for place in places[i]}
             blocks: dict[Role, ServerTurn] = {}
@@ -185,14 +184,14 @@ def _is_of(blocks: Mapping[Role, ServerTurn], roles: Collection[Role], places: n
 
 
 async def _block(
-    door: MeasuredServer, prompts: Mapping[int, LoadPrompt], setting: Setting, repeat: int, i: int
+    door: MeasuredServer, prompts: Mapping[int, SentPrompt], setting: Setting, repeat: int, i: int
 ) -> ServerTurn:
     config, arrivals = door.config, None
     if config.rate is not None:  # the same arrivals for both servers
         gaps = np.random.default_rng(mixed_seed(config.seed, "arrivals", repeat, i))
         arrivals = gaps.exponential(1 / config.rate, len(prompts)).cumsum().tolist()
     before = await _settled(door)
-    records, seconds = await ask_all(door, prompts, *setting, arrivals, repeat)
+    records, seconds = await records_of(door, prompts, *setting, arrivals, repeat)
     after = await _settled(door)
     busy = bool(before.requests or after.requests)
     return ServerTurn(records, seconds, *_counted(before, after, door), after.mean_acceptance_length, busy)
@@ -239,7 +238,10 @@ async def _settled(door: MeasuredServer) -> ServerMetrics:
 def _manifest(observed: Observed) -> dict[str, Any]:
     config = observed.config
     settings = {name: value for name, value in asdict(config).items() if name not in (*FREE_TO_CHANGE, *UNNAMED)}
-    sent = [(question.prompt, question.ids or question.text or question.chat) for question in observed.prompts]
+    sent = [
+        (question.prompt, question.ids or question.fields.get("prompt") or question.fields)
+        for question in observed.prompts
+    ]
     return {
         "schema": SCHEMA,
         "settings": settings | {"baseline": "baseline_server" in observed.engines},

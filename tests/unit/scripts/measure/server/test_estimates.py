@@ -6,11 +6,12 @@ from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance, acceptance, pace, percentiles, token_seconds
-from draftsmith.scripts.measure.server.load import LoadPrompt, RequestRecord
+from draftsmith.scripts.measure.server.load import RequestRecord
 from draftsmith.scripts.measure.server.observe import Observed, ServerTurn
 from draftsmith.scripts.measure.server.warnings import warnings_of
-from draftsmith.scripts.serving.sglang import Engine
+from draftsmith.scripts.serving.pages import Engine
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.endpoint.client import SentPrompt
 
 ONE, TWO = (0.0, 1), (0.0, 2)
 PARTS = [[1, 3, 2], [1, 1, 1, 2, 1], [1, 3, 3], [1, 2, 3], [1, 3, 1], [1, 2, 2]]
@@ -31,7 +32,7 @@ def block(records: list[RequestRecord], seconds: float = 1.0, **fields) -> Serve
 
 def observed(blocks, config: dict | None = None, kind: str = "vllm") -> Observed:
     given = MeasureServerConfig("http://a", "p", "o", baseline_server="http://b", **(config or {}))
-    prompts = [LoadPrompt(Prompt(str(i), "", None, None), text="") for i in range(len(PARTS))]
+    prompts = [SentPrompt(Prompt(str(i), "", None, None)) for i in range(len(PARTS))]
     engines = {"server": Engine(kind), "baseline_server": Engine("vllm")}
     return Observed(given, prompts, engines, {}, {"server": "a", "baseline_server": "b"}, {}, blocks)
 

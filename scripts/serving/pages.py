@@ -1,14 +1,16 @@
-"""Counters of speculative decoding in a server's `/metrics` (the Prometheus text format)."""
+"""The pages of a server: which kind it is, and its counters of speculative decoding."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, Strict
 
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.decode.validation import Count, checked
+from draftsmith.decode.validation import Count, ServerMessage, checked, parse_json
+from draftsmith.train.endpoint.answers import Limit
+from draftsmith.train.endpoint.http import HttpClient
 
 PREFIX = "vllm:spec_decode_num_"
 PER_POS = f"{PREFIX}accepted_tokens_per_pos_total"
@@ -49,6 +51,11 @@ class ServerMetrics:
     """SGLang's gauge: τ over the last few steps of each engine, averaged over engines."""
 
 
+async def metrics_of(client: HttpClient) -> ServerMetrics:
+    """Return a server's metrics of speculative decoding and load; InputError if it shows none."""
+    return read_metrics(await client.get_text("/metrics"), f"{client.name}: {client.url}/metrics")
+
+
 def read_metrics(text: str, where: str) -> ServerMetrics:
     """Parse the answer of `/metrics`; `where` names it in the InputError for another format or a bad count.
 
@@ -84,3 +91,56 @@ def read_metrics(text: str, where: str) -> ServerMetrics:
         verify_calls=totals.get(VERIFY_CALLS),
         mean_acceptance_length=sum(lengths) / len(lengths) if lengths else None,
     )
+
+
+class ServerInfo(ServerMessage):
+    """SGLang's `/server_info`; its `internal_states` tell it from other servers."""
+
+    version: str | None = None
+    speculative_algorithm: str | None = None
+    speculative_num_draft_tokens: Limit | None = None
+    speculative_num_steps: Count | None = None
+    speculative_eagle_topk: Count | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The server at a URL.
+
+    `method` and `draft_tokens`, verified after the text's last token, are SGLang's; `tree` if they form one.
+    """
+
+    kind: Literal["vllm", "sglang", "other"]
+    version: str | None = None
+    method: str | None = None
+    draft_tokens: int | None = None
+    tree: bool = False
+
+
+async def recognised(client: HttpClient) -> Engine:
+    """Identify the server by its paths; raise ServerFailure if it does not answer, or reports impossible values."""
+    for path in ("/server_info", "/get_server_info"):  # older versions have the latter
+        text, value = await _page(client, path)
+        if isinstance(value, dict) and "internal_states" in value:
+            info = client.read(ServerInfo, text, path)
+            drafted, width = info.speculative_num_draft_tokens, info.speculative_eagle_topk or 1
+            return Engine(
+                "sglang",
+                info.version,
+                info.speculative_algorithm,
+                None if drafted is None else drafted - 1,
+                tree=width > 1 and drafted != (info.speculative_num_steps or 0) + 1,
+            )
+    _, value = await _page(client, "/version")
+    if isinstance(value, dict) and isinstance(value.get("version"), str):
+        return Engine("vllm", value["version"])
+    return Engine("other", value if isinstance(value, str) else None)
+
+
+async def _page(client: HttpClient, path: str) -> tuple[str, Any]:
+    """Return a path's text, and its JSON value, None without a path or JSON."""
+    try:
+        text = await client.get_text(path)
+        return text, parse_json(text)
+    except (InputError, ValueError):
+        return "", None

@@ -1,12 +1,14 @@
-"""What servers count, as they say it."""
+"""What servers are and count, as they say it."""
+
+import asyncio
 
 import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.serving.counters import read_metrics
-from draftsmith.scripts.serving.sglang import counted
+from draftsmith.scripts.serving.pages import Engine, read_metrics, recognised
 from draftsmith.train.endpoint.answers import Meta
+from draftsmith.train.endpoint.client import Client
 
 VLLM = """
 # TYPE vllm:spec_decode_num_drafts counter
@@ -93,6 +95,31 @@ def test_what_is_no_metric_is_refused(page):
 ])  # fmt: skip
 def test_an_answer_of_sglang_is_counted(drafted, accepted, histogram):
     meta = {"completion_tokens": 5, "spec_verify_ct": 10, drafted: 20, accepted: 7, histogram: [5, 3, 2]}
-    assert counted(Meta(**meta)) == ServerCounts(10, 20, 7, (5, 2))
-    assert counted(Meta(**meta | {histogram: None})) == ServerCounts(10, 20, 7, ())
-    assert counted(Meta(completion_tokens=5)) is None
+    assert Meta(**meta).counts() == ServerCounts(10, 20, 7, (5, 2))
+    assert Meta(**meta | {histogram: None}).counts() == ServerCounts(10, 20, 7, ())
+    assert Meta(completion_tokens=5).counts() is None
+
+
+@pytest.mark.parametrize(
+    ("pages", "engine"),
+    [
+        ({"/version": '{"version": "0.32.0"}'}, Engine("vllm", "0.32.0")),
+        ({"/version": '"1.2"', "/server_info": "[1, 2]"}, Engine("other", "1.2")),
+        ({"/version": '{"version": {"major": 1}}'}, Engine("other")),
+        ({"/version": "<html>", "/server_info": "{}"}, Engine("other")),
+        ({"/get_server_info": '{"internal_states": [], "version": "0.4"}'}, Engine("sglang", "0.4")),
+        ({"/server_info": '{"internal_states": [], "speculative_num_draft_tokens": 0}'}, Engine("sglang")),
+    ],
+)
+def test_any_server_is_recognised_by_its_pages(pages, engine):
+    class Paged(Client):
+        async def get_text(self, path):
+            if path not in pages:
+                raise InputError("404")
+            return pages[path]
+
+    async def ask() -> Engine:
+        async with Paged("http://127.0.0.1:9") as client:
+            return await recognised(client)
+
+    assert asyncio.run(ask()) == engine
