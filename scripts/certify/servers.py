@@ -92,19 +92,15 @@ class Servers:
         ServerFailure cancels all other requests.
         """
         config = self.config
-        options: dict[str, Any] = {"skip_special_tokens": False} | (
-            {"stop_token_ids": list(self.ends)} if self.ends else {}
-        )
+        options: dict[str, Any] = {"stop_token_ids": list(self.ends)} if self.ends else {}
 
         async def answer_to(request: TextRequest) -> None:
             question, temperature, seed = self.questions[request.prompt], request.temperature, None
             if config.seeded:
                 # With the same seeds two servers would draw the same texts, which are no independent samples.
                 seed = request_seed(config.seed, client.name, f"{temperature:g}", request.place)
-            sampling = temperature, config.max_new_tokens, seed
-            body, path = completion_request(
-                question, self.models[client.name], config, *sampling, skip_special_tokens=False, **options
-            )
+            sent = question, self.models[client.name], config, temperature, config.max_new_tokens, seed
+            body, path = completion_request(*sent, skip_special_tokens=False, **options)
             answer = await client.complete(body, path)
             tokens = self._tokens(client, question, answer)
             if self.vocab_size is not None:

@@ -105,19 +105,10 @@ class RemoteTarget:
         """Complete one prompt."""
         config, url, name = self.server.config, self.server.given_url, f"prompt {sample.prompt.id!r}"
         temperature = config.temperature if sample.temperature is None else sample.temperature
-        body, path = completion_request(
-            SentPrompt(sample.prompt, sample.ids),
-            self.model,
-            config,
-            temperature,
-            config.max_new_tokens,
-            request_seed(config.seed, sample.prompt.id),
-            native=self.server.native,
-            stop_token_ids=self.vocabulary.ends,
-            # in case the text must be tokenized again
-            skip_special_tokens=False,
-            spaces_between_special_tokens=False,
-        )
+        prompt, seed = SentPrompt(sample.prompt, sample.ids), request_seed(config.seed, sample.prompt.id)
+        sent = prompt, self.model, config, temperature, config.max_new_tokens, seed, self.server.native
+        again = {"skip_special_tokens": False, "spaces_between_special_tokens": False}  # if text is tokenized again
+        body, path = completion_request(*sent, stop_token_ids=self.vocabulary.ends, **again)
         what = f"a completion of {name}"
         answer = await self.server.complete_whole(body, path, what)
         if answer.text is None and answer.token_ids is None:

@@ -108,14 +108,12 @@ async def records_of(
     """
     records, start = dict[int, RequestRecord](), time.perf_counter()
     due = None if arrivals is None else {place: start + at for place, at in zip(prompts, arrivals, strict=True)}
-
     native = door.engine.kind == "sglang"
-    options: dict[str, Any] = {"native": native, "ignore_eos": door.config.ignore_eos}
 
     async def record(place: int) -> None:
         seed = request_seed(door.config.seed, prompts[place].prompt.id, repeat)
-        sampling = temperature, door.config.max_new_tokens, seed
-        body, path = completion_request(prompts[place], door.model, door.config, *sampling, **options)
+        sent = prompts[place], door.model, door.config, temperature, door.config.max_new_tokens, seed
+        body, path = completion_request(*sent, native, ignore_eos=door.config.ignore_eos)
         answer = await door.client.complete(body, path, token_ids=not native)
         # With a rate, latency counts from the arrival: the wait for a free slot is part of it.
         records[place] = _record(place, answer, answer.sent if due is None else due[place], door)
