@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -107,8 +108,9 @@ class RemoteTarget:
         temperature = config.temperature if sample.temperature is None else sample.temperature
         prompt, seed = SentPrompt(sample.prompt, sample.ids), request_seed(config.seed, sample.prompt.id)
         sent = prompt, self.model, config, temperature, config.max_new_tokens, seed, self.server.native
-        again = {"skip_special_tokens": False, "spaces_between_special_tokens": False}  # if text is tokenized again
-        body, path = completion_request(*sent, stop_token_ids=self.vocabulary.ends, **again)
+        # Text with its special tokens, as they were written, in case it must be tokenized again.
+        whole: dict[str, Any] = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+        body, path = completion_request(*sent, stop_token_ids=self.vocabulary.ends, **whole)
         what = f"a completion of {name}"
         answer = await self.server.complete_whole(body, path, what)
         if answer.text is None and answer.token_ids is None:
