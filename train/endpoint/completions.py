@@ -104,7 +104,7 @@ class RemoteTarget:
 
     async def complete(self, sample: Sample) -> Completion:
         """Complete one prompt."""
-        config, url, name = self.server.config, self.server.given_url, f"prompt {sample.prompt.id!r}"
+        config, url, name = self.server.config, self.server.full_url, f"prompt {sample.prompt.id!r}"
         temperature = config.temperature if sample.temperature is None else sample.temperature
         prompt, seed = SentPrompt(sample.prompt, sample.ids), request_seed(config.seed, sample.prompt.id)
         sent = prompt, self.model, config, temperature, config.max_new_tokens, seed, self.server.native

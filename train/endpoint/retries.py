@@ -24,10 +24,10 @@ class RetryingClient(Client):
 
     def __init__(self, config: PrepareConfig):
         self.config, self.window = config, Window(config.endpoint_concurrency)
-        self.given_url = (config.endpoint or "").rstrip("/")
+        self.full_url = (config.endpoint or "").rstrip("/")
         # SGLang's native API: https://docs.sglang.io/basic_usage/native_api.html
-        self.native = self.given_url.endswith(NATIVE)
-        root = self.given_url.removesuffix(NATIVE if self.native else "/completions")
+        self.native = self.full_url.endswith(NATIVE)
+        root = self.full_url.removesuffix(NATIVE if self.native else "/completions")
         HttpClient.__init__(self, root, "endpoint", config.endpoint_key_env, key_field="endpoint_key_env")
 
     async def fetch(
