@@ -228,7 +228,7 @@ COMPLETIONS = {
     "a deep nest": (lambda directory: (directory / "manifest.json").write_text("[" * 100_000), "nested too deeply"),
     "a directory": (as_directory, "Is a directory"),
     "no samples": (emptied, "found shards without samples"),
-    "an id beyond": (samples(input_ids=lambda row: [9999] * len(row["input_ids"])), FAULT + "token 9999 with a vocabulary of"),
+    "an id beyond": (samples(input_ids=lambda row: [9999] * len(row["input_ids"])), FAULT + "token 9999 with a"),
     "an id below": (samples(input_ids=lambda row: [-1] * len(row["input_ids"])), FAULT + "token -1"),
     "no ids": (samples(input_ids=lambda row: None), FAULT + "nothing in place of input_ids"),
     "an id that is none": (samples(input_ids=lambda row: [None] * len(row["input_ids"])), FAULT + "nothing in place"),
