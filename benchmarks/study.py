@@ -15,15 +15,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.common import ASSETS, MAX_PROMPT_TOKENS, BenchmarkConfig, main
-from draftsmith.decode import replay_acceptance
 from draftsmith.decode.errors import InputError, one_of, require, require_some
 from draftsmith.decode.measurement.intervals import ratio, ratio_difference
+from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.kinds import drafter_specs, recipes
 from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.stages import JUDGED_LATER, flags_of
+from draftsmith.scripts.trials import replay_completions
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_tokenizer
@@ -140,9 +139,8 @@ def _replayed(config: BenchStudyConfig, drafter: str) -> dict[str, dict[str, lis
     figures = {}
     for temperature, side in REPLAYED.items():
         samples = load_completions(config.completions(side)).sort("id")  # in one order at every temperature
-        texts = [torch.tensor(ids, device=pair.target.device) for ids in samples["input_ids"]]
-        proposer, lengths = pair.drafter.proposer, list(samples["prompt_length"])
-        replay = replay_acceptance(pair.target, proposer, texts, lengths, config.draft_lengths, temperature)
+        proposers, sampler = {"": pair.drafter.proposer}, Sampler.of(temperature)
+        replay = replay_completions(pair, proposers, list(samples), config.draft_lengths, sampler)[""]
         overlaps, _ = replay.overlaps_and_contexts()
         for draft_length in config.draft_lengths:
             tokens, rounds = replay.tokens_and_rounds(draft_length)

@@ -11,28 +11,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
-from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
-from draftsmith.decode import Proposer, replay_acceptance
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.decode.measurement.learning_curve import LearningCurve, learning_curve
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import Amount, Count, Share, read
 from draftsmith.scripts.cli import launcher_flags
 from draftsmith.scripts.configs import LearningCurveConfig
-from draftsmith.scripts.kinds import drafter_specs, recipe_of
-from draftsmith.scripts.pair import load_pair
+from draftsmith.scripts.kinds import recipe_of
 from draftsmith.scripts.report.charts import value_of
 from draftsmith.scripts.summary import print_summary
+from draftsmith.scripts.trials import load_chains, replay_completions
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.data.shards import read_manifest
 from draftsmith.train.files import require_writable
 from draftsmith.train.launch import read_data
-from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import write_json
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import note_on_interrupt
@@ -140,7 +137,9 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> Point:
     # Held-out text is replayed below, by sampling: a run that does not select by it need not replay it as well.
     if code := _trained(command.command, arguments if evaluates else [*arguments, "--heldout=[]"]):
         raise InputError(f"run: expected a training run on a share of {share:g} that ends well, found exit code {code}")
-    target, proposer, draft_length = _chains(recipe, str(directory), config.draft_length)
+    dtype, code = recipe.target_dtype, recipe.trust_remote_code
+    pair, chains = load_chains(recipe.target, {"run": str(directory)}, config.draft_length, dtype, code)
+    proposer, draft_length = chains["run"]
     by_law: dict[tuple[float, int, float], list[dict[str, Any]]] = {}
     for path in recipe.heldout_directories:
         settings = _law_of(path, recipe)
@@ -148,10 +147,8 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> Point:
             by_law.setdefault(_law(settings | sample), []).append(sample)
     replayed: dict[str, ReplayedTexts] = {}
     for law, samples in by_law.items():
-        texts = [torch.tensor(sample["input_ids"], device=target.device) for sample in samples]
-        lengths = [sample["prompt_length"] for sample in samples]
-        replay = replay_acceptance(target, proposer, texts, lengths, [draft_length], *law)
-        tokens, rounds = replay.tokens_and_rounds(draft_length)
+        replays = replay_completions(pair, {"": proposer}, samples, [draft_length], Sampler.of(*law))
+        tokens, rounds = replays[""].tokens_and_rounds(draft_length)
         replayed[_name(*law)] = {"tokens": tokens, "rounds": rounds}
     return {"share": share, "tokens_learned": learned, "replayed": replayed}
 
@@ -172,14 +169,6 @@ def _law(settings: Mapping[str, Any]) -> tuple[float, int, float]:
 def _name(temperature: float, top_k: int, top_p: float) -> str:
     """Return a sampling's name, such as "T=0.7, top-k 20"."""
     return f"T={temperature:g}" + (f", top-k {top_k}" if top_k else "") + (f", top-p {top_p:g}" if top_p < 1 else "")
-
-
-def _chains(recipe: RecipeConfig, directory: str, draft_length: int) -> tuple[PreTrainedModel, Proposer, int]:
-    """Load a run's target and its result; return both for drafting chains, and the γ that they draft, at most given."""
-    tokenizer = load_tokenizer(recipe.target, field="target", trust_remote_code=recipe.trust_remote_code)
-    specs, code = drafter_specs([directory], [1]), recipe.trust_remote_code
-    pair = load_pair(recipe.target, tokenizer, specs, recipe.target_dtype, code, decodes=False)
-    return pair.target, *pair.drafter.family.chain(pair.drafter, draft_length)
 
 
 def _trained(command: str, arguments: Sequence[str]) -> int:

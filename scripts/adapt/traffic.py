@@ -9,15 +9,13 @@ import torch
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
-from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.progress import each
 from draftsmith.scripts.adapt.config import AdaptConfig
-from draftsmith.scripts.kinds import drafter_specs
-from draftsmith.scripts.pair import load_pair
+from draftsmith.scripts.trials import load_chains, replay_completions
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.data.prompts import AnswersMode, Prompt, read_prompts
 from draftsmith.train.losses.output_head import head_of, last_hidden, require_split
-from draftsmith.train.models import load_model, load_tokenizer
+from draftsmith.train.models import load_model
 
 FOREIGN_NATS = 1.0
 """The surprise, in nats a token, above which an answer is foreign.
@@ -99,11 +97,8 @@ class Compared:
 
 def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str]) -> Compared:
     """Replay both drafters on the target's answers to the newest requests, given as directories by temperature."""
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    specs = drafter_specs([f"old={old}", f"new={new}"], [1])
-    code = config.trust_remote_code
-    pair = load_pair(config.target, tokenizer, specs, trust_remote_code=code, decodes=False)
-    chains = {drafter.name: drafter.family.chain(drafter, config.draft_length) for drafter in pair.drafters}
+    code, both = config.trust_remote_code, {"old": old, "new": new}
+    pair, chains = load_chains(config.target, both, config.draft_length, trust_remote_code=code)
     draft_length = min(most for _, most in chains.values())
     proposers = {name: chain for name, (chain, _) in chains.items()}
     greedy = next(drafter.greedy for drafter in pair.drafters if drafter.name == "new")
@@ -115,11 +110,8 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
     for temperature, directory in texts.items():
         samples = list(load_completions(directory).sort("id"))
         categories = [sample["category"] for sample in samples]
-        prompts = [sample["prompt_length"] for sample in samples]
-        pair.warn_undrafted(prompts, [len(sample["input_ids"]) for sample in samples])
-        ids = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in samples]
         sampler = config.at(temperature).sampler()
-        replays = replay_drafters(pair.target, proposers, ids, prompts, [draft_length], sampler, config.max_new_tokens)
+        replays = replay_completions(pair, proposers, samples, [draft_length], sampler, config.max_new_tokens)
         counts = [text.counts[draft_length] for text in replays[served].texts]
         reached = [float(sum(text.num_reached_per_pos)) for text in counts]
         promised[f"{temperature:g}"] = ratio([float(text.num_accepted_tokens) for text in counts], reached)

@@ -36,12 +36,13 @@ from draftsmith.scripts.choose.result import (
     shell,
     verdict,
 )
-from draftsmith.scripts.choose.rounds import CostFile, measured_costs
+from draftsmith.scripts.choose.rounds import kept_costs
 from draftsmith.scripts.choose.run import COSTS, MOST_SAMPLES, ChooseRun, SavedTrial, checked_candidates, print_plan
 from draftsmith.scripts.choose.schedule import LEAST_GROWTH, RUNGS, begins, growth, kept, survivors
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.pair import require_rollback
 from draftsmith.scripts.stages import Stages, flags_of, nested
+from draftsmith.scripts.trials import CostFile
 from draftsmith.train.cli import OutOfTime, parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
@@ -181,7 +182,7 @@ def _costs(run: ChooseRun) -> dict[str, CostTable]:
     programs = len(clock.PROGRAMS)
     compiling = PROGRAM_SECONDS * (2 * len(drafters) + 2)
     fits = run.config.compiled is not None or compiling <= (run.seconds - run.spent) / 2
-    tables = measured_costs(
+    tables = kept_costs(
         run.config, drafters, run.heldout, path, None if fits else compiling, COSTS * run.seconds, run.rest
     )
     if previous is None or previous.get("of") != inputs:

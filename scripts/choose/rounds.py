@@ -1,12 +1,11 @@
 """Replayed acceptance of candidates and measured costs of rounds, which give the speed-up of every way to draft."""
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -15,23 +14,20 @@ from pydantic import Field
 from draftsmith.decode import HybridProposer, Proposer, Switch
 from draftsmith.decode.cache.program import NotCompiled, nothing_compiled
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, measure_costs
-from draftsmith.decode.measurement.replay import replay_drafters
+from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.planner import text_seconds
 from draftsmith.decode.progress import time_text
-from draftsmith.decode.validation import Amount, Count, read
+from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.choose.config import COPIES, ChooseConfig
-from draftsmith.scripts.kinds import drafter_specs
-from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.stages import interrupt_after
+from draftsmith.scripts.trials import COST_SCHEMAS, load_chains, named_specs, read_costs, replay_completions
 from draftsmith.train.cli import OutOfTime
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.kinds.drafter import Drafter
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
-SCHEMA = "draftsmith.choose_costs/1"
 ALONE = "alone"
 NEVER = 2**40  # a shortest match, in tokens, that no copy reaches
 LAST_LENGTHS = (1, 2, 4)  # draft lengths tried for the trained drafter in a hybrid, with copies of any γ
@@ -102,17 +98,14 @@ def replayed(
     `drafters` has directories, or kinds that need none, by name; `heldout` has directories of completions by
     temperature. Returns the rounds by name and temperature, the latter formatted as in JSON.
     """
-    code = config.trust_remote_code
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
-    specs = _specs({COPIES[0]: COPIES[0]} | dict(drafters))
-    pair = load_pair(config.target, tokenizer, specs, trust_remote_code=code, decodes=False)
-    copies = next(drafter.proposer for drafter in pair.drafters if drafter.name == COPIES[0])
+    code, named = config.trust_remote_code, {COPIES[0]: COPIES[0]} | dict(drafters)
+    pair, chains = load_chains(config.target, named, max(config.draft_length), trust_remote_code=code)
+    copies = pair.proposers[COPIES[0]]
     candidates = [drafter for drafter in pair.drafters if drafter.name in drafters]
     ways: dict[tuple[str, str], Proposer] = {}
     lengths_of: dict[str, list[int]] = {}
     for drafter in candidates:
-        # Trees would need a search of their own: all candidates are judged by chains.
-        chain, most = drafter.family.chain(drafter, max(config.draft_length))
+        chain, most = chains[drafter.name]
         lengths_of[drafter.name] = _lengths(config, drafter, chain, most)
         if drafter.name in COPIES or config.server is not None:  # servers draft in one way
             ways[drafter.name, ALONE] = chain
@@ -126,14 +119,9 @@ def replayed(
     results: dict[str, dict[str, Replayed]] = {drafter.name: {} for drafter in candidates}
     for temperature in config.temperature:
         samples = list(load_completions(heldout[temperature]).sort("id"))
-        texts = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in samples]
-        lengths = [sample["prompt_length"] for sample in samples]
         sampler = config.at(temperature).sampler()
-        pair.warn_undrafted(lengths, list(map(len, texts)))
-        replays = replay_drafters(
-            pair.target, ways, texts, lengths, draft_lengths, sampler, config.max_new_tokens, with_sizes=ways
-        )
-        tokens = [len(text) - length for text, length in zip(texts, lengths, strict=True)]
+        replays = replay_completions(pair, ways, samples, draft_lengths, sampler, config.max_new_tokens, ways)
+        tokens = [len(sample["input_ids"]) - sample["prompt_length"] for sample in samples]
         for (name, drafters_of), replay in replays.items():
             replayed_texts = results[name].setdefault(f"{temperature:g}", Replayed(tokens, {}))
             first = 1 if drafters_of == ALONE and isinstance(ways[name, drafters_of], HybridProposer) else 0
@@ -151,19 +139,7 @@ def _lengths(config: ChooseConfig, drafter: Drafter, chain: Proposer, most: int)
     return [k for k in config.draft_length if k <= most] or [most]
 
 
-@dataclass(frozen=True)
-class CostFile:
-    """The file that `measured_costs` writes."""
-
-    schema: Literal["draftsmith.choose_costs/1"]
-    target: str
-    environment: dict[str, Any]
-    compiled: bool
-    tables: list[ValidTable]
-    eager: str | None = None  # why forwards were eager; None if they were compiled, or the config asked for it
-
-
-def measured_costs(
+def kept_costs(
     config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str], path: Path,
     compiling: float | None, seconds: float, most: float,
 ) -> dict[str, CostTable]:  # fmt: skip
@@ -205,26 +181,13 @@ def measured_costs(
                 costs = _measured(config, drafters, heldout, False, seconds)
         eager = config.compiled is None and not costs["compiled"]
         write_json(path, costs | {"eager": "; ".join(why) if eager else None})
-    try:
-        file = read(CostFile, costs_path or path, "costs")
-    except FileNotFoundError as error:
-        raise InputError(f"costs: expected a file that `choose` wrote at {costs_path}, found none") from error
-    if file.target != config.target:
-        raise InputError(f"costs: expected those of {config.target} in {costs_path or path}, found {file.target}'s")
-    tables = {f"{table.temperature:g}": table for table in file.tables}
-    for temperature in config.temperature:
-        table = tables.get(f"{temperature:g}")
-        if table is None:
-            raise InputError(f"costs: expected those at T={temperature:g} in {costs_path or path}, found none")
-        longest = max(k for seconds in table.target_seconds.values() for k in seconds)
-        for kind, required, available in (
-            ("γ", config.draft_length, range(longest)),
-            ("drafter", drafters, table.drafters),
-            ("batch size", config.batch_size, range(1, 1 + max(table.target_seconds))),
-        ):
-            if missing := [value for value in required if value not in available]:
-                raise InputError(f"costs: expected those of {kind} {missing[0]} in {costs_path or path}, found none")
-    return tables
+    path = costs_path or path
+    file = read_costs(path, "choose", config.target, drafters.keys(), config.temperature, config.batch_size)
+    longest = max(k for table in file.tables for seconds in table.target_seconds.values() for k in seconds)
+    if longest <= max(config.draft_length):
+        found = f"up to {longest - 1}: measure again"
+        raise InputError(f"costs: expected those of γ {max(config.draft_length)} in {path}, found {found}")
+    return {f"{table.temperature:g}": table for table in file.tables}
 
 
 def _measured(
@@ -236,7 +199,7 @@ def _measured(
     threads = torch.get_num_threads()
     try:
         pair, settings = load_fastest(
-            config.target, tokenizer, _specs(drafters), config.dtype, config.threads, compiled,
+            config.target, tokenizer, named_specs(drafters), config.dtype, config.threads, compiled,
             config.trust_remote_code,
         )  # fmt: skip
         chains = {drafter.name: drafter.family.chain(drafter, max(config.draft_length)) for drafter in pair.drafters}
@@ -262,16 +225,10 @@ def _measured(
     finally:
         torch.set_num_threads(threads)
     return {
-        "schema": SCHEMA,
+        "schema": COST_SCHEMAS["choose"],
         "target": config.target,
         "environment": environment(pair.target.device, pair.dtype) | {"threads": settings.threads},
         "compiled": settings.compiled,
         "eager": f"a short timing chose them: {settings.why}" if settings.why else "nothing was timed to choose",
         "tables": tables,
     }
-
-
-def _specs(drafters: Mapping[str, str]) -> list[Any]:
-    arguments = [name if name == drafter else f"{name}={drafter}" for name, drafter in drafters.items()]
-    specs = drafter_specs(arguments, [1])
-    return [dataclasses.replace(spec, name=name) for name, spec in zip(drafters, specs, strict=True)]

@@ -1,21 +1,19 @@
 """Costs in a file: measured once on a machine, and reused there."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from draftsmith.decode import Proposer
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, measure_costs
-from draftsmith.decode.validation import read
+from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.state import Measured, member_name
+from draftsmith.scripts.trials import COST_SCHEMAS, read_costs, require_same
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment, write_json
 
-SCHEMA = "draftsmith.costs/1"
 SAME = ("device", "dtype", "threads")
 """The fields of the environment that must be equal for costs to be reused."""
 
@@ -53,7 +51,7 @@ def measured_costs(measured: Measured) -> list[CostTable]:
     for context in config.context or [mean]:
         tables += measure_costs(*models, context, prompt, sorted(blocks), compiled=compiled)
     content = {
-        "schema": SCHEMA,
+        "schema": COST_SCHEMAS["measure"],
         "environment": environment(pair.target.device, pair.dtype),
         "compiled": compiled,
         "target": config.target,
@@ -64,54 +62,24 @@ def measured_costs(measured: Measured) -> list[CostTable]:
     return tables
 
 
-@dataclass(frozen=True)
-class CostFile:
-    """The content of costs.json."""
-
-    schema: Literal["draftsmith.costs/1"]
-    environment: dict[str, Any]
-    compiled: bool
-    target: str
-    drafters: dict[str, dict[str, Any]]
-    tables: list[ValidTable]
-
-
 def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]:
     """Read costs that were measured here before; drafters of the same size cost the same, so paths are not compared.
 
     Raise InputError without a file, or for costs of another target, drafter, temperature, dtype or machine, or of
     smaller batches.
     """
-    try:
-        content = read(CostFile, path, "costs")
-    except FileNotFoundError as error:
-        raise InputError(f"costs: expected a file that `measure` wrote at {path}, found none") from error
+    names = priced_proposers(pair).keys()
+    file = read_costs(path, "measure", config.target, names, config.temperature, config.batch_size)
     here: dict[str, Any] = environment(pair.target.device, pair.dtype)
-    pairs: list[tuple[str, Any, Any]] = [("target", config.target, content.target)]
-    pairs += [("compiled", bool(config.compiled), content.compiled)]
-    pairs += [(name, here[name], content.environment.get(name)) for name in SAME]
+    require_same(path, "compiled", bool(config.compiled), file.compiled)
+    for name in SAME:
+        require_same(path, name, here[name], file.environment.get(name))
     for drafter in pair.drafters:
-        of_file = content.drafters.get(drafter.name)
+        of_file = file.drafters.get(drafter.name)
         if of_file is None:
-            others = ", ".join(content.drafters) or "none"
+            others = ", ".join(file.drafters) or "none"
             raise InputError(f"costs: expected those of {drafter.name} in {path}, found {others}: measure again")
-        pairs += [
-            (f"{drafter.name}'s {key}", v, of_file.get(key)) for key, v in drafter.to_dict().items() if key != "path"
-        ]
-    for name, wanted, actual in pairs:
-        if wanted != actual:
-            raise InputError(
-                f"costs: expected those of {name} {wanted} in {path}, found those of {actual}: measure again"
-            )
-    tables = content.tables
-    largest = max((rows for table in tables for rows in table.target_seconds), default=0)
-    most = max(config.batch_size)
-    if most > largest:
-        raise InputError(f"costs: expected those of batch size {most} in {path}, found up to {largest}: measure again")
-    for table in tables:
-        if missing := sorted(priced_proposers(pair).keys() - table.drafters.keys()):
-            raise InputError(f"costs: expected those of {missing[0]} in every table of {path}, found none")
-    for temperature in config.temperature:
-        if all(table.temperature != temperature for table in tables):
-            raise InputError(f"costs: expected those at T={temperature:g} in {path}, found none: measure again")
-    return tables
+        for key, value in drafter.to_dict().items():
+            if key != "path":
+                require_same(path, f"{drafter.name}'s {key}", value, of_file.get(key))
+    return file.tables

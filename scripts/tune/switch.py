@@ -6,8 +6,8 @@ follows by sums.
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import product
+from dataclasses import asdict, dataclass
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,50 +56,28 @@ class Setting:
 
 Method = tuple[Switch | None, int | None] | str
 """A switch with the last drafter's longest draft, or the name of a single drafter."""
+PLAIN = Setting(0)  # plain decoding
 
 
-@dataclass
-class Replayed:
-    """Texts, the rounds of each setting on them, and the costs of rounds."""
+@dataclass(frozen=True)
+class Priced:
+    """The replay of each method, and the predicted seconds of each text with each setting, without its prompt."""
 
-    lengths: list[int]  # tokens of each text
-    by_method: Mapping[Method, Replay]
+    replays: Mapping[Method, Replay]
+    seconds: Mapping[Setting, list[float]]
     costs: CostTable
-    sources: Sequence[str]
-    rows: int
 
-    _seconds: dict[Setting, list[float]] = field(default_factory=dict, init=False)
-
-    def seconds(self, setting: Setting, place: int) -> float:
-        """Return the predicted seconds of a text with a setting."""
-        if setting not in self._seconds:
-            self._seconds[setting] = self._of_texts(setting)
-        return self._seconds[setting][place]
-
-    def _of_texts(self, setting: Setting) -> list[float]:
-        names = self.sources if setting.drafter is None else [setting.drafter]
-        costs, lengths = [self.costs.at(name, self.rows) for name in names], [setting.draft_length] * len(names)
-        if setting.last_length is not None:
-            lengths[-1] = setting.last_length
-        sizes = [text.sizes[setting.draft_length] for text in self.by_method[setting.method].texts]
-        return text_seconds(costs, sizes, lengths, self.rows)
-
-    def plain_seconds(self, place: int) -> float:
-        """Return the predicted seconds of a text in plain decoding."""
-        costs = self.costs.at(self.sources[-1], self.rows)
-        return self.lengths[place] * (costs.target[1] + costs.plain_overhead)
-
-    def speedup(self, setting: Setting, places: Sequence[int]) -> Estimate:
-        """Return the predicted speed-up over plain decoding on some texts, without their prompts."""
-        return ratio([self.plain_seconds(i) for i in places], [self.seconds(setting, i) for i in places])
-
-    def gain(self, setting: Setting, other: Setting, places: Sequence[int]) -> Estimate:
+    def speedup(self, setting: Setting, places: Sequence[int], over: Setting = PLAIN) -> Estimate:
         """Return the ratio of another setting's time to this one's on some texts."""
-        return ratio([self.seconds(other, i) for i in places], [self.seconds(setting, i) for i in places])
+        return ratio(*([self.seconds[way][i] for i in places] for way in (over, setting)))
 
     def best(self, settings: Iterable[Setting], places: Sequence[int]) -> Setting:
         """Return the fastest setting on some texts."""
-        return min(settings, key=lambda setting: sum(self.seconds(setting, i) for i in places))
+        return min(settings, key=lambda setting: self.total(setting, places))
+
+    def total(self, setting: Setting, places: Sequence[int]) -> float:
+        """Return a setting's seconds on some texts together."""
+        return sum(self.seconds[setting][i] for i in places)
 
 
 def tune_switch(config: SwitchConfig) -> dict[str, Any]:
@@ -123,53 +101,56 @@ def tune_switch(config: SwitchConfig) -> dict[str, Any]:
 def _report(
     config: SwitchConfig, pair: Pair, prompts: Sequence[Prompt], ids: Sequence[list[int]], compiled: bool
 ) -> dict[str, Any]:
-    drafter, replayed = pair.drafter, _replayed(config, pair, ids, compiled)
+    drafter, sources = pair.drafter, pair.drafter.sources
+    if not isinstance(drafter.proposer, HybridProposer):
+        raise InputError(f"drafter: expected a hybrid, found {config.drafter[0]}")
     lengths = list(drafter.draft_lengths) if _has_tree(drafter) else config.draft_length
-    choosing, reported = _halves(prompts, config.seed)
-    lengths_last = _last_lengths(drafter, config)
-    by_switch = {
-        switch: [Setting(k, switch, last) for k in lengths for last in lengths_last if (last or 0) <= k]
+    by_switch = [
+        [Setting(k, switch, last) for k in lengths for last in _last_lengths(drafter, config) if (last or 0) <= k]
         for switch in _switches(config)
+    ]
+    by_drafter = {  # the last may draft a tree
+        name: [Setting(k, drafter=name) for k in (lengths if name == sources[-1] else config.draft_length)]
+        for name in sources
     }
-    alone = {}
-    for name in replayed.sources:
-        gammas = lengths if name == replayed.sources[-1] else config.draft_length  # the last may draft a tree
-        alone[name] = replayed.best((Setting(k, drafter=name) for k in gammas), choosing)
-    best_settings = [replayed.best(settings, choosing) for settings in by_switch.values()]
+    priced = _priced(config, pair, ids, compiled, chain(*by_switch, *by_drafter.values()))
+    choosing, reported = _halves(prompts, config.seed)
+    alone = {name: priced.best(settings, choosing) for name, settings in by_drafter.items()}
+    best_settings = [priced.best(settings, choosing) for settings in by_switch]
     # One half of the prompts chooses and the other reports, so that the report is free of selection bias.
-    best, best_alone = replayed.best(best_settings, choosing), replayed.best(alone.values(), choosing)
+    best, best_alone = priced.best(best_settings, choosing), priced.best(alone.values(), choosing)
     categories = {prompt.category for prompt in prompts} - {None}
     return {
         "schema": SCHEMA,
         "environment": environment(pair.target.device, pair.dtype) | {"compiled": compiled},
         "target": {"path": config.target, "parameters": pair.target.num_parameters(), "dtype": pair.dtype},
         "drafter": config.drafter[0],
-        "sources": list(replayed.sources),
+        "sources": list(sources),
         "prompts": {"path": config.prompts, "choosing": len(choosing), "reported": len(reported)},
         **asdict(config.at(config.temperature)),
         "batch_size": config.batch_size,
-        "costs": asdict(replayed.costs),
+        "costs": asdict(priced.costs),
         "switches": [
-            _entry(setting, replayed, choosing, config.drafter[0])
-            for setting in sorted(best_settings, key=lambda best: sum(replayed.seconds(best, i) for i in choosing))
+            _entry(setting, priced, choosing, config.drafter[0])
+            for setting in sorted(best_settings, key=lambda best: priced.total(best, choosing))
         ],
-        "alone": {name: _entry(setting, replayed, reported) for name, setting in alone.items()},
-        "chosen": _entry(best, replayed, reported, config.drafter[0])
+        "alone": {name: _entry(setting, priced, reported) for name, setting in alone.items()},
+        "chosen": _entry(best, priced, reported, config.drafter[0])
         | {
-            "gain_over_best_alone": replayed.gain(best, best_alone, reported),
+            "gain_over_best_alone": priced.speedup(best, reported, over=best_alone),
             "by_category": {
-                category: replayed.speedup(best, [i for i in reported if prompts[i].category == category])
+                category: priced.speedup(best, [i for i in reported if prompts[i].category == category])
                 for category in sorted(filter(None, categories))
             },
         },
     }
 
 
-def _replayed(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compiled: bool) -> Replayed:
-    """Let the target write texts, replay every switch and drafter on them, and measure costs."""
-    hybrid, sources = pair.drafter.proposer, pair.drafter.sources
-    if not isinstance(hybrid, HybridProposer):
-        raise InputError(f"drafter: expected a hybrid, found {config.drafter[0]}")
+def _priced(
+    config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compiled: bool, settings: Iterable[Setting]
+) -> Priced:
+    """Let the target write texts, replay every switch and drafter on them, measure costs, and price the settings."""
+    hybrid, sources, rows = cast(HybridProposer, pair.drafter.proposer), pair.drafter.sources, config.batch_size
     texts = _written(config, pair, ids, compiled)
     methods: dict[Method, Proposer] = {
         (switch, last): hybrid.with_switch(switch, last)
@@ -192,13 +173,22 @@ def _replayed(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compil
         dict.fromkeys(sources, sorted(lengths)[len(lengths) // 2]),
         torch.cat(texts),
         {config.temperature: sampler},
-        [config.batch_size],
+        [rows],
         max(2, prompt + round(sum(sizes) / len(sizes) / 2)),
         prompt,
         sorted({*BLOCKS, *(1 + drafter.nodes(max(lengths)) for drafter in hybrid.drafters)}),
         compiled=compiled,
     )
-    return Replayed(sizes, replays, costs, sources, config.batch_size)
+    plain = costs.at(sources[-1], rows)
+    seconds = {PLAIN: [count * (plain.target[1] + plain.plain_overhead) for count in sizes]}
+    for setting in settings:
+        names = sources if setting.drafter is None else [setting.drafter]
+        longest = [setting.draft_length] * len(names)
+        if setting.last_length is not None:
+            longest[-1] = setting.last_length
+        rounds = [text.sizes[setting.draft_length] for text in replays[setting.method].texts]
+        seconds[setting] = text_seconds([costs.at(name, rows) for name in names], rounds, longest, rows)
+    return Priced(replays, seconds, costs)
 
 
 def _written(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compiled: bool) -> list[torch.Tensor]:
@@ -242,8 +232,8 @@ def _halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[int], list[int]]
     return choosing, reported
 
 
-def _entry(setting: Setting, replayed: Replayed, places: Sequence[int], drafter: str = "") -> dict[str, Any]:
-    texts = [replayed.by_method[setting.method].texts[i] for i in places]
+def _entry(setting: Setting, priced: Priced, places: Sequence[int], drafter: str = "") -> dict[str, Any]:
+    texts = [priced.replays[setting.method].texts[i] for i in places]
     counts = [text.counts[setting.draft_length] for text in texts]
     entry: dict[str, Any] = {}
     if setting.switch is not None:
@@ -255,7 +245,7 @@ def _entry(setting: Setting, replayed: Replayed, places: Sequence[int], drafter:
     return entry | {
         "draft_length": setting.draft_length,
         "mean_acceptance_length": ratio([c.num_emitted_tokens for c in counts], [c.num_drafts for c in counts]),
-        "predicted_speedup": replayed.speedup(setting, places),
+        "predicted_speedup": priced.speedup(setting, places),
         "rounds": by_source,
     }
 

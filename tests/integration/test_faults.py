@@ -40,7 +40,6 @@ from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.engine.offline import Answer as EngineAnswer
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_of
 from draftsmith.scripts.learning_curve import CurveFile
-from draftsmith.scripts.measure.cost_file import CostFile
 from draftsmith.scripts.measure.reconcile.rounds import read_rounds
 from draftsmith.scripts.measure.server.load import RequestRecord
 from draftsmith.scripts.measure.server.observe import ServerTurn
@@ -50,6 +49,7 @@ from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service
 from draftsmith.scripts.serving.pages import metrics_of, recognised
 from draftsmith.scripts.settings import Settings
+from draftsmith.scripts.trials import CostFile
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors
 from draftsmith.train.cli import check_fields, fields_of
 from draftsmith.train.data.mapped import Texts, map_completions

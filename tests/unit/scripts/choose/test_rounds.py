@@ -54,7 +54,7 @@ def test_one_attempt_has_all_of_the_time_and_two_share_it(
         if compiled is not False and isinstance(first, type):
             raise first
         return {
-            "schema": rounds.SCHEMA, "target": "t", "environment": {}, "compiled": first == "compiled",
+            "schema": "draftsmith.choose_costs/1", "target": "t", "environment": {}, "compiled": first == "compiled",
             "eager": CHOSEN, "tables": [TABLE],
         }  # fmt: skip
 
@@ -62,6 +62,6 @@ def test_one_attempt_has_all_of_the_time_and_two_share_it(
     monkeypatch.setattr(rounds, "_measured", measured)
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: 5.0)
     path = tmp_path / "costs.json"
-    tables = rounds.measured_costs(config, {"it": "dir"}, {}, path, compiling, 1.0, 100.0)
+    tables = rounds.kept_costs(config, {"it": "dir"}, {}, path, compiling, 1.0, 100.0)
     assert tables.keys() == {"0"} and said == limits
     assert json.loads(path.read_text())["eager"] == eager
