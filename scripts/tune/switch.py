@@ -31,7 +31,6 @@ from draftsmith.train.data.prompts import Prompt, read_prompts
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.kinds.hybrid import AT
-from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.switch/1"
@@ -86,8 +85,7 @@ def tune_switch(config: SwitchConfig) -> dict[str, Any]:
     prompts = read_prompts(config.prompts, limit=config.limit)
     if len(prompts) < 4:  # an interval needs two in each half
         raise InputError(f"prompts: expected at least 4 in {config.prompts}, found {len(prompts)}")
-    _, ids = read_tokens(config.target, config, prompts)
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    tokenizer, ids = read_tokens(config.target, config, prompts)
     specs = drafter_specs(config.drafter, config.draft_length)
     pair, settings = load_fastest(
         config.target, tokenizer, specs, config.dtype, config.threads, config.compiled, config.trust_remote_code
