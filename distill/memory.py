@@ -1,4 +1,4 @@
-"""The memory plan of a distillation run: what a draft model and its target hold at each moment of a step."""
+"""The memory plan of a distillation run: the bytes of a draft model and its target at each moment of a step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,14 +17,13 @@ from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.job.flops import Work
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_sum
-from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.chunked import chunked_objective
+from draftsmith.train.losses.cut_vocabulary import LossVocabulary
 from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.memory.activations import (
     BatchShape,
-    hold_gradients,
     tensors_of,
     through_chunks,
     trace_cache,
@@ -51,7 +50,7 @@ class DraftPlan(TrainingPlan):
         self._check_length()
 
     def build(self, lm_heads: str) -> PreTrainedModel:
-        """Return the draft that the run begins with."""
+        """Return the run's initial draft."""
         config, init = self.config, self.config.init
         if config.draft is None:
             target = self.empty(self.target_shape, self.setting.target_dtype, "target")
@@ -94,23 +93,22 @@ class DraftPlan(TrainingPlan):
         return self.batch
 
     def positions(self, rows: int) -> int:
-        """Return the positions that the loss is taken over, all of them completion tokens in the worst case."""
+        """Return the loss positions in the worst case, in which all tokens belong to completions."""
         return rows * (self.draft_batch.entries - 1)
 
     def models(self, setting: MemorySetting) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-        """Return draft and target; None for a teacher cache in its place."""
+        """Return draft and target; None with a teacher cache."""
         target = None if setting.target is None else self.target(setting.target_dtype)
         return self.drafter(setting), target
 
     def loss_bytes(self, setting: MemorySetting, rows: int) -> tuple[float, float]:
-        """Return `trace_draft_loss`: beyond two chunks through two and three, for the first is beside no other."""
-        models, positions = self.models(setting), self.positions(rows)
+        """Return `trace_draft_loss`."""
+        models = self.models(setting)
         chunk = max(1, self.sizes.chunk // common_vocabulary(*models))
-        traced = partial(self._losses, *models, setting.precision)
-        return through_chunks(traced, positions, 2 * chunk, 3 * chunk, whole=2 * chunk)
+        return through_chunks(partial(self._losses, *models, setting.precision), self.positions(rows), chunk)
 
     def teacher_bytes(self, setting: MemorySetting, rows: int) -> float:
-        """Return the bytes of what p is made from: the target's hidden states, or its cached distributions."""
+        """Return the bytes that p is computed from: the target's hidden states, or its cached distributions."""
         if not self.config.objective.needs_target:
             return 0.0
         places = rows * (self.batch.length - 1)
@@ -120,10 +118,7 @@ class DraftPlan(TrainingPlan):
         return float(places * weight.shape[1] * weight.element_size())
 
     def eager_logits(self, setting: MemorySetting) -> float:
-        """Return what a loss on whole logits would take.
-
-        Those of both models, their float32 log-probabilities, and the gradient to the draft's.
-        """
+        """Return the bytes of a loss on whole logits: both models', their log-probabilities, and a gradient."""
         draft, target = self.models(setting)
         size = self.positions(setting.rows) * common_vocabulary(draft)
         width = 4 if setting.precision == "float32" else 2
@@ -131,11 +126,11 @@ class DraftPlan(TrainingPlan):
         return float(size * (2 * width + theirs + 8))
 
     def target_forward(self, setting: MemorySetting) -> dict[str, float]:
-        """Return what the target's forward takes where the objective needs it."""
+        """Return the bytes of the target's forward; empty if the objective does not need it."""
         return super().target_forward(setting) if self.config.objective.needs_target else {}
 
     def moments(self, setting: MemorySetting) -> list[Moment]:
-        """Return the times at which memory may be at its most."""
+        """Return the times at which memory may peak."""
         rows, draft, precision = setting.rows, self.drafter(setting), setting.precision
         parts = self.step_bytes(draft, self.draft_batch, precision, setting.checkpointing)
         loss, copies = self.loss_bytes(setting, rows), max(0.0, parts.in_loss.constant)
@@ -176,7 +171,7 @@ class DraftPlan(TrainingPlan):
         return work.step(1, seen, 1) + (work.forward(1, seen, 1) if setting.checkpointing else 0.0)
 
     def notes(self) -> list[str]:
-        """Return what the loss in chunks saves, and the size of a teacher cache."""
+        """Return lines about the loss on whole logits and in chunks, and the size of a teacher cache."""
         k, rows = self.config.cache_k, self.setting.rows
         return [
             f"the loss on whole logits would take {gib(self.eager_logits(self.setting))}; in chunks it takes "
@@ -185,7 +180,7 @@ class DraftPlan(TrainingPlan):
         ]
 
     def known_changes(self) -> list[tuple[str, str, Any]]:
-        """Add a teacher cache."""
+        """Return changes that may help, including a teacher cache."""
         known = super().known_changes()
         if self.setting.target is not None and not self.config.on_policy:
             known.append(("teacher_cache", "target", None))
@@ -193,7 +188,7 @@ class DraftPlan(TrainingPlan):
 
 
 class _Tokens:
-    """Stands in for a tokenizer with one token for each of a target's logits: a carved draft asks for no more."""
+    """A stand-in for a tokenizer with a token for each of a target's logits, which is all that a carved draft reads."""
 
     def __init__(self, target: PreTrainedModel):
         self.size: int = target.config.get_text_config().vocab_size
@@ -212,61 +207,38 @@ def trace_draft_loss(
     precision: Precision,
     positions: int,
 ) -> tuple[float, float]:
-    """Return the most bytes that the loss takes in the forward, and in its own backward down to the hidden states.
+    """Return `trace_loss` for a draft; without a target, p comes from a cache of `k` tokens a position.
 
-    The gradients to hidden states and head are part of both, the hidden states themselves of neither.
-
-    Args:
-        mode: that the models were built in.
-        objective: what is minimised.
-        sizes: of chunks.
-        k: tokens of a cached distribution.
-        draft: as in `trace_step`.
-        target: in its own dtype; None for distributions from a teacher cache.
-        precision: how the draft computes.
-        positions: that the loss is taken over.
+    The gradients to hidden states and head are part of both figures, the hidden states themselves of neither.
     """
-    vocabulary, tokens_D = common_vocabulary(draft, target), kept_tokens(draft.config)
-
-    def proposed(head: OutputHead) -> OutputHead:
-        """Return the rows of the tokens that the draft proposes."""
-        return head.cut(vocabulary) if tokens_D is None else head.of(torch.arange(vocabulary))
-
-    objective = replace(objective, partial=tokens_D is not None)
+    size, kept_D = common_vocabulary(draft, target), kept_tokens(draft.config)
+    whole = head_of(draft if target is None else target)
     with mode:
-        cut: CutVocabulary | None = None
-        if tokens_D is not None and target is not None:
-            cut = CutVocabulary(torch.arange(vocabulary), len(head_of(target).weight))
-            sizes = cut.training_sizes(sizes, objective)
-        q_hidden = _hidden(draft, positions, torch.float32 if precision == "autocast" else None).requires_grad_(True)
-        labels, weights = torch.zeros(positions, dtype=torch.long), torch.ones(positions, 1)
-        teacher: TeacherDistributions | None = None
-        given: list[Tensor] = []
-        if objective.needs_target and target is None:
-            teacher = CachedDistributions(
-                torch.zeros(positions, k, dtype=torch.int32),
-                torch.zeros(positions, k).half(),
-                *torch.zeros(2, positions),
-            )
+        tokens_D = None if kept_D is None else torch.arange(size)  # which they are does not matter
+        vocabulary = LossVocabulary.of(objective, tokens_D, len(whole.weight))
+        hidden = _hidden(draft, positions, torch.float32 if precision == "autocast" else None).requires_grad_(True)
+        follows, given = torch.zeros(positions, dtype=torch.bool), list[Tensor]()
+        teacher: LiveDistributions | CachedDistributions
+        if target is None:
+            ids, log_p = torch.zeros(positions, k, dtype=torch.int32), torch.zeros(positions, k).half()
+            teacher = CachedDistributions(ids, log_p, *torch.zeros(2, positions))
             given = [teacher.ids, teacher.log_p, teacher.log_tail]
-        elif objective.needs_target and target is not None:
-            hidden, whole = _hidden(target, positions), head_of(target)
-            live_p = LiveDistributions(hidden, proposed(whole) if cut is None else cut.teacher_head(whole, objective))
-            teacher = live_p if cut is None else cut.of_teacher(live_p, objective)
-            given = [*tensors_of(target), hidden]
+        else:
+            head = vocabulary.teacher_head(whole if tokens_D is not None else whole.cut(size))
+            teacher = LiveDistributions(_hidden(target, positions), head)
+            given = [*tensors_of(target), teacher.hidden]
 
-        def loss() -> tuple[Tensor, OutputHead]:
-            q_head = proposed(head_of(draft))
-            return chunked_sum(objective.features, weights, labels, q_hidden, q_head, teacher, sizes)[0], q_head
+        def loss(labels: Tensor, p: TeacherDistributions | None, sizes: ChunkSizes) -> tuple[Tensor, OutputHead]:
+            own = head_of(draft)
+            own = own.cut(size) if vocabulary.cut is None else vocabulary.cut.of_head(own)
+            return chunked_objective(vocabulary.objective, hidden, own, p, labels, follows, sizes=sizes), own
 
-        hold_gradients(draft)
-        found = trace_loss([*tensors_of(draft), *given, q_hidden, labels, weights], loss, precision)
-        draft.zero_grad()
-    return found
+    args = mode, draft, vocabulary, teacher, positions, precision, sizes, loss
+    return trace_loss(*args, [*given, hidden, follows])
 
 
 def common_vocabulary(*models: PreTrainedModel | None) -> int:
-    """Return the number of tokens that the heads of all these models have, or propose; None is no model."""
+    """Return the number of tokens that all of these models have, or propose; None is no model."""
     given = [model for model in models if model is not None]
     kept = [kept_tokens(model.config) for model in given]
     return min(len(head_of(m).weight) if kept_D is None else len(kept_D) for m, kept_D in zip(given, kept, strict=True))

@@ -25,7 +25,7 @@ from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
-from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.cut_vocabulary import LossVocabulary
 from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, WholeDistributions
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.objective import Objective
@@ -61,9 +61,9 @@ class DistillTrainer(RecipeTrainer):
             draft, target, tokenizer, config, train_dataset, eval_dataset, compute_metrics=acceptance_metrics, **kwargs
         )
         kept_D = kept_tokens(draft.config)
-        self.cut = None if kept_D is None else CutVocabulary(kept_D.to(self.args.device), self.vocab_size)
-        """The tokens that the draft proposes; None for all."""
-        self.objective = replace(self.objective, partial=self.cut is not None)
+        kept_D = None if kept_D is None else kept_D.to(self.args.device)
+        self.vocabulary = LossVocabulary.of(self.objective, kept_D, self.vocab_size)
+        self.objective, self.cut = self.vocabulary.objective, self.vocabulary.cut
         self._written = {"on_policy_tokens": 0.0, "on_policy_seconds": 0.0}
 
     def step_batches(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -131,13 +131,14 @@ class DistillTrainer(RecipeTrainer):
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return the objective summed over this part's completion tokens."""
-        labels_N, follow_N = self.loss_labels(positions.next_tokens(inputs["input_ids"])), positions.follow()
+        labels_N, follow_N = self.vocabulary.labels(positions.next_tokens(inputs["input_ids"])), positions.follow()
         objective = self.objective_of_step() if model.training else self.objective
-        teacher = self.loss_distributions(self._teacher_of(inputs, positions)) if objective.needs_target else None
+        teacher = self.loss_distributions(inputs, positions) if objective.needs_target else None
+        sizes = self.vocabulary.sizes(self.sizes)
 
         def objective_of(learners: Sequence[Learner]) -> Tensor:
             ((hidden_NH, head),) = learners
-            return chunked_objective(objective, hidden_NH, head, teacher, labels_N, follow_N, sizes=self.training_sizes)
+            return chunked_objective(objective, hidden_NH, head, teacher, labels_N, follow_N, sizes=sizes)
 
         def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
@@ -191,29 +192,18 @@ class DistillTrainer(RecipeTrainer):
         """Return the rows of the draft's head for the tokens that it proposes."""
         return head.cut(self.vocab_size) if self.cut is None else self.cut.of_head(head)
 
-    def loss_labels(self, labels_N: Tensor) -> Tensor:
-        """Return the text's tokens as indices of the loss's vocabulary."""
-        return labels_N if self.cut is None else self.cut.labels(labels_N)
-
     def loss_distributions(
-        self, teacher: LiveDistributions | CachedDistributions
+        self, inputs: dict[str, Any], positions: LossPositions
     ) -> LiveDistributions | WholeDistributions | CachedDistributions:
         """Return p over the tokens that the draft proposes."""
-        if self.cut is None:
-            return teacher
-        if isinstance(teacher, CachedDistributions):
-            return self.cut.of_cached(teacher)
-        return self.cut.of_teacher(replace(teacher, head=self._cut_target_head), self.objective)
+        teacher = self._teacher_of(inputs, positions)
+        if isinstance(teacher, LiveDistributions):
+            teacher = replace(teacher, head=self._teacher_head)
+        return self.vocabulary.distributions(teacher)
 
     @cached_property
-    def _cut_target_head(self) -> OutputHead:
-        assert self.cut is not None
-        return self.cut.teacher_head(self.target_head, self.objective)
-
-    @property
-    def training_sizes(self) -> ChunkSizes:
-        """The chunk sizes of the loss."""
-        return self.sizes if self.cut is None else self.cut.training_sizes(self.sizes, self.objective)
+    def _teacher_head(self) -> OutputHead:
+        return self.vocabulary.teacher_head(self.target_head)
 
     def evaluation_features(self, p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return the four features of replay, over all tokens, followed by those of the loss."""
@@ -221,7 +211,7 @@ class DistillTrainer(RecipeTrainer):
         replayed_PK = replay_features(p, wide_PV, labels_P, self.sampler)
         teacher = p if cut is None else cut.of_distributions(p)
         return torch.cat(
-            [replayed_PK, self.objective.features(teacher, q_logits_PV, self.loss_labels(labels_P))], dim=1
+            [replayed_PK, self.objective.features(teacher, q_logits_PV, self.vocabulary.labels(labels_P))], dim=1
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Memory plans of heads on a target: what those of all kinds share."""
+"""Memory plans of heads on a target: the part that all kinds share."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,14 +15,13 @@ from draftsmith.decode.errors import at_most
 from draftsmith.medusa.seen import TargetStates, seen_by
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_objectives
-from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.cut_vocabulary import LossVocabulary
 from draftsmith.train.losses.distributions import LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.memory.activations import (
     Activations,
     Forward,
-    hold_gradients,
     tensors_of,
     through_chunks,
     trace_loss,
@@ -32,7 +31,7 @@ from draftsmith.train.memory.setting import MemorySetting, Precision
 from draftsmith.train.memory.training import TrainingPlan
 
 StatesOf = Callable[[Tensor], Sequence[Tensor]]
-"""From the target's hidden states at the places to learn at, (N, H), to what each guess's head sees, (N, H) each."""
+"""A function from the target's hidden states at the places to learn at, (N, H), to each guess's states, (N, H)."""
 
 
 class HeadsPlan(TrainingPlan):
@@ -59,9 +58,9 @@ class HeadsPlan(TrainingPlan):
         """Return `trace_losses` at a number of positions."""
 
     def target_held(self, setting: MemorySetting) -> dict[str, float]:
-        """Return the bytes that the target takes at all times, and those rows of its head that are drafted among."""
+        """Return the bytes that the target takes at all times, and the copy of its head's rows of drafted tokens."""
         target = self.target(setting.target_dtype)
-        if setting.target is None:  # a cache has what the others of its weights gave
+        if setting.target is None:  # a cache replaces its other weights
             embed: Any = target.get_input_embeddings()
             ends = {id(weight): weight.nbytes for weight in (embed.weight, head_of(target).weight)}
             held = {"target: embeddings and head": float(sum(ends.values()))}
@@ -72,36 +71,34 @@ class HeadsPlan(TrainingPlan):
         return held | {"target: the head of the tokens that are drafted": rows[0].nbytes * size * copied}
 
     def loss_bytes(self, setting: MemorySetting, positions: int) -> tuple[float, float]:
-        """Return `trace_losses`: beyond eight chunks through four and eight of them."""
+        """Return `trace_losses`."""
         heads, target = self.drafter(setting), self.target(setting.target_dtype)
-        few = 4 * max(1, self.sizes.chunk // self.vocabulary(heads))
-        traced = partial(self._losses, heads, target, setting.precision)
-        return through_chunks(traced, positions, few, 2 * few, whole=2 * few)
+        chunk = max(1, self.sizes.chunk // self.vocabulary(heads))
+        return through_chunks(partial(self._losses, heads, target, setting.precision), positions, chunk)
 
 
 class FeaturePlan(HeadsPlan):
-    """Heads on features of a frozen target, which are computed in each step: a forward of each, and the losses.
+    """Heads on features of a frozen target: in each step a forward of the target, one of the heads, and the losses.
 
-    Of a batch there are the target's last hidden states, its embeddings and its features until the loss is taken. Of
-    the heads' forward there is what their backward needs, or with activation checkpointing little more than what goes
-    into it. The losses are taken in chunks.
+    The target's last hidden states, embeddings and features of a batch live until the loss. The heads' forward leaves
+    what their backward needs, with activation checkpointing little more than its inputs.
     """
 
     part: ClassVar[str]
-    """What the heads compute."""
+    """The plural of the heads' unit of computation."""
 
     def __init__(self, config: Any):
         super().__init__(config)
         self._forwards = lru_cache(self.forward)
-        self.drafter(self.setting)  # what the recipe refuses is refused at once
+        self.drafter(self.setting)  # refuses at once what the recipe refuses
 
     @abstractmethod
     def forward(self, dtype: str) -> Forward:
-        """Return the heads' forward over what a target of this dtype left of a batch."""
+        """Return the heads' forward on the states of a target of this dtype."""
 
     @abstractmethod
     def places(self, rows: int) -> int:
-        """Return how many places of a batch have a loss, for each guess that has one of its own."""
+        """Return the number of places of a batch with a loss."""
 
     def evaluated(self, setting: MemorySetting) -> float:
         """Return the bytes of the heads' forward in an evaluation."""
@@ -109,7 +106,7 @@ class FeaturePlan(HeadsPlan):
         return self.forward_bytes(self.drafter(setting), self.batch, setting.precision, forward)(setting.rows)
 
     def moments(self, setting: MemorySetting) -> list[Moment]:
-        """Return the times at which memory may be at its most."""
+        """Return the times at which memory may peak."""
         steps, rows, part = self.steps(setting), setting.rows, self.part
         losses = self.loss_bytes(setting, self.places(rows))
         copies, p = max(0.0, steps.in_loss.constant), self._teacher_bytes(setting, rows)
@@ -136,7 +133,7 @@ class FeaturePlan(HeadsPlan):
         if rows := self.eval_rows:
             evaluation = replace(setting, rows=rows)
             before = sum(self.target_forward(evaluation).values())
-            # Its losses hold no more than those of training, which have gradients besides.
+            # Its losses hold no more than those of training, which also have gradients.
             losses_alone = self.loss_bytes(setting, self.places(rows))[0] + self._teacher_bytes(setting, rows)
             most = max(before, self.evaluated(evaluation) + losses_alone)
             moments.append(Moment("evaluation", {f"target, {part} and losses": most}))
@@ -147,7 +144,7 @@ class FeaturePlan(HeadsPlan):
         return float(self.config.objective.needs_target * self.places(rows) * weight[0].nbytes)
 
     def target_forward(self, setting: MemorySetting) -> dict[str, float]:
-        """Return what the target's forward takes with its features; nothing here where the target is elsewhere."""
+        """Return the bytes of the target's forward with its features; empty if the target is elsewhere."""
         if setting.target in (None, "elsewhere"):
             return {}
         forward = self.forward_bytes(self.target(setting.target_dtype), self.batch, "float32", self._look)
@@ -158,17 +155,14 @@ class FeaturePlan(HeadsPlan):
         return seen_by(target, depths, lambda: last_hidden(target, **inputs)), None
 
     def steps(self, setting: MemorySetting) -> Activations:
-        """Return the bytes of the heads' forward; what the target left of a batch is there until the loss is taken."""
+        """Return the bytes of the heads' step, with the target's states until the loss."""
         forward = self._forwards(setting.target_dtype)
         return self.step_bytes(self.drafter(setting), self.batch, setting.precision, setting.checkpointing, forward)
 
     def made(self, config: Any, heads_class: Any, new: Callable[[PreTrainedModel, Tensor | None], Any]) -> Any:
-        """Return the heads that a run begins with, without data: given ones, or new ones on tokens of a number.
+        """Return the run's initial heads without data: those of `config.heads`, or new ones.
 
-        Args:
-            config: of the run.
-            heads_class: of given heads.
-            new: makes them for a target and the tokens that they draft among, all if None.
+        `new` makes them for a target and the tokens that they may draft, None for all.
         """
         target = self.empty_target(self.setting.target_dtype)
         count, vocab_size = config.draft_vocabulary, target.config.get_text_config().vocab_size
@@ -184,21 +178,14 @@ class FeaturePlan(HeadsPlan):
 
 
 def quantise(layer: nn.Module) -> None:
-    """Give a layer's linear maps codes for weights, as loading in 8 or 4 bits does: no heads can begin as these."""
+    """Replace a layer's linear weights by codes, as loading in 8 or 4 bits does: heads cannot begin as copies of it."""
     for module in layer.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(module.weight.to(torch.uint8), requires_grad=False)
 
 
-def left_of(target: PreTrainedModel, depths: int, rows: int, length: int) -> TargetStates:
-    """Return zeros of the shapes of what a target leaves of a batch.
-
-    Args:
-        target: whose dtype they have.
-        depths: how many of its layers' outputs are seen.
-        rows: of the batch.
-        length: of a row.
-    """
+def fake_target_states(target: PreTrainedModel, depths: int, rows: int, length: int) -> TargetStates:
+    """Return zeros in the shapes and the dtype of a target's states of a batch, with features of `depths` layers."""
     weight = head_of(target).weight
     wide = weight.shape[1]
     shapes = (rows, length, wide), (rows, length, wide), (rows, length, depths * wide)
@@ -217,39 +204,19 @@ def trace_losses(
     sizes: ChunkSizes,
     given: Sequence[Tensor] = (),
 ) -> tuple[float, float]:
-    """Return the most bytes that the losses of all guesses take in the forward, and in their own backward.
+    """Return `trace_loss` for the losses of all guesses, each learned at all `positions`.
 
-    Args:
-        mode: that heads and target were built in.
-        heads: with `requires_grad` where they train.
-        target: in its own dtype.
-        objective: what each guess minimises.
-        states_of: what it takes is counted.
-        head: of each guess.
-        positions: at which each guess learns.
-        precision: how heads compute.
-        sizes: of chunks.
-        given: what is not counted.
+    The results of `states_of` and `head` are counted, tensors `given` are not.
     """
+    whole = head_of(target)
     with mode:
-        of_target, tokens_D = head_of(target), heads.token_map
-        hidden = torch.zeros(positions, of_target.weight.shape[1], dtype=of_target.weight.dtype)
-        labels, objective = torch.zeros(positions, dtype=torch.long), replace(objective, partial=tokens_D is not None)
-        cut = None if tokens_D is None else CutVocabulary(tokens_D, heads.config.vocab_size)
-        teacher_head = of_target if cut is None else cut.teacher_head(of_target, objective)
-        sizes = sizes if cut is None else cut.training_sizes(sizes, objective)
+        hidden = torch.zeros(positions, whole.weight.shape[1], dtype=whole.weight.dtype)
+        vocabulary = LossVocabulary.of(objective, heads.token_map, heads.config.vocab_size)
+        teacher = LiveDistributions(hidden, vocabulary.teacher_head(whole))
 
-        def losses() -> tuple[Tensor, Any]:
-            teacher: TeacherDistributions | None = None
-            if objective.needs_target:
-                live_p = LiveDistributions(hidden, teacher_head)
-                teacher = live_p if cut is None else cut.of_teacher(live_p, objective)
-            learners = [(state, head(k), torch.ones(positions), 1.0) for k, state in enumerate(states_of(hidden))]
-            return chunked_objectives(objective, labels, learners, teacher, sizes), (learners, teacher)
+    def losses(labels: Tensor, p: TeacherDistributions | None, sizes: ChunkSizes) -> tuple[Tensor, Any]:
+        learners = [(state, head(k), torch.ones(positions), 1.0) for k, state in enumerate(states_of(hidden))]
+        return chunked_objectives(vocabulary.objective, labels, learners, p, sizes), learners
 
-        hold_gradients(heads)
-        given = [*given, *tensors_of(heads), *tensors_of(target), hidden, labels, teacher_head.weight]
-        found = trace_loss(given, losses, precision)
-        for parameter in heads.parameters():
-            parameter.grad = None
-    return found
+    given = [*given, *tensors_of(target), hidden, teacher.head.weight]
+    return trace_loss(mode, heads, vocabulary, teacher, positions, precision, sizes, losses, given)

@@ -5,7 +5,6 @@ Shape suffixes: B rows, T positions, N chosen positions, K guesses or features o
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -20,8 +19,8 @@ from draftsmith.medusa.seen import TargetStates, seen_by
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
-from draftsmith.train.losses.cut_vocabulary import CutVocabulary
-from draftsmith.train.losses.distributions import LiveDistributions, WholeDistributions
+from draftsmith.train.losses.cut_vocabulary import LossVocabulary
+from draftsmith.train.losses.distributions import LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of
@@ -75,11 +74,9 @@ class HeadsTrainer(RecipeTrainer, ABC):
             compute_metrics=chain_metrics,
             **kwargs,
         )
-        self._cut: CutVocabulary | None = None
-        if heads.token_map is not None:
-            self._cut = CutVocabulary(heads.token_map.to(self.args.device), heads.config.vocab_size)
-            # A teacher without the other tokens has less than all of the probability.
-            self.objective = replace(self.objective, partial=True)
+        tokens_D = None if heads.token_map is None else heads.token_map.to(self.args.device)
+        self.vocabulary = LossVocabulary.of(self.objective, tokens_D, heads.config.vocab_size)
+        self.objective, self._cut = self.vocabulary.objective, self.vocabulary.cut
 
     @property
     def ahead(self) -> int:  # type: ignore[override]
@@ -113,16 +110,13 @@ class HeadsTrainer(RecipeTrainer, ABC):
             places: the places to learn at.
             states: the input of each guess's language-model head, (N, H).
             head_for: the head of each guess, over the heads' vocabulary.
-            teacher: the input of the teacher's head, (B, T, H), and its `teacher_rows`; None for hard labels.
+            teacher: the input of the teacher's head, (B, T, H), and the rows of it that the objective needs; None for
+                hard labels.
         """
-        labels, sizes, cut = places.labels, self.sizes, self._cut
-        if cut is not None:
-            # The heads count tokens by their own ids, and the teacher's distribution is reduced to these.
-            labels, sizes = cut.labels(labels), cut.training_sizes(sizes, self.objective)
-        p: LiveDistributions | WholeDistributions | None = None
+        labels, sizes = self.vocabulary.labels(places.labels), self.vocabulary.sizes(self.sizes)
+        p: TeacherDistributions | None = None
         if self.objective.needs_target and teacher is not None:
-            live = LiveDistributions(places.teacher(teacher[0]), teacher[1])
-            p = live if cut is None else cut.of_teacher(live, self.objective)
+            p = self.vocabulary.distributions(LiveDistributions(places.teacher(teacher[0]), teacher[1]))
 
         def losses(learners: Sequence[Learner]) -> Tensor:
             weighted = [(*learner, places.weights[i], self.config.decay**i) for i, learner in enumerate(learners)]
@@ -174,20 +168,14 @@ class HeadsTrainer(RecipeTrainer, ABC):
         wide_NV = self.heads.widened(q_logits_ND)[..., : self.vocab_size]
         replayed_N4 = replay_features(p, wide_NV, tokens_N, self.sampler)
         right_N = (wide_NV.argmax(-1) == tokens_N).float()
-        teacher, labels_N = (
-            (p, tokens_N) if self._cut is None else (self._cut.of_distributions(p), self._cut.labels(tokens_N))
-        )
-        objective_features = self.objective.features(teacher, q_logits_ND, labels_N)
+        teacher = p if self._cut is None else self._cut.of_distributions(p)
+        objective_features = self.objective.features(teacher, q_logits_ND, self.vocabulary.labels(tokens_N))
         return torch.cat([replayed_N4[:, :2], right_N[:, None], objective_features], dim=1)
 
     @cached_property
     def teacher_head(self) -> OutputHead:
         """The rows of the target's head that the objective needs."""
-        return self.teacher_rows(self.target_head)
-
-    def teacher_rows(self, head: OutputHead) -> OutputHead:
-        """Return the rows of a whole head that the objective needs: for a draft vocabulary often only its own."""
-        return head if self._cut is None else self._cut.teacher_head(head, self.objective)
+        return self.vocabulary.teacher_head(self.target_head)
 
     def loss_head(self, head: OutputHead) -> OutputHead:
         """Return a trained head over the tokenizer's tokens; a draft vocabulary has no others."""

@@ -107,10 +107,12 @@ class ParallelTrainer(DistillTrainer):
         chains: Chains = inputs["chains"]
         objective = self.objective_of_step() if model.training else self.objective
         # An entry learns the label and the distribution of its place: the target never sees masks.
-        labels_E = self.loss_labels(positions.next_tokens(inputs["input_ids"]))[chains.places_E]
+        labels_E = self.vocabulary.labels(positions.next_tokens(inputs["input_ids"]))[chains.places_E]
         p_E: GatheredDistributions | None = None
         if objective.needs_target:
-            p_E = chains.gather(self.loss_distributions(self._teacher_of(inputs, positions)))
+            p_E = chains.gather(self.loss_distributions(inputs, positions))
+
+        sizes = self.vocabulary.sizes(self.sizes)
 
         def objective_of(learners: Sequence[Learner]) -> Tensor:
             ((hidden_EH, head),) = learners
@@ -121,7 +123,7 @@ class ParallelTrainer(DistillTrainer):
                 p_E,
                 labels_E,
                 chains.offsets_E > 0,
-                sizes=self.training_sizes,
+                sizes=sizes,
                 weights_N=self._weights_K[chains.offsets_E],
                 starts_N=chains.offsets_E == 0,
             )

@@ -12,7 +12,7 @@ from draftsmith.medusa.block.blocks import anchors_at_once, anchors_of, states_o
 from draftsmith.medusa.block.config import BlockPlanConfig
 from draftsmith.medusa.block.initial import RANK, new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.memory import FeaturePlan, left_of, trace_losses
+from draftsmith.medusa.memory import FeaturePlan, fake_target_states, trace_losses
 from draftsmith.medusa.seen import TargetStates
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.output_head import OutputHead
@@ -63,7 +63,7 @@ class BlockPlan(FeaturePlan):
 
         def forward(drafter: BlockDrafter, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:
             ids, length = inputs["input_ids"], self.batch.length
-            states = left_of(target, len(drafter.layer_ids), len(ids), length)
+            states = fake_target_states(target, len(drafter.layer_ids), len(ids), length)
             places = torch.zeros(len(ids), anchors, dtype=torch.long)  # any anchors take the same memory
             position_ids = self.batch.inputs(len(ids)).get("position_ids")
             embed: Any = target.get_input_embeddings()

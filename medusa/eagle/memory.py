@@ -12,7 +12,7 @@ from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import new_heads
 from draftsmith.medusa.eagle.unrolled import states_of_steps, work_of_steps
-from draftsmith.medusa.memory import FeaturePlan, left_of, trace_losses
+from draftsmith.medusa.memory import FeaturePlan, fake_target_states, trace_losses
 from draftsmith.medusa.seen import TargetStates
 from draftsmith.train.job.flops import Work
 from draftsmith.train.memory.activations import Forward, precision_of
@@ -48,7 +48,7 @@ class EaglePlan(FeaturePlan):
 
         def forward(heads: EagleHeads, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:
             rows = len(inputs["input_ids"])
-            states = left_of(target, len(heads.layer_ids), rows, length)
+            states = fake_target_states(target, len(heads.layer_ids), rows, length)
             position_ids = self.batch.inputs(rows).get("position_ids")
             # The places do not change the memory: take zeros.
             places = torch.zeros(rows * max(length - 2, 1), dtype=torch.long)

@@ -20,7 +20,7 @@ from draftsmith.train.memory.states import Weights
 
 
 class MedusaPlan(HeadsPlan):
-    """Medusa heads, and a target that is trained with them if the config says so (Medusa-2)."""
+    """Medusa heads, and a target that may be trained with them (Medusa-2)."""
 
     def empty_target(self, dtype: str) -> PreTrainedModel:
         """Return the target on the meta device, with gradients for its trained weights."""
@@ -74,7 +74,7 @@ class MedusaPlan(HeadsPlan):
         return {copy: 4.0 * size * self.config.needs_original}
 
     def moments(self, setting: MemorySetting) -> list[Moment]:
-        """Return the times at which memory may be at its most."""
+        """Return the times at which memory may peak."""
         target = self.target(setting.target_dtype)
         positions, weight = setting.rows * (self.batch.length - 1), head_of(target).weight
         forward, backward = self.loss_bytes(setting, positions)

@@ -116,7 +116,7 @@ class MedusaTrainer(HeadsTrainer):
 
         def losses(hidden: Tensor) -> Tensor:
             original = None if teacher_hidden is None else (teacher_hidden, joint.original_head().cut(self.vocab_size))
-            teacher = None if original is None else (original[0], self.teacher_rows(original[1]))
+            teacher = None if original is None else (original[0], self.vocabulary.teacher_head(original[1]))
             embed = joint.backbone.get_input_embeddings()
             total = config.heads_weight * self._heads_loss(hidden, embed, inputs, teacher)
             if warming:

@@ -5,6 +5,8 @@ over the drafted tokens, since they would be infinite. A position whose text has
 Shape suffixes: N positions, V vocabulary, D its drafted tokens.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -58,18 +60,6 @@ class CutVocabulary:
         """Return p as an objective takes it, from logits (N, V) or cached distributions."""
         return self.of_cached(p) if isinstance(p, CachedDistributions) else WholeLogits(p, self.tokens_D)
 
-    def teacher_head(self, head: OutputHead, objective: Objective) -> OutputHead:
-        """Return the rows of the target's head that an objective needs: the D rows, or all if it looks outside."""
-        return head if objective.looks_outside else self.of_head(head)
-
-    def of_teacher(self, p: LiveDistributions, objective: Objective) -> LiveDistributions | WholeDistributions:
-        """Return the distributions that an objective compares, made with `teacher_head`."""
-        return WholeDistributions(p, self.tokens_D) if objective.looks_outside else p
-
-    def training_sizes(self, sizes: ChunkSizes, objective: Objective) -> ChunkSizes:
-        """Return the chunk sizes of a loss."""
-        return self.sizes(sizes) if objective.looks_outside else sizes
-
     def widened(self, logits_ND: Tensor) -> Tensor:
         """Return logits over all tokens, (N, V), −∞ for tokens that cannot be drafted."""
         nothing = logits_ND.new_full((len(logits_ND), self.vocab_size), -torch.inf)
@@ -79,3 +69,39 @@ class CutVocabulary:
         """Return chunk sizes for a head of D logits when all V are held too: V ÷ D times fewer positions."""
         share = len(self.tokens_D) / self.vocab_size
         return ChunkSizes(max(1, int(sizes.chunk * share)), max(1, int(sizes.part * share)))
+
+
+@dataclass(frozen=True)
+class LossVocabulary:
+    """The tokens over which a training loss compares p and q: all of them, or those of a cut vocabulary."""
+
+    objective: Objective
+    cut: CutVocabulary | None
+
+    @classmethod
+    def of(cls, objective: Objective, tokens_D: Tensor | None, vocab_size: int) -> "LossVocabulary":
+        """Return the vocabulary of a drafter that proposes `tokens_D`, None for all, of its target's `vocab_size`."""
+        cut = None if tokens_D is None else CutVocabulary(tokens_D, vocab_size)
+        return cls(replace(objective, partial=cut is not None), cut)
+
+    def labels(self, labels_N: Tensor) -> Tensor:
+        """Return the text's tokens as indices of this vocabulary."""
+        return labels_N if self.cut is None else self.cut.labels(labels_N)
+
+    def teacher_head(self, head: OutputHead) -> OutputHead:
+        """Return the rows of the target's head that the objective needs: all if it looks outside of the cut."""
+        return head if self.cut is None or self.objective.looks_outside else self.cut.of_head(head)
+
+    def distributions(
+        self, p: LiveDistributions | CachedDistributions
+    ) -> LiveDistributions | WholeDistributions | CachedDistributions:
+        """Return p as the objective compares it; live distributions are made with `teacher_head`."""
+        if self.cut is None:
+            return p
+        if isinstance(p, CachedDistributions):
+            return self.cut.of_cached(p)
+        return WholeDistributions(p, self.cut.tokens_D) if self.objective.looks_outside else p
+
+    def sizes(self, sizes: ChunkSizes) -> ChunkSizes:
+        """Return the chunk sizes of the loss."""
+        return sizes if self.cut is None or not self.objective.looks_outside else self.cut.sizes(sizes)

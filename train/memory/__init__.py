@@ -1,1 +1,1 @@
-"""GPU memory of a training run, counted without weights."""
+"""The GPU memory of a training run, counted without weights."""

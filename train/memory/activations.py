@@ -1,14 +1,14 @@
 """Activations, traced without data and without a GPU.
 
-They follow no formula for one family: the models' forward and backward and the loss run on tensors that have shapes
-and no data (`FakeTensorMode`), and every storage is counted from its allocation to its release. So the figures
-have what PyTorch keeps for the backward of each operation, two copies of a norm's input and a dropout's mask included,
-and follow the code when it changes. Of layers that are alike, few are run (`layers`).
+No formula for a family is used. The models' forward and backward and the loss run on tensors that have shapes but no
+data (`FakeTensorMode`), and every storage is counted from its allocation to its release. The figures thus include all
+that PyTorch keeps for the backward, such as two copies of a norm's input and a dropout's mask, and follow the code when
+it changes. Of equal layers, only a few are run (`layers`).
 
 For a GPT layer in half precision on s tokens of b rows with hidden size h, Korthikanti et al. 2022 (section 4.1) count
-34·s·b·h bytes and 5·a·s²·b more for the attention matrix, which fused attention recomputes (their section 5). The
-count here is above that: eager kernels also keep intermediate results of activations and norms that take several
-operations, and with packed rows a mask of 2·b·s² bytes a layer.
+34·s·b·h bytes and 5·a·s²·b more for the attention matrix, which fused attention recomputes (their section 5). This
+count is higher: eager kernels also keep intermediate results of activations and norms that take several operations, and
+with packed rows a mask of 2·b·s² bytes a layer.
 """
 
 import weakref
@@ -26,6 +26,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.cache.kernels import CudaKernels
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.cut_vocabulary import LossVocabulary
+from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.memory.layers import Course, traced_by_layers, traced_whole
 from draftsmith.train.memory.setting import Precision
@@ -35,20 +38,20 @@ GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations allocate, while they live, on fake tensors and on real ones.
+    """Counts the bytes of living storages that operations allocate, on fake tensors or real ones.
 
-    Attention runs by the math kernel, which holds all scores, where CUDA would.
+    Where CUDA would run attention by the math kernel, which holds all scores, so does this.
     """
 
     def __init__(self, given: Iterable[Tensor] = ()):
         super().__init__()
         self.now = 0
         self.peak = 0
-        """The most bytes at any time since `restart`."""
+        """The most bytes since `restart`."""
         self._start, self._turns = 0, list[int]()
         self._sizes: dict[int, int] = {}
         self._given = list(given)
-        """Not counted, and kept: a storage's number is that of another once it is released."""
+        """Tensors that are not counted; held, since a released storage's number is used again."""
         for tensor in self._given:
             self._sizes[tensor.untyped_storage()._cdata] = 0
         self._kernels = CudaKernels()
@@ -62,20 +65,20 @@ class LiveBytes(TorchDispatchMode):
         self._kernels.__exit__(*error)
 
     def restart(self) -> None:
-        """Look for the peak from here on."""
+        """Restart the count of the peak."""
         self.peak = self._start = self.now
         self._turns = []
 
     @property
     def course(self) -> Course:
-        """How the bytes went since `restart`."""
+        """The rise and fall of the bytes since `restart`."""
         return Course(self._start, tuple(self._turns))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # fake tensors are asked for it more than for all else
+        if func is torch.ops.prim.device.default:  # the most frequent call on fake tensors
             return args[0].fake_device
         if func is GROUPED and args[0].dtype != torch.bfloat16:
-            # Its kernels take every dtype, and its shape function bfloat16 alone; what stands in for it is not counted.
+            # Its kernels take every dtype, but its shape function only bfloat16; the stand-ins are not counted.
             halves = (tensor.to(torch.bfloat16) for tensor in args[:2])
             out = func(*halves, *args[2:], **(kwargs or {})).to(args[0].dtype)
         else:
@@ -110,48 +113,42 @@ class Affine:
 
     @classmethod
     def through(cls, few: int, at_few: float, many: int, at_many: float) -> "Affine":
-        """Return what has these values for these numbers of rows."""
+        """Return the function through two values."""
         slope = (at_many - at_few) / (many - few)
         return cls(at_few - slope * few, slope)
 
     def __call__(self, rows: float) -> float:
-        """Return the bytes at a number of rows."""
+        """Return the bytes for a number of rows."""
         return self.constant + self.per_row * rows
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a drafter's step, weights and their gradients left out."""
+    """The bytes of a drafter's step, without weights and their gradients."""
 
-    forward: Affine
-    """The most at any time of its forward."""
-    in_loss: Affine
-    """While the loss is taken: what is kept for the backward, and the copies of weights that autocast made."""
-    after_loss: Affine
-    """After it: what is kept for the backward."""
-    backward: Affine
-    """The most at any time of its backward, of which `after_loss` is a part."""
+    forward: Affine  # the peak of its forward
+    in_loss: Affine  # during the loss: what is kept for the backward, and autocast's copies of weights
+    after_loss: Affine  # after the loss: what is kept for the backward
+    backward: Affine  # the peak of its backward, with `after_loss`
 
 
 @dataclass(frozen=True)
 class BatchShape:
     """The shape of a model's input."""
 
-    length: int
-    """Tokens of a row."""
+    length: int  # tokens of a row
     rows: int = 1
-    """Figures are exact for this number. Peaks are the largest of several affine functions of the rows: up to four
-    times as many rows the figures are at most too high, beyond them a little too low."""
-    packed: bool = False
-    """Rows have positions in place of a mask."""
+    """Figures are exact for this number of rows. A peak is the largest of several affine functions of the rows, so the
+    figures may be too high up to four times this number, and a little too low above it."""
+    packed: bool = False  # whether rows have positions in place of a mask
 
     @property
     def entries(self) -> int:
-        """Entries of a row that a model is fed: its tokens, and what a kind of drafter puts beside them."""
+        """The entries of a row that a model reads: its tokens, and what a kind of drafter adds to them."""
         return self.length
 
     def affine(self, bytes_of: Callable[[int], list[int]]) -> list[Affine]:
-        """Return functions of the number of rows, from the bytes at this number and at four times as many."""
+        """Return functions of the number of rows, from the bytes at `rows` and at four times `rows`."""
         few, many = self.rows, 4 * self.rows
         return [Affine.through(few, a, many, b) for a, b in zip(bytes_of(few), bytes_of(many), strict=True)]
 
@@ -165,23 +162,20 @@ class BatchShape:
         return last_hidden(model, **inputs)
 
     def decoded(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the hidden states that the loss takes, and all of them, as a `Forward` does."""
+        """Return the hidden states that the loss reads, and all of them: a `Forward`."""
         whole = self.hidden(model, inputs)
         return [self.chosen(whole)], whole
 
     def chosen(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all positions that have a next token, (N, H), as the loss takes them."""
+        """Return the hidden states of all positions that have a next token, (N, H), as the loss reads them."""
         places = hidden.new_zeros(len(hidden) * (self.entries - 1), dtype=torch.long)
         return hidden[:, :-1][places, places]
 
 
 def shadow(mode: FakeTensorMode, model: nn.Module, half: bool = False) -> None:
-    """Give a model of the meta device tensors of a mode, in place; it then runs as if it were on the CPU.
+    """Give a meta model tensors of a mode, in place, so that it runs as on the CPU; tied weights stay tied.
 
-    Args:
-        mode: that it is to run in.
-        model: with any tensors; tied ones stay tied.
-        half: make its weights half precision, whatever they were.
+    `half` makes the weights half precision.
     """
     empty: dict[int, Tensor] = {}
     with mode:
@@ -203,20 +197,15 @@ def precision_of(precision: Precision) -> torch.autocast:
 
 
 Forward = Callable[[Any, dict[str, Tensor]], tuple[Sequence[Tensor], Any]]
-"""From a model and a batch to the states that the loss takes, and to whatever else is there while it is taken."""
+"""A function from a model and a batch to the states that the loss reads, and to all else that lives as long."""
 
 
 def trace_forward(
     mode: FakeTensorMode, model: nn.Module, batch: BatchShape, precision: Precision, forward: Forward | None = None
 ) -> Affine:
-    """Return the most bytes beyond its weights that a model's forward takes at any time without gradients.
+    """Return the peak of a model's forward without gradients, in bytes beyond its weights.
 
-    Args:
-        mode: that the model was built in.
-        model: the target, or a drafter that is evaluated.
-        batch: what it is fed.
-        precision: "autocast", or anything else for that of the weights.
-        forward: what is run; if None the decoder of a causal LM.
+    `mode` is the one that the model was built in; `forward` is by default that of a causal LM's decoder.
     """
     run, by_layers = (batch.decoded, traced_by_layers) if forward is None else (forward, traced_whole)
 
@@ -231,7 +220,7 @@ def trace_forward(
 
 
 class StandInLoss(torch.autograd.Function):
-    """Stands in for a loss: takes tensors of hidden states, and gives gradients of their sizes in the backward."""
+    """A stand-in for a loss of hidden states, whose gradients have their sizes."""
 
     @staticmethod
     def forward(ctx: Any, *hidden: Tensor) -> Tensor:
@@ -253,16 +242,16 @@ def trace_step(
     checkpointing: bool,
     forward: Forward | None = None,
 ) -> Activations:
-    """Return what a training step holds, by running its forward and backward on fake tensors.
+    """Return the bytes that a training step holds, from a forward and a backward on fake tensors.
 
     Args:
-        mode: that the model was built in.
-        model: with `requires_grad` where it trains; in half precision for "half". Its attention must have no dropout:
-            without a GPU that would run as separate operations.
-        batch: what it is fed.
+        mode: the mode that the model was built in.
+        model: has gradients where it trains, weights in half precision for "half", and no dropout in attention, which
+            would run as separate operations without a GPU.
+        batch: its input.
         precision: how it computes.
-        checkpointing: recompute each layer's activations in the backward (Chen et al. 2016).
-        forward: what is run; if None the decoder of a causal LM.
+        checkpointing: whether each layer's activations are recomputed in the backward (Chen et al. 2016).
+        forward: by default that of a causal LM's decoder.
     """
     run, by_layers = (batch.decoded, traced_by_layers) if forward is None else (forward, traced_whole)
 
@@ -275,10 +264,10 @@ def trace_step(
             inputs = batch.inputs(rows)
             with LiveBytes([*tensors_of(model), *inputs.values()]) as live:
                 with precision_of(precision):
-                    states, beside = run(model, inputs)
+                    states, rest = run(model, inputs)
                     before_loss = live.course
                     total = StandInLoss.apply(*states)
-                    del states, beside
+                    del states, rest
                 live.restart()
                 total.backward()
                 after_loss = live.course
@@ -295,7 +284,7 @@ def trace_step(
 
 
 def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape, precision: Precision) -> Affine:
-    """Return the bytes of a draft's keys and values for texts as long as the batch."""
+    """Return the bytes of a draft's keys and values for texts of the batch's length."""
 
     def trace(rows: int) -> list[Course]:
         with mode, torch.no_grad():
@@ -310,46 +299,53 @@ def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape,
     return batch.affine(lambda rows: [course.end for course in traced_by_layers(draft, partial(trace, rows))])[0]
 
 
-def trace_loss(
-    given: Iterable[Tensor], loss: Callable[[], tuple[Tensor, Any]], precision: Precision
-) -> tuple[float, float]:
-    """Return the most bytes that a loss takes in the forward, and in its own backward down to the hidden states.
+Loss = Callable[[Tensor, TeacherDistributions | None, ChunkSizes], tuple[Tensor, Any]]
+"""A function from labels (N,), p and chunk sizes to a loss, and to all else that lives until its backward ends."""
 
-    Args:
-        given: what is not counted.
-        loss: takes it, and returns what is there besides until its backward has ended.
-        precision: how the drafter computes.
+
+def trace_loss(
+    mode: Any,
+    model: nn.Module,
+    vocabulary: LossVocabulary,
+    teacher: LiveDistributions | CachedDistributions | None,
+    positions: int,
+    precision: Precision,
+    sizes: ChunkSizes,
+    loss: Loss,
+    given: Sequence[Tensor],
+) -> tuple[float, float]:
+    """Return the peaks of a loss, in bytes: of its forward, and of its own backward down to the hidden states.
+
+    The model's tensors and those `given` are not counted. If `mode` does nothing, real tensors are measured.
     """
-    with LiveBytes(given) as live:
-        with precision_of(precision):
-            total, _beside = loss()
-        forward = live.peak
-        live.restart()
-        total.backward()
+    with mode:
+        labels = torch.zeros(positions, dtype=torch.long)
+        hold_gradients(model)
+        with LiveBytes([*tensors_of(model), *given, labels]) as live:
+            with precision_of(precision):
+                wanted = teacher if vocabulary.objective.needs_target else None
+                p = None if wanted is None else vocabulary.distributions(wanted)
+                total, _held = loss(vocabulary.labels(labels), p, vocabulary.sizes(sizes))
+                del p
+            forward = live.peak
+            live.restart()
+            total.backward()
+        model.zero_grad()
     return float(forward), float(live.peak)
 
 
-def through_chunks(
-    traced: Callable[[int], tuple[float, float]], positions: int, few: int, many: int, whole: int
-) -> tuple[float, float]:
-    """Return `trace_loss` at any number of positions: it grows linearly with the chunks.
-
-    Args:
-        traced: of a number of positions.
-        positions: that the loss is taken over.
-        few: positions of whole chunks, at which it is traced.
-        many: more of them.
-        whole: positions up to which it is traced as it is.
-    """
-    if positions <= whole:
+def through_chunks(traced: Callable[[int], tuple[float, float]], positions: int, chunk: int) -> tuple[float, float]:
+    """Return `trace_loss` for any number of positions: each chunk after the second adds as much as the third."""
+    if positions <= 2 * chunk:
         return traced(positions)
+    few, many = 2 * chunk, 3 * chunk
     pairs = zip(traced(few), traced(many), strict=True)
     forward, backward = (Affine.through(few, at_few, many, at_many)(positions) for at_few, at_many in pairs)
     return forward, backward
 
 
 def hold_gradients(model: nn.Module) -> None:
-    """Give a model the gradients that it holds throughout: a step's add up in them."""
+    """Give a model the gradients that it holds at all times, to which a step adds its own."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 

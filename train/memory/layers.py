@@ -1,7 +1,7 @@
-"""Traces of deep models from those of shallow ones: layers that are alike allocate and release alike.
+"""Traces of deep models from traces of shallow ones, since equal layers allocate and release alike.
 
-A model of n layers and one of n + 1 are traced. What the deeper one's bytes do beside those of the other is what one
-layer adds, once in the forward and once in the backward, and stands there for each layer more.
+A model of n layers and one of n + 1 are traced. The traces' difference is one layer's cost, in the forward or in the
+backward; it is repeated for each further layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,33 +15,32 @@ from torch import nn
 from draftsmith.decode.cache.features import decoder_of
 
 FEW = 2
-"""Layers of the shallow model: the first and the last, which stand beside other things than layers."""
+"""The layers of the shallow model: the first and the last, whose neighbours are no layers."""
 OWN = ("layer_idx", "layer_id", "training", "gradient_checkpointing")
-"""What layers that are alike may differ in: their numbers, and what a trace sets of those that it runs."""
+"""Attributes that equal layers may differ in: their numbers, and those that a trace sets on the layers that it runs."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """How the bytes that live go up and down."""
+    """The rise and fall of the living bytes."""
 
     start: int
-    turns: tuple[int, ...]
-    """What is allocated and released in turn, each until the other begins; the last of it brings the end."""
+    turns: tuple[int, ...]  # the changes from one turn to the next, up and down by turns
 
     @property
     def end(self) -> int:
-        """The bytes at its end."""
+        """The bytes at the end."""
         return self.start + sum(self.turns)
 
     @property
     def peak(self) -> int:
-        """The most bytes at any time."""
+        """The most bytes."""
         return max(accumulate(self.turns, initial=self.start))
 
     def grown(self, other: "Course", times: int) -> "Course | None":
-        """Return the course of a model with `times` more layers, where `other` is of one with one more.
+        """Return the course of a model with `times` more layers, given that of a model with one more.
 
-        None if the other does more than to do something of this once again.
+        None if the other differs in more than one repetition.
         """
         more = len(other.turns) - len(self.turns)
         same = next((i for i, (a, b) in enumerate(zip(self.turns, other.turns, strict=False)) if a != b), None)
@@ -53,11 +52,9 @@ class Course:
 
 
 def traced_by_layers(model: nn.Module, trace: Callable[[], Sequence[Course]]) -> Sequence[Course]:
-    """Return what `trace` does of a model; of one with many layers that are alike, by what it does of a few.
+    """Return `trace()` for a model; if it has many equal layers, computed from traces of a few.
 
-    Args:
-        model: any; changed during the call.
-        trace: runs the model's decoder as it is at the time, and asks for no layer by its number.
+    The model is changed during the call. `trace` runs its decoder as it then is, and asks for no layer by its number.
     """
     found = like_layers(model)
     if found is None:
@@ -73,13 +70,13 @@ def traced_by_layers(model: nn.Module, trace: Callable[[], Sequence[Course]]) ->
 
 
 def traced_whole(model: nn.Module, trace: Callable[[], Sequence[Course]]) -> Sequence[Course]:
-    """Return what `trace` does of a whole model: the reference, and what is asked for layers by their numbers."""
+    """Return `trace()` for a whole model: the reference, and the way for traces that ask for layers by number."""
     del model
     return trace()
 
 
 def like_layers(model: Any) -> tuple[nn.Module, str] | None:
-    """Return the module that has a model's layers and their name in it; None if they are few or not alike."""
+    """Return the module that has a model's layers, and their name in it; None if they are few or not equal."""
     if not hasattr(model, "get_decoder"):
         return None
     decoder = decoder_of(model)
@@ -94,7 +91,7 @@ def like_layers(model: Any) -> tuple[nn.Module, str] | None:
 
 
 def _marks(layer: nn.Module) -> list[Any]:
-    """Return all by which a layer may differ from others: its parts, their sizes and what they are set to."""
+    """Return all that may differ between layers: parts, sizes and settings."""
     plain = (bool, int, float, str, tuple, type(None))
     return [
         (
@@ -110,7 +107,7 @@ def _marks(layer: nn.Module) -> list[Any]:
 
 @contextmanager
 def first_layers(owner: nn.Module, name: str, count: int) -> Iterator[None]:
-    """A context in which a module has no more than the first of its layers."""
+    """A context in which a module has only the first of its layers."""
     whole: Any = getattr(owner, name)
     setattr(owner, name, whole[:count])
     try:

@@ -1,16 +1,16 @@
-"""Times of a step at which memory may be at its most."""
+"""Times of a step at which memory may peak."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A time of a step at which memory may be at its most, and what is there besides what always is."""
+    """A time of a step at which memory may peak, and the bytes that are not there at all times, by their use."""
 
     name: str
     parts: dict[str, float]
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """The bytes of all parts."""
         return sum(self.parts.values())

@@ -1,6 +1,6 @@
 """Memory plans: whether a run fits its GPUs and how long it takes, from its config, without weights or a GPU.
 
-Not counted are kernels' workspaces and the allocator's fragmentation, for which a plan sets an allowance aside.
+Kernels' workspaces and the allocator's fragmentation are not counted; a plan sets a reserve aside for them.
 """
 
 from abc import ABC, abstractmethod
@@ -25,11 +25,7 @@ PROCESS = 3 * GIB
 
 
 def read_config(path: str, file: str | None, field: str, trust_remote_code: bool = False) -> Any:
-    """Read a model's config, from a config.json if one is given.
-
-    Raises:
-        InputError: it cannot be read; says how to go on without a network.
-    """
+    """Read a model's config, from a config.json if one is given; the error says what to do without a network."""
     if file is not None and not Path(file).is_file():
         raise InputError(f"{field}_config: expected a config.json, found nothing at {file}")
     try:
@@ -43,14 +39,14 @@ def read_config(path: str, file: str | None, field: str, trust_remote_code: bool
 
 
 class MemoryPlan(ABC):
-    """A target without data, and what a GPU holds that runs it."""
+    """A target without data, and the memory of a GPU that runs it."""
 
     most_rows: ClassVar[int]
-    """Beyond it no larger batch is looked for."""
+    """The largest batch that is tried."""
     batch_name: ClassVar[str] = "batch"
     row_name: ClassVar[str] = "text"
     dtype_field: ClassVar[str] = "dtype"
-    """The config's field of the target's dtype."""
+    """The config's field for the target's dtype."""
 
     def __init__(self, config: Any, setting: MemorySetting, length: int, packed: bool = False):
         machines: Machines = config
@@ -60,11 +56,11 @@ class MemoryPlan(ABC):
         if setting.target_dtype == "auto":
             setting = replace(setting, target_dtype=stored_dtype(self.target_shape))
         self.setting = setting
-        """As the run's config says."""
+        """The setting of the run's config."""
         self.batch = BatchShape(length, setting.rows, packed)
         """The target's input."""
         self.capacity = (machines.gpu_memory - machines.reserve) * GIB
-        """Bytes beside the reserve."""
+        """The bytes of a GPU without the reserve."""
         self.target = lru_cache(self._target)
         """The target in a dtype, without data."""
         self.forward_bytes = lru_cache(partial(trace_forward, self.mode))
@@ -81,7 +77,7 @@ class MemoryPlan(ABC):
     def empty(self, shape: Any, dtype: str, field: str) -> PreTrainedModel:
         """Return a model on the meta device, without dropout in attention.
 
-        Fused kernels draw it anew in the backward; without a GPU it would be stored.
+        Fused kernels draw it again in the backward; without a GPU it would be stored.
         """
         for name in DROPOUT:
             if getattr(shape, name, None):
@@ -91,11 +87,11 @@ class MemoryPlan(ABC):
 
     @abstractmethod
     def held(self, setting: MemorySetting) -> dict[str, float]:
-        """Return the bytes that a GPU holds at all times, by what they are for."""
+        """Return the bytes that a GPU holds at all times, by their use."""
 
     @abstractmethod
     def moments(self, setting: MemorySetting) -> list[Moment]:
-        """Return the times at which memory may be at its most."""
+        """Return the times at which memory may peak."""
 
     @abstractmethod
     def hours(self) -> float | None:
@@ -103,22 +99,22 @@ class MemoryPlan(ABC):
 
     @abstractmethod
     def title(self) -> str:
-        """Return what is planned, in one line."""
+        """Return a line that says what is planned."""
 
     def facts(self) -> list[str]:
-        """Return what is to be said beside the table."""
+        """Return lines to print after the table."""
         return []
 
     def remarks(self) -> list[str]:
-        """Return what is to be said last."""
+        """Return lines to print last."""
         return []
 
     def advice(self) -> list[str]:
-        """Return what would make a run fit that does not, a line each."""
+        """Return changes that would make a run fit, a line each."""
         return []
 
     def assumptions(self) -> list[str]:
-        """Return what the hours are reckoned with."""
+        """Return the assumptions of the hours."""
         return [f"by assumption {self.config.mfu:.0%} of {DEVICES[self.config.device].tflops:g} TFLOP/s each"]
 
     def speed(self) -> float:
@@ -126,15 +122,12 @@ class MemoryPlan(ABC):
         return DEVICES[self.config.device].tflops * 1e12 * self.config.mfu
 
     def host_bytes(self) -> dict[str, float]:
-        """Return what the processes of one machine hold in its memory while they load models, by what it is for.
-
-        Completions are not counted.
-        """
+        """Return the host's memory in bytes while a machine's processes load models, by use; without completions."""
         return {"processes": float(PROCESS * self.processes)}
 
     @property
     def processes(self) -> int:
-        """Processes of one machine."""
+        """The processes of one machine."""
         return min(int(self.config.gpus), int(self.config.node_gpus))
 
     def peak(self, setting: MemorySetting) -> Moment:
@@ -142,11 +135,11 @@ class MemoryPlan(ABC):
         return max(self.moments(setting), key=lambda moment: moment.total)
 
     def total(self, setting: MemorySetting) -> float:
-        """Return the most bytes at any time, the reserve left out."""
+        """Return the peak in bytes, without the reserve."""
         return sum(self.held(setting).values()) + self.peak(setting).total
 
     def fits(self, setting: MemorySetting) -> bool:
-        """Return whether they fit beside the reserve."""
+        """Return whether the peak and the reserve fit."""
         return self.total(setting) <= self.capacity
 
     def largest(self, setting: MemorySetting) -> int:

@@ -1,6 +1,6 @@
-"""Settings of a plan: the machines, how a training run is spread over them, and what a plan may change of it.
+"""The settings of a plan: the machines, and how a training run is spread over them.
 
-Light: `--help` must not wait for torch.
+This module is light, since `--help` must not wait for torch.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ Precision = Literal["float32", "autocast", "half"]
 """How a drafter computes: in float32; from float32 weights under autocast; from half-precision copies of them."""
 
 Placement = Literal["whole", "sharded", "8bit", "4bit", "elsewhere"]
-"""How a target lies on the GPUs that train the drafter."""
+"""The place of a target on the GPUs that train the drafter."""
 
 ZERO: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
-"""Strategies, each of which divides more than the one before it."""
+"""Strategies that divide more and more."""
 
 
 def gib(size: float) -> str:
@@ -32,7 +32,7 @@ def gib(size: float) -> str:
 
 @dataclass(kw_only=True)
 class Machines:
-    """Planner-only settings: the machines."""
+    """The planner's own settings: the machines."""
 
     plan_class: ClassVar[str]
     """The class of the plan, or a function that returns one, as "module:name"."""
@@ -79,11 +79,7 @@ class Machines:
         return getattr(import_module(module), name)(self)
 
     def require_length(self, length: int | None) -> int:
-        """Return the tokens of a sample.
-
-        Raises:
-            InputError: nothing says how many.
-        """
+        """Return the tokens of a sample, or raise an InputError if no field says how many."""
         if self.sequence_length is None and length is None:
             raise InputError("sequence_length: expected the tokens of a sample, here or in max_length, found none")
         return int(self.sequence_length or length or 0)
@@ -91,7 +87,7 @@ class Machines:
 
 @dataclass(kw_only=True)
 class TrainingMachines(Machines):
-    """Planner-only settings of a training run: a base beside the dataclass of the run."""
+    """The planner's own settings for a training run: a second base with the dataclass of the run."""
 
     strategy: Strategy | None = None
     """How what is trained is spread: ddp, fsdp2, zero1, zero2 or zero3; by default what `training` says, or ddp. Where
@@ -125,15 +121,12 @@ class MemorySetting:
     """The part of a run that a plan may change."""
 
     strategy: Strategy
-    half: bool
-    """Whether the drafter computes in bfloat16 or float16."""
+    half: bool  # whether the drafter computes in bfloat16 or float16
     checkpointing: bool
     target_dtype: str
-    target: Placement | None
-    """How the target lies on the GPUs; None with a teacher cache."""
+    target: Placement | None  # None with a teacher cache
     rows: int
-    lm_heads: str = "own"
-    """Of heads that can share one language-model head."""
+    lm_heads: str = "own"  # "shared" for heads with one language-model head
 
     @property
     def precision(self) -> Precision:

@@ -1,6 +1,6 @@
 """Weights, gradients and optimiser states: sums of tensor sizes, divided over GPUs as each strategy divides them.
 
-Rajbhandari et al. 2020 (ZeRO, section 3.1) call them model states, beside the activations of a step (`activations`).
+Rajbhandari et al. 2020 (ZeRO, section 3.1) call them model states. Those of a step are in `activations`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,31 +26,25 @@ OPTIMIZERS = (*ADAM, *ADAM_8BIT, *LION, "adafactor", "sgd")
 
 @dataclass(frozen=True)
 class Weights:
-    """How many numbers a model has."""
+    """The counts of a model's numbers."""
 
-    all: int
-    """Parameters, tied ones once."""
-    trained: int
-    """Those that have gradients."""
-    buffers: int
-    """Bytes of tables that are no parameters."""
-    largest_unit: int
-    """Parameters of the largest part that FSDP gathers at a time: a layer, or untied embeddings."""
-    tail: int
-    """Parameters that FSDP leaves gathered: those of the head and of the final norm."""
-    bucket: int
-    """Numbers that DeepSpeed reduces together, twice over: what the Trainer makes of "auto" (hidden size squared)."""
+    all: int  # parameters, tied ones once
+    trained: int  # parameters with gradients
+    buffers: int  # bytes of tables that are no parameters
+    largest_unit: int  # parameters of the largest part that FSDP gathers at a time: a layer, or untied embeddings
+    tail: int  # parameters that FSDP leaves gathered: those of the head and of the final norm
+    bucket: int  # numbers that DeepSpeed reduces together, twice: the Trainer's "auto" is the hidden size squared
 
     @classmethod
     def of_module(cls, module: nn.Module, hidden_size: int) -> "Weights":
-        """Count those of any module, which FSDP gathers all together."""
+        """Count the numbers of any module, which FSDP gathers as one."""
         numbers = _count(module.parameters())
         trained = _count(p for p in module.parameters() if p.requires_grad)
         return cls(numbers, trained, sum(buffer.nbytes for buffer in module.buffers()), 0, numbers, hidden_size**2)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Weights":
-        """Count a causal LM's."""
+        """Count the numbers of a causal LM."""
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
         ends = {id(p) for end in (embeddings, head) for p in end.parameters()}
         layers = _layers(model)
@@ -79,11 +73,6 @@ def target_bytes(target: PreTrainedModel, placement: Placement, gpus: int) -> di
     * "8bit", "4bit": linear maps but the head in a byte or half of one (Dettmers et al. 2022 and 2023, with a float32
       scale for a row, or for 64 numbers), and one of them at a time in the dtype of computing.
     * "elsewhere": on another device, and a head here.
-
-    Args:
-        target: in its dtype.
-        placement: as above.
-        gpus: how many share it.
     """
     dtype, weights = head_of(target).weight.dtype, Weights.of(target)
     if placement == "whole":
@@ -121,16 +110,9 @@ def optimizer_bytes(model: nn.Module, name: str, ends: Sequence[nn.Module]) -> i
     """Return the bytes of an optimiser's states for the parameters that train, not sharded.
 
     AdamW has two float32 moments and a step count for each tensor; "muon" (`MuonAdamW`) one momentum for matrices that
-    are neither embeddings nor head, and AdamW's for the rest; 8-bit variants (Dettmers et al. 2022) a byte for each
-    moment, with a float32 scale a block of 256, but for embeddings and small tensors.
-
-    Args:
-        model: with `requires_grad` where it trains.
-        name: one of `OPTIMIZERS`, as `training.optim` has it, or muon.
-        ends: embeddings and heads, whose matrices are no hidden ones, as in `MuonAdamW`.
-
-    Raises:
-        InputError: another name.
+    are neither embeddings nor head, and AdamW's for the rest. 8-bit variants (Dettmers et al. 2022) have a byte for
+    each moment and a float32 scale for a block of 256, except for embeddings and small tensors. `name` is muon or one
+    of `OPTIMIZERS`; `ends` are embeddings and heads, as in `MuonAdamW`.
     """
     if name not in (*OPTIMIZERS, "muon"):
         raise InputError(f"training.optim: expected one of {', '.join(OPTIMIZERS)}, found {name!r}")
@@ -154,14 +136,7 @@ def optimizer_bytes(model: nn.Module, name: str, ends: Sequence[nn.Module]) -> i
 
 
 def step_bytes(name: str, trained: int, strategy: Strategy, gpus: int) -> float:
-    """Return the bytes that an optimiser takes for a moment: √v of all tensors, and under ZeRO float32 gradients.
-
-    Args:
-        name: as `training.optim` has it.
-        trained: numbers that have gradients.
-        strategy: how they are spread.
-        gpus: how many share them.
-    """
+    """Return the bytes that an optimiser takes for a moment: √v of all tensors, and under ZeRO float32 gradients."""
     copies = (name == "adamw_torch") + strategy.startswith("zero")
     return 4.0 * copies * trained / (1 if strategy == "ddp" else gpus)
 
@@ -169,21 +144,14 @@ def step_bytes(name: str, trained: int, strategy: Strategy, gpus: int) -> float:
 def held_bytes(
     weights: Weights, states: int, strategy: Strategy, gpus: int, precision: Precision, label: str
 ) -> dict[str, float]:
-    """Return the bytes that what is trained takes on each GPU at all times, by what they are for.
+    """Return the bytes that a trained model takes on each GPU at all times, by their use.
 
     * DDP: everything whole, and buckets of the gradients' size to send them from (`gradient_as_bucket_view` is off).
     * ZeRO (Rajbhandari et al. 2020, section 5): working weights and gradients in the precision of computing, and
       float32 weights with the states, divided over the GPUs from stage 1 on, gradients from 2 on, working weights from
       3 on.
     * FSDP2: float32 weights, gradients and states divided; two layers gathered at a time, and head and norm always.
-
-    Args:
-        weights: of what is trained.
-        states: `optimizer_bytes`.
-        strategy: how it is spread.
-        gpus: how many share them.
-        precision: how it computes.
-        label: what it is called.
+    `states` are `optimizer_bytes`; `label` is the model's name in the table.
     """
     working = 2 if precision == "half" else 4
     if strategy == "ddp":

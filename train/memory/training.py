@@ -1,7 +1,7 @@
 """Memory plans of training runs, of any kind of drafter.
 
-A kind says what it trains (`build`). Unless a step is one forward and one backward of that, the kind also says what a
-GPU holds at each moment of a step (`moments`).
+A kind names what it trains (`build`). Unless a step is one forward and one backward of that, the kind also counts what
+a GPU holds at each moment of a step (`moments`).
 """
 
 from abc import abstractmethod
@@ -23,7 +23,7 @@ from draftsmith.train.memory.states import Weights, held_bytes, optimizer_bytes,
 
 
 class TrainingPlan(MemoryPlan):
-    """A target and a drafter without data, and what a GPU holds that trains the drafter."""
+    """A target and a drafter without data, and the memory of a GPU that trains the drafter."""
 
     most_rows = 1024
     batch_name, row_name, dtype_field = "micro batch", "row", "target_dtype"
@@ -48,32 +48,26 @@ class TrainingPlan(MemoryPlan):
         self._held = lru_cache(self._computed_held)
         self.step_bytes = lru_cache(partial(trace_step, self.mode))
 
-    # For a kind of drafter to say.
-
     @abstractmethod
     def build(self, lm_heads: str) -> nn.Module:
-        """Return the drafter on the meta device in float32, with gradients where it trains.
-
-        Args:
-            lm_heads: `MemorySetting.lm_heads`.
-        """
+        """Return the drafter in float32, with gradients where it trains; it is called inside the meta device."""
 
     def weights(self, drafter: Any) -> Weights:
-        """Count the drafter's numbers; by default FSDP gathers all of them together."""
+        """Count the drafter's numbers; by default FSDP gathers them as one."""
         return Weights.of_module(drafter, self.target_shape.get_text_config().hidden_size)
 
     def ends(self, drafter: Any) -> Sequence[nn.Module]:
-        """Return the embeddings and heads, whose matrices are no hidden ones."""
+        """Return the embeddings and heads, whose matrices Muon does not train."""
         return ()
 
     def target_held(self, setting: MemorySetting) -> dict[str, float]:
-        """Return the bytes that the target takes at all times; none with a teacher cache."""
+        """Return the bytes that the target takes at all times: none with a teacher cache."""
         if setting.target is None:
             return {}
         return target_bytes(self.target(setting.target_dtype), setting.target, self.config.gpus)
 
     def moments(self, setting: MemorySetting) -> list[Moment]:
-        """Return those of a drafter whose step is a forward and a backward of `drafter(input_ids)`."""
+        """Return the times at which memory may peak; by default those of a forward and a backward of `drafter(ids)`."""
         step = self.step_bytes(self.drafter(setting), self.batch, setting.precision, False, _plain_forward)
         logits = setting.rows * self.batch.length * self.target_shape.get_text_config().vocab_size
         chunk = 10.0 * 4 * min(logits, self.sizes.part)  # see `ChunkSizes`
@@ -89,15 +83,15 @@ class TrainingPlan(MemoryPlan):
         return Work.of_maps(self.drafter(setting))
 
     def drafter_operations(self, setting: MemorySetting) -> float | None:
-        """Return the operations of a token that the drafter learns from, checkpointing's second forward included."""
+        """Return the operations for a token to learn from, with checkpointing's second forward; None if not known."""
         work, seen = self.work(setting), self.batch.length / 2
         return work.step(1, seen, 1) + (work.forward(1, seen, 0) if setting.checkpointing else 0.0)
 
     def notes(self) -> list[str]:
-        """Return what is to be said of this kind of drafter beside the table."""
+        """Return lines about this kind of drafter to print after the table."""
         return []
 
-    # The same for all kinds.
+    # The rest is the same for all kinds.
 
     @property
     def joint(self) -> bool:
@@ -129,7 +123,7 @@ class TrainingPlan(MemoryPlan):
         return "muon" if muon else str(getattr(optim, "value", optim))
 
     def held(self, setting: MemorySetting) -> dict[str, float]:
-        """Return the bytes that a GPU holds at all times, by what they are for."""
+        """Return the bytes that a GPU holds at all times, by their use."""
         return self._held(replace(setting, rows=0))
 
     def _computed_held(self, setting: MemorySetting) -> dict[str, float]:
@@ -143,22 +137,22 @@ class TrainingPlan(MemoryPlan):
         return self.target_held(setting) | own
 
     def optimizer_step(self, setting: MemorySetting) -> Moment:
-        """Return what the optimiser takes for a moment."""
+        """Return the optimiser's step, which needs some bytes for a moment."""
         trained = self.trained_numbers(setting)
         size = step_bytes(self.optimizer(setting), trained, setting.strategy, self.config.gpus)
         return Moment("the optimiser's step", {"optimiser: temporary": size})
 
     def target_forward(self, setting: MemorySetting) -> dict[str, float]:
-        """Return what the target's forward takes; nothing here where the target is elsewhere."""
+        """Return the bytes of the target's forward; empty if the target is elsewhere."""
         if setting.target in (None, "elsewhere"):
             return {}
         forward = self.forward_bytes(self.target(setting.target_dtype), self.batch, "float32")
         return {"target: activations": forward(setting.rows)}
 
     def changes(self) -> Iterator[tuple[str, MemorySetting]]:
-        """Yield what would make a run fit that does not: each change that does alone, or else those that do together.
+        """Yield changes that make a run fit: each one that is enough alone, or else several together.
 
-        Cheap ones come first; a smaller micro batch with more accumulation is among them.
+        Cheap ones come first; a smaller micro batch with more accumulation is one of them.
         """
         now = self.setting
         known = self.known_changes()
@@ -172,7 +166,7 @@ class TrainingPlan(MemoryPlan):
         together, names = now, dict[str, str]()
         for name, field, value in known:
             together = replace(together, **{field: value})
-            names[field] = name  # of strategies and of places for the target the last is what counts
+            names[field] = name  # the last strategy counts, and the last place of the target
             if rows := min(now.rows, self.largest(together)):
                 if rows < now.rows:
                     names["rows"] = f"training.per_device_train_batch_size {rows}"
@@ -180,7 +174,7 @@ class TrainingPlan(MemoryPlan):
                 return
 
     def known_changes(self) -> list[tuple[str, str, Any]]:
-        """Return what may be changed: what the user is to write, the field of the setting, and its value."""
+        """Return possible changes: the user's words for each, the field of the setting, and its value."""
         now, config = self.setting, self.config
         known: list[tuple[str, str, Any]] = []
         if not now.checkpointing:
@@ -199,7 +193,7 @@ class TrainingPlan(MemoryPlan):
         return known
 
     def facts(self) -> list[str]:
-        """Return the other moments, what the kind of drafter has to say, and the size of a step."""
+        """Return the other moments, the notes of the kind of drafter, and the size of a step."""
         setting, config = self.setting, self.config
         peak, accumulation = self.peak(setting).name, int(config.training.gradient_accumulation_steps)
         others = [f"{m.name} {gib(m.total)}" for m in self.moments(setting) if m.name != peak and m.total]
@@ -212,19 +206,19 @@ class TrainingPlan(MemoryPlan):
         ]
 
     def remarks(self) -> list[str]:
-        """Say what is not counted."""
+        """Return a line about what is not counted."""
         if self.setting.target != "elsewhere":
             return []
         return [f"of the target, on {self.config.target_device}, the head alone is counted"]
 
     def advice(self) -> list[str]:
-        """Return what would make a run fit that does not, a line each."""
+        """Return changes that would make a run fit, a line each."""
         reserve = self.config.reserve * GIB
         changes = [f"{name}: {gib(self.total(change) + reserve)} GiB" for name, change in self.changes()]
         return changes or ["no change of this plan's makes it fit: shorter samples, or a smaller pair"]
 
     def hours(self) -> float | None:
-        """Return the hours of `tokens` tokens, which are arithmetic; None where a model's is not known."""
+        """Return the hours of `tokens` tokens by arithmetic; None if a model's is not known."""
         drafter, target = self.drafter_operations(self.setting), self._target_operations()
         if drafter is None or target is None:
             return None
@@ -240,7 +234,7 @@ class TrainingPlan(MemoryPlan):
         return 0.0 if setting.target == "elsewhere" else work.forward(1, self.batch.length / 2, 1)
 
     def host_bytes(self) -> dict[str, float]:
-        """Add to the processes the models that they load."""
+        """Return the host's memory with the models that its processes load."""
         setting, processes = self.setting, self.processes
         numbers = sum(parameter.numel() for parameter in self.drafter(setting).parameters())
         parts = super().host_bytes() | {"what is trained, in float32, a copy per process": 4.0 * numbers * processes}
@@ -255,7 +249,7 @@ class TrainingPlan(MemoryPlan):
         return parts
 
     def title(self) -> str:
-        """Return machines, strategy and precision."""
+        """Return a line with machines, strategy and precision."""
         config, setting = self.config, self.setting
         checkpointing = "activation checkpointing" if setting.checkpointing else "no activation checkpointing"
         spread = f"{config.gpus} × {config.gpu_memory:g} GiB, {setting.strategy}, {setting.precision}"

@@ -14,7 +14,7 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary, LossVocabulary
 from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, WholeLogits
 from draftsmith.train.losses.divergences import lk_blend
 from draftsmith.train.losses.objective import Objective
@@ -197,12 +197,12 @@ def test_the_whole_head_is_used_only_where_it_must_be():
         ({"forward_kl": 1.0}, {"top_k": 5}, True),
         ({"lk_hybrid": 1.0}, {}, True),
     ]:
-        objective = Objective(terms, partial=True, **options)
-        taught = CUT.of_teacher(LiveDistributions(hidden, CUT.teacher_head(head, objective)), objective)
+        vocabulary = LossVocabulary.of(Objective(terms, **options), CUT.tokens_D, 12)
+        taught = vocabulary.distributions(LiveDistributions(hidden, vocabulary.teacher_head(head)))
         p = taught.chunk(slice(0, 3))(slice(1, 3))
         assert isinstance(p, WholeLogits) == whole
         assert (p.logits if whole else p).shape == (2, 12 if whole else 5)
-        assert CUT.training_sizes(ChunkSizes(120, 120), objective).chunk == (50 if whole else 120)
+        assert vocabulary.sizes(ChunkSizes(120, 120)).chunk == (50 if whole else 120)
 
 
 def test_a_cached_tail_is_at_most_what_its_tokens_may_have():
