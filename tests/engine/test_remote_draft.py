@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from draft_service import totals
-from engine import DRAFT, TARGET, end
+from engine import DRAFT, TARGET, counters, end
 
 from draftsmith.decode import DraftModelProposer, HybridProposer, SuffixProposer, Switch, speculative_generate
 from draftsmith.decode.measurement.replay import replay_drafters
@@ -16,7 +16,6 @@ from draftsmith.decode.measurement.server_counts import pooled, vllm_counts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts import cli
 from draftsmith.scripts.pair import left_padded
-from draftsmith.scripts.serving.pages import metrics_of
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.endpoint.client import Client
 from draftsmith.train.models import load_model, load_tokenizer
@@ -55,11 +54,6 @@ async def write(url: str, prompts: list[list[int]], tokens: int = TOKENS, at_onc
                 return (await client.complete(request(model, prompt, tokens))).token_ids
 
         return await asyncio.gather(*map(one, prompts))
-
-
-async def counters(url: str):
-    async with Client(url) as client:
-        return (await metrics_of(client)).counters
 
 
 async def settled(url: str):

@@ -9,9 +9,8 @@ from contextlib import ExitStack
 import httpx2
 import pytest
 from coordinating import coordinator, metric, wait_until
-from engine import TARGET
+from engine import TARGET, counters
 
-from draftsmith.scripts.serving.pages import metrics_of
 from draftsmith.train.data.corpus import stdlib_prompts
 from draftsmith.train.endpoint.client import Client
 from draftsmith.train.models import load_tokenizer
@@ -65,19 +64,9 @@ def ask(url: str, prompt: str, **fields) -> tuple[str, str]:
     return response.headers["x-draftsmith-pair"], response.json()["choices"][0]["text"]
 
 
-async def drafts(url: str) -> int:
-    async with Client(url) as client:
-        return (await metrics_of(client)).counters.num_drafts
-
-
-async def accepted_tokens(url: str) -> int:
-    async with Client(url) as client:
-        return (await metrics_of(client)).counters.num_accepted_tokens
-
-
 def test_the_same_texts_by_every_pair_routed_by_rule(door, plain, pair, prompts):
     urls = {"plain": plain.url, "serviced": pair.server.url}
-    before = {name: asyncio.run(drafts(url)) for name, url in urls.items()}
+    before = {name: asyncio.run(counters(url)).num_drafts for name, url in urls.items()}
     texts = {}
     for name, fields in (("plain", {"metadata": {"category": "prose"}}), ("serviced", {})):
         answers = [ask(door, prompt, **fields) for prompt in prompts]
@@ -88,7 +77,7 @@ def test_the_same_texts_by_every_pair_routed_by_rule(door, plain, pair, prompts)
     assert {found for found, _ in drafted} == {"by-keyword"}
     assert [text for _, text in drafted] == [ask(door, p, metadata={"category": "prose"})[1] for p in marked]
     assert texts["serviced"] == texts["plain"]
-    counted = {name: asyncio.run(drafts(url)) - before[name] for name, url in urls.items()}
+    counted = {name: asyncio.run(counters(url)).num_drafts - before[name] for name, url in urls.items()}
     assert counted["plain"] == 0 and counted["serviced"] > 0
 
 
@@ -121,7 +110,7 @@ def test_a_draft_service_that_dies_and_comes_back_costs_no_answer(door, pair, pr
             return list(pool.map(lambda prompt: ask(door, prompt, metadata={"category": "code"}), asked[first:last]))
 
     def accepted() -> int:
-        return asyncio.run(accepted_tokens(pair.server.url))
+        return asyncio.run(counters(pair.server.url)).num_accepted_tokens
 
     snapshots.append(accepted())
     ended = metric(door, "requests_total")

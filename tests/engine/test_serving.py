@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from engine import counters
 
-from draftsmith.scripts.serving.pages import metrics_of
 from draftsmith.train.endpoint.client import Client
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def test_a_completion_streams_in_and_is_counted(speculating):
     async def ask(url: str):
         async with Client(url) as client:
-            model, before = await client.model(), (await metrics_of(client)).counters
+            model, before = await client.model(), await counters(url)
             request = {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
             answer = await client.complete(request)
-            return answer, (await metrics_of(client)).counters - before
+            return answer, await counters(url) - before
 
     answer, counted = asyncio.run(ask(speculating.url))
     assert answer.prompt_ids == [5, 6, 7, 8]

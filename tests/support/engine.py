@@ -14,6 +14,10 @@ from pathlib import Path
 
 from fated import start
 
+from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.scripts.serving.pages import metrics_of
+from draftsmith.train.endpoint.client import Client
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 TARGET, DRAFT = ROOT / "assets" / "tiny-target", ROOT / "assets" / "tiny-draft"
@@ -36,6 +40,12 @@ class Served:
     url: str
     log: Path
     process: subprocess.Popen[bytes]
+
+
+async def counters(url: str) -> ServerCounts:
+    """Return a server's counts since its start."""
+    async with Client(url) as client:
+        return (await metrics_of(client)).counters
 
 
 def free_port() -> int:

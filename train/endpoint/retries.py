@@ -105,10 +105,7 @@ class Window:
 
 
 async def ask_all(
-    items: Iterable[T],
-    ask: Callable[[T], Awaitable[None]],
-    window: Window,
-    arrivals: Sequence[float] | None = None,
+    items: Iterable[T], ask: Callable[[T], Awaitable[None]], window: Window, arrivals: Sequence[float] | None = None
 ) -> None:
     """Await `ask` of each item, in order, as many at once as the window allows.
 

@@ -68,7 +68,7 @@ def build_report(observed: Observed, expectation: Expectation | None = None) -> 
             draft_dtypes=[],
             settings_by=None,
         ),
-        target=report.Target(observed.models["server"], None, None, config.filters()),
+        target=report.Target(observed.servers["server"].model, None, None, config.filters()),
         prompts=report.Prompts(
             config.prompts,
             count=len(observed.prompts),
@@ -96,7 +96,7 @@ def _categories(observed: Observed) -> dict[str, list[int]]:
 
 
 def _require_drafts(observed: Observed, accepted: Sequence[estimates.Acceptance]) -> None:
-    url = observed.urls["server"]
+    url = observed.servers["server"].client.url
     for setting in accepted:
         drafts = None if setting.total is None else setting.total.num_drafts
         if observed.config.draft_length == 0:
@@ -112,13 +112,13 @@ def _require_drafts(observed: Observed, accepted: Sequence[estimates.Acceptance]
 def _draft_length(observed: Observed, accepted: estimates.Acceptance) -> int | None:
     if observed.config.draft_length is not None:
         return observed.config.draft_length
-    return accepted.draft_length or observed.engines["server"].draft_tokens
+    return accepted.draft_length or observed.servers["server"].engine.draft_tokens
 
 
 def _run(observed: Observed, setting: Setting, accepted: estimates.Acceptance) -> report.Run:
     config, (temperature, concurrency) = observed.config, setting
     records, speed = observed.records(setting, "server"), estimates.pace(observed, setting, "server")
-    method = observed.engines["server"].method
+    method = observed.servers["server"].engine.method
     total, length = accepted.total, _draft_length(observed, accepted)
     drafts = 0 if total is None else int(total.num_drafts)
     # vLLM lists the first position even if nothing was drafted.
@@ -173,7 +173,7 @@ def _compared(observed: Observed, setting: Setting) -> Certificate:
         return unchecked("there is no baseline server to compare texts with; `draftsmith certify --server` tests them")
     if setting[0] > 0:
         return unchecked("sampled texts differ by chance; `draftsmith certify --server` tests their distribution")
-    answers = {role: observed.records(setting, role) for role in observed.engines}
+    answers = {role: observed.records(setting, role) for role in observed.servers}
     with_ids = all(record.token_ids is not None for records in answers.values() for record in records)
     texts: dict[Role, dict[int, object]] = {
         role: {record.prompt: record.token_ids if with_ids else record.text or "" for record in records}
@@ -221,8 +221,8 @@ def _serving(
 ) -> Serving:
     config = observed.config
     servers = [
-        ServedBy(role, observed.urls[role], engine.kind, engine.version, observed.models[role])
-        for role, engine in observed.engines.items()
+        ServedBy(role, server.client.url, server.engine.kind, server.engine.version, server.model)
+        for role, server in observed.servers.items()
     ]
     counted, latencies = [], []
     for setting, figures in accepted.items():
@@ -239,7 +239,7 @@ def _serving(
                 alpha_within=figures.steps.alpha_bounds(),
             )
         )
-        for role in observed.engines:
+        for role in observed.servers:
             records = observed.records(setting, role)
             latencies.append(
                 Latency(

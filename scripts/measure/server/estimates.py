@@ -50,7 +50,7 @@ class Acceptance:
 
 def acceptance(observed: Observed, setting: Setting) -> Acceptance:
     """Return the acceptance in a setting from the server's best source: answers, counters, or means."""
-    blocks, engine = observed.blocks[setting]["server"], observed.engines["server"]
+    blocks, engine = observed.blocks[setting]["server"], observed.servers["server"].engine
     records = observed.records(setting, "server")
     gamma = observed.config.draft_length or engine.draft_tokens
     if any(record.counts is not None for record in records) and all(

@@ -100,9 +100,9 @@ def reconciled(
             raise InputError("expect: expected a server that counts chains of drafts, found means or trees")
         # At T=0 the two verifiers are the same.
         verifier: Verifier = expectation.verifier if setting[0] > 0 else "probabilistic"
-        room = observed.lengths["server"]
+        room = observed.servers["server"].length
         served_setting = pairing.ServedSetting(expectation.drafter, verifier, setting[0], length, setting[1], room)
-        served = [_served(observed, setting, role, figures.steps) for role in observed.engines]
+        served = [_served(observed, setting, role, figures.steps) for role in observed.servers]
         plain = served[1] if len(served) > 1 else []
         # The counts are already those of single steps. vLLM's own convention is tried first.
         single = {replace(reading, bonus=False, by_batch=False) for reading in figures.steps.readings} or {VLLM}

@@ -54,6 +54,7 @@ class MeasuredServer:
     engine: Engine
     model: str
     length: int | None
+    """The most tokens of a text there, its prompt included; None if the server does not say."""
     config: MeasureServerConfig
     before: ServerMetrics | None = None
 

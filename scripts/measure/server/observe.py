@@ -18,7 +18,7 @@ from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.load import MeasuredServer, RequestRecord, records_of
 from draftsmith.scripts.measure.unfinished import SCHEMA, Kept, identified_prompts
-from draftsmith.scripts.serving.pages import Engine, ServerMetrics
+from draftsmith.scripts.serving.pages import ServerMetrics
 from draftsmith.train.checkpoint import left_out, load_generation_config
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed
@@ -70,11 +70,7 @@ class Observed:
 
     config: MeasureServerConfig
     prompts: Sequence[SentPrompt]
-    engines: dict[Role, Engine]
-    models: dict[Role, str]
-    urls: dict[Role, str]
-    lengths: dict[Role, int | None]
-    """The most tokens of a text there, its prompt included; None if the server does not say."""
+    servers: Mapping[Role, MeasuredServer]
     blocks: dict[Setting, dict[Role, list[ServerTurn]]] = field(default_factory=dict)
     """The turns of each finished setting: block i of one server is paired with block i of the other."""
     resumed: bool = False
@@ -125,28 +121,19 @@ async def observe(config: MeasureServerConfig, prompts: Sequence[SentPrompt], ke
         for question in prompts:
             for door in doors.values():
                 door.check(question)
-        observed = Observed(
-            config,
-            prompts,
-            {role: door.engine for role, door in doors.items()},
-            {role: door.model for role, door in doors.items()},
-            {role: door.client.url for role, door in doors.items()},
-            {role: door.length for role, door in doors.items()},
-        )
+        observed = Observed(config, prompts, doors)
         kept = kept or Kept(config.output, _manifest(observed))
         for setting in config.settings:
             try:
-                observed.blocks[setting] = await _setting(setting, doors, observed, kept)
+                observed.blocks[setting] = await _setting(setting, observed, kept)
             except ServerFailure as error:
                 observed.failure, observed.failed = error, setting
                 break
     return observed
 
 
-async def _setting(
-    setting: Setting, doors: Mapping[Role, MeasuredServer], observed: Observed, kept: Kept
-) -> dict[Role, list[ServerTurn]]:
-    config, (temperature, concurrency) = observed.config, setting
+async def _setting(setting: Setting, observed: Observed, kept: Kept) -> dict[Role, list[ServerTurn]]:
+    config, doors, (temperature, concurrency) = observed.config, observed.servers, setting
     # Each turn has at least as many prompts as requests at once, if there are enough.
     most = BLOCKS if config.rate is None else BLOCKS_WITH_RATE
     count = len(observed.prompts)
@@ -236,7 +223,7 @@ async def _settled(door: MeasuredServer) -> ServerMetrics:
 
 
 def _manifest(observed: Observed) -> dict[str, Any]:
-    config = observed.config
+    config, server = observed.config, observed.servers["server"]
     settings = {name: value for name, value in asdict(config).items() if name not in (*FREE_TO_CHANGE, *UNNAMED)}
     sent = [
         (question.prompt, question.ids or question.fields.get("prompt") or question.fields)
@@ -244,8 +231,8 @@ def _manifest(observed: Observed) -> dict[str, Any]:
     ]
     return {
         "schema": SCHEMA,
-        "settings": settings | {"baseline": "baseline_server" in observed.engines},
-        "target": {"path": config.server, "model": observed.models["server"]} | asdict(observed.engines["server"]),
+        "settings": settings | {"baseline": "baseline_server" in observed.servers},
+        "target": {"path": config.server, "model": server.model} | asdict(server.engine),
         "prompts": identified_prompts(config.prompts, sent),
         "versions": {"draftsmith": version("draftsmith"), "git_sha": git_sha()},
     }

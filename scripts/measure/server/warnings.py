@@ -36,9 +36,9 @@ def warnings_of(observed: Observed, accepted: Mapping[Setting, Acceptance]) -> l
         elif figures.source in ("answers", "parts") and figures.steps.readings and figures.steps.alpha_bounds() is None:
             warnings.append(f"{where}: drafts had different lengths, so that tried positions, and α, are not known.")
         warnings += [f"{where}: {sentence}" for sentence in _within_bounds(observed, setting, figures)]
-        for role in observed.engines:
+        for role in observed.servers:
             warnings += [f"{where}: {sentence}" for sentence in _disturbed(observed, setting, role)]
-        if "baseline_server" in observed.engines:
+        if "baseline_server" in observed.servers:
             drafted = sum(block.counters.num_drafts for block in observed.blocks[setting]["baseline_server"])
             drafted += sum(
                 record.counts.num_drafts

@@ -6,7 +6,7 @@ from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance, acceptance, pace, percentiles, token_seconds
-from draftsmith.scripts.measure.server.load import RequestRecord
+from draftsmith.scripts.measure.server.load import MeasuredServer, RequestRecord
 from draftsmith.scripts.measure.server.observe import Observed, ServerTurn
 from draftsmith.scripts.measure.server.warnings import warnings_of
 from draftsmith.scripts.serving.pages import Engine
@@ -33,8 +33,9 @@ def block(records: list[RequestRecord], seconds: float = 1.0, **fields) -> Serve
 def observed(blocks, config: dict | None = None, kind: str = "vllm") -> Observed:
     given = MeasureServerConfig("http://a", "p", "o", baseline_server="http://b", **(config or {}))
     prompts = [SentPrompt(Prompt(str(i), "", None, None)) for i in range(len(PARTS))]
-    engines = {"server": Engine(kind), "baseline_server": Engine("vllm")}
-    return Observed(given, prompts, engines, {}, {"server": "a", "baseline_server": "b"}, {}, blocks)
+    kinds = {"server": kind, "baseline_server": "vllm"}
+    servers = {role: MeasuredServer(None, Engine(kind), "m", None, given) for role, kind in kinds.items()}
+    return Observed(given, prompts, servers, blocks)
 
 
 def steps_of(parts: list[list[int]]) -> ServerCounts:
