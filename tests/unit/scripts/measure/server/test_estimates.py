@@ -101,7 +101,7 @@ def test_counts_that_fit_nothing_give_no_figure():
 
 
 def only(seen: Observed) -> Observed:
-    seen.engines.pop("baseline_server")
+    seen.servers.pop("baseline_server")
     return seen
 
 
@@ -151,7 +151,7 @@ def test_a_load_that_changes_alpha_is_told():
     accepted = {(1.0, 1): at((1.0, 1), good), (1.0, 4): at((1.0, 4), bad)}
     turn = {"server": [block([record(0, 1.0, [1] * 99)])]}
     seen = observed({(1.0, 1): turn, (1.0, 4): turn})
-    seen.engines.pop("baseline_server")
+    seen.servers.pop("baseline_server")
     (warning,) = warnings_of(seen, accepted)
     assert "should not depend on its load" in warning
     assert not warnings_of(seen, accepted | {(1.0, 4): accepted[1.0, 1]})
