@@ -98,7 +98,8 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
         arguments = _gathered(arguments, f"--{name}")
     helps = bool({"-h", "--help"} & set(arguments))
     training = next((field for field in fields if field.name == "training"), None)
-    parser = _parser(cls, prog, whole, helps, helps and "training" not in arguments)
+    config_class: Any = cls  # mypy takes types of dataclasses for unhashable
+    parser = _parser(config_class, prog, whole, helps, helps and "training" not in arguments)
     for key, following in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, _, file = key.partition("=")
         if flag == "--config":
