@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache import Places, padded
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree, TreeProposer
+from draftsmith.decode.proposers.feeder import Feeder
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, ranks_by_start
@@ -35,13 +37,13 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     forward gives. `model` is the heads in the form of a causal LM, for `CachedModel`; its `draft_for` takes a target.
     """
 
-    _without = 1
+    feeder: "StateFeeder"
 
     def __init__(self, heads: Any, model: Any, tree: Tree | DynamicTree | None = None, greedy: bool = False):
         self.heads, self.tree, self.greedy, self.stop = heads.eval(), tree, greedy, None
         self.draft_model: PreTrainedModel = model.eval()
         self.wants_features = heads.layer_ids
-        self.positions = heads.config.max_position_embeddings + self._without
+        self.positions = heads.config.max_position_embeddings + 1  # a text's last token is not fed
 
     def with_tree(self, tree: Tree) -> Self:
         """Return the same heads with another tree."""
@@ -59,8 +61,8 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         _, (text,) = fit_positions([text], self.positions)
         return self._ranks(target, text, Sampler.of(0), [MOST_RANKS] * self.depth)
 
-    def fit(self, task: DraftTask) -> None:
-        """Draft for a target from here on, without cache and features, or raise an InputError if it does not fit."""
+    def start(self, task: DraftTask) -> int:
+        """Begin with an empty cache and no features, or raise an InputError if the target does not fit."""
         if task.target is None:
             raise InputError(f"{self.heads.field}: expected the target that the heads were trained on, found none")
         model: Any = self.draft_model
@@ -70,12 +72,16 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
             raise InputError(
                 f"tree: expected at most {vocabulary} siblings, as many as the heads have tokens, found {widest}"
             )
-        self._states: list[Tensor] = []  # for each row, (L, H): fused, but not fed yet
+        return super().start(task)
+
+    def most_fed(self, task: DraftTask) -> int:
+        """Return the most places that are fed at once: a draft's, or those that a round gives features to."""
+        return max(super().most_fed(task), most_places(task))
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft for each row; nothing in a text's first round."""
-        if not self._states:
+        if not self.feeder.unfed:
             # The target has not run on the prompt yet.
             return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0)) for _ in contexts]
         return super().propose(contexts, draft_lengths)
@@ -90,18 +96,13 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         fused_BLH = heads.fuse(pad_sequence(places, batch_first=True).to(heads.device, heads.dtype))
         states = []
         for row, outcome in enumerate(outcomes):
-            parts = [self._states[row]] if self._states else []
+            parts = [self.feeder.unfed[row]] if self.feeder.unfed else []
             if outcome.prompt_features is not None:
                 # The first round also brings the prompt's features.
                 parts.append(heads.fuse(outcome.prompt_features.to(heads.device, heads.dtype)))
             parts.append(fused_BLH[row, : len(places[row])])
             states.append(torch.cat([part for part in parts if len(part)]) if len(parts) > 1 else parts[0])
-        self._states = states
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        super().select(rows)
-        self._states = [self._states[row] for row in rows]
+        self.feeder.unfed = states
 
     def replay_refusal(self, do_sample: bool) -> str | None:
         """Refuse growing trees, and trees under sampling: the draws of their siblings are not known."""
@@ -115,7 +116,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         assert target is not None
         self.heads.check_fits(target)
         _, texts = fit_positions(texts, self.positions)
-        tree = self.tree.pruned(depth)[0] if isinstance(self.tree, Tree) else Tree.chain(depth)
+        tree = self.shape(depth)
         if distributions is not None:
             acceptances = [
                 self._acceptance(target, text, sampler, p_NV, tree.depth)
@@ -148,6 +149,65 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
             return self.tree.width
         depth = min(draft_length, self.longest or draft_length)
         return 1 if self.tree is None else max(map(len, self.tree.pruned(depth)[0].children))
+
+
+class StateFeeder(Feeder):
+    """Keeps a model fed with places of the texts: place i has token i + 1, and the target's state of token i.
+
+    `width` is the most places that are fed at once after the first texts, since no further slots are free after the
+    longest one. Rows that lack fewer places are padded; the padding's slots are overwritten later.
+    """
+
+    def __init__(self, model: PreTrainedModel, task: DraftTask, block: int, width: int):
+        super().__init__(model, task, task.max_length, block)
+        self.width = width
+        self.unfed: list[Tensor] = []  # for each row, (L, H): the states of its places that are not fed yet
+
+    def look_at(self, texts: Sequence[Tensor]) -> None:
+        """Take note of the texts' lengths: the target has not seen their last tokens."""
+        self.lengths = Places([len(text) - 1 for text in texts], self.device)
+
+    def block_from(
+        self, texts: Sequence[Tensor], first: int, width: int, but: int = 0
+    ) -> tuple[Tensor, Places, dict[str, Tensor]]:
+        """Return unfed places of each row from index `first` on, except its last `but`, as arguments of a forward.
+
+        These are tokens, (B, width), slots, and states, (B, width, H).
+        """
+        counts = [len(states_LH) for states_LH in self.unfed]
+        at = [min(first, count - but) for count in counts]  # a finished row continues after its text
+        tokens = [t[len(t) - n + i : len(t) - but][:width] for t, n, i in zip(texts, counts, at, strict=True)]
+        states = [s[i : len(s) - but][:width] for s, i in zip(self.unfed, at, strict=True)]
+        slots = [end - count + i for end, count, i in zip(self.lengths.host, counts, at, strict=True)]
+        return padded(tokens, width), Places(slots, self.device), {"states": stacked(states, width)}
+
+    def take_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, dict[str, Tensor]]:
+        """Return all unfed places as one block, to be fed by the caller."""
+        block = self.block_from(texts, 0, max(map(len, self.unfed)))
+        self.unfed = [states_LH[:0] for states_LH in self.unfed]
+        return block
+
+    def feed_places(self, texts: Sequence[Tensor], but: int = 0) -> None:
+        """Feed the unfed places of each row except its last `but`; the first texts in one forward."""
+        most = max(map(len, self.unfed)) - but
+        if self.model.is_empty and most:
+            tokens, _, further = self.block_from(texts, 0, most, but)
+            self.model.prefill(tokens, further=further)
+        else:
+            for first in range(0, most, self.width):
+                tokens, places, further = self.block_from(texts, first, min(self.width, most - first), but)
+                self.model.feed(tokens, places, 1, further=further)
+        self.unfed = [states_LH[len(states_LH) - but :] for states_LH in self.unfed]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only some rows."""
+        super().select(rows)
+        self.unfed = [self.unfed[row] for row in rows]
+
+
+def most_places(task: DraftTask) -> int:
+    """Return the most places of a text that a round gives features to."""
+    return max(task.draft_length, task.round_length) + 1
 
 
 def stacked(rows: Sequence[Tensor], width: int) -> Tensor:

@@ -4,7 +4,7 @@ Shape suffixes: B rows, K tokens of a block, M of the last slots, N slots that a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,10 @@ from transformers import Cache, PreTrainedModel
 
 from draftsmith.decode.cache.checks import parameters_of
 from draftsmith.decode.cache.features import watched
-from draftsmith.decode.cache.layers import Block, Layer
+from draftsmith.decode.cache.layers import Axes, Block, make_layers
 from draftsmith.decode.cache.masks import Masks
 
 NO_TOKEN = -1  # replaces a token where the logits are NaN
-Axes = Mapping[int, str]
-"""The axes of an input whose sizes vary, by symbols: b rows, k tokens, j one more, l columns kept, m of the last slots,
-n slots that are attended to, s all slots."""
 
 
 class Forward(nn.Module, ABC):
@@ -50,29 +47,32 @@ class BlockForward(Forward):
     """The forward of a causal LM over a block of tokens after each row's slots.
 
     `further` names the model's inputs other than tokens, and `depths` the layers whose features it returns. `written`
-    says which layers have their own keys; others read an earlier layer's.
+    says which layers have their own state; others read an earlier layer's.
     """
 
     def __init__(self, model: PreTrainedModel, further: Sequence[str], depths: Sequence[int], written: Sequence[bool]):
         super().__init__(model, (tuple(further), tuple(depths), tuple(written)))
         self.further, self._depths, self._written = tuple(further), tuple(depths), list(written)
         self._keeps = "logits_to_keep" in parameters_of(model)
-        config = model.config.get_text_config()
+        config = self._config = model.config.get_text_config()
         self._types = sorted(set(getattr(config, "layer_types", None) or ()))
         self.window: int = getattr(config, "sliding_window", None) or 0
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the varying axes of each input."""
-        *_, extras, cached = inputs
+        *_, extras, _ = inputs
         block = {0: "b", 1: "k"}
-        return block, {0: "b"}, {0: "n"}, {}, block | {2: "m"}, block, {0: "l"}, *self.trailing_axes(extras, cached)
+        return block, {0: "b"}, {0: "n"}, {}, block | {2: "m"}, block, {0: "l"}, *self.trailing_axes(extras)
 
-    def trailing_axes(self, extras: Sequence[Tensor], cached: Sequence[Tensor]) -> tuple[list[Axes], list[Axes]]:
+    def trailing_axes(self, extras: Sequence[Tensor]) -> tuple[list[Axes], list[Axes]]:
         """Return the axes of `extras` and `cached`."""
         extra_axes: list[Axes] = [{0: "b", 1: "k"} for _ in extras]
         if self.window:
             extra_axes[-1] = {0: "b", 1: "s"}
-        return extra_axes, [{0: "b", 2: "s"} for _ in cached]
+        layers = make_layers(self._config, Block(), 0, 0, True)
+        return extra_axes, [
+            axes for layer, written in zip(layers, self._written, strict=True) if written for axes in layer.axes
+        ]
 
     def forward(
         self,
@@ -98,7 +98,7 @@ class BlockForward(Forward):
             kept: the columns whose logits are wanted, (L,) int64.
             extras: the `further` inputs, (B, K, …), and with sliding layers the positions of the tokens in all slots,
                 (B, S) int64, which are written.
-            cached: the keys and values of the layers that have their own, (B, H, S, D), which are written.
+            cached: the tensors of the layers that have their own, which are written: see `Layer.tensors`.
 
         Returns:
             Logits, (B, L, V); the likeliest tokens, (B, L), see `likeliest`; the head's input, (B, L, H), where the
@@ -119,17 +119,16 @@ class BlockForward(Forward):
         # Not in the model's dtype: weights that are lent to it may have another.
         masks = Masks(model, self._types, self.window, slots_N, cached[0].dtype)
         # The library's cache over the given buffers; they are written in place.
-        layers: list[Any] = []
-        for written in self._written:
-            layers.append(layer := Layer(block, rows, 0, False))
+        layers = make_layers(self._config, block, rows, 0, True)
+        for layer, written in zip(layers, self._written, strict=True):
             if written:
-                layer.keys, layer.values, layer.is_initialized = cached.pop(0), cached.pop(0), True
+                layer.take_from(cached)
         with watched(model, has_head(model), self._depths) as states:
             output = model(
                 input_ids=tokens,
                 attention_mask=masks.by_slot(block, positions, cached_BS, visible),
                 position_ids=positions,
-                past_key_values=Cache(layers=layers),
+                past_key_values=Cache(layers=list(layers)),
                 use_cache=True,
                 **({"logits_to_keep": kept} if self._keeps else {}),
                 **further,

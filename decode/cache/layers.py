@@ -1,10 +1,13 @@
 """Slots of keys and values, and each layer's buffers of them.
 
+`CachedModel` and programs leave a layer's state to the layer. One with a state other than keys and values implements
+the public methods of `Layer`, and has its kind of layer in `make_layers`.
+
 Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import torch
@@ -17,7 +20,10 @@ SLOTS = 64
 READ_AT_ONCE = {"cpu"}  # devices whose values the host reads and writes without a transfer
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Numpy's integers by their number of bytes, since it has no bfloat16."""
-SavedLayer = tuple[Tensor, Tensor]  # keys and values of one row in one layer, (H, T, D) each
+SavedLayer = tuple[Tensor, ...]  # one row's state in one layer: keys and values, (H, T, D) each
+Axes = Mapping[int, str]
+"""The axes of a program's input whose sizes vary, by symbols: b rows, k tokens, j one more, l columns kept, m of the
+last slots, n slots that are attended to, s all slots."""
 
 
 class Places:
@@ -93,6 +99,40 @@ class Block:
         return rows
 
 
+class Moves:
+    """The slots to which accepted tokens of trees are moved, each from a later one.
+
+    The tokens are entries `paths` of the blocks that began at slots `starts`, and follow the roots. On the device are
+    `sources`, the paths, (B, D), where shorter ones continue as a chain, made here if None; and `slots_S`, 0 … S − 1.
+    """
+
+    def __init__(self, starts: Places, paths: Sequence[Sequence[int]], sources: Tensor | None, slots_S: Tensor):
+        self._starts, self._paths, self._sources, self._slots_S = starts, paths, sources, slots_S
+
+    @cached_property
+    def on_host(self) -> list[tuple[int, int, int]]:
+        """Each move as (row, to, source). Paths ascend, so that a slot is read before it is overwritten."""
+        return [
+            (row, root + place, root + node)
+            for row, (root, path) in enumerate(zip(self._starts.host, self._paths, strict=True))
+            for place, node in enumerate(path, 1)
+            if place != node
+        ]
+
+    @cached_property
+    def on_device(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, (B, 1), and the slots to write and to read, (B, D)."""
+        depth, device = max(map(len, self._paths)), self._slots_S.device
+        sources = self._sources
+        if sources is None:
+            chained = [[*path, *range(len(path) + 1, depth + 1)] for path in self._paths]
+            sources = torch.tensor(chained, device=device)
+        first, last = self._starts.tensor[:, None], len(self._slots_S) - 1
+        # A block may end with the buffer: slots after a path then stay as they are.
+        to, source = (first + self._slots_S[1 : depth + 1]).clamp(max=last), (first + sources).clamp(max=last)
+        return torch.arange(len(self._paths), device=device)[:, None], to, source
+
+
 class Layer(CacheLayerMixin):
     """One layer's keys and values, (B, H, S, D), in buffers of at most `slots`; `whole` allocates all at once.
 
@@ -117,8 +157,7 @@ class Layer(CacheLayerMixin):
 
     def _grow(self) -> None:
         """Make room: twice the slots in use, so that copying costs no more than writing."""
-        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-        drop = 0
+        (keys, values), drop = self.tensors, 0
         if self.is_sliding:  # slots that neither a window nor a rollback can reach any more
             drop = min(max(0, self.block.reach - self._rollback - self.first), keys.shape[2])
         self.first, used = self.first + drop, keys.shape[2] - drop
@@ -126,34 +165,66 @@ class Layer(CacheLayerMixin):
         padding = (0, 0, 0, min(self.slots - self.first, slots) - used)
         self.keys, self.values = (torch.nn.functional.pad(s[:, :, drop:], padding) for s in (keys, values))
 
-    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy slots on the host, each (row, to, source) with a later source; numpy takes a microsecond each."""
-        for states in (self.keys, self.values):
-            bits = cast(Tensor, states).view(BITS[cast(Tensor, states).element_size()]).numpy()
-            for row, to, source in moves:
-                bits[row, :, to - self.first] = bits[row, :, source - self.first]
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its state, which programs read and write: keys and values, (B, H, S, D)."""
+        return cast(Tensor, self.keys), cast(Tensor, self.values)
+
+    @property
+    def axes(self) -> Sequence[Axes]:
+        """The varying axes of each of `tensors`."""
+        return [{0: "b", 2: "s"}] * 2
+
+    @property
+    def template(self) -> tuple[Tensor, ...] | None:
+        """The arguments of `lazy_initialization` for an equal layer, without memory; None if it has no state."""
+        return tuple(states[:0, :, :0].clone() for states in self.tensors) if self.is_initialized else None
+
+    def take_from(self, tensors: list[Tensor]) -> None:
+        """Take the first of these as its `tensors`, and remove them from the list."""
+        self.keys, self.values, self.is_initialized = tensors.pop(0), tensors.pop(0), True
+
+    def rewind(self, places: Places) -> None:
+        """Forget each row's tokens from its place on, where the next block begins."""
+        # Keys and values stay: the block overwrites its slots, and nothing attends to later ones.
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only some rows."""
+        self.rows = len(rows)
+        if self.is_initialized:
+            self.keys, self.values = (states[rows] for states in self.tensors)
+
+    def move(self, moves: Moves) -> None:
+        """Copy the slots of accepted tokens."""
+        for states in self.tensors:
+            if states.device.type in READ_AT_ONCE:  # numpy takes a microsecond for each move
+                bits = states.view(BITS[states.element_size()]).numpy()
+                for row, to, source in moves.on_host:
+                    bits[row, :, to - self.first] = bits[row, :, source - self.first]
+            else:
+                rows, new, old = (places.to(states.device) for places in moves.on_device)
+                states[rows, :, new - self.first] = states[rows, :, old - self.first]
 
     def refill(self, rows: Tensor, other: "Layer", width: int) -> None:
         """Begin some rows, (R,) int64, with the first `width` slots of another cache's R rows."""
-        if width > cast(Tensor, self.keys).shape[2]:
+        if width > self.tensors[0].shape[2]:
             self.block.width = width
             self._grow()
-        for old, new in ((self.keys, other.keys), (self.values, other.values)):
-            cast(Tensor, old)[rows.to(cast(Tensor, old).device), :, :width] = cast(Tensor, new)[:, :, :width]
+        for old, new in zip(self.tensors, other.tensors, strict=True):
+            old[rows.to(old.device), :, :width] = new[:, :, :width]
 
     def saved(self, row: int, length: int) -> SavedLayer:
-        """Return copies of a row's first slots: keys and values, (H, length, D) each."""
-        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-        return keys[row, :, :length].clone(), values[row, :, :length].clone()
+        """Return a copy of a row's state after `length` tokens."""
+        return tuple(states[row, :, :length].clone() for states in self.tensors)
 
     def restore(self, rows: Sequence[SavedLayer | None]) -> None:
         """Begin each row with its saved slots, if any; at least one row has some."""
-        pairs = {row: saved for row, saved in enumerate(rows) if saved is not None}
-        width = max(keys.shape[1] for keys, _ in pairs.values())
+        saved = {row: states for row, states in enumerate(rows) if states is not None}
+        width = max(keys.shape[1] for keys, _ in saved.values())
         slots = min(self.slots, -(-width // SLOTS) * SLOTS)
-        example = next(iter(pairs.values()))
+        example = next(iter(saved.values()))
         self.keys, self.values = (s.new_zeros(self.rows, s.shape[0], slots, s.shape[2]) for s in example)
-        for row, (keys, values) in pairs.items():
+        for row, (keys, values) in saved.items():
             self.keys[row, :, : keys.shape[1]], self.values[row, :, : values.shape[1]] = keys, values
         self.is_initialized = True
 
@@ -162,9 +233,9 @@ class Layer(CacheLayerMixin):
         block = self.block
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if block.width - self.first > cast(Tensor, self.keys).shape[2]:
+        if block.width - self.first > self.tensors[0].shape[2]:
             self._grow()
-        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        keys, values = self.tensors
         reach = block.reach if self.is_sliding else 0
         if reach < self.first:
             raise RuntimeError(f"a window from slot {reach} on, found the slots before {self.first} forgotten")
@@ -191,3 +262,14 @@ class Layer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return the greatest S."""
         return self.slots
+
+
+def make_layers(config: Any, block: Block, rows: int, slots: int, whole: bool, rollback: int = 0) -> list[Layer]:
+    """Return the empty layers of a model's cache, from its text config; `whole` ones keep what is outside a window."""
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    window: int = getattr(config, "sliding_window", None) or 0
+    windows = [window if kind == "sliding_attention" else 0 for kind in kinds] or [window] * config.num_hidden_layers
+    return [
+        Layer(block, rows, slots, whole, 0 if whole else window, rollback)
+        for window in windows[: config.num_hidden_layers]
+    ]

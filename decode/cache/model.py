@@ -9,7 +9,7 @@ Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V v
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of
 from draftsmith.decode.cache.features import Features, watched
 from draftsmith.decode.cache.forward import BlockForward, Forward, has_head
-from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Layer, Places, SavedLayer
+from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Layer, Moves, Places, SavedLayer, make_layers
 from draftsmith.decode.cache.masks import Masks
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.cache.rotary import rotary_limit
@@ -28,7 +28,7 @@ from draftsmith.decode.errors import InputError
 
 STEP = 16  # programs attend to a multiple of this many slots, since kernels prefer such masks
 SHORT = 128  # the longest prompts, in tokens, that a program reads; the library's products are better for longer ones
-SavedRow = Sequence[SavedLayer | None]  # a row's cache, a pair a layer; None for a layer that reads an earlier layer's
+SavedRow = Sequence[SavedLayer | None]  # a row's state in each layer; None for a layer that reads an earlier layer's
 
 
 class CachedModel:
@@ -71,12 +71,8 @@ class CachedModel:
         self._block = Block()
         kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
         self._window: int = getattr(config, "sliding_window", None) or 0
-        windows = [self._window if kind == "sliding_attention" else 0 for kind in kinds]
         rollback = 2 * block + 2 if rollback is None else rollback
-        self._layers = [
-            Layer(self._block, rows, slots, compiled, 0 if compiled else window, rollback)
-            for window in (windows or [self._window] * config.num_hidden_layers)[: config.num_hidden_layers]
-        ]
+        self._layers = make_layers(config, self._block, rows, slots, compiled, rollback)
         self.cache = Cache(layers=list(self._layers))
         self._device = model.device
         self._attention: Any = Grouped(model) if attends_in_groups(model) else nullcontext()
@@ -187,50 +183,28 @@ class CachedModel:
         """
         if all(list(path) == list(range(1, len(path) + 1)) for path in paths):
             return
-        if all(cast(Tensor, layer.keys).device.type in READ_AT_ONCE for layer in self._written):
-            # Paths ascend, so that a slot is read before it is overwritten.
-            moves = [
-                (row, root + place, root + node)
-                for row, (root, path) in enumerate(zip(starts.host, paths, strict=True))
-                for place, node in enumerate(path, 1)
-                if place != node
-            ]
-            for layer in self._written:
-                layer.move(moves)
-            if self._positions is not None:
-                for row, slot, _ in moves:
-                    self._positions[row, slot] = slot
-            return
-        depth = max(map(len, paths))
-        if sources is None:
-            chained = [[*path, *range(len(path) + 1, depth + 1)] for path in paths]
-            sources = torch.tensor(chained, device=self._device)
-        rows = torch.arange(len(paths), device=self._device)
-        # A block may end with the buffer: slots after a path then stay as they are.
-        first = starts.tensor[:, None]
-        to = (first + self._range[1 : depth + 1]).clamp(max=self._slots - 1)
-        source = (first + sources).clamp(max=self._slots - 1)
+        moves = Moves(starts, paths, sources, self._range)
         for layer in self._written:
-            keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
-            new = rows[:, None].to(keys.device), slice(None), to.to(keys.device) - layer.first
-            old = new[0], slice(None), source.to(keys.device) - layer.first
-            keys[new], values[new] = keys[old], values[old]
-        if self._positions is not None:
-            self._positions[rows[:, None], to] = to
+            layer.move(moves)
+        if self._positions is None:
+            return
+        if self._device.type in READ_AT_ONCE:
+            for row, slot, _ in moves.on_host:
+                self._positions[row, slot] = slot
+        else:
+            rows, to, _ = moves.on_device
+            self._positions[rows, to] = to
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some rows."""
-        if self.is_empty:
-            for layer in self._layers:
-                layer.rows = len(rows)
-        for layer in self._written:
-            layer.keys, layer.values = cast(Tensor, layer.keys)[rows], cast(Tensor, layer.values)[rows]
+        for layer in self._layers:
+            layer.select(rows)
         if self._positions is not None:
             self._positions = self._positions[rows]
 
     @property
     def _written(self) -> list[Layer]:
-        """The layers with their own keys; some models' last layers read an earlier layer's (Gemma 3n, Gemma 4)."""
+        """The layers with their own state; some models' last layers read an earlier layer's (Gemma 3n, Gemma 4)."""
         return [layer for layer in self._layers if layer.is_initialized]
 
     def _check_rotary(self, length: int) -> None:
@@ -247,6 +221,8 @@ class CachedModel:
 
     def _placed(self, places: Places, k: int, depths: Tensor | None) -> Tensor:
         """Set the slots of a block of K tokens for the layers; return its positions, (1 or B, K)."""
+        for layer in self._layers:
+            layer.rewind(places)
         block = self._block
         block.start = places.host[0] if places.alike else None
         block.width = max(places.host) + k
@@ -279,11 +255,7 @@ class CachedModel:
         self.likeliest = None
         self._keep(states.hidden, states.features, keep)
         if self.compiled and not self._programs.templates:
-            # Empty slices hold no memory, but the dtypes, devices and widths of the buffers.
-            self._programs.templates = [
-                (layer.keys[:0, :, :0].clone(), layer.values[:0, :, :0].clone()) if layer.is_initialized else None
-                for layer in cast(list[Any], self._layers)
-            ]
+            self._programs.templates = [layer.template for layer in self._layers]
         return output.logits[:, -keep:].to(self._device)
 
     def _keep(self, hidden: Tensor | None, features: Sequence[Tensor], keep: int) -> None:
@@ -340,6 +312,8 @@ class CachedModel:
         if self.is_empty:
             self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
             self.features.clear()
+        for layer in self._layers:
+            layer.rewind(places)
         end = max(places.host) + reach
         extras = [*further.values(), *([] if self._positions is None else [self._positions])]
         # Few different numbers of slots: a multiple of STEP, or in graphs, which keep one shape each, a power of two.
@@ -354,7 +328,7 @@ class CachedModel:
             self._last_position,
             *inputs,
             [states.contiguous() for states in extras],
-            [states for layer in self._layers if layer.is_initialized for states in (layer.keys, layer.values)],
+            [states for layer in self._written for states in layer.tensors],
         ]
         if (program := self._ready.get((name, *further))) is None:
             written = [layer.is_initialized for layer in self._layers]

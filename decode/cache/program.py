@@ -141,8 +141,8 @@ class Programs:
         self._programs: dict[tuple[Any, ...], Program] = {}
         self._watch = _Watch()
         self._weights: dict[str, Tensor] = {}  # one copy for all programs
-        self.templates: list[tuple[Tensor, Tensor] | None] = []
-        """Empty keys and values of each layer, (0, H, 0, D), for its buffers; empty before the first forward."""
+        self.templates: list[tuple[Tensor, ...] | None] = []
+        """Each layer's `template`; empty before the first forward."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "Programs":

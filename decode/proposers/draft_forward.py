@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.decode import sampling, tree
-from draftsmith.decode.cache.forward import Axes, BlockForward, Forward
+from draftsmith.decode.cache.forward import BlockForward, Forward
+from draftsmith.decode.cache.layers import Axes
 from draftsmith.decode.proposers import draft_tree
 from draftsmith.decode.proposers.draft_tree import LogitsAfter, StaticDraft, choose, support_size
 from draftsmith.decode.sampling import uniforms
@@ -152,9 +153,9 @@ class ModelDraftForward(DraftForward):
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the axes of each input that vary."""
-        *_, extras, cached = inputs
+        *_, extras, _ = inputs
         first: tuple[Axes, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, {0: "l"}, {0: "b"}, {0: "b"}
-        return *first, self.axes_of_draws(), *self._block[0].trailing_axes(extras, cached)
+        return *first, self.axes_of_draws(), *self._block[0].trailing_axes(extras)
 
     def forward(
         self,

@@ -50,6 +50,10 @@ class TreeProposer(Proposer):
         """The depth of its deepest tree."""
         return self.longest or DEEPEST
 
+    def shape(self, depth: int) -> Tree:
+        """Return the fixed shape of drafts down to this depth, a chain if it has none."""
+        return self.tree.pruned(depth)[0] if isinstance(self.tree, Tree) else Tree.chain(depth)
+
     @abstractmethod
     def with_tree(self, tree: Tree) -> Self:
         """Return the same drafter with another tree."""

@@ -70,13 +70,13 @@ class RunAheadProposer(DraftModelProposer):
         draft = self._take_over(text, length)
         if draft is None:
             # Roll the cache back to the accepted tokens: what ran ahead was cancelled.
-            self._cached = [min(self._cached[0], self._accepted_length)]
+            self.feeder.rewind(self._accepted_length)
             (draft,) = super().propose([text], [length])
             self._accept(draft)
         drafted = torch.cat([text, draft.tokens])
         self._length = len(text)
         # Leave room for the guess, and for the token that the target adds after the next draft.
-        count = min(length, self._task.max_length - len(drafted) - 2)
+        count = min(length, self.task.max_length - len(drafted) - 2)
         if count > 0 and len(draft.tokens):
             self._ahead = _AheadThread(self._draft_token, drafted, 1 + count, self.threads)
             self._ahead.start()
@@ -105,7 +105,7 @@ class RunAheadProposer(DraftModelProposer):
             return None
         self.num_used += 1
         draft = _concatenate(parts[1 : 1 + length], text)
-        self._cached = [min(self._cached[0], len(text) + len(draft.tokens) - 1)]
+        self.feeder.rewind(len(text) + len(draft.tokens) - 1)
         return draft
 
     def _draft_token(self, text: Tensor) -> Proposal:
@@ -118,8 +118,8 @@ class RunAheadProposer(DraftModelProposer):
         super().commit([Outcome(list(range(len(draft.tokens))), draft.tokens[:0])])
 
     def _reseed(self) -> None:
-        if self._task.sampler.do_sample:
-            drafts, row = self._generators[0], self._row_generator
+        if self.task.sampler.do_sample:
+            drafts, row = self.generators[0], self._row_generator
             assert drafts is not None
             device = "cpu" if row is None else row.device
             drafts.manual_seed(int(torch.randint(2**63 - 1, (), generator=row, device=device)))

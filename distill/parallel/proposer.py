@@ -60,12 +60,11 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         ranks, _ = text_ranks(self.draft_model, drafted, Sampler.of(0), vocab_size, [MOST_RANKS] * self.depth)
         return ranks.up_to(len(text))
 
-    def start(self, task: DraftTask) -> int:
-        """Begin with an empty cache."""
-        self._depth = self._cut(task.draft_length)
-        uncached = 1 << self._depth.bit_length()  # K + 1 tokens, rounded up to a power of two for fixed shapes
-        self._begin(task, uncached + self._depth - 1)
-        return self.nodes(task.draft_length)
+    def most_fed(self, task: DraftTask) -> int:
+        """Return the most tokens and masks that are fed at once."""
+        depth = self._cut(task.draft_length)
+        uncached = 1 << depth.bit_length()  # K + 1 tokens, rounded up to a power of two for fixed shapes
+        return uncached + depth - 1
 
     def nodes(self, draft_length: int) -> int:
         """Return the number of nodes of the tree down to this depth, or the length of a chain."""
@@ -84,7 +83,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         """Replay chains, and at T=0 trees of fixed shape, up to the trained length."""
         drafted, texts = fit_positions(texts, self.positions)
         depth, sampler, v = self._cut(task.draft_length), task.sampler, task.vocab_size
-        tree = Tree.chain(depth) if self.tree is None else self._shape(depth)
+        tree = self.shape(depth)
         if distributions is not None:
             pairs = [
                 text_acceptance(self.draft_model, text, sampler, p_NV[: len(text)], tree.depth, self.greedy)
@@ -101,43 +100,37 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
     def _cut(self, draft_length: int) -> int:
         return draft_length if self.longest is None else min(draft_length, self.longest)
 
-    def _shape(self, depth: int) -> Tree:
-        assert isinstance(self.tree, Tree)
-        return self.tree.pruned(depth)[0]
-
-    def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+    def draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft all tokens in one forward."""
         lengths = [self._cut(k) for k in draft_lengths]
         depth = max(lengths)
         masks = torch.full((depth - 1,), self._mask, device=texts[0].device)
-        logits_BKV = self._feed_texts(texts, masks)[:, :depth]
+        logits_BKV = self.feeder.feed_texts(texts, masks)[:, :depth]
         # Without processors that read drafted tokens, all tokens of a chain are chosen at once.
-        if self.tree is None and self._samplers[0].context_free and not self._task.row_samplers:
+        if self.tree is None and self.samplers[0].context_free and not self.task.row_samplers:
             return self._chains_at_once(lengths, logits_BKV)
-        tree, drawn = Tree.chain(depth), self._draws
-        if self.tree is not None:
-            tree, drawn = self._shape(depth), self._draws and self._task.draw_siblings
         return draft_static_tree(
-            tree,
-            self._samplers,
+            self.shape(depth),
+            self.samplers,
             texts,
             lengths,
-            self._generators,
-            drawn,
-            self._wants_confidence,
+            self.generators,
+            self.draws and (self.tree is None or self.task.draw_siblings),
+            self.wants_confidence,
             lambda level, tokens: logits_BKV[:, level.depth, None],
         )
 
     def _chains_at_once(self, draft_lengths: Sequence[int], logits_BKV: Tensor) -> Drafts:
         """Draft the chains that `draft_static_tree` would, in one step for all depths."""
-        scores = self._samplers[0].scores(logits_BKV.flatten(0, 1), [])
+        scores = self.samplers[0].scores(logits_BKV.flatten(0, 1), [])
         drawn_BKV: Tensor | None = None
-        if self._draws:
+        if self.draws:
             drawn_BKV = scores.softmax(-1).view(logits_BKV.shape)
-            u_BK = uniforms(self._generators, draft_lengths, torch.float64, logits_BKV.device)
+            u_BK = uniforms(self.generators, draft_lengths, torch.float64, logits_BKV.device)
             tokens_BK = draw_rows(drawn_BKV.flatten(0, 1), u_BK.flatten()).view(u_BK.shape)
         else:
             tokens_BK = argmax(scores).view(logits_BKV.shape[:2])
         confidence_BK: Tensor | None = None
-        if self._wants_confidence:
+        if self.wants_confidence:
             confidence_BK = scores.softmax(-1).amax(-1).view(logits_BKV.shape[:2])
         return Drafts.chains(draft_lengths, tokens_BK, drawn_BKV, confidence_BK)

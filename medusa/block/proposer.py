@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import Places
 from draftsmith.decode.cache.attention import in_groups
-from draftsmith.decode.cache.forward import Axes, BlockForward
+from draftsmith.decode.cache.forward import BlockForward
+from draftsmith.decode.cache.layers import Axes
 from draftsmith.decode.errors import InputError, at_least, at_most
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Proposal
 from draftsmith.decode.proposers.draft_forward import DraftForward, draft_of, draws_of
@@ -30,7 +30,7 @@ from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.block.blocks import logits_of_blocks
 from draftsmith.medusa.block.model import Attend, BlockConfig, BlockDrafter
-from draftsmith.medusa.on_features import FeatureProposer, stacked
+from draftsmith.medusa.on_features import FeatureProposer, StateFeeder, most_places
 from draftsmith.medusa.seen import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
@@ -139,9 +139,9 @@ class BlockDraftForward(DraftForward):
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the dynamic axes of each input."""
-        *_, extras, cached = inputs
+        *_, extras, _ = inputs
         first: tuple[Axes, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, {0: "b"}, {0: "b"}
-        return *first, self.axes_of_draws(), *self._forwards[0].trailing_axes(extras, cached)
+        return *first, self.axes_of_draws(), *self._forwards[0].trailing_axes(extras)
 
     def forward(
         self,
@@ -221,15 +221,18 @@ class BlockProposer(FeatureProposer):
         if tree is not None and tree.depth > self.longest:
             raise InputError(f"tree: expected at most the block's depth {self.longest}, found {tree.depth}")
 
-    def start(self, task: DraftTask) -> int:
-        """Begin with an empty cache and no features."""
-        self.fit(task)
-        config = self.heads.config
-        self._depth = min(task.draft_length, config.guesses)
-        # The most places that are fed at once.
-        self._width = max(config.block_size, task.draft_length + 1, task.round_length + 1)
-        self._begin(task, self._width)
-        return self.nodes(task.draft_length)
+    def most_fed(self, task: DraftTask) -> int:
+        """Return the most places that are fed at once."""
+        return max(self.heads.config.block_size, most_places(task))
+
+    def make_feeder(self, task: DraftTask, block: int) -> StateFeeder:
+        """Return what feeds the drafter, with all forwards in programs or none: one program feeds states and block."""
+        return StateFeeder(self.draft_model, replace(task, compiled=self.in_programs), block, block)
+
+    @property
+    def most_steps(self) -> int:
+        """The number of guesses: none takes a forward."""
+        return self.heads.config.guesses
 
     def nodes(self, draft_length: int) -> int:
         """Return the number of nodes down to this depth, or the length of a chain."""
@@ -249,47 +252,27 @@ class BlockProposer(FeatureProposer):
         """Return None, because a guess depends on where its block begins."""
         return None
 
-    def _begin(self, task: DraftTask, block: int) -> None:
-        """Begin with all forwards in programs or none: states and block are fed by the same program."""
-        super()._begin(task, block)
-        if task.compiled and not self._in_programs:
-            super()._begin(replace(task, compiled=False), block)
-
-    def _shape(self, depth: int) -> Tree:
-        assert isinstance(self.tree, Tree)
-        return self.tree.pruned(depth)[0]
-
-    def _can_draft_in_programs(self) -> bool:
-        """Return whether a program can draft: as for draft models, but the number of steps does not matter."""
-        task, sampler = self._task, self._samplers[0]
-        # A program draws all rows with one temperature.
-        alike = sampler.temperature is not None and all(other is sampler for other in self._samplers)
-        return task.compiled and not self._wants_confidence and alike
-
-    def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        lengths = [min(k, self._depth) for k in draft_lengths]
+    def draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft with one forward over a block."""
+        lengths = [min(k, self.most_steps) for k in draft_lengths]
         anchors = torch.stack([text[-1] for text in texts])
-        if self._in_programs:
-            if self._model.is_empty or max(map(len, self._states)) > self._width:
-                self._feed_states(but=1)
-            return self._draft_in_program(anchors, lengths)
-        self._feed_states()
+        if self.in_programs:
+            return self._draft_in_program(texts, anchors, lengths)
+        self.feeder.feed_places(texts)
         slots = self.heads.config.block_size
-        hidden_BKH = self._model.feed(
+        hidden_BKH = self.feeder.model.feed(
             anchors[:, None].expand(-1, slots),
-            self._lengths,
+            self.feeder.lengths,
             visible=torch.ones(slots, slots, dtype=torch.bool, device=anchors.device),
         )
 
         def logits_after(level: Level, tokens: Tensor) -> Tensor:
             before = anchors[:, None] if not level.depth else tokens.index_select(1, level.fed)
-            return self._aligned(self._block.logits(hidden_BKH[:, level.depth], before))
+            return align_vocabulary(self._block.logits(hidden_BKH[:, level.depth], before), self.task.vocab_size)
 
-        tree, drawn = Tree.chain(max(lengths)), self._draws
-        if self.tree is not None:
-            tree, drawn = self._shape(max(lengths)), drawn and self._task.draw_siblings
+        tree, drawn = self.shape(max(lengths)), self.draws and (self.tree is None or self.task.draw_siblings)
         drafts = draft_static_tree(
-            tree, self._samplers, texts, lengths, self._generators, drawn, self._wants_confidence, logits_after
+            tree, self.samplers, texts, lengths, self.generators, drawn, self.wants_confidence, logits_after
         )
         if not self.confidence:
             return drafts
@@ -303,24 +286,24 @@ class BlockProposer(FeatureProposer):
         sure_B = (~(reached_BK < self.confidence)).sum(1)
         return [min(k, sure) for k, sure in zip(draft_lengths, sure_B.tolist(), strict=True)]
 
-    def _draft_in_program(self, anchors: Tensor, draft_lengths: Sequence[int]) -> list[Proposal]:
+    def _draft_in_program(
+        self, texts: Sequence[Tensor], anchors: Tensor, draft_lengths: Sequence[int]
+    ) -> list[Proposal]:
         """Feed the states that the cache lacks, and draft, in one call."""
-        depth, vocab_size, drawn = self._depth, self._task.vocab_size, self._draws
-        if not self._task.fixed_length:
-            # One program for each tree and each kind of draw; `compute` compiles it at its first use.
-            depth = max(draft_lengths)
-        shape = Tree.chain(depth) if self.tree is None else self._shape(depth)
-        lacking = [len(states) for states in self._states]
-        tokens, _, further = _places(self._states, max(lacking))
-        starts = [end - count for end, count in zip(self._lengths.host, lacking, strict=True)]
-        self._states = [states[:0] for states in self._states]
-        draws = draws_of(shape, vocab_size, self._temperature, self._generators, draft_lengths, anchors.device)
+        feeder, task, drawn = self.feeder, self.task, self.draws
+        if feeder.model.is_empty or max(map(len, feeder.unfed)) > feeder.width:
+            feeder.feed_places(texts, but=1)
+        # One program for each tree and each kind of draw; `compute` compiles it at its first use.
+        shape = self.shape(min(task.draft_length, self.most_steps) if task.fixed_length else max(draft_lengths))
+        lacking = [len(states) for states in feeder.unfed]
+        tokens, places, further = feeder.take_block(texts)
+        draws = draws_of(shape, task.vocab_size, self.temperature, self.generators, draft_lengths, anchors.device)
         confident = self.confidence > 0
-        outputs = self._model.compute(
+        outputs = feeder.model.compute(
             (shape.parents, drawn, confident),
-            lambda forward: BlockDraftForward(forward, shape, vocab_size, drawn, confident),
+            lambda forward: BlockDraftForward(forward, shape, task.vocab_size, drawn, confident),
             tokens,
-            Places(starts, anchors.device),
+            places,
             max(lacking) + self.heads.config.block_size,
             [anchors, torch.tensor(lacking, device=anchors.device), draws],
             further,
@@ -329,30 +312,3 @@ class BlockProposer(FeatureProposer):
             *outputs, reached_BK = outputs
             draft_lengths = self._cut(reached_BK, draft_lengths)
         return draft_of(outputs).drafts(shape, draft_lengths)
-
-    def _feed_states(self, but: int = 0) -> None:
-        """Cache the keys and values of all places that have features now, except the last `but` of each row.
-
-        Shorter rows are padded; the padding's slots are overwritten later. Except for prompts at most `_width` states
-        are fed at once, because no slots beyond that are free after the longest text.
-        """
-        begins = [end - len(states) for end, states in zip(self._lengths.host, self._states, strict=True)]
-        fed = [states[: len(states) - but] for states in self._states]
-        lacking = [len(states) for states in fed]
-        most = max(lacking)  # the first texts go in as one prefill, padded to the longest
-        if self._model.is_empty and most:
-            self._model.prefill(*_places(fed, most))
-        else:
-            for first in range(0, most, self._width):
-                at = [min(first, count) for count in lacking]  # a finished row continues after its text
-                parts = [states[i : i + self._width] for states, i in zip(fed, at, strict=True)]
-                tokens, _, further = _places(parts, min(self._width, most - first))
-                starts = [begin + i for begin, i in zip(begins, at, strict=True)]
-                self._model.feed(tokens, Places(starts, tokens.device), 1, further=further)
-        self._states = [states[len(states) - but :] for states in self._states]
-
-
-def _places(rows: Sequence[Tensor], width: int) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Return a cache's inputs for rows of states, padded to a width: tokens, which are ignored, and the states."""
-    states = stacked(rows, width)
-    return torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), 1, {"states": states}

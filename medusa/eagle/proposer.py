@@ -5,7 +5,7 @@ the last one, so T − 1 places have features, and the last of them gives the fi
 follow, each with the layer's output for its parent. After verification, accepted places are fed again into the same
 slots, now with the target's features: no key made from the layer's own states stays.
 
-Shape suffixes: B rows, L places, F nodes fed together, N nodes fed so far, H hidden, V vocabulary.
+Shape suffixes: B rows, L places, F nodes fed together, H hidden, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,19 +16,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import Places, own_positions, padded
+from draftsmith.decode.cache import own_positions
 from draftsmith.decode.cache.attention import in_groups
 from draftsmith.decode.cache.features import collected, decoder_of
 from draftsmith.decode.cache.kernels import fused_attention
-from draftsmith.decode.proposers.base import DraftTask, Proposal
+from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.draft_tree import DynamicTree
+from draftsmith.decode.proposers.feeder import ProgramBlock
 from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import Distributions, WrittenText, fixed_packing, lengths_of
-from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
 from draftsmith.medusa.eagle.unrolled import logits_of_steps
-from draftsmith.medusa.on_features import FeatureProposer, stacked
+from draftsmith.medusa.on_features import FeatureProposer, StateFeeder, most_places
 from draftsmith.medusa.seen import KeysValues
 
 
@@ -94,11 +95,14 @@ class EagleProposer(FeatureProposer):
     def __init__(self, heads: EagleHeads, tree: Tree | DynamicTree | None = None, greedy: bool = False):
         super().__init__(heads, EagleModel(heads), tree, greedy)
 
-    def start(self, task: DraftTask) -> int:
-        """Begin with an empty cache and no features."""
-        self.fit(task)
-        self._block = max(task.draft_length, task.round_length) + 1  # the most places that a round gives features to
-        return super().start(task)
+    def make_feeder(self, task: DraftTask, block: int) -> "EagleFeeder":
+        """Return what feeds the heads."""
+        return EagleFeeder(self.draft_model, task, block, most_places(task))
+
+    def fits_programs(self, task: DraftTask) -> bool:
+        """Return whether one program can draft all steps."""
+        one_shape = task.fixed_length or self.tree is not None
+        return super().fits_programs(task) and one_shape and task.draft_length <= self.most_steps
 
     def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
         """Return the logits of K unrolled steps: see `draftsmith.medusa.eagle.unrolled`."""
@@ -133,95 +137,49 @@ class EagleProposer(FeatureProposer):
 
         return distributions
 
-    def _begin(self, task: DraftTask, block: int) -> None:
-        super()._begin(task, max(block, self._block))
 
-    def _feed_texts(self, contexts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
+class EagleFeeder(StateFeeder):
+    """Keeps the heads fed with the target's states, and with their own for drafted tokens."""
+
+    def feed_texts(self, texts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
         """Feed the places that have features now; return the logits after each text, (B, 1, V).
 
-        Shorter rows are padded; the padding's slots are overwritten later. At most `_block` places are fed at once,
-        because no slots beyond that are free after the longest text; rounds without drafts leave several such blocks.
+        Rounds without drafts leave several blocks of `width` places.
         """
-        if self._model.is_empty:
-            self._prefill(contexts)
-        counts = [len(states_LH) for states_LH in self._states]
-        width = min(max(counts), self._block)
+        if self.model.is_empty:
+            self.feed_places(texts, but=1)
+        counts = [len(states_LH) for states_LH in self.unfed]
+        width = min(max(counts), self.width)
         last_BH: Tensor | None = None
         for first in range(0, max(counts), width):
-            begins = [min(first, count) for count in counts]  # a finished row continues after its text
-            tokens = [c[len(c) - count + at :][:width] for c, count, at in zip(contexts, counts, begins, strict=True)]
-            states = [s[at : at + width] for s, at in zip(self._states, begins, strict=True)]
-            starts = [end - count + at for end, count, at in zip(self._lengths.host, counts, begins, strict=True)]
-            outputs = self._model.feed(padded(tokens, width), starts, further={"states": stacked(states, width)})
+            tokens, places, further = self.block_from(texts, first, width)
+            outputs = self.model.feed(tokens, places, further=further)
             ends = [count - 1 - first for count in counts]
             if len(set(ends)) == 1 and 0 <= ends[0] < width:
                 last_BH = outputs[:, ends[0]]
                 continue
             # Each row's last place is in one of the blocks: take it from there.
-            places = torch.tensor(ends, device=outputs.device)
-            here = outputs.take_along_dim(places.clamp(0, width - 1)[:, None, None], dim=1)[:, 0]
-            inside = (places >= 0) & (places < width)
+            at = torch.tensor(ends, device=outputs.device)
+            here = outputs.take_along_dim(at.clamp(0, width - 1)[:, None, None], dim=1)[:, 0]
+            inside = (at >= 0) & (at < width)
             last_BH = here if last_BH is None else here.where(inside[:, None], last_BH)
         assert last_BH is not None
-        self._states = [states_LH[:0] for states_LH in self._states]
-        logits, self._seen = self._read(last_BH[:, None])
+        self.unfed = [states_LH[:0] for states_LH in self.unfed]
+        logits, self.states = self.read(last_BH[:, None])
         return logits
 
-    def _can_draft_in_programs(self) -> bool:
-        """Return whether one program can draft all steps."""
-        one_shape = self._task.fixed_length or self.tree is not None
-        return super()._can_draft_in_programs() and one_shape and self._task.draft_length <= self._steps
+    def program_block(self, texts: Sequence[Tensor]) -> ProgramBlock | None:
+        """Return the places that have features now, if they fit in one block; rows end in different columns."""
+        if self.model.is_empty:
+            self.feed_places(texts, but=1)
+        elif max(map(len, self.unfed)) > self.width:
+            return None
+        ends = torch.tensor([len(states_LH) for states_LH in self.unfed], device=self.device) - 1
+        tokens, places, further = self.take_block(texts)
+        return ProgramBlock(tokens, places, torch.arange(tokens.shape[1], device=self.device), ends, ends, further)
 
-    def _draft_in_programs(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft in programs if all places that have features fit in one block; else step by step."""
-        if not self._model.is_empty and max(map(len, self._states)) > self._block:
-            return self._draft_by_steps(texts, draft_lengths)
-        return super()._draft_in_programs(texts, draft_lengths)
-
-    def _unfed_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, Tensor, dict[str, Tensor]]:
-        """Return the places that have features now, as one block."""
-        if self._model.is_empty:
-            self._prefill(texts)
-        counts, device = [len(states_LH) for states_LH in self._states], texts[0].device
-        width = max(counts)
-        tokens = padded([text[len(text) - count :] for text, count in zip(texts, counts, strict=True)], width)
-        states = stacked(self._states, width)
-        starts = Places([end - count for end, count in zip(self._lengths.host, counts, strict=True)], device)
-        self._states = [states_LH[:0] for states_LH in self._states]
-        return tokens, starts, torch.tensor(counts, device=device) - 1, {"states": states}
-
-    def _columns(self, block: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all columns, because rows end at different ones."""
-        return torch.arange(block.shape[1], device=block.device), ends
-
-    def _prefill(self, contexts: Sequence[Tensor]) -> None:
-        """Feed all places of the first texts except the last, which each row feeds at its own slot."""
-        longest = max(map(len, self._states)) - 1
-        if longest:
-            tokens = padded([context[1:-1] for context in contexts], longest)
-            states = stacked([states_LH[:-1] for states_LH in self._states], longest)
-            self._model.prefill(tokens, further={"states": states})
-        self._states = [states_LH[-1:] for states_LH in self._states]
-
-    def _feed_nodes(self, tokens: Tensor, fed: int, visible: Tensor | None, depth: int) -> Tensor:
-        """Feed nodes with the layer's outputs for their parents: see `DraftModelProposer`."""
-        starts, count = self._lengths + fed, tokens.shape[1]
-        if visible is None:
-            outputs = self._model.feed(tokens, starts, further={"states": self._seen})
-            logits, self._seen = self._read(outputs)
-            return logits
-        visible = visible.to(tokens.device)
-        # A node's parent is the last of its ancestors that was fed; 0 is the text's last place.
-        order_N = torch.arange(1, fed + 1, device=tokens.device)
-        parents_F = (visible[..., :fed] * order_N).amax(-1) if fed else torch.zeros_like(visible[..., 0]).long()
-        states_BFH = self._seen.take_along_dim(parents_F.expand(len(tokens), count)[..., None], dim=1)
-        depths = torch.full((count,), depth - 1 - fed, device=tokens.device)
-        outputs = self._model.feed(tokens, starts, visible=visible, depths=depths, further={"states": states_BFH})
-        logits, states_BFH = self._read(outputs)
-        self._seen = torch.cat([self._seen, states_BFH], dim=1)
-        return logits
-
-    def _read(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Split the layer's outputs, (B, F, 2H), into logits, (B, F, V), and the next states, (B, F, H)."""
-        states_BFH, hidden_BFH = outputs.chunk(2, dim=-1)
-        return self._aligned(self.heads.widened(self.heads.lm_head(hidden_BFH))), states_BFH
+        states_BFH, hidden_BFH = output.chunk(2, dim=-1)
+        heads: Any = self.model.model.heads
+        return align_vocabulary(heads.widened(heads.lm_head(hidden_BFH)), self.vocab_size), states_BFH

@@ -221,7 +221,7 @@ class Rewound(RunAheadProposer):
         return super().start(task)
 
     def _draft_token(self, text):
-        self._states[len(text)] = self._generators[0].get_state()
+        self._states[len(text)] = self.generators[0].get_state()
         return super()._draft_token(text)
 
     def _take_over(self, text, length):
@@ -230,7 +230,7 @@ class Rewound(RunAheadProposer):
             ahead.join()  # before it is called off, so that the plant does not depend on the clock
         draft = super()._take_over(text, length)
         if ahead is not None and draft is None:
-            self._generators[0].set_state(self._states[len(ahead.text)])
+            self.generators[0].set_state(self._states[len(ahead.text)])
         return draft
 
 

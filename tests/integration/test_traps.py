@@ -442,7 +442,7 @@ class ForgetsTheLastToken(DraftModelProposer):
     def commit(self, outcomes):
         super().commit(outcomes)
         for row, outcome in enumerate(outcomes):
-            self._cached[row] += len(outcome.path) == len(self._fed[row])
+            self.feeder.cached[row] += len(outcome.path) == len(self._fed[row])
 
 
 class KeepsARejectedToken(DraftModelProposer):
@@ -451,7 +451,7 @@ class KeepsARejectedToken(DraftModelProposer):
     def commit(self, outcomes):
         super().commit(outcomes)
         for row, outcome in enumerate(outcomes):
-            self._cached[row] += len(outcome.path) < len(self._fed[row]) - 1
+            self.feeder.cached[row] += len(outcome.path) < len(self._fed[row]) - 1
 
 
 class IgnoresSelect(DraftModelProposer):
@@ -465,9 +465,9 @@ class SharesGenerators(DraftModelProposer):
     """Draws for the rows that are left with the random numbers of the first ones."""
 
     def select(self, rows):
-        generators = self._generators
+        generators = self.generators
         super().select(rows)
-        self._generators = generators[: len(rows)]
+        self.generators = generators[: len(rows)]
 
 
 class SeesAllNodes(Tree):

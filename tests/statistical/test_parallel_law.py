@@ -49,7 +49,7 @@ class OtherOffsets(ParallelDraftProposer):
     """Says of each token that it was drawn from the distribution of the other offset."""
 
     def propose(self, contexts, draft_lengths):
-        drafts = [draft.dense(self._task.vocab_size) for draft in super().propose(contexts, draft_lengths)]
+        drafts = [draft.dense(self.task.vocab_size) for draft in super().propose(contexts, draft_lengths)]
         return [d if d.probabilities is None else replace(d, probabilities=d.probabilities.flip(0)) for d in drafts]
 
 
