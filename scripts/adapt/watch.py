@@ -24,7 +24,7 @@ from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Count, parse_json, read
 from draftsmith.scripts.adapt.config import AdaptConfig
-from draftsmith.scripts.serving.pages import metrics_of
+from draftsmith.scripts.serving.client import metrics_of
 from draftsmith.scripts.serving.server_steps import NOTHING, CountedTexts, server_steps
 from draftsmith.scripts.stages import NO_GO, Stages
 from draftsmith.train.cli import INTERRUPTED, TERMINATED, Terminated

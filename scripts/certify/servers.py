@@ -15,7 +15,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import require_tokens
 from draftsmith.scripts.certify.collect import TextRequest, TextStore, extra_requests
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.serving.pages import metrics_of
+from draftsmith.scripts.serving.client import metrics_of
 from draftsmith.train.data.shards import settle_manifest
 from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request, request_seed
 from draftsmith.train.endpoint.http import ServerFailure

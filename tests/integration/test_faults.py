@@ -47,7 +47,7 @@ from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service
-from draftsmith.scripts.serving.pages import metrics_of, recognised
+from draftsmith.scripts.serving.client import metrics_of, recognised
 from draftsmith.scripts.settings import Settings
 from draftsmith.scripts.trials import CostFile
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors

@@ -11,7 +11,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
 from draftsmith.decode.validation import Amount, Count, Finite, TokenId
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.scripts.serving.pages import Engine, ServerMetrics, metrics_of, recognised
+from draftsmith.scripts.serving.client import Engine, ServerMetrics, metrics_of, recognised
 from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request, request_seed
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.endpoint.retries import Window, ask_all

@@ -18,7 +18,7 @@ from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.load import MeasuredServer, RequestRecord, records_of
 from draftsmith.scripts.measure.unfinished import SCHEMA, Kept, identified_prompts
-from draftsmith.scripts.serving.pages import ServerMetrics
+from draftsmith.scripts.serving.client import ServerMetrics
 from draftsmith.train.checkpoint import left_out, load_generation_config
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed

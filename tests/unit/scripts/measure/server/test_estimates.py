@@ -9,7 +9,7 @@ from draftsmith.scripts.measure.server.estimates import Acceptance, acceptance, 
 from draftsmith.scripts.measure.server.load import MeasuredServer, RequestRecord
 from draftsmith.scripts.measure.server.observe import Observed, ServerTurn
 from draftsmith.scripts.measure.server.warnings import warnings_of
-from draftsmith.scripts.serving.pages import Engine
+from draftsmith.scripts.serving.client import Engine
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.endpoint.client import SentPrompt
 

@@ -1,4 +1,4 @@
-"""The pages of a server: which kind it is, and its counters of speculative decoding."""
+"""A client's view of a server: which kind it is, and its counters of speculative decoding."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -10,7 +10,7 @@ from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.validation import Count, ServerMessage, checked, parse_json
 from draftsmith.train.endpoint.answers import Limit
-from draftsmith.train.endpoint.http import HttpClient
+from draftsmith.train.endpoint.client import Client
 
 PREFIX = "vllm:spec_decode_num_"
 PER_POS = f"{PREFIX}accepted_tokens_per_pos_total"
@@ -51,7 +51,7 @@ class ServerMetrics:
     """SGLang's gauge: τ over the last few steps of each engine, averaged over engines."""
 
 
-async def metrics_of(client: HttpClient) -> ServerMetrics:
+async def metrics_of(client: Client) -> ServerMetrics:
     """Return a server's metrics of speculative decoding and load; InputError if it shows none."""
     return read_metrics(await client.get_text("/metrics"), f"{client.name}: {client.url}/metrics")
 
@@ -117,7 +117,7 @@ class Engine:
     tree: bool = False
 
 
-async def recognised(client: HttpClient) -> Engine:
+async def recognised(client: Client) -> Engine:
     """Identify the server by its paths; raise ServerFailure if it does not answer, or reports impossible values."""
     for path in ("/server_info", "/get_server_info"):  # older versions have the latter
         text, value = await _page(client, path)
@@ -137,7 +137,7 @@ async def recognised(client: HttpClient) -> Engine:
     return Engine("other", value if isinstance(value, str) else None)
 
 
-async def _page(client: HttpClient, path: str) -> tuple[str, Any]:
+async def _page(client: Client, path: str) -> tuple[str, Any]:
     """Return a path's text, and its JSON value, None without a path or JSON."""
     try:
         text = await client.get_text(path)

@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.serving.pages import Engine, read_metrics, recognised
+from draftsmith.scripts.serving.client import Engine, read_metrics, recognised
 from draftsmith.train.endpoint.answers import Meta
 from draftsmith.train.endpoint.client import Client
 
