@@ -256,7 +256,7 @@ class Stale(RunAheadProposer):
         draft = super()._take_over(text, length)
         if draft is None and ahead is not None and self._accepted_length == len(ahead.text) and length:
             tokens = torch.cat([part.tokens for part in ahead._parts[1 : 1 + length]])
-            sampler = self._task.sampler.probabilities(self.draft_model.logits[torch.cat([text[-1:], tokens[:-1]])], [])
+            sampler = self.task.sampler.probabilities(self.draft_model.logits[torch.cat([text[-1:], tokens[:-1]])], [])
             draft = Proposal(tokens, sampler, Tree.chain(len(tokens)))
         return draft
 
