@@ -19,7 +19,7 @@ from draftsmith.decode.sampling import align_vocabulary
 
 
 class ProgramBlock(NamedTuple):
-    """What a program feeds before it drafts: see `ModelDraftForward.forward`."""
+    """The inputs that a program feeds before it drafts: see `ModelDraftForward.forward`."""
 
     tokens: Tensor  # (B, K) int64
     places: Places  # the slot of each row's first token

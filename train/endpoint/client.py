@@ -140,7 +140,7 @@ class Client(HttpClient):
         """Return one completion, read as it streams in.
 
         `request` and `path` are those of `completion_request`. Streaming, usage and ids are requested here. `token_ids`
-        requests ids, which SGLang refuses for streamed chats; ids of which some are missing are dropped.
+        requests ids, which SGLang refuses for streamed chats; ids are dropped if some are missing.
         """
         native, size = path == NATIVE, 0
         stream: dict[str, Any] = {"stream": True}
