@@ -18,17 +18,17 @@ from draftsmith.train.files import write_atomically
 RUN_RECORD = "draftsmith.json"
 
 
-def environment(device: torch.device, dtype: str | None = None) -> dict[str, Any]:
-    """Return the `environment` object of reports and run records; unknown values are None."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else (platform.processor() or platform.machine())
+def environment(device: torch.device | None, dtype: str | None = None) -> dict[str, Any]:
+    """Return the `environment` object of reports and run records; unknown values are None, as without a device."""
+    name = torch.cuda.get_device_name(device) if device and device.type == "cuda" else platform.processor()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "device": f"{device.type}: {name}",
+        "device": device and f"{device.type}: {name or platform.machine()}",
         "cores": os.cpu_count(),
         "dtype": dtype,
-        "threads": torch.get_num_threads(),
+        "threads": device and torch.get_num_threads(),
         "git_sha": git_sha(),
     }
 

@@ -1,7 +1,9 @@
-"""The report of one run, built from decoded and replayed texts."""
+"""The report of one run, built from decoded and replayed texts, or from a server's answers."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -9,110 +11,160 @@ from transformers import PreTrainedModel
 from draftsmith.decode import Counts, Replay, clock
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.measurement import intervals
-from draftsmith.decode.measurement.intervals import Estimate, Interval
-from draftsmith.decode.repetition import repeated_ngram_share
+from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure import predictions
-from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, same_length, speed, speedup
-from draftsmith.scripts.measure.state import PLAIN, PROBABILISTIC, Group, Measured, Method, Row
+from draftsmith.scripts.measure.estimates import (
+    Observation,
+    Observations,
+    emitted_and_rounds,
+    joined,
+    rows_of,
+    same_length,
+)
+from draftsmith.scripts.measure.state import PLAIN, PROBABILISTIC, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, partial
 from draftsmith.scripts.report import types as report
 from draftsmith.scripts.report.cost_types import DrafterMemory, Memory
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.provenance import environment
 
+Verdict = tuple[report.Gate | None, report.Recommendation]
 TEXTS, TOKENS = 8, 30
 """Texts, and most rejected tokens, that a report shows."""
 
 
-def build_report(measured: Measured) -> report.Report:
-    """Return the report of one run of `measure`; a value that was not measured is None.
+def build_report(
+    target: report.Target,
+    prompts: report.Prompts,
+    runs: Sequence[report.Run],
+    observations: Observations,
+    verdict: Verdict,
+    failures: Sequence[report.Failure],
+    environment: Mapping[str, Any],
+    **entries: Any,
+) -> report.Report:
+    """Return the report of decoded texts or of a server's answers; a value that was not measured is None.
 
-    Intervals are bootstrapped over prompts, and comparisons are paired over prompts.
+    Intervals are bootstrapped over prompts, those of a server's throughput over turns; comparisons are paired.
+    `entries` are those that only one of the two kinds of measurement has.
     """
-    config, pair, settings = measured.config, measured.pair, measured.chosen
-    plain = {(t, b): groups for (t, b, method), groups in measured.observations.items() if method == Method()}
-    runs = _runs(measured)
-    curves = [predictions.curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
-    lengths = sorted({run.draft_length for run in runs})
-    gate, recommendation = _verdict(measured, runs, curves)
+    plain = {(t, b): observation for (t, b, method), observation in observations.items() if method == Method()}
+    baselines = [report.PlainRun(*setting, own.speed(), own.repeated()) for setting, own in plain.items()]
+    gate, recommendation = partial(*verdict, failures)
     return report.Report(
-        schema=report.SCHEMA,
-        environment=report.Environment(
-            **environment(pair.target.device, pair.dtype),
-            compiled=settings.compiled,
-            draft_dtypes=sorted(set(settings.draft_dtypes.values())),
-            settings_by=settings.why,
-            compilation_seconds=round(sum(clock.PROGRAMS), 1) if settings.compiled else None,
-        ),
-        target=report.Target(config.target, pair.target.num_parameters(), pair.dtype, config.filters(), pair.left_out),
-        prompts=report.Prompts(
-            config.prompts,
-            count=max(len(rows_of(groups)) for groups in plain.values()),
-            replayed=len(measured.prompts),
-            categories={name: len(places) for name, places in measured.categories().items()},
-        ),
-        baseline=report.Baseline(
-            speed([group for groups in plain.values() for group in groups]),
-            [report.PlainRun(t, b, speed(groups), _repeated(groups)) for (t, b), groups in plain.items()],
-        ),
+        environment=report.Environment(**environment),
+        target=target,
+        prompts=prompts,
+        baseline=report.Baseline(joined(plain.values()).speed(), baselines) if plain else None,
         runs=runs,
+        gate=gate,
+        recommendation=recommendation,
+        failures=failures,
+        **entries,
+    )
+
+
+def by_category(
+    categories: Mapping[str, Set[int]],
+    own: Observation,
+    plain: Observation | None,
+    length: Callable[[Set[int]], Estimate],
+) -> dict[str, report.RunCategory]:
+    """Return a run's figures for each category of prompts; `length` returns τ of some prompts."""
+    return {
+        name: report.RunCategory(
+            len(places), length(places), own.within(places).speedup(plain and plain.within(places))
+        )
+        for name, places in categories.items()
+    }
+
+
+def measured_report(measured: Measured) -> report.Report:
+    """Return the report of decoded and replayed texts."""
+    config, pair, settings = measured.config, measured.pair, measured.chosen
+    observations = _observations(measured)
+    runs = _runs(measured, observations)
+    curves = [predictions.curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
+    count = max(len(own.texts or ()) for (_, _, method), own in observations.items() if method == Method())
+    categories = {name: len(places) for name, places in measured.categories().items()}
+    return build_report(
+        report.Target(config.target, pair.target.num_parameters(), pair.dtype, config.filters(), pair.left_out),
+        report.Prompts(config.prompts, count, len(measured.prompts), categories),
+        runs,
+        observations,
+        _verdict(measured, runs, observations, curves),
+        measured.failures,
+        environment(pair.target.device, pair.dtype)
+        | {"compiled": settings.compiled, "draft_dtypes": sorted(set(settings.draft_dtypes.values()))}
+        | {"settings_by": settings.why}
+        | {"compilation_seconds": round(sum(clock.PROGRAMS), 1) if settings.compiled else None},
         curves=curves,
-        comparisons=comparisons(measured.replays, lengths),
+        comparisons=comparisons(measured.replays, sorted({run.draft_length for run in runs})),
         costs=predictions.costs_entry(measured),
         planner_check=predictions.planner_check(runs),
         memory=_memory(pair),
         rejections=rejections_of(measured),
         trees=measured.trees,
-        gate=gate,
-        recommendation=recommendation,
-        failures=measured.failures,
         by_load=predictions.by_load(measured),
     )
 
 
 def recommended(measured: Measured) -> report.Recommendation:
     """Return the recommendation without advice, as if every sampled text's distribution had been tested."""
-    return _verdict(measured, _runs(measured), (), require_law=False)[1]
+    observations = _observations(measured)
+    verdict = _verdict(measured, _runs(measured, observations), observations, (), require_law=False)
+    return partial(*verdict, measured.failures)[1]
 
 
-def _runs(measured: Measured) -> list[report.Run]:
-    return [_run(measured, *key, groups) for key, groups in measured.observations.items() if key[2] != Method()]
+def _observations(measured: Measured) -> Observations:
+    return {key: Observation.of(groups) for key, groups in measured.observations.items()}
+
+
+def _runs(measured: Measured, observations: Observations) -> list[report.Run]:
+    return [_run(measured, observations, *key) for key in observations if key[2] != Method()]
 
 
 def _verdict(
-    measured: Measured, runs: Sequence[report.Run], curves: Sequence[report.Curve], require_law: bool = True
-) -> tuple[report.Gate | None, report.Recommendation]:
-    """Return the gate and the recommendation; a partial report is never a GO."""
+    measured: Measured,
+    runs: Sequence[report.Run],
+    observations: Observations,
+    curves: Sequence[report.Curve],
+    require_law: bool = True,
+) -> Verdict:
     config, gains = measured.config, {}
     level = intervals.confidence_of_each(config.confidence, len(candidates(runs, config.min_gain)))
     for run in runs:
-        gain = _gain(measured, run.temperature, Method(run.proposer.name, run.draft_length), level)
+        gain = _gain(measured, run.temperature, Method(*run.setting[:2]), level)
         if gain is not None:
             gains[run.temperature, run.proposer.name, run.draft_length] = gain
-    demands = None
+    gate = None
     if config.min_speedup is not None or config.min_gain is not None:
-        demands = report.Gate(config.min_speedup, config.min_gain, config.confidence, passed=True, failures=[])
+        gate = report.Gate(config.min_speedup, config.min_gain, config.confidence)
     hint = predictions.advice(curves, runs)
-    verdict = judge_runs(
-        runs, measured.observations, gains, demands, config.confidence, hint, require_law, config.decides
-    )
-    return partial(*verdict, measured.failures) if measured.failures else verdict
+    return judge_runs(runs, observations, gains, gate, config.confidence, hint, require_law, config.decides)
 
 
 def _run(
-    measured: Measured, temperature: float, batch_size: int, method: Method, groups: Sequence[Group]
+    measured: Measured, observations: Observations, temperature: float, batch_size: int, method: Method
 ) -> report.Run:
+    setting = temperature, batch_size
+    own, plain = observations[*setting, method], observations[*setting, Method()]
+    groups, plain_groups = (measured.observations[*setting, which] for which in (method, Method()))
     drafter, rows = measured.drafter(method.drafter), rows_of(groups)
     counts = sum((row.counts for row in rows), Counts())
     replay = measured.replays.get((temperature, drafter.name, PROBABILISTIC))
-    plain = measured.observations[temperature, batch_size, Method()]
     alpha_replay = replay or measured.first_heads.get((temperature, drafter.name))
-    prediction_key = temperature, drafter, method.draft_length, groups, plain
+    prediction_key = temperature, drafter, method.draft_length, groups, plain_groups
+    decoded = {row.prompt for row in rows}
+    categories = {name: decoded.intersection(places) for name, places in measured.categories().items()}
+
+    def length(prompts: Set[int]) -> Estimate:
+        return intervals.ratio(*emitted_and_rounds([row for row in rows if row.prompt in prompts]))
+
     return report.Run(
         proposer=report.ProposerEntry(**drafter.to_dict()),
         draft_length=method.draft_length,
-        rule="exact",
         temperature=temperature,
         batch_size=batch_size,
         counts=counts,
@@ -120,20 +172,20 @@ def _run(
         draft_acceptance_rate=intervals.ratio(
             [row.counts.num_accepted_tokens for row in rows], [row.counts.num_draft_tokens for row in rows]
         ),
-        mean_acceptance_length=intervals.ratio(*emitted_and_rounds(rows)),
+        mean_acceptance_length=length(decoded),
         acceptance_per_position=counts.acceptance_per_position(),
         conditional_acceptance=counts.conditional_acceptance(),
-        speedup=speedup(groups, plain),
+        speedup=own.speedup(plain),
         predicted_speedup=predictions.predicted_speedup(measured, *prediction_key),
         predicted_speedup_without_prompt=predictions.predicted_speedup(measured, *prediction_key, with_prompt=False),
-        tokens_per_second=speed(groups),
-        gain_over_baseline_draft=_gains(measured, temperature, batch_size, method, groups),
+        tokens_per_second=own.speed(),
+        gain_over_baseline_draft=_gains(measured, observations, setting, method),
         replay=None if replay is None else _replayed(measured, replay, rows, method.draft_length, temperature),
-        lossless=measured.lossless[temperature, batch_size, method],
-        by_category=_by_category(measured, groups, plain),
-        repeated_ngram_share=_repeated(groups),
+        lossless=measured.lossless[*setting, method],
+        by_category=by_category({name: places for name, places in categories.items() if places}, own, plain, length),
+        repeated_ngram_share=own.repeated(),
         sources=_sources(drafter, rows),
-        speedup_over=_speedup_over(measured, temperature, batch_size, drafter, groups),
+        speedup_over=_speedup_over(observations, setting, drafter, own),
     )
 
 
@@ -149,24 +201,22 @@ def _sources(drafter: Drafter, rows: Sequence[Row]) -> dict[str, Counts] | None:
 
 
 def _speedup_over(
-    measured: Measured, temperature: float, batch_size: int, drafter: Drafter, groups: Sequence[Group]
+    observations: Observations, setting: tuple[float, int], drafter: Drafter, own: Observation
 ) -> dict[str, Estimate] | None:
     """Return the least speed-up of a drafter with members over each other drafter, paired over batches."""
     if not drafter.members:
         return None
     over: dict[str, Estimate] = {}
-    for (t, b, method), others in measured.observations.items():
-        if (t, b) == (temperature, batch_size) and method.drafter not in (PLAIN, drafter.name):
-            faster, least = speedup(groups, others), over.get(method.drafter)
+    for (t, b, method), others in observations.items():
+        if (t, b) == setting and method.drafter not in (PLAIN, drafter.name):
+            faster, least = own.speedup(others), over.get(method.drafter)
             if least is None or (faster.value or 0.0) < (least.value or 0.0):
                 over[method.drafter] = faster
     return over
 
 
-def _gain(
-    measured: Measured, temperature: float, method: Method, confidence: float
-) -> tuple[Estimate, Interval | None] | None:
-    """Return the gain of a drafter's replayed τ over the stock draft's, and its interval at the confidence level.
+def _gain(measured: Measured, temperature: float, method: Method, confidence: float | None = None) -> Estimate | None:
+    """Return the gain of a drafter's replayed τ over the stock draft's; `confidence` is its interval's, if not 95 %.
 
     Both are replayed on the same texts, at the same γ. None if the two cannot be compared.
     """
@@ -175,19 +225,23 @@ def _gain(
     if replay is None or stock is None or method.drafter == STOCK or k not in stock.draft_lengths:
         return None
     columns = *replay.tokens_and_rounds(k), *stock.tokens_and_rounds(k)
-    return intervals.ratio_difference(*columns), intervals.difference_interval(*columns, confidence=confidence)
+    gain = intervals.ratio_difference(*columns)
+    if confidence is None:
+        return gain
+    return replace(gain, ci95=intervals.difference_interval(*columns, confidence=confidence))
 
 
 def _gains(
-    measured: Measured, temperature: float, batch_size: int, method: Method, groups: Sequence[Group]
+    measured: Measured, observations: Observations, setting: tuple[float, int], method: Method
 ) -> report.Gains | None:
-    stock = measured.observations.get((temperature, batch_size, Method(STOCK, method.draft_length)))
-    if stock is None or method.drafter == STOCK:
+    baseline = *setting, Method(STOCK, method.draft_length)
+    if baseline not in observations or method.drafter == STOCK:
         return None
     # Replay has both draft the same texts; decoded gains also vary with the texts that each happened to write.
-    gain, _ = _gain(measured, temperature, method, 0.95) or (Estimate(None, None, 0), None)
-    decoded = intervals.ratio_difference(*emitted_and_rounds(rows_of(groups)), *emitted_and_rounds(rows_of(stock)))
-    return report.Gains(gain, decoded, speedup(groups, stock))
+    gain = _gain(measured, setting[0], method) or Estimate(None, None, 0)
+    own, stock = (rows_of(measured.observations[key]) for key in ((*setting, method), baseline))
+    decoded = intervals.ratio_difference(*emitted_and_rounds(own), *emitted_and_rounds(stock))
+    return report.Gains(gain, decoded, observations[*setting, method].speedup(observations[baseline]))
 
 
 def _replayed(
@@ -233,26 +287,6 @@ def _memory(pair: Pair) -> Memory:
             for drafter in pair.drafters
         },
     )
-
-
-def _by_category(measured: Measured, groups: Sequence[Group], plain: Sequence[Group]) -> dict[str, report.RunCategory]:
-    decoded = {row.prompt for row in rows_of(groups)}
-    categories = {}
-    for name, places in measured.categories().items():
-        chosen = decoded & set(places)
-        if chosen:
-            rows = [row for row in rows_of(groups) if row.prompt in chosen]
-            # A batch has one clock, so only batches of this category alone tell its speed-up.
-            single_category = [
-                pair for pair in zip(groups, plain, strict=True) if all(row.prompt in chosen for row in pair[0].rows)
-            ]
-            times = speedup([group for group, _ in single_category], [base for _, base in single_category])
-            categories[name] = report.RunCategory(len(rows), intervals.ratio(*emitted_and_rounds(rows)), times)
-    return categories
-
-
-def _repeated(groups: Sequence[Group]) -> float | None:
-    return repeated_ngram_share(row.tokens for row in rows_of(groups))
 
 
 def rejections_of(measured: Measured) -> report.Rejections | None:

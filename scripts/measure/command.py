@@ -1,5 +1,9 @@
-"""`draftsmith measure`: acceptance by replay, speed by the clock, and the verdict whether a drafter pays."""
+"""`draftsmith measure`: acceptance by replay, speed by the clock, and the verdict whether a drafter pays.
 
+With `--server` a running server is measured from outside.
+"""
+
+import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,32 +14,38 @@ from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.progress import phase
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
-from draftsmith.scripts.measure.build import build_report
+from draftsmith.scripts.measure.build import measured_report
 from draftsmith.scripts.measure.config import MeasureConfig, measure_config
 from draftsmith.scripts.measure.cost_file import load_costs
 from draftsmith.scripts.measure.predictions import draft_lengths
 from draftsmith.scripts.measure.reconcile.every_round import rounds_settings
 from draftsmith.scripts.measure.reconcile.rounds import ROUNDS, write_rounds
-from draftsmith.scripts.measure.server.command import main as server_main
-from draftsmith.scripts.measure.server.command import show_report, write_report
+from draftsmith.scripts.measure.server import observe as server
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
+from draftsmith.scripts.measure.server.entries import server_report
+from draftsmith.scripts.measure.server.expectation import read_expectation, require_known
 from draftsmith.scripts.measure.stages import observe
 from draftsmith.scripts.measure.state import Measured
-from draftsmith.scripts.measure.unfinished import SETTINGS, Unfinished
+from draftsmith.scripts.measure.unfinished import DIRECTORY, SETTINGS, Unfinished
 from draftsmith.scripts.pair import read_tokens
 from draftsmith.scripts.programs import Order, compile_side_by_side
+from draftsmith.scripts.report.page import write_page
+from draftsmith.scripts.report.summary import append_summary, markdown
+from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.data.shards import output_directory
-from draftsmith.train.files import require_writable
+from draftsmith.train.endpoint.http import ServerFailure
+from draftsmith.train.files import remove, require_writable, write_atomically
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.untrained import PromptLookup
 from draftsmith.train.provenance import write_json
 
 DRAFT_LENGTHS = "draft_lengths.json"
-FILES = ("report.json", "report.html", "summary.md", "costs.json", DRAFT_LENGTHS, ROUNDS)
+FILES = ("report.json", "report.html", "summary.md")
+KEPT = "the turns that were measured"
 
 
 def measure(config: MeasureConfig) -> Report:
@@ -46,7 +56,7 @@ def measure(config: MeasureConfig) -> Report:
     Raises:
         InputError: bad input, another run's unfinished work, or a full disk.
     """
-    output = require_writable(config.output, *FILES)
+    output = require_writable(config.output, *FILES, "costs.json", DRAFT_LENGTHS, ROUNDS)
     prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
     tokenizer, encoded = read_tokens(config.target, config, prompts)
     count = len(encoded[: config.limit])
@@ -75,8 +85,8 @@ def measure(config: MeasureConfig) -> Report:
         measured = Measured(config, pair, settings, prompts, encoded, failures=unfinished.failures)
         observe(measured, tables, unfinished)
         with phase("report"):
-            report = build_report(measured)
-            write_report(report, output)
+            report = measured_report(measured)
+            _write(report, output)
         if report.by_load:
             write_json(output / DRAFT_LENGTHS, draft_lengths(measured, report.by_load))
         write_rounds(output / ROUNDS, rounds_settings(measured), measured.rounds)
@@ -99,16 +109,60 @@ def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
     return [replace(spec, draft_lengths=by_name.get(str(spec.name), spec.draft_lengths)) for spec in specs]
 
 
+def measure_server(config: MeasureServerConfig) -> Report:
+    """Measure a server as the config says, write the report to its output directory, and return it.
+
+    Finished work is kept there until the run ends well: after a kill or a failure the same command continues.
+
+    Raises:
+        InputError: bad input, an unusable server, another run's unfinished work, or a full disk.
+        ServerFailure: a server failed before a whole setting was measured.
+    """
+    output = require_writable(config.output, *FILES)
+    expectation = read_expectation(config)
+    if expectation is not None:
+        config = replace(config, drafter=expectation.drafter)
+    prompts = server.read_load_prompts(config)
+    if expectation is not None:
+        require_known(expectation, config, prompts)
+    with output_directory(output, lambda: KEPT):
+        observed = asyncio.run(server.observe(config, prompts))
+        if observed.failure is not None and not observed.blocks:
+            raise observed.failure
+        report = server_report(observed, expectation)
+        _write(report, output)
+        if observed.failure is None:
+            remove(output / DIRECTORY)
+    return report
+
+
+def _write(report: Report, output: Path) -> None:
+    write_json(output / "report.json", report)
+    write_page(report, output / "report.html")
+    write_atomically(output / "summary.md", markdown(report))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure drafters or a server, print the table and the verdict, and return the exit code.
 
-    It is 0, or 3 if a gate did not pass. If parts failed, it is 2 where input or memory is to blame for all, else 1.
+    It is 0, or 3 if a gate did not pass. If parts failed, it is 2 where input or memory is to blame for all, else 1; 1
+    if a server failed.
     """
-    if measure_config(sys.argv[1:] if argv is None else argv) is MeasureServerConfig:
-        return server_main(argv)
-    config = parse_config(MeasureConfig, argv, prog="draftsmith measure")
-    report = measure(config)
-    show_report(report, config.output)
+    config = parse_config(measure_config(sys.argv[1:] if argv is None else argv), argv, prog="draftsmith measure")
+    failure = None
+    try:
+        report = measure_server(config) if isinstance(config, MeasureServerConfig) else measure(config)
+    except ServerFailure as error:
+        failure = str(error)
+    else:
+        print_report(report)
+        print(f"report: {Path(config.output) / 'report.html'}, and report.json and summary.md next to it")
+        append_summary(report)
+        if report.server is not None and report.failures:
+            failure = report.failures[0].error
+    if failure is not None:
+        print(f"error: {failure}; {KEPT} are kept in {config.output}, run the same command again", file=sys.stderr)
+        return 1
     if report.failures:
-        return min(failure.exit_code for failure in report.failures)
+        return min(part.exit_code for part in report.failures)
     return 3 if report.gate is not None and not report.gate.passed else 0

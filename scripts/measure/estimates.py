@@ -1,10 +1,12 @@
-"""Ratios over decoded texts, with intervals over prompts or over batches."""
+"""What decoding and servers both show: tokens, seconds and texts, and their ratios with intervals."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from draftsmith.decode.measurement import intervals
-from draftsmith.scripts.measure.state import Group, Row
+from draftsmith.decode.measurement.intervals import Estimate, Interval
+from draftsmith.decode.repetition import repeated_ngram_share
+from draftsmith.scripts.measure.state import Group, Method, Row
 from draftsmith.scripts.report.types import Speed
 
 FALSE_ALARM = 0.05
@@ -35,16 +37,28 @@ def same_length(
 
 
 @dataclass(frozen=True)
-class Pace:
-    """A speed: tokens and seconds of each batch, or of a server's prompts or turns."""
+class Observation:
+    """The tokens and seconds of batches, or of a server's prompts or turns, in one setting."""
 
     tokens: Sequence[int]
     seconds: Sequence[float]
+    prompts: Sequence[Sequence[int]] = ()
+    """The prompts of each batch; empty for turns, which share no clock with single prompts."""
+    texts: Sequence[Sequence[int]] | None = field(default=None, repr=False)
+    """All texts; None if a server does not show their tokens."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> "Pace":
-        """Return the pace of batches."""
-        return cls([group.tokens for group in groups], [group.seconds for group in groups])
+    def of(cls, groups: Sequence[Group]) -> "Observation":
+        """Return the observation of decoded batches."""
+        rows, prompts = rows_of(groups), [[row.prompt for row in group.rows] for group in groups]
+        columns = [group.tokens for group in groups], [group.seconds for group in groups]
+        return cls(*columns, prompts, [row.tokens for row in rows])
+
+    def within(self, prompts: Set[int]) -> "Observation":
+        """Return the batches that hold only these prompts: a batch has one clock."""
+        batches = zip(self.tokens, self.seconds, self.prompts, strict=False)
+        kept = [batch for batch in batches if prompts >= set(batch[2])]
+        return Observation([tokens for tokens, _, _ in kept], [seconds for _, seconds, _ in kept])
 
     def speed(self) -> Speed:
         """Return tokens per second, in all and the median."""
@@ -52,26 +66,32 @@ class Pace:
         whole = intervals.ratio(self.tokens, self.seconds)
         return Speed(whole.value, whole.ci95, whole.n, median=speeds[len(speeds) // 2])
 
-    def speedup(self, other: "Pace") -> intervals.Estimate:
-        """Return the ratio to the other's tokens per second, paired."""
+    def speedup(self, other: "Observation | None") -> Estimate:
+        """Return the ratio to the other's tokens per second, paired; no value without another."""
+        if other is None:
+            return Estimate(None, None, 0)
         return intervals.rate_ratio(self.tokens, self.seconds, other.tokens, other.seconds)
 
-    def speedup_interval(self, other: "Pace", confidence: float) -> intervals.Interval | None:
+    def speedup_interval(self, other: "Observation | None", confidence: float) -> Interval | None:
         """Return the interval of `speedup` at another confidence level."""
+        if other is None:
+            return None
         columns = self.tokens, self.seconds, other.tokens, other.seconds
         return intervals.rate_ratio_interval(*columns, confidence=confidence)
 
-
-def speed(groups: Sequence[Group]) -> Speed:
-    """Return tokens per second, over all batches and the median."""
-    return Pace.of(groups).speed()
-
-
-def speedup(groups: Sequence[Group], others: Sequence[Group]) -> intervals.Estimate:
-    """Return the ratio of two methods' tokens per second on the same batches."""
-    return Pace.of(groups).speedup(Pace.of(others))
+    def repeated(self) -> float | None:
+        """Return the share of repeated n-grams in the texts, if they are known."""
+        return None if self.texts is None else repeated_ngram_share(self.texts)
 
 
-def speedup_interval(groups: Sequence[Group], others: Sequence[Group], confidence: float) -> intervals.Interval | None:
-    """Return the interval of `speedup` at another confidence level."""
-    return Pace.of(groups).speedup_interval(Pace.of(others), confidence)
+Observations = Mapping[tuple[float, int, Method], Observation]
+"""Observations by temperature, batch size and method; a server without a baseline has no plain ones."""
+
+
+def joined(observations: Iterable[Observation]) -> Observation:
+    """Return the batches of several settings."""
+    tokens, seconds = list[int](), list[float]()
+    for observation in observations:
+        tokens += observation.tokens
+        seconds += observation.seconds
+    return Observation(tokens, seconds)

@@ -70,10 +70,6 @@ class Group:
         return sum(len(row.tokens) for row in self.rows)
 
 
-Observations = Mapping[tuple[float, int, Method], Sequence[Group]]
-"""The batches by temperature, batch size and method, in the order of the prompts."""
-
-
 def member_name(drafter: Drafter, source: str) -> str:
     """Return the name that cost tables have for one member of a drafter whose members take turns."""
     return f"{drafter.name}/{source}"

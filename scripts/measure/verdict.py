@@ -12,10 +12,10 @@ from math import ceil
 from scipy.stats import norm
 
 from draftsmith.decode.measurement import intervals
-from draftsmith.decode.measurement.intervals import Estimate, Interval
+from draftsmith.decode.measurement.intervals import LEAST, Estimate, Interval
 from draftsmith.scripts.kinds import STOCK
-from draftsmith.scripts.measure.estimates import speedup_interval
-from draftsmith.scripts.measure.state import Method, Observations, Replays
+from draftsmith.scripts.measure.estimates import Observation, Observations
+from draftsmith.scripts.measure.state import Method, Replays
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 from draftsmith.scripts.report.types import Comparison, Failure, Gate, GatePart, Recommendation, Run, SettingVerdict
 from draftsmith.scripts.report.words import setting_names
@@ -24,10 +24,10 @@ Setting = tuple[float, int]
 Configuration = tuple[str, int]
 Rivals = Mapping[Configuration, Sequence[Run]]
 """The configurations that the best one was chosen among, with their runs."""
-Gains = Mapping[tuple[float, str, int], tuple[Estimate, Interval | None]]
-"""The gain of τ over the stock draft by temperature, drafter and γ, and its interval at each setting's level."""
-SPEEDUP = "speed-up above"
-"""The beginning of a gate part about speed."""
+Gains = Mapping[tuple[float, str, int], Estimate]
+"""The gain of τ over the stock draft by temperature, drafter and γ, with its interval at each setting's level."""
+SPEEDUP, GAIN = "speed-up above", "the gain of τ over the stock draft"
+"""The beginning of a gate part about speed, and of a sentence on the gain."""
 MOST_PROMPTS = 100_000
 POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2
 """Factor on the prompts that would just exclude zero at 95 %, for doing so in 80 % of cases."""
@@ -73,6 +73,17 @@ def candidates(runs: Sequence[Run], min_gain: float | None) -> list[Run]:
 
 
 @dataclass(frozen=True)
+class Demand:
+    """What a run must meet to pass."""
+
+    what: str
+    failures: Callable[[Run], Sequence[str]]
+    """Returns the reasons why a run does not meet it."""
+    bars: bool = False
+    """True if it rules out a run that fails, however fast it is."""
+
+
+@dataclass(frozen=True)
 class JudgedRun:
     """A run, and the reasons why it does not pass."""
 
@@ -81,11 +92,6 @@ class JudgedRun:
     """Reasons by demand, the speed-up first; empty where the run meets it."""
     barred: bool = False
     """True if its gain or its text rules it out, however fast it is."""
-
-    @property
-    def setting(self) -> Setting:
-        """The temperature and the batch size."""
-        return self.run.temperature, self.run.batch_size
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,11 @@ class Best:
         return [line for lines in self.parts.values() for line in lines]
 
 
-def best_of(judged: Sequence[JudgedRun], speedup_of: Callable[[Run, Rivals], Estimate]) -> Best:
-    """Return the configuration that passes and is the fastest in its slowest setting; the fastest if none passes."""
+def best_of(judged: Sequence[JudgedRun], observations: Observations, count: int) -> Best:
+    """Return the configuration that passes and is the fastest in its slowest setting; the fastest if none passes.
+
+    `count` is the number of all runs that are judged.
+    """
     by_configuration: dict[Configuration, list[JudgedRun]] = {}
     for entry in judged:
         by_configuration.setdefault((entry.run.proposer.name, entry.run.draft_length), []).append(entry)
@@ -120,40 +129,47 @@ def best_of(judged: Sequence[JudgedRun], speedup_of: Callable[[Run, Rivals], Est
     # among these. A distribution that was not tested bars nothing.
     barred = {c: any(entry.barred for entry in runs) for c, runs in by_configuration.items()}
     alike = {c: [entry.run for entry in runs] for c, runs in by_configuration.items() if barred[c] == barred[best]}
-    return Best(by_configuration[best], slowest[best], speedup_of(slowest[best], alike))
+    return Best(by_configuration[best], slowest[best], _unbiased(slowest[best], alike, observations, count))
 
 
 def judge(
-    judged: Sequence[JudgedRun],
+    runs: Sequence[Run],
+    observations: Observations,
+    demands: Sequence[Demand],
+    gate: Gate | None,
+    confidence: float,
     decides: Callable[[Setting], bool],
-    demands: Gate | None,
-    speedup_of: Callable[[Run, Rivals], Estimate],
     say: Callable[[Run, Estimate, str], str],
     at_once: str = "batch size {}",
 ) -> tuple[Gate | None, Recommendation]:
-    """Return the gate (None without `demands`), and the recommendation with a verdict for each setting.
+    """Return the judged gate, if there is one, and the recommendation with a verdict for each setting.
 
     Each setting has a best configuration of its own. The recommendation and the gate are about one configuration that
     passes in all settings that decide, because a server is started with one.
 
     Args:
-        judged: at least one run; each at a level at which all hold together.
+        runs: at least one.
+        demands: what each run must meet, the speed-up first, at a level at which the intervals of all runs hold.
         decides: whether the gate is about a setting.
-        demands: the gate, before it is judged.
-        speedup_of: the speed-up of the best of some configurations, with an interval at that level.
         say: a sentence on a run's speed-up without its full stop, from both and the setting in words.
         at_once: the batch size in words.
     """
-    settings = list(dict.fromkeys(entry.setting for entry in judged))
+    level = intervals.confidence_of_each(confidence, len(runs))
+    judged = []
+    for run in runs:
+        failures = {demand.what: demand.failures(run) for demand in demands}
+        barred = run.lossless.passed is False or any(failures[demand.what] for demand in demands if demand.bars)
+        judged.append(JudgedRun(run, failures, barred))
+    settings = list(dict.fromkeys(run.condition for run in runs))
     deciding = [setting for setting in settings if decides(setting)] or settings  # the named settings may have failed
 
     def best_in(*among: Setting) -> Best:
-        return best_of([entry for entry in judged if entry.setting in among], speedup_of)
+        return best_of([entry for entry in judged if entry.run.condition in among], observations, len(judged))
 
     def sentence(best: Best) -> str:
         where = f"T = {best.slowest.temperature:g}, {at_once.format(best.slowest.batch_size)}"
         where += f", the least of {len(best.runs)} measured" if len(best.runs) > 1 else ""
-        return say(best.slowest, best.speedup, where)
+        return say(best.slowest, replace(best.speedup, ci95=bounds_of(best.slowest, observations, level)), where)
 
     verdicts = []
     for setting in settings:
@@ -167,7 +183,7 @@ def judge(
     # One configuration for all deciding settings, which need not be the best of any single one.
     best = best_in(*deciding)
     parts = [GatePart(what, not lines) for what, lines in best.parts.items()]
-    gate = demands and replace(demands, passed=not best.failures, failures=best.failures, parts=parts)
+    gate = gate and replace(gate, passed=not best.failures, failures=best.failures, parts=parts)
     pays = [verdict for verdict in verdicts if verdict.go and verdict.decides]
     if not best.failures:
         reason = f"{sentence(best)}."
@@ -195,7 +211,9 @@ def judge(
 def partial(
     gate: Gate | None, recommendation: Recommendation, failures: Sequence[Failure]
 ) -> tuple[Gate | None, Recommendation]:
-    """Return the gate and the recommendation of a report whose parts failed: no GO in any setting."""
+    """Return the gate and the recommendation of a report; where parts of it failed, there is no GO in any setting."""
+    if not failures:
+        return gate, recommendation
     first, many = failures[0], len(failures)
     reason = f"the report is partial, {many} of its parts failed, first {first.what}: {first.error}"
     verdicts = [
@@ -221,13 +239,13 @@ def judge_runs(
     runs: Sequence[Run],
     observations: Observations,
     gains: Gains,
-    demands: Gate | None,
+    gate: Gate | None,
     confidence: float,
     advice: str | None,
     require_law: bool = True,
     decides: Callable[[Setting], bool] = lambda setting: True,
 ) -> tuple[Gate | None, Recommendation]:
-    """Return the gate, None without `demands`, and the recommendation.
+    """Return the judged gate of decoded runs, if there is one, and the recommendation.
 
     A run passes if the lower bound of its speed-up is above the gate's `min_speedup` (1 if None), that of its gain
     above `min_gain`, and its text is the target's. One configuration in one setting is enough. So each run is judged at
@@ -237,53 +255,57 @@ def judge_runs(
     `gains` has intervals at `confidence_of_each(confidence, …)` of the candidates. `advice` ends the reason.
     `require_law` recommends no run whose text was sampled without a test of its distribution.
     """
-    min_speedup, min_gain = (None, None) if demands is None else (demands.min_speedup, demands.min_gain)
+    min_speedup, min_gain = (None, None) if gate is None else (gate.min_speedup, gate.min_gain)
     least, may_be_deployed = 1.0 if min_speedup is None else min_speedup, candidates(runs, min_gain)
     level = intervals.confidence_of_each(confidence, len(may_be_deployed))
     if not may_be_deployed:
         failed = ["there is nothing to deploy but the stock draft"]
-        gate = demands and replace(demands, passed=False, failures=failed)
+        gate = gate and replace(gate, passed=False, failures=failed)
         return gate, Recommendation(False, "Nothing but the stock draft was measured.")
-    judged = []
-    for run in may_be_deployed:
-        failures = {f"{SPEEDUP} {least:g}": _slow(run, observations, least, level)}
-        if min_gain is not None:
-            failures[f"gain of τ over the stock draft above {min_gain:g}"] = _gains_less(run, gains, min_gain, level)
-        barred = any(lines for what, lines in failures.items() if not what.startswith(SPEEDUP))
-        failures["lossless text"] = _departs(run, require_law)
-        judged.append(JudgedRun(run, failures, barred or run.lossless.passed is False))
+
+    def slow(run: Run) -> list[str]:
+        speedup = replace(run.speedup, ci95=bounds_of(run, observations, level))
+        return _below("the speed-up", speedup, "batches", least, level, run)
+
+    def gains_less(run: Run) -> list[str]:
+        gain = gains.get((run.temperature, run.proposer.name, run.draft_length))
+        if gain is None or gain.value is None:
+            return [f"no gain over a stock draft is known for {_where(run)}"]
+        return _below(GAIN, gain, "prompts", min_gain or 0.0, level, run)
+
+    demands = [Demand(f"{SPEEDUP} {least:g}", slow)]
+    if min_gain is not None:
+        demands.append(Demand(f"gain of τ over the stock draft above {min_gain:g}", gains_less, bars=True))
+    demands.append(Demand("lossless text", lambda run: _departs(run, require_law)))
 
     def say(run: Run, speedup: Estimate, where: str) -> str:
-        times = intervals.format_estimate(replace(speedup, ci95=_bounds(run, observations, level)), spread="interval")
+        times = intervals.format_estimate(speedup, spread="interval")
         drafter = f"{run.proposer.name} with γ = {run.draft_length}"
         return f"{drafter} decodes {times} times as fast as plain decoding ({where}{level_words(confidence)})"
 
-    def speedup_of(run: Run, alike: Rivals) -> Estimate:
-        return _unbiased(run, alike, observations, len(judged))
-
-    gate, recommendation = judge(judged, decides, demands, speedup_of, say)
-    how = _how_judged(judged, recommendation, confidence, level)
+    gate, recommendation = judge(may_be_deployed, observations, demands, gate, confidence, decides, say)
+    how = _how_judged(may_be_deployed, recommendation, confidence, level)
     return gate, replace(recommendation, reason=" ".join(filter(None, (recommendation.reason, advice))), judged=how)
 
 
-def _how_judged(judged: Sequence[JudgedRun], recommendation: Recommendation, confidence: float, level: float) -> str:
-    settings = len({entry.setting for entry in judged})
-    if len(judged) == 1:
+def _how_judged(runs: Sequence[Run], recommendation: Recommendation, confidence: float, level: float) -> str:
+    settings = len({run.condition for run in runs})
+    if len(runs) == 1:
         words = f"One drafter with one γ was measured, and judged by Student's interval at {_level(level)}"
     else:
         every = "" if settings == 1 else f" in each of {settings} settings (temperature and batch size)"
         words = (
-            f"The best of {len(judged) // settings} drafters and γ was taken{every}. Each run was judged by Student's "
+            f"The best of {len(runs) // settings} drafters and γ was taken{every}. Each run was judged by Student's "
             f"interval at {_level(level)}, so that all hold together at {100 * confidence:.4g}%"
         )
-        if len(judged) > settings:
+        if len(runs) > settings:
             words += ". The speed-ups in the verdicts come from prompts that were not used to choose"
     best = {(recommendation.proposer, recommendation.draft_length)}
     best |= {(verdict.proposer, verdict.draft_length) for verdict in recommendation.settings}
     tested = {
         (run.temperature, run.proposer.name): f"at T = {run.temperature:g} the distribution of {run.proposer.name}'s "
         f"text was tested on {run.lossless.tokens:,} tokens (p = {run.lossless.p_value:.2g})"
-        for run in (entry.run for entry in judged)
+        for run in runs
         if run.lossless.p_value is not None and run.lossless.tokens is not None and run.setting[:2] in best
     }
     return "; ".join([words, *tested.values()]) + "."
@@ -296,28 +318,32 @@ def _speed(run: Run) -> float:
 
 def _unbiased(run: Run, alike: Rivals, observations: Observations, count: int) -> Estimate:
     """Return the speed-up of a run of the best configuration without the luck of the best of `count` runs."""
-
-    def timed(rival: Run) -> Timed:
-        methods = Method(rival.proposer.name, rival.draft_length), Method()
-        return Timed.of(*(observations[rival.temperature, rival.batch_size, method] for method in methods))
-
-    condition = run.temperature, run.batch_size
-    times = {c: {(rival.temperature, rival.batch_size): timed(rival) for rival in runs} for c, runs in alike.items()}
-    times = {configuration: by_setting for configuration, by_setting in times.items() if condition in by_setting}
-    value = run.speedup.value if len(times) == 1 else held_out_speedup(times, condition)
-    bounds = _bounds(run, observations, intervals.confidence_of_each(0.95, count))
+    by_condition = {c: {rival.condition: rival for rival in runs} for c, runs in alike.items()}
+    rivals = {configuration: runs for configuration, runs in by_condition.items() if run.condition in runs}
+    bounds = bounds_of(run, observations, intervals.confidence_of_each(0.95, count))
+    value = None
+    if len(rivals) > 1:
+        times = {
+            c: {s: Timed.of(*_pair(rival, observations)) for s, rival in runs.items()} for c, runs in rivals.items()
+        }
+        value = held_out_speedup(times, run.condition)
+    value = run.speedup.value if value is None else value
     # A few held-out batches vary widely: their value is kept within the run's own interval.
-    if value is None:
-        value = run.speedup.value
-    elif bounds is not None:
+    if value is not None and bounds is not None:
         value = min(max(value, bounds[0]), bounds[1])
     return replace(run.speedup, value=value, ci95=bounds)
 
 
-def _bounds(run: Run, observations: Observations, confidence: float) -> Interval | None:
-    methods = Method(*run.setting[:2]), Method()
-    groups, plain = (observations[run.temperature, run.batch_size, method] for method in methods)
-    return speedup_interval(groups, plain, confidence)
+def _pair(run: Run, observations: Observations) -> tuple[Observation, Observation]:
+    return observations[*run.condition, Method(*run.setting[:2])], observations[*run.condition, Method()]
+
+
+def bounds_of(run: Run, observations: Observations, confidence: float) -> Interval | None:
+    """Return the interval of a run's speed-up at a level; None without plain decoding."""
+    if (*run.condition, Method()) not in observations:
+        return None
+    own, plain = _pair(run, observations)
+    return own.speedup_interval(plain, confidence)
 
 
 def level_words(confidence: float) -> str:
@@ -325,36 +351,20 @@ def level_words(confidence: float) -> str:
     return "" if confidence == 0.95 else f", all intervals at {_level(confidence)}"
 
 
-def _slow(run: Run, observations: Observations, least: float, confidence: float) -> list[str]:
-    bounds = _bounds(run, observations, confidence)
-    if bounds is None:
-        return [_no_interval(f"{run.speedup.n} batches", run.speedup.n, confidence, run)]
-    if bounds[0] > least:
+def _below(what: str, estimate: Estimate, unit: str, least: float, confidence: float, run: Run) -> list[str]:
+    """Return why an estimate's lower end does not exceed a bound, in one sentence or none."""
+    if estimate.ci95 is None:
+        counted = f"{estimate.n} {unit}"
+        if estimate.n < LEAST:
+            return [f"{counted} are too few for {_level(confidence)}, which needs {LEAST}, of {_where(run)}"]
+        return [f"of {counted} some have no token, so that there is no interval, of {_where(run)}"]
+    low, high = estimate.ci95
+    if low > least:
         return []
-    return [
-        f"the speed-up must exceed {least:g} with {_level(confidence)}, and is {run.speedup.value:.2f} "
-        f"[{bounds[0]:.2f}, {bounds[1]:.2f}] for {_where(run)}"
-    ]
-
-
-def _gains_less(run: Run, gains: Gains, min_gain: float, confidence: float) -> list[str]:
-    gain, interval = gains.get((run.temperature, run.proposer.name, run.draft_length), (None, None))
-    if gain is None or gain.value is None:
-        return [f"no gain over a stock draft is known for {_where(run)}"]
-    if interval is None:
-        return [_no_interval(f"{gain.n} prompts", gain.n, confidence, run)]
-    if interval[0] > min_gain:
-        return []
-    return [
-        f"the gain of τ over the stock draft must exceed {min_gain:g} with {_level(confidence)}, and is "
-        f"{gain.value:+.2f}, at least {interval[0]:+.2f}, for {_where(run)}"
-    ]
-
-
-def _no_interval(counted: str, count: int, confidence: float, run: Run) -> str:
-    if count < intervals.LEAST:
-        return f"{counted} are too few for {_level(confidence)}, which needs {intervals.LEAST}, of {_where(run)}"
-    return f"of {counted} some have no token, so that there is no interval, of {_where(run)}"
+    words = f"{estimate.value:.2f} [{low:.2f}, {high:.2f}]"
+    if what == GAIN:
+        words = f"{estimate.value:+.2f}, at least {low:+.2f},"
+    return [f"{what} must exceed {least:g} with {_level(confidence)}, and is {words} for {_where(run)}"]
 
 
 def _departs(run: Run, require_law: bool) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith.decode.measurement.intervals import Values
-from draftsmith.scripts.measure.state import Group
+from draftsmith.scripts.measure.estimates import Observation
 
 FOLDS = 10
 """Parts that are held out in turn; at most the number of batches."""
@@ -32,11 +32,9 @@ class Timed:
     sums: Values
 
     @classmethod
-    def of(cls, groups: Sequence[Group], plain: Sequence[Group]) -> "Timed":
+    def of(cls, own: Observation, plain: Observation) -> "Timed":
         """Return the times of a setting's batches and of plain decoding's."""
-        columns = [[float(group.tokens) for group in groups], [group.seconds for group in groups]]
-        columns += [[float(group.tokens) for group in plain], [group.seconds for group in plain]]
-        return cls([[row.prompt for row in group.rows] for group in groups], np.array(columns))
+        return cls(own.prompts, np.array([own.tokens, own.seconds, plain.tokens, plain.seconds], np.float64))
 
     def without(self, prompts: set[int]) -> NDArray[np.bool_]:
         """Return a mask of the batches that hold none of these prompts, (B,)."""

@@ -46,10 +46,10 @@ class Environment(Entry):
     dtype: str | None
     threads: Positive | None
     git_sha: str | None
-    compiled: bool | None
+    compiled: bool | None = None
     """True if forwards ran compiled, also those of plain decoding."""
-    draft_dtypes: list[str]
-    settings_by: str | None
+    draft_dtypes: Sequence[str] = ()
+    settings_by: str | None = None
     """The timings that chose dtype, threads and compilation; null where these were given."""
     compilation_seconds: NotNegative | None = None
     """The time of compiling, or of loading compiled programs; null where nothing ran compiled."""
@@ -157,38 +157,38 @@ class RunCategory(Entry):
     speedup: Estimate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run(Entry):
     """One drafter, decoded with one draft length, temperature and batch size."""
 
     proposer: ProposerEntry
     draft_length: Count
     """γ; the depth for a drafter with its own tree; 0 for a server that drafts nothing."""
-    rule: Literal["exact"]
+    rule: Literal["exact"] = "exact"
     temperature: Temperature
     batch_size: Positive
     """For a server, the number of concurrent requests."""
-    counts: Counts | None
+    counts: Counts | None = None
     """Integers that add up over prompts, ranks and runs; the names are vLLM's. Null where a server gives means."""
-    alpha: Estimate | None
+    alpha: Estimate | None = None
     """α by replay; for a tree under sampling that of its first token; for a server, accepted ÷ tried positions."""
     draft_acceptance_rate: Estimate
     mean_acceptance_length: Estimate
     """τ, bonus tokens included."""
-    acceptance_per_position: Sequence[Share | None]
-    conditional_acceptance: Sequence[Share | None]
+    acceptance_per_position: Sequence[Share | None] = ()
+    conditional_acceptance: Sequence[Share | None] = ()
     speedup: Estimate
     """The speed-up over plain decoding."""
-    predicted_speedup: Estimate | None
+    predicted_speedup: Estimate | None = None
     """The prediction of `speedup`, including the forwards over these prompts; null where costs are unknown."""
     tokens_per_second: Speed
-    gain_over_baseline_draft: Gains | None
+    gain_over_baseline_draft: Gains | None = None
     """Null without a stock draft at this draft length."""
-    replay: ReplayedLength | None
+    replay: ReplayedLength | None = None
     """Null where replay does not apply: trees under sampling."""
     lossless: Certificate
-    by_category: Mapping[str, RunCategory]
-    repeated_ngram_share: Share | None
+    by_category: Mapping[str, RunCategory] = field(default_factory=dict)
+    repeated_ngram_share: Share | None = None
     sources: Mapping[str, Counts] | None = None
     """For drafters that take turns, the counts of their rounds, by name."""
     speedup_over: Mapping[str, Estimate] | None = None
@@ -200,6 +200,11 @@ class Run(Entry):
     def setting(self) -> tuple[str, int, int, float]:
         """The drafter's name, draft length, batch size and temperature, the key of the run."""
         return self.proposer.name, self.draft_length, self.batch_size, self.temperature
+
+    @property
+    def condition(self) -> tuple[float, int]:
+        """The temperature and the batch size."""
+        return self.temperature, self.batch_size
 
 
 @dataclass(frozen=True)
@@ -310,8 +315,8 @@ class Gate(Entry):
     min_speedup: float | None
     min_gain: float | None
     confidence: Annotated[float, Limited(exclusiveMinimum=0, exclusiveMaximum=1)]
-    passed: bool
-    failures: Sequence[str]
+    passed: bool = True
+    failures: Sequence[str] = ()
     min_alpha: float | None = None
     parts: Sequence[GatePart] = ()
     """The requirements of the drafter and γ that are recommended or would be; all must pass."""
@@ -372,28 +377,28 @@ class Failure(Entry):
     """2: the input is to blame, or memory ran out; 1: draftsmith is."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report(Entry):
     """The report.json of `draftsmith measure`."""
 
-    schema: Literal["draftsmith.report/1"]
+    schema: Literal["draftsmith.report/1"] = SCHEMA
     environment: Environment
     target: Target
     prompts: Prompts
-    baseline: Baseline | None
+    baseline: Baseline | None = None
     """Null for a server without a baseline server."""
     runs: NonEmpty[Run]
-    curves: Sequence[Curve]
-    comparisons: Sequence[Comparison]
-    costs: Costs | None
-    planner_check: PlannerCheck | None
+    curves: Sequence[Curve] = ()
+    comparisons: Sequence[Comparison] = ()
+    costs: Costs | None = None
+    planner_check: PlannerCheck | None = None
     """Null where costs are unknown."""
-    memory: Memory | None
+    memory: Memory | None = None
     """Null for a server."""
-    rejections: Rejections | None
+    rejections: Rejections | None = None
     """Null where nothing was replayed."""
-    trees: Sequence[TreePicture]
-    gate: Gate | None
+    trees: Sequence[TreePicture] = ()
+    gate: Gate | None = None
     """Null without requirements."""
     recommendation: Recommendation
     failures: Sequence[Failure] = ()

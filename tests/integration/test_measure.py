@@ -24,7 +24,6 @@ from trained_heads import own_texts, train_heads
 from trained_parallel import train_parallel
 from transformers import AutoModelForCausalLM
 
-import draftsmith.scripts.measure.server.command as server_command
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.certificate import Certificate, certify_sampled
@@ -33,7 +32,7 @@ from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.medusa import MedusaConfig, MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts.kinds import short_names
-from draftsmith.scripts.measure import certify, stages
+from draftsmith.scripts.measure import certify, command, stages
 from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.reconcile.rounds import read_rounds
@@ -91,7 +90,7 @@ def checked(root, output, page=False, **settings):
     others = {"max_new_tokens": NEW, "draft_length": "2", "measure_costs": False, "compiled": False}
     with pytest.MonkeyPatch.context() as patch:
         if not page:  # it takes a second
-            patch.setattr(server_command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
+            patch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
         report = measure(MeasureConfig(**with_drafters(fixed | others | settings), output=str(output)))
     return valid(output, report)
 
@@ -852,7 +851,7 @@ def flags_of(root, output, **settings) -> list[str]:
 def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch):
     (tmp_path / "steps.md").write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "steps.md"))
-    monkeypatch.setattr(server_command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
+    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
     drafts = json.dumps([str(root / "bad"), str(root / "target")])
     argv = flags_of(root, tmp_path, draft=drafts, baseline_draft=root / "stock", min_gain=0.1, min_speedup=0.001)
     assert main(argv) == 0
@@ -875,7 +874,7 @@ def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch)
 
 def test_the_gate_is_about_the_settings_that_are_named(root, tmp_path, capsys, monkeypatch):
     """Without a test of the law there is no GO above T=0."""
-    monkeypatch.setattr(server_command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
+    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
     argv = flags_of(root, tmp_path, draft=root / "draft", temperature="0,1", lossless_tokens=0, min_speedup=0.001)
     assert main([*argv, "--gate_temperature", "0"]) == 0
     report = valid(tmp_path / "out")
@@ -897,7 +896,7 @@ def test_the_gate_is_about_the_settings_that_are_named(root, tmp_path, capsys, m
 
 def test_a_bad_draft_does_not_pass(root, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    monkeypatch.setattr(server_command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
+    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
     argv = flags_of(root, tmp_path, draft=root / "bad", baseline_draft=root / "draft", min_gain=0, confidence=0.9)
     assert main([*argv, "--min-speedup", "1000"]) == 3
     report = valid(tmp_path / "out")

@@ -34,7 +34,7 @@ from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.rules import Rule, acceptance, verification
 from draftsmith.decode.rules.verification import Verdict
 from draftsmith.decode.sampling import Sampler
-from draftsmith.scripts.measure import build
+from draftsmith.scripts.measure.estimates import Observation
 from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.train import models
 from draftsmith.train.data.corpus import train_bpe
@@ -379,7 +379,7 @@ def check_loops_are_reported(parts) -> None:
     assert repetition.repeated_ngram_share([loop]) == pytest.approx(54 / 57)
     assert repetition.repeated_ngram_share([fresh]) == 0
     seen = [Group([Row(i, ids, Counts())], seconds=1.0) for i, ids in enumerate((loop, fresh))]
-    assert build._repeated(seen) == pytest.approx(54 / 114)
+    assert Observation.of(seen).repeated() == pytest.approx(54 / 114)
 
 
 CHECKS = {

@@ -17,7 +17,6 @@ from draftsmith.decode.measurement import authorship, intervals
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.scripts.measure import certify, command, side_by_side, stages, unfinished
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.server import command as server_command
 from draftsmith.scripts.measure.unfinished import DIRECTORY, Unfinished
 from draftsmith.scripts.report.types import Failure
 from draftsmith.train import cli
@@ -35,7 +34,7 @@ def _quick(monkeypatch):
     """A clock that counts rounds, few resamples, and no page; nothing else is made up."""
     monkeypatch.setattr(intervals, "RESAMPLES", 100)
     monkeypatch.setattr(side_by_side, "timed_warm", clock(1.0))
-    monkeypatch.setattr(server_command, "write_page", lambda report, path: path.write_text(""))
+    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text(""))
     monkeypatch.setattr(certify, "certify_sampled", lambda *args, **options: Certificate(p_value=0.5, passed=True))
 
 

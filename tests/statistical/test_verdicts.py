@@ -4,11 +4,10 @@ import numpy as np
 
 from benchmarks.gate import BenchGateConfig, counts
 from benchmarks.gate.speedups import BOUND, Times, gate_figures
-from draftsmith.decode import Counts
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.intervals import Estimate
-from draftsmith.scripts.measure.estimates import speed, speedup
-from draftsmith.scripts.measure.state import Group, Method, Row
+from draftsmith.scripts.measure.estimates import Observation
+from draftsmith.scripts.measure.state import Method
 from draftsmith.scripts.measure.verdict import judge_runs
 from draftsmith.scripts.report.types import Gate, ProposerEntry, Run
 
@@ -24,29 +23,26 @@ def test_the_gate_says_go_of_what_does_not_pay_in_few_cases():
     assert abs(winner["by prompts that did not choose it"] - 1.2) < 0.015
 
 
-def groups(tokens, seconds) -> list[Group]:
-    return [
-        Group([Row(place, [0] * int(count), Counts())], float(time))
-        for place, (count, time) in enumerate(zip(tokens, seconds, strict=True))
-    ]
+def timed(tokens, seconds) -> Observation:
+    return Observation([int(count) for count in tokens], seconds.tolist(), [[place] for place in range(len(tokens))])
 
 
 def test_no_setting_is_a_go_by_luck_and_each_winners_speed_up_is_its_own():
     """At most 2.5 % of the reports have a GO somewhere; of 150 more than 9 have one with probability 0.5 %."""
     rng, nothing = np.random.default_rng(3), Estimate(None, None, 0)
     settings, wrong, said = [(t, b) for t in (0.0, 1.0) for b in (1, 8)], 0, []
-    asked = Gate(BOUND, None, 0.95, passed=True, failures=[])
+    asked = Gate(BOUND, None, 0.95)
     for _ in range(150):
         observations, runs = {}, []
         for temperature, rows in settings:
             times = Times.drawn(rng, settings=3, prompts=16)
-            plain = observations[temperature, rows, Method()] = groups(times.tokens_n, times.plain_n)
+            plain = observations[temperature, rows, Method()] = timed(times.tokens_n, times.plain_n)
             for k, seconds_n in enumerate(times.seconds_Sn, 1):
-                own = observations[temperature, rows, Method("draft", k)] = groups(times.tokens_n, seconds_n)
+                own = observations[temperature, rows, Method("draft", k)] = timed(times.tokens_n, seconds_n)
                 run = Run(
-                    ProposerEntry("draft", "draft", None, 0, 0), k, "exact", temperature, rows, None, None, nothing,
-                    nothing, [], [], speedup(own, plain), None, speed(own), None, None, Certificate(passed=True), {},
-                    None,
+                    proposer=ProposerEntry("draft", "draft", None, 0, 0), draft_length=k, temperature=temperature,
+                    batch_size=rows, draft_acceptance_rate=nothing, mean_acceptance_length=nothing,
+                    speedup=own.speedup(plain), tokens_per_second=own.speed(), lossless=Certificate(passed=True),
                 )  # fmt: skip
                 runs.append(run)
         _, found = judge_runs(runs, observations, {}, asked, 0.95, None)

@@ -1,13 +1,13 @@
 """Estimates from servers' counts and answer times, with intervals over prompts."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
-from draftsmith.scripts.measure.estimates import Pace
+from draftsmith.scripts.measure.estimates import Observation
 from draftsmith.scripts.measure.server.load import RequestRecord
 from draftsmith.scripts.measure.server.observe import Observed, Role, ServerTurn, Setting
 from draftsmith.scripts.report.serving_types import Percentiles, Source
@@ -107,21 +107,25 @@ def by_latency(observed: Observed, setting: Setting) -> bool:
     return setting[1] == 1 or observed.config.rate is not None
 
 
-def pace(observed: Observed, setting: Setting, role: Role, places: Set[int] | None = None) -> Pace:
-    """Return a server's speed in a setting over all repeats; of the prompts `places` alone if given, by latency."""
-    blocks = observed.blocks[setting][role]
+def observation(observed: Observed, setting: Setting, role: Role) -> Observation:
+    """Return a server's answers in a setting: by prompt if speed is by latency, else by turn, summed over repeats."""
+    blocks, records = observed.blocks[setting][role], observed.records(setting, role)
+    texts = [record.token_ids for record in records if record.token_ids is not None]
     sums: dict[int, tuple[int, float]] = {}
-    if by_latency(observed, setting):
-        for record in observed.records(setting, role):
-            if places is None or record.prompt in places:
-                tokens, seconds = sums.get(record.prompt, (0, 0.0))
-                sums[record.prompt] = tokens + record.tokens, seconds + record.ended
-    else:
+    timed = [(record.prompt, record.tokens, record.ended) for record in records]
+    latency = by_latency(observed, setting)
+    if not latency:
         turns = len(blocks) // observed.config.repeats
-        for i, block in enumerate(blocks):
-            tokens, seconds = sums.get(i % turns, (0, 0.0))
-            sums[i % turns] = tokens + sum(record.tokens for record in block.records), seconds + block.seconds
-    return Pace([tokens for tokens, _ in sums.values()], [seconds for _, seconds in sums.values()])
+        timed = [(i % turns, sum(r.tokens for r in block.records), block.seconds) for i, block in enumerate(blocks)]
+    for key, tokens, seconds in timed:
+        before = sums.get(key, (0, 0.0))
+        sums[key] = before[0] + tokens, before[1] + seconds
+    return Observation(
+        [tokens for tokens, _ in sums.values()],
+        [seconds for _, seconds in sums.values()],
+        [[prompt] for prompt in sums] if latency else (),
+        texts if len(texts) == len(records) else None,
+    )
 
 
 def percentiles(seconds: Sequence[float]) -> Percentiles:

@@ -17,7 +17,7 @@ from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.build import TEXTS, TOKENS, rejections_of
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.estimates import speedup, speedup_interval
+from draftsmith.scripts.measure.estimates import Observation
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, more_prompts, partial
@@ -36,21 +36,21 @@ LENGTHS = range(1, 5)
 # The verdict
 
 
-def batches(factor: float, count: int = 8, noise=(0.96, 1.05, 1.0, 0.99, 1.02, 0.97, 1.01, 1.0)) -> list[Group]:
+def batches(factor: float, count: int = 8, noise=(0.96, 1.05, 1.0, 0.99, 1.02, 0.97, 1.01, 1.0)) -> Observation:
     """Batches of 10 tokens, decoded about so many times as fast as one token a second."""
-    return [Group([Row(i, [0] * 10, Counts())], 10 / factor * noise[i % len(noise)]) for i in range(count)]
+    seconds = [10 / factor * noise[i % len(noise)] for i in range(count)]
+    return Observation([10] * count, seconds, [[i] for i in range(count)])
 
 
 def run(proposer, k=4, temperature=0.0, rows=1, **figures) -> Run:
     """A run's entry, with figures that no test looks at unless it gives them."""
     rate, speed = Estimate(0.75, None, 8), Speed(9.0, None, 8, median=9.0)
     others = {
-        "counts": Counts(), "alpha": rate, "draft_acceptance_rate": rate, "acceptance_per_position": [],
-        "mean_acceptance_length": Estimate(2.5, (2.25, 2.75), 8), "conditional_acceptance": [], "speedup": rate,
-        "predicted_speedup": None, "tokens_per_second": speed, "gain_over_baseline_draft": None, "replay": None,
-        "lossless": Certificate(passed=True), "by_category": {}, "repeated_ngram_share": None,
+        "proposer": proposer, "draft_length": k, "temperature": temperature, "batch_size": rows, "alpha": rate,
+        "draft_acceptance_rate": rate, "mean_acceptance_length": Estimate(2.5, (2.25, 2.75), 8), "speedup": rate,
+        "tokens_per_second": speed, "lossless": Certificate(passed=True),
     }  # fmt: skip
-    return Run(proposer, k, "exact", temperature, rows, **(others | figures))
+    return Run(**(others | figures))
 
 
 class Case:
@@ -60,12 +60,13 @@ class Case:
         self.runs, self.count, self.observations, self.gains = [], count, {}, {}
 
     def add(self, name, speed, temperature=0.0, rows=1, k=4, kind="draft", lossless=True, gain=None):
-        self.observations[temperature, rows, Method()] = plain = batches(1.0, self.count)[::-1]
+        plain = batches(1.0, self.count)
+        plain = self.observations[temperature, rows, Method()] = replace(plain, seconds=plain.seconds[::-1])
         self.observations[temperature, rows, Method(name, k)] = own = batches(speed, self.count)
         self.gains |= {} if gain is None else {(temperature, name, k): gain}
         certificate = Certificate(passed=lossless, reason=None if lossless else "prompt 3, token 7")
         entry = ProposerEntry(name, kind, None, 0, 0)
-        self.runs.append(run(entry, k, temperature, rows, speedup=speedup(own, plain), lossless=certificate))
+        self.runs.append(run(entry, k, temperature, rows, speedup=own.speedup(plain), lossless=certificate))
         return self
 
     def judge(
@@ -73,7 +74,7 @@ class Case:
     ):
         asked = None
         if min_speedup is not None or min_gain is not None:
-            asked = Gate(min_speedup, min_gain, confidence, passed=True, failures=[])
+            asked = Gate(min_speedup, min_gain, confidence)
         return judge_runs(self.runs, self.observations, self.gains, asked, confidence, advice, require_law, decides)
 
 
@@ -102,7 +103,8 @@ def test_what_may_be_no_faster_is_not():
 
 def test_the_gate_on_speed_is_passed_by_the_lower_bound_at_its_level():
     case = Case().add("draft", 1.5)
-    low = speedup_interval(case.observations[0.0, 1, Method("draft", 4)], case.observations[0.0, 1, Method()], 0.8)[0]
+    own, plain = (case.observations[0.0, 1, method] for method in (Method("draft", 4), Method()))
+    low = own.speedup_interval(plain, 0.8)[0]
     below, above = low - 1e-9, low + 1e-9
     gate, verdict = case.judge(min_speedup=below, confidence=0.8)
     parts = [GatePart(f"speed-up above {below:g}", True), GatePart("lossless text", True)]
@@ -116,14 +118,14 @@ def test_the_gate_on_speed_is_passed_by_the_lower_bound_at_its_level():
 
 
 def test_the_gate_on_the_gain_is_passed_by_its_lower_bound():
-    case = Case().add("draft", 1.5, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8)))
+    case = Case().add("draft", 1.5, gain=Estimate(0.5, (0.2, 0.8), 8))
     assert case.judge(min_gain=0.1)[0].passed is True
     gate, verdict = case.judge(min_gain=0.2)
     assert gate.passed is verdict.go is False
     assert "+0.50" in gate.failures[0] and "+0.20" in gate.failures[0]
     assert [part.passed for part in gate.parts] == [True, False, True] and "gain of τ" in gate.parts[1].what
     # A gain that is asked for does not do away with the speed-up.
-    gate, _ = Case().add("draft", 0.9, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8))).judge(min_gain=0.1)
+    gate, _ = Case().add("draft", 0.9, gain=Estimate(0.5, (0.2, 0.8), 8)).judge(min_gain=0.1)
     assert len(gate.failures) == 1 and "speed-up" in gate.failures[0]
     gate, _ = Case().add("draft", 1.5).judge(min_gain=0.1)
     assert gate.failures == ["no gain over a stock draft is known for draft, γ = 4, at T = 0, batch size 1"]
@@ -181,7 +183,7 @@ def test_the_winner_is_said_to_be_what_it_is_on_prompts_that_did_not_choose_it()
         case.add(name, 1.5)
         case.observations[0.0, 1, Method()] = plain = batches(1.0)
         case.observations[0.0, 1, Method(name, 4)] = own = batches(1.5, noise=noise)
-        case.runs[-1] = replace(case.runs[-1], speedup=speedup(own, plain))
+        case.runs[-1] = replace(case.runs[-1], speedup=own.speedup(plain))
     (first, second), (_, verdict) = case.runs, case.judge()
     assert first.speedup.value == second.speedup.value == pytest.approx(1.6)
     # Without its lucky prompt neither is the better one, and the other is taken for it.
@@ -199,7 +201,7 @@ def test_the_winner_has_no_luck_where_its_law_alone_was_tested(tested):
         case.observations[1.0, 1, Method()] = plain = batches(1.0)
         case.observations[1.0, 1, Method(name, 4)] = own = batches(1.5, noise=noise)
         law = Certificate(p_value=0.25, tokens=2000, passed=True) if name in tested else unchecked("waits")
-        case.runs[-1] = replace(case.runs[-1], speedup=speedup(own, plain), lossless=law)
+        case.runs[-1] = replace(case.runs[-1], speedup=own.speedup(plain), lossless=law)
     assert case.judge()[1].measured_speedup.value == pytest.approx(1.5)
 
 
@@ -258,7 +260,7 @@ def test_each_setting_has_a_verdict_of_its_own():
     # The intervals of all four runs hold together.
     for each in verdict.settings:
         own, plain = (case.observations[each.temperature, 1, m] for m in (Method("draft", 4), Method()))
-        assert each.speedup.ci95 == speedup_interval(own, plain, 1 - 0.05 / 4)
+        assert each.speedup.ci95 == own.speedup_interval(plain, 1 - 0.05 / 4)
     assert second.speedup.ci95[0] < 1 < second.speedup.value
     low, high = second.speedup.ci95
     times = f"{second.speedup.value:.2f}× [{low:.2f}, {high:.2f}]"
@@ -279,7 +281,7 @@ def test_a_sentence_and_a_headline_show_no_interval_that_the_gate_does_not_judge
     second = verdict.settings[1]
     assert verdict.settings[0].go and not second.go and second.speedup.ci95[0] > 1
     own, plain = (case.observations[1.0, 1, method] for method in (Method("draft", 4), Method()))
-    low, high = speedup_interval(own, plain, 1 - 0.00001 / 2)
+    low, high = own.speedup_interval(plain, 1 - 0.00001 / 2)
     assert low < 1 and f" [{low:.2f}, {high:.2f}] times as fast" in second.reason
     assert second.reason.endswith("batch size 1, all intervals at 100% confidence): a speed-up above 1 is not shown.")
     words = headline_of(case, gate, verdict)
@@ -340,7 +342,7 @@ def test_the_stock_draft_is_not_deployed_where_a_gain_over_it_is_asked_for():
     gate, verdict = case.judge(min_gain=0.0)
     assert gate.failures == ["there is nothing to deploy but the stock draft"] and gate.passed is False
     assert (verdict.go, verdict.proposer) == (False, None)
-    case.add("draft", 1.3, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8)))
+    case.add("draft", 1.3, gain=Estimate(0.5, (0.2, 0.8), 8))
     assert case.judge()[1].proposer == "stock"
     assert case.judge(min_gain=0.0)[1].proposer == "draft"
 
@@ -354,11 +356,7 @@ def test_one_batch_alone_says_nothing_for_certain():
 
 
 def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
-    case = (
-        Case()
-        .add("draft", 1.5, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8)))
-        .add("lookup", 0.9, temperature=0.7, rows=2)
-    )
+    case = Case().add("draft", 1.5, gain=Estimate(0.5, (0.2, 0.8), 8)).add("lookup", 0.9, temperature=0.7, rows=2)
     predicted = {"predicted_speedup": Estimate(1.456, None, 8)}
     predicted["predicted_speedup_without_prompt"] = Estimate(1.567, None, 8)
     case.runs[0] = replace(case.runs[0], **predicted)

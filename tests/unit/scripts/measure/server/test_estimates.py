@@ -5,7 +5,7 @@ import pytest
 from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.scripts.measure.server.estimates import Acceptance, acceptance, pace, percentiles, token_seconds
+from draftsmith.scripts.measure.server.estimates import Acceptance, acceptance, observation, percentiles, token_seconds
 from draftsmith.scripts.measure.server.load import MeasuredServer, RequestRecord
 from draftsmith.scripts.measure.server.observe import Observed, ServerTurn
 from draftsmith.scripts.measure.server.warnings import warnings_of
@@ -118,15 +118,15 @@ def test_one_at_a_time_speed_is_that_of_requests_paired_over_prompts():
     slow = [record(i, 2.0 + 2 * i, [1] * 10) for i in range(6)]
     seen = observed({ONE: {"server": [block(fast[:3]), block(fast[3:])],
                            "baseline_server": [block(slow[:3]), block(slow[3:])]}})  # fmt: skip
-    estimate = pace(seen, ONE, "server").speedup(pace(seen, ONE, "baseline_server"))
+    estimate = observation(seen, ONE, "server").speedup(observation(seen, ONE, "baseline_server"))
     assert (estimate.value, estimate.n) == (2.0, 6) and estimate.ci95 == pytest.approx((2.0, 2.0))
-    assert pace(seen, ONE, "server", {1}).seconds == [2.0]
+    assert observation(seen, ONE, "server").within({1}).seconds == [2.0]
 
 
 def test_several_at_once_speed_is_that_of_turns_and_repeats_add_up():
     turns = [block([record(2 * i + j, 9.0, [1] * 10) for j in range(2)], seconds=1.0 + i) for i in range(3)]
     seen = observed({TWO: {"server": turns * 2}}, {"repeats": 2, "concurrency": [2]})
-    found = pace(seen, TWO, "server")
+    found = observation(seen, TWO, "server")
     assert found.tokens == [40, 40, 40] and found.seconds == [2.0, 4.0, 6.0]
     assert found.speed().value == 10.0 and found.speed().median == 10.0
 
