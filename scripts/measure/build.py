@@ -25,7 +25,7 @@ from draftsmith.scripts.measure.estimates import (
 from draftsmith.scripts.measure.state import PLAIN, PROBABILISTIC, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, partial
 from draftsmith.scripts.report import types as report
-from draftsmith.scripts.report.cost_types import DrafterMemory, Memory
+from draftsmith.scripts.report.entries import DrafterMemory, Memory
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.provenance import environment
 
@@ -35,27 +35,21 @@ TEXTS, TOKENS = 8, 30
 
 
 def build_report(
-    target: report.Target,
-    prompts: report.Prompts,
     runs: Sequence[report.Run],
     observations: Observations,
     verdict: Verdict,
     failures: Sequence[report.Failure],
-    environment: Mapping[str, Any],
     **entries: Any,
 ) -> report.Report:
     """Return the report of decoded texts or of a server's answers; a value that was not measured is None.
 
     Intervals are bootstrapped over prompts, those of a server's throughput over turns; comparisons are paired.
-    `entries` are those that only one of the two kinds of measurement has.
+    `entries` are the report's others.
     """
     plain = {(t, b): observation for (t, b, method), observation in observations.items() if method == Method()}
     baselines = [report.PlainRun(*setting, own.speed(), own.repeated()) for setting, own in plain.items()]
     gate, recommendation = partial(*verdict, failures)
     return report.Report(
-        environment=report.Environment(**environment),
-        target=target,
-        prompts=prompts,
         baseline=report.Baseline(joined(plain.values()).speed(), baselines) if plain else None,
         runs=runs,
         gate=gate,
@@ -83,22 +77,24 @@ def by_category(
 def measured_report(measured: Measured) -> report.Report:
     """Return the report of decoded and replayed texts."""
     config, pair, settings = measured.config, measured.pair, measured.chosen
-    observations = _observations(measured)
-    runs = _runs(measured, observations)
+    runs, observations = _runs(measured), _observations(measured)
     curves = [predictions.curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
     count = max(len(own.texts or ()) for (_, _, method), own in observations.items() if method == Method())
     categories = {name: len(places) for name, places in measured.categories().items()}
     return build_report(
-        report.Target(config.target, pair.target.num_parameters(), pair.dtype, config.filters(), pair.left_out),
-        report.Prompts(config.prompts, count, len(measured.prompts), categories),
         runs,
         observations,
-        _verdict(measured, runs, observations, curves),
+        _verdict(measured, runs, curves),
         measured.failures,
-        environment(pair.target.device, pair.dtype)
-        | {"compiled": settings.compiled, "draft_dtypes": sorted(set(settings.draft_dtypes.values()))}
-        | {"settings_by": settings.why}
-        | {"compilation_seconds": round(sum(clock.PROGRAMS), 1) if settings.compiled else None},
+        environment=report.Environment(
+            **environment(pair.target.device, pair.dtype),
+            compiled=settings.compiled,
+            draft_dtypes=sorted(set(settings.draft_dtypes.values())),
+            settings_by=settings.why,
+            compilation_seconds=round(sum(clock.PROGRAMS), 1) if settings.compiled else None,
+        ),
+        target=report.Target(config.target, pair.target.num_parameters(), pair.dtype, config.filters(), pair.left_out),
+        prompts=report.Prompts(config.prompts, count, len(measured.prompts), categories),
         curves=curves,
         comparisons=comparisons(measured.replays, sorted({run.draft_length for run in runs})),
         costs=predictions.costs_entry(measured),
@@ -112,45 +108,34 @@ def measured_report(measured: Measured) -> report.Report:
 
 def recommended(measured: Measured) -> report.Recommendation:
     """Return the recommendation without advice, as if every sampled text's distribution had been tested."""
-    observations = _observations(measured)
-    verdict = _verdict(measured, _runs(measured, observations), observations, (), require_law=False)
-    return partial(*verdict, measured.failures)[1]
+    return partial(*_verdict(measured, _runs(measured), (), require_law=False), measured.failures)[1]
 
 
 def _observations(measured: Measured) -> Observations:
     return {key: Observation.of(groups) for key, groups in measured.observations.items()}
 
 
-def _runs(measured: Measured, observations: Observations) -> list[report.Run]:
-    return [_run(measured, observations, *key) for key in observations if key[2] != Method()]
+def _runs(measured: Measured) -> list[report.Run]:
+    return [_run(measured, *key) for key in measured.observations if key[2] != Method()]
 
 
 def _verdict(
-    measured: Measured,
-    runs: Sequence[report.Run],
-    observations: Observations,
-    curves: Sequence[report.Curve],
-    require_law: bool = True,
+    measured: Measured, runs: Sequence[report.Run], curves: Sequence[report.Curve], require_law: bool = True
 ) -> Verdict:
-    config, gains = measured.config, {}
+    config, gate = measured.config, None
     level = intervals.confidence_of_each(config.confidence, len(candidates(runs, config.min_gain)))
-    for run in runs:
-        gain = _gain(measured, run.temperature, Method(*run.setting[:2]), level)
-        if gain is not None:
-            gains[run.temperature, run.proposer.name, run.draft_length] = gain
-    gate = None
+    gains = {run.setting: _gain(measured, run.temperature, Method(*run.setting[:2]), level) for run in runs}
     if config.min_speedup is not None or config.min_gain is not None:
         gate = report.Gate(config.min_speedup, config.min_gain, config.confidence)
     hint = predictions.advice(curves, runs)
+    observations = _observations(measured)
     return judge_runs(runs, observations, gains, gate, config.confidence, hint, require_law, config.decides)
 
 
-def _run(
-    measured: Measured, observations: Observations, temperature: float, batch_size: int, method: Method
-) -> report.Run:
+def _run(measured: Measured, temperature: float, batch_size: int, method: Method) -> report.Run:
     setting = temperature, batch_size
-    own, plain = observations[*setting, method], observations[*setting, Method()]
     groups, plain_groups = (measured.observations[*setting, which] for which in (method, Method()))
+    own, plain = Observation.of(groups), Observation.of(plain_groups)
     drafter, rows = measured.drafter(method.drafter), rows_of(groups)
     counts = sum((row.counts for row in rows), Counts())
     replay = measured.replays.get((temperature, drafter.name, PROBABILISTIC))
@@ -179,13 +164,13 @@ def _run(
         predicted_speedup=predictions.predicted_speedup(measured, *prediction_key),
         predicted_speedup_without_prompt=predictions.predicted_speedup(measured, *prediction_key, with_prompt=False),
         tokens_per_second=own.speed(),
-        gain_over_baseline_draft=_gains(measured, observations, setting, method),
+        gain_over_baseline_draft=_gains(measured, setting, method),
         replay=None if replay is None else _replayed(measured, replay, rows, method.draft_length, temperature),
         lossless=measured.lossless[*setting, method],
         by_category=by_category({name: places for name, places in categories.items() if places}, own, plain, length),
         repeated_ngram_share=own.repeated(),
         sources=_sources(drafter, rows),
-        speedup_over=_speedup_over(observations, setting, drafter, own),
+        speedup_over=_speedup_over(measured, setting, drafter, own),
     )
 
 
@@ -201,15 +186,15 @@ def _sources(drafter: Drafter, rows: Sequence[Row]) -> dict[str, Counts] | None:
 
 
 def _speedup_over(
-    observations: Observations, setting: tuple[float, int], drafter: Drafter, own: Observation
+    measured: Measured, setting: tuple[float, int], drafter: Drafter, own: Observation
 ) -> dict[str, Estimate] | None:
     """Return the least speed-up of a drafter with members over each other drafter, paired over batches."""
     if not drafter.members:
         return None
     over: dict[str, Estimate] = {}
-    for (t, b, method), others in observations.items():
+    for (t, b, method), others in measured.observations.items():
         if (t, b) == setting and method.drafter not in (PLAIN, drafter.name):
-            faster, least = own.speedup(others), over.get(method.drafter)
+            faster, least = own.speedup(Observation.of(others)), over.get(method.drafter)
             if least is None or (faster.value or 0.0) < (least.value or 0.0):
                 over[method.drafter] = faster
     return over
@@ -231,17 +216,14 @@ def _gain(measured: Measured, temperature: float, method: Method, confidence: fl
     return replace(gain, ci95=intervals.difference_interval(*columns, confidence=confidence))
 
 
-def _gains(
-    measured: Measured, observations: Observations, setting: tuple[float, int], method: Method
-) -> report.Gains | None:
-    baseline = *setting, Method(STOCK, method.draft_length)
-    if baseline not in observations or method.drafter == STOCK:
+def _gains(measured: Measured, setting: tuple[float, int], method: Method) -> report.Gains | None:
+    baseline = measured.observations.get((*setting, Method(STOCK, method.draft_length)))
+    if baseline is None or method.drafter == STOCK:
         return None
     # Replay has both draft the same texts; decoded gains also vary with the texts that each happened to write.
-    gain = _gain(measured, setting[0], method) or Estimate(None, None, 0)
-    own, stock = (rows_of(measured.observations[key]) for key in ((*setting, method), baseline))
-    decoded = intervals.ratio_difference(*emitted_and_rounds(own), *emitted_and_rounds(stock))
-    return report.Gains(gain, decoded, observations[*setting, method].speedup(observations[baseline]))
+    gain, own = _gain(measured, setting[0], method) or Estimate(None, None, 0), measured.observations[*setting, method]
+    decoded = intervals.ratio_difference(*emitted_and_rounds(rows_of(own)), *emitted_and_rounds(rows_of(baseline)))
+    return report.Gains(gain, decoded, Observation.of(own).speedup(Observation.of(baseline)))
 
 
 def _replayed(

@@ -17,8 +17,8 @@ from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planner import RoundCosts, text_seconds
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, member_name
-from draftsmith.scripts.report.cost_types import ByLoad, Goodput, LoadRange, PlannerCheck, Prediction
-from draftsmith.scripts.report.cost_types import Costs as CostsEntry
+from draftsmith.scripts.report.entries import ByLoad, Goodput, LoadRange, PlannerCheck, Prediction
+from draftsmith.scripts.report.entries import Costs as CostsEntry
 from draftsmith.scripts.report.types import Curve, CurveCategory, ProposerEntry, Run, Verifier
 from draftsmith.train.kinds.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
 from draftsmith.train.kinds.drafter import Drafter

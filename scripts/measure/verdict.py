@@ -24,10 +24,12 @@ Setting = tuple[float, int]
 Configuration = tuple[str, int]
 Rivals = Mapping[Configuration, Sequence[Run]]
 """The configurations that the best one was chosen among, with their runs."""
-Gains = Mapping[tuple[float, str, int], Estimate]
-"""The gain of τ over the stock draft by temperature, drafter and γ, with its interval at each setting's level."""
-SPEEDUP, GAIN = "speed-up above", "the gain of τ over the stock draft"
-"""The beginning of a gate part about speed, and of a sentence on the gain."""
+Gains = Mapping[tuple[str, int, int, float], Estimate | None]
+"""The gain of τ over the stock draft by `Run.setting`, with its interval at the level of each."""
+Demands = Mapping[str, Callable[[Run], Sequence[str]]]
+"""What a run must meet to pass: by name a function that returns the reasons why it does not."""
+SPEEDUP, GAIN = "speed-up above", "gain of τ over the stock draft"
+"""The beginnings of demands on the speed, and on the gain."""
 MOST_PROMPTS = 100_000
 POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2
 """Factor on the prompts that would just exclude zero at 95 %, for doing so in 80 % of cases."""
@@ -70,17 +72,6 @@ def comparisons(replays: Replays, draft_lengths: Sequence[int]) -> list[Comparis
 def candidates(runs: Sequence[Run], min_gain: float | None) -> list[Run]:
     """Return the runs of drafters that may be deployed: not the stock draft if a gain over it is asked for."""
     return [run for run in runs if min_gain is None or run.proposer.kind != "baseline_draft"]
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a run must meet to pass."""
-
-    what: str
-    failures: Callable[[Run], Sequence[str]]
-    """Returns the reasons why a run does not meet it."""
-    bars: bool = False
-    """True if it rules out a run that fails, however fast it is."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +126,7 @@ def best_of(judged: Sequence[JudgedRun], observations: Observations, count: int)
 def judge(
     runs: Sequence[Run],
     observations: Observations,
-    demands: Sequence[Demand],
+    demands: Demands,
     gate: Gate | None,
     confidence: float,
     decides: Callable[[Setting], bool],
@@ -149,7 +140,7 @@ def judge(
 
     Args:
         runs: at least one.
-        demands: what each run must meet, the speed-up first, at a level at which the intervals of all runs hold.
+        demands: the speed-up's first; their intervals hold together for all runs.
         decides: whether the gate is about a setting.
         say: a sentence on a run's speed-up without its full stop, from both and the setting in words.
         at_once: the batch size in words.
@@ -157,9 +148,9 @@ def judge(
     level = intervals.confidence_of_each(confidence, len(runs))
     judged = []
     for run in runs:
-        failures = {demand.what: demand.failures(run) for demand in demands}
-        barred = run.lossless.passed is False or any(failures[demand.what] for demand in demands if demand.bars)
-        judged.append(JudgedRun(run, failures, barred))
+        failures = {what: reasons(run) for what, reasons in demands.items()}
+        barred = any(lines for what, lines in failures.items() if what.startswith(GAIN))
+        judged.append(JudgedRun(run, failures, barred or run.lossless.passed is False))
     settings = list(dict.fromkeys(run.condition for run in runs))
     deciding = [setting for setting in settings if decides(setting)] or settings  # the named settings may have failed
 
@@ -268,15 +259,15 @@ def judge_runs(
         return _below("the speed-up", speedup, "batches", least, level, run)
 
     def gains_less(run: Run) -> list[str]:
-        gain = gains.get((run.temperature, run.proposer.name, run.draft_length))
+        gain = gains.get(run.setting)
         if gain is None or gain.value is None:
             return [f"no gain over a stock draft is known for {_where(run)}"]
-        return _below(GAIN, gain, "prompts", min_gain or 0.0, level, run)
+        return _below(f"the {GAIN}", gain, "prompts", min_gain or 0.0, level, run)
 
-    demands = [Demand(f"{SPEEDUP} {least:g}", slow)]
+    demands = {f"{SPEEDUP} {least:g}": slow}
     if min_gain is not None:
-        demands.append(Demand(f"gain of τ over the stock draft above {min_gain:g}", gains_less, bars=True))
-    demands.append(Demand("lossless text", lambda run: _departs(run, require_law)))
+        demands[f"{GAIN} above {min_gain:g}"] = gains_less
+    demands["lossless text"] = lambda run: _departs(run, require_law)
 
     def say(run: Run, speedup: Estimate, where: str) -> str:
         times = intervals.format_estimate(speedup, spread="interval")
@@ -362,7 +353,7 @@ def _below(what: str, estimate: Estimate, unit: str, least: float, confidence: f
     if low > least:
         return []
     words = f"{estimate.value:.2f} [{low:.2f}, {high:.2f}]"
-    if what == GAIN:
+    if what.endswith(GAIN):
         words = f"{estimate.value:+.2f}, at least {low:+.2f},"
     return [f"{what} must exceed {least:g} with {_level(confidence)}, and is {words} for {_where(run)}"]
 

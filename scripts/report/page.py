@@ -18,8 +18,8 @@ from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.intervals import LEAST, Estimate, format_estimate
 from draftsmith.scripts.kinds import title_of
 from draftsmith.scripts.report import figures
+from draftsmith.scripts.report.entries import Latency
 from draftsmith.scripts.report.figures import has_value
-from draftsmith.scripts.report.serving_types import Latency
 from draftsmith.scripts.report.types import Comparison, Report, Run
 from draftsmith.scripts.report.words import gated, headline, load_words, turns
 from draftsmith.scripts.summary import DOUBTFUL

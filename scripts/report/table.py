@@ -6,7 +6,7 @@ from rich.text import Text
 
 from draftsmith.decode.clock import speed
 from draftsmith.decode.measurement.intervals import format_estimate
-from draftsmith.scripts.report.reconciliation import Reconciliation
+from draftsmith.scripts.report.entries import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
 from draftsmith.scripts.report.words import headline, load_words, turns
 from draftsmith.scripts.summary import figures_table, print_doubts

@@ -11,21 +11,24 @@ from typing import Annotated, Literal
 from draftsmith.decode import Counts
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.intervals import Estimate
-from draftsmith.scripts.report.cost_types import ByLoad, Costs, Memory, PlannerCheck
-from draftsmith.scripts.report.entry import (
+from draftsmith.scripts.report.entries import (
     AboveZero,
+    ByLoad,
     ByNumber,
+    Costs,
     Count,
     Entry,
     Limited,
+    Memory,
     Name,
     NonEmpty,
     NotNegative,
+    PlannerCheck,
     Positive,
+    Serving,
     Share,
     Temperature,
 )
-from draftsmith.scripts.report.serving_types import Serving
 
 SCHEMA: Literal["draftsmith.report/1"] = "draftsmith.report/1"
 Verifier = Literal["probabilistic", "greedy"]

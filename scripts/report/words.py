@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from draftsmith.decode.measurement.intervals import format_estimate
-from draftsmith.scripts.report.cost_types import ByLoad
+from draftsmith.scripts.report.entries import ByLoad
 from draftsmith.scripts.report.types import Report, Run
 
 MOST_NAMED = 4  # the most settings that a headline names; more are counted

@@ -7,7 +7,7 @@ from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.reconcile.pairing import ROUNDING, SPACING, Pairing, ServedText
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings
-from draftsmith.scripts.report.reconciliation import Cause
+from draftsmith.scripts.report.entries import Cause
 from draftsmith.scripts.report.types import Verifier
 
 SLIGHT = 0.02

@@ -25,7 +25,7 @@ from draftsmith.decode.measurement.server_counts import VLLM, Convention, Server
 from draftsmith.scripts.measure.reconcile.causes import causes_of
 from draftsmith.scripts.measure.reconcile.pairing import Pairing, ServedSetting, ServedText, paired, too_few
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings
-from draftsmith.scripts.report.reconciliation import Departure, PositionShares, Reconciliation, SeenCounts
+from draftsmith.scripts.report.entries import Departure, PositionShares, Reconciliation, SeenCounts
 from draftsmith.scripts.report.types import Verifier
 
 FALSE_ALARM = 0.01

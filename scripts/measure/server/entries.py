@@ -1,6 +1,6 @@
 """The report on a server: its runs, what is demanded of them, and how they were measured."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from draftsmith.decode import Counts
@@ -13,13 +13,12 @@ from draftsmith.scripts.measure.estimates import Observation, Observations
 from draftsmith.scripts.measure.server import estimates
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.expectation import Expectation, reconciled
-from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
+from draftsmith.scripts.measure.server.observe import Observed, Setting
 from draftsmith.scripts.measure.server.warnings import warnings_of
 from draftsmith.scripts.measure.state import Method, categories_of
-from draftsmith.scripts.measure.verdict import SPEEDUP, Demand, bounds_of, judge, level_words
+from draftsmith.scripts.measure.verdict import SPEEDUP, bounds_of, judge, level_words
 from draftsmith.scripts.report import types as report
-from draftsmith.scripts.report.reconciliation import Reconciliation
-from draftsmith.scripts.report.serving_types import Counted, Latency, ServedBy, Serving
+from draftsmith.scripts.report.entries import Counted, Latency, Reconciliation, Role, ServedBy, Serving
 from draftsmith.train.provenance import environment
 
 
@@ -46,13 +45,15 @@ def server_report(observed: Observed, expectation: Expectation | None = None) ->
         temperature, concurrency = observed.failed
         failures = [report.Failure(f"T = {temperature:g}, {concurrency} at once", str(observed.failure), exit_code=1)]
     return build_report(
-        report.Target(observed.servers["server"].model, None, None, config.filters()),
-        report.Prompts(config.prompts, len(observed.prompts), None, {name: len(of) for name, of in places.items()}),
         runs,
         observations,
         _verdict(config, runs, observations, accepted, reconciliations),
         failures,
-        environment(None),
+        environment=report.Environment(**environment(None)),
+        target=report.Target(observed.servers["server"].model, None, None, config.filters()),
+        prompts=report.Prompts(
+            config.prompts, len(observed.prompts), None, {name: len(of) for name, of in places.items()}
+        ),
         server=_serving(observed, accepted, reconciliations),
     )
 
@@ -95,15 +96,15 @@ def _verdict(
         entries = [entry for entry in reconciliations if (entry.temperature, entry.concurrency) == run.condition]
         return [_departs(entry) for entry in entries if not entry.agrees]
 
-    demands = []
+    demands: dict[str, Callable[[report.Run], list[str]]] = {}
     if config.baseline_server is not None:
-        demands.append(Demand(f"{SPEEDUP} {least:g}", slow))
+        demands[f"{SPEEDUP} {least:g}"] = slow
     if alpha is not None:
-        demands.append(Demand(f"α above {alpha:g}", accepts_less))
+        demands[f"α above {alpha:g}"] = accepts_less
     if config.baseline_server is not None:
-        demands.append(Demand("the baseline server's text", other_text))
+        demands["the baseline server's text"] = other_text
     if reconciliations:
-        demands.append(Demand(f"the counts that {config.expect} expects", other_counts))
+        demands[f"the counts that {config.expect} expects"] = other_counts
 
     def say(run: report.Run, faster: Estimate, where: str) -> str:
         if faster.value is not None:
@@ -259,14 +260,13 @@ def _serving(
     ]
     counted, latencies = [], []
     for setting, figures in accepted.items():
-        blocks = observed.blocks[setting]["server"]
-        generated = [block.generated_tokens for block in blocks if block.generated_tokens is not None]
+        generated = [block.generated_tokens for block in observed.blocks[setting]["server"]]
         counted.append(
             Counted(
                 *setting,
                 source=figures.source,
                 completion_tokens=sum(record.tokens for record in observed.records(setting, "server")),
-                generated_tokens=sum(generated) if len(generated) == len(blocks) else None,
+                generated_tokens=None if None in generated else sum(count or 0 for count in generated),
                 convention=figures.steps.convention(),
                 mean_acceptance_length_within=figures.steps.length_bounds(),
                 alpha_within=figures.steps.alpha_bounds(),
@@ -274,17 +274,12 @@ def _serving(
         )
         for role in observed.servers:
             records = observed.records(setting, role)
-            latencies.append(
-                Latency(
-                    role,
-                    *setting,
-                    first_token=estimates.percentiles([r.first for r in records if r.first is not None]),
-                    token=estimates.percentiles(
-                        [token_time for r in records if (token_time := estimates.token_seconds(r)) is not None]
-                    ),
-                    request=estimates.percentiles([r.ended for r in records]),
-                )
+            times = (
+                [r.first for r in records],
+                [estimates.token_seconds(r) for r in records],
+                [r.ended for r in records],
             )
+            latencies.append(Latency(role, *setting, *map(estimates.percentiles, times)))
     return Serving(
         servers=servers,
         prompts_as="text" if config.target is None else "tokens",

@@ -9,8 +9,8 @@ from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
 from draftsmith.scripts.measure.estimates import Observation
 from draftsmith.scripts.measure.server.load import RequestRecord
-from draftsmith.scripts.measure.server.observe import Observed, Role, ServerTurn, Setting
-from draftsmith.scripts.report.serving_types import Percentiles, Source
+from draftsmith.scripts.measure.server.observe import Observed, ServerTurn, Setting
+from draftsmith.scripts.report.entries import Percentiles, Role, Source
 from draftsmith.scripts.serving.server_steps import CountedTexts, ServerSteps, server_steps
 
 
@@ -128,12 +128,13 @@ def observation(observed: Observed, setting: Setting, role: Role) -> Observation
     )
 
 
-def percentiles(seconds: Sequence[float]) -> Percentiles:
-    """Return the median and the upper percentiles over requests."""
-    if not seconds:
+def percentiles(seconds: Sequence[float | None]) -> Percentiles:
+    """Return the median and the upper percentiles over requests, those of unknown time left out."""
+    known = [value for value in seconds if value is not None]
+    if not known:
         return Percentiles(0, None, None, None)
-    p50, p90, p99 = (float(value) for value in np.percentile(seconds, [50, 90, 99]))
-    return Percentiles(len(seconds), p50, p90, p99)
+    p50, p90, p99 = (float(value) for value in np.percentile(known, [50, 90, 99]))
+    return Percentiles(len(known), p50, p90, p99)
 
 
 def token_seconds(record: RequestRecord) -> float | None:

@@ -14,8 +14,8 @@ from draftsmith.scripts.measure.reconcile.pairing import ServedText, texts_of, t
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings, read_rounds
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance
-from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
-from draftsmith.scripts.report.reconciliation import Reconciliation
+from draftsmith.scripts.measure.server.observe import Observed, Setting
+from draftsmith.scripts.report.entries import Reconciliation, Role
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.scripts.serving.server_steps import ServerSteps
 from draftsmith.train.endpoint.client import SentPrompt

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from math import ceil
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -18,6 +18,7 @@ from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.load import MeasuredServer, RequestRecord, records_of
 from draftsmith.scripts.measure.unfinished import SCHEMA, Kept, identified_prompts
+from draftsmith.scripts.report.entries import Role
 from draftsmith.scripts.serving.client import ServerMetrics
 from draftsmith.train.checkpoint import left_out, load_generation_config
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
@@ -27,7 +28,6 @@ from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import git_sha
 
-Role = Literal["server", "baseline_server"]
 Setting = tuple[float, int]
 BLOCKS, BLOCKS_WITH_RATE = 10, 2
 """Turns of a setting, enough for an interval over them; few with a rate, because each begins with an idle server."""

@@ -1,7 +1,7 @@
 """Draft lengths by load: which γ pays at which batch size."""
 
 from draftsmith.scripts.measure.predictions import sizes_up_to
-from draftsmith.scripts.report.cost_types import ByLoad, Goodput, LoadRange
+from draftsmith.scripts.report.entries import ByLoad, Goodput, LoadRange
 from draftsmith.scripts.report.words import load_words
 from draftsmith.train.kinds.draft_lengths import chosen_lengths, ranges
 

@@ -63,7 +63,7 @@ class Case:
         plain = batches(1.0, self.count)
         plain = self.observations[temperature, rows, Method()] = replace(plain, seconds=plain.seconds[::-1])
         self.observations[temperature, rows, Method(name, k)] = own = batches(speed, self.count)
-        self.gains |= {} if gain is None else {(temperature, name, k): gain}
+        self.gains |= {} if gain is None else {(name, k, rows, temperature): gain}
         certificate = Certificate(passed=lossless, reason=None if lossless else "prompt 3, token 7")
         entry = ProposerEntry(name, kind, None, 0, 0)
         self.runs.append(run(entry, k, temperature, rows, speedup=own.speedup(plain), lossless=certificate))
