@@ -179,7 +179,7 @@ def _run(
 ) -> report.Run:
     method, length = observed.servers["server"].engine.method, _draft_length(observed, accepted)
     counts = _counts(accepted.total or ServerCounts(), sum(own.tokens))
-    by_length = {} if accepted.one_length else {"num_draft_tokens_per_pos": (), "num_reached_per_pos": ()}
+    without = replace(counts, num_draft_tokens_per_pos=(), num_reached_per_pos=())
 
     def tau(prompts: Set[int] | None = None) -> Estimate:
         return known(accepted.steps.mean_acceptance_length(prompts))
@@ -191,7 +191,7 @@ def _run(
         draft_length=1 if length is None else length,
         temperature=setting[0],
         batch_size=setting[1],
-        counts=None if accepted.total is None else replace(counts, **by_length),
+        counts=None if accepted.total is None else counts if accepted.one_length else without,
         alpha=known(accepted.steps.alpha()),
         draft_acceptance_rate=accepted.draft_acceptance_rate(),
         mean_acceptance_length=tau(),
@@ -274,11 +274,11 @@ def _serving(
         )
         for role in observed.servers:
             records = observed.records(setting, role)
-            times = (
+            times: list[Sequence[float | None]] = [
                 [r.first for r in records],
                 [estimates.token_seconds(r) for r in records],
                 [r.ended for r in records],
-            )
+            ]
             latencies.append(Latency(role, *setting, *map(estimates.percentiles, times)))
     return Serving(
         servers=servers,
