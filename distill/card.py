@@ -10,8 +10,9 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.checkpoint import stored_tensors
 from draftsmith.train.data.generate import other_target
 from draftsmith.train.data.shards import read_manifest
+from draftsmith.train.kinds.export import sglang_command, vllm_command
 from draftsmith.train.provenance import environment
-from draftsmith.train.runs import hub_name, sglang_command, vllm_command
+from draftsmith.train.runs import hub_name
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 

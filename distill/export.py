@@ -11,7 +11,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.distill.kind import Draft
 from draftsmith.distill.vocabulary import with_whole_head
-from draftsmith.train.kinds.export import ExportOptions, Served, check_output
+from draftsmith.train.kinds.export import ExportOptions, Served, check_output, sglang_command, vllm_command
 from draftsmith.train.models import (
     check_same_tokenizer,
     empty_model,
@@ -21,7 +21,7 @@ from draftsmith.train.models import (
     load_tokenizer,
     stored_dtype,
 )
-from draftsmith.train.runs import save_model, sglang_command, vllm_command
+from draftsmith.train.runs import save_model
 
 GAMMA = 4
 

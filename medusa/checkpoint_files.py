@@ -61,6 +61,17 @@ def round_tensors(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, T
     return copies
 
 
+def from_tensors(heads_class: Any, config: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return heads with these tensors, under our names, in eval mode; nothing is copied."""
+    with torch.device("meta"):
+        heads = heads_class(config)
+    heads.load_state_dict(tensors, assign=True)
+    for name, module in heads.named_children():
+        if hasattr(module, "inv_freq"):
+            setattr(heads, name, type(module)(config))  # the frequencies of a rotation are computed, not stored
+    return heads.eval()
+
+
 def read_pickled(pickled: Path) -> dict[str, Tensor]:
     """Return the tensors of a file that torch.save wrote, or raise an InputError."""
     try:

@@ -66,17 +66,17 @@ class HeadsKind(ModelKind):
 
     def export(self, config: "ExportOptions", path: str) -> list[str]:
         """Write the heads for a server or another tool."""
-        return self._module("formats.export").export(config, path)  # type: ignore[no-any-return]
+        return self._module("formats.export").FORMATS.export(config, path)  # type: ignore[no-any-return]
 
     def served(
         self, config: "ExportOptions", path: str
     ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
         """Return vLLM's config for the export, and a proposer that must agree with it."""
-        return self._module("formats.export").served(config, path)  # type: ignore[no-any-return]
+        return self._module("formats.export").FORMATS.served(config, path)  # type: ignore[no-any-return]
 
     def import_from(self, config: "ExportOptions", source: str) -> list[str]:
         """Read the heads of another tool."""
-        return self._module("formats.export").import_from(config, source)  # type: ignore[no-any-return]
+        return self._module("formats.export").FORMATS.import_from(config, source)  # type: ignore[no-any-return]
 
 
 class FeatureKind(HeadsKind):

@@ -1,11 +1,9 @@
-"""Files of a training run: writing and finding them, and the command lines that serve them."""
+"""Files of a training run: writing and finding them."""
 
 import json
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,34 +92,6 @@ def full_disk_reported(directory: Path) -> Iterator[None]:
         last = f"{Path(last).name if last else 'none'}; free some space and run the same command again"
         text = f"training.output_dir: no space left for a checkpoint in {directory}; the last whole one is {last}"
         raise InputError(text) from error
-
-
-def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, int] | None = None) -> str:
-    """Return the shell command that serves a target in vLLM; `overrides` are added to the target's config."""
-    words = ["vllm", "serve", target]
-    if overrides:
-        words += ["--hf-overrides", json.dumps(overrides, separators=(",", ":"))]
-    return shlex.join([*words, "--speculative-config", json.dumps(speculative, separators=(",", ":"))])
-
-
-def with_speculative(line: str, fields: Mapping[str, Any]) -> str:
-    """Return a line of `vllm_command` with fields added to its speculative config or replaced there."""
-    words = shlex.split(line)
-    speculative = parse_json(words[-1]) | dict(fields)
-    return shlex.join([*words[:-1], json.dumps(speculative, separators=(",", ":"))])
-
-
-def sglang_command(target: str, draft: str, draft_length: int, algorithm: str = "STANDALONE") -> str:
-    """Return the shell command that serves a target in SGLang with a draft of `draft_length` tokens a round."""
-    flags = {
-        "--model-path": target,
-        "--speculative-algorithm": algorithm,
-        "--speculative-draft-model-path": draft,
-        "--speculative-num-steps": draft_length,
-        "--speculative-eagle-topk": 1,
-        "--speculative-num-draft-tokens": draft_length + 1,
-    }
-    return "python -m sglang.launch_server " + shlex.join(str(part) for flag in flags.items() for part in flag)
 
 
 def hub_name(model: str | None) -> str | None:

@@ -9,7 +9,8 @@ from draftsmith.medusa.checkpoint_files import dtype_name
 from draftsmith.medusa.heads.formats.writing import VLLM_READS, check_format, refusal
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.train.job.kept_step import KeptStep
-from draftsmith.train.runs import hub_name, vllm_command
+from draftsmith.train.kinds.export import vllm_command
+from draftsmith.train.runs import hub_name
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 

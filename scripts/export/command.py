@@ -18,10 +18,9 @@ from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.kinds.draft_lengths import speculative_fields
-from draftsmith.train.kinds.export import check_format, check_output
+from draftsmith.train.kinds.export import check_format, check_output, with_speculative
 from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.models import load_config, load_model, load_tokenizer
-from draftsmith.train.runs import with_speculative
 
 PROMPT_TOKENS = 128
 """The most tokens of a prompt for `--verify`; earlier ones are cut."""

@@ -9,7 +9,7 @@ from trained_eagle import drafted, train_eagle
 from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.distribution_test import plain_texts
-from draftsmith.medusa.eagle.formats.writing import export_eagle
+from draftsmith.medusa.eagle.formats.export import FORMATS
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_jobs
@@ -60,7 +60,7 @@ def answers(heads, prompts, tmp_path_factory):
     """By name, what one process of vLLM made of each."""
     folder, jobs = tmp_path_factory.mktemp("exports"), {"plain decoding": None}
     for name in VARIANTS:
-        export_eagle(heads(name), folder / name, "vllm")
+        FORMATS.write(heads(name), folder / name, "vllm")
         jobs[name] = {"method": "eagle3", "model": str(folder / name), "num_speculative_tokens": K}
     asked = [Job(str(TARGET), prompts, config, max_tokens=TOKENS, max_model_len=128) for config in jobs.values()]
     return dict(zip(jobs, run_jobs(PYTHON, asked, timeout=600).answers, strict=True))

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from draftsmith.decode import Tree
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.medusa.heads.formats.writing import export_heads
+from draftsmith.medusa.heads.formats import export
 from draftsmith.scripts import cli
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_jobs
 from draftsmith.scripts.engine.verification import Checks
@@ -73,7 +73,7 @@ def answers(heads, prompts, tmp_path_factory):
     """By name, what one process of vLLM made of each."""
     folder, jobs = tmp_path_factory.mktemp("exports"), {"plain": None}
     for name, (_, format) in FORMATS.items():
-        export_heads(heads[name], folder / name, format)
+        export.FORMATS.write(heads[name], folder / name, format)
         jobs[name] = speculative(folder / name)
     for name, (of, _) in FAILING.items():
         heads[of].save_pretrained(folder / name)  # in our own format, which vLLM reads where nothing is cut

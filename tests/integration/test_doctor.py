@@ -26,13 +26,13 @@ from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import RoundCosts
 from draftsmith.distill.parallel.kind import ParallelDraft
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.medusa.block.formats.writing import export_block
+from draftsmith.medusa.block.formats import export as block_export
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checks import learning_rate
-from draftsmith.medusa.eagle.formats.writing import export_eagle
+from draftsmith.medusa.eagle.formats import export as eagle_export
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.heads.formats import export as heads_export
 from draftsmith.medusa.heads.formats import writing
-from draftsmith.medusa.heads.formats.writing import export_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import checks as pair_checks
 from draftsmith.scripts.doctor import costs as pair_costs
@@ -453,7 +453,7 @@ def test_heads_of_any_tool_are_read_and_what_they_leave_unsaid_is_told(
     if format != "vllm":
         ours = MedusaHeads.of_target(load_model(plain, device="cpu"), 2, medusa_fc_bias=True)
     ours.config.base_model_name_or_path = str(plain)
-    export_heads(ours, tmp_path / "theirs", format)
+    heads_export.FORMATS.write(ours, tmp_path / "theirs", format)
     code, lines, _, _ = check(capsys, plain, drafter=str(tmp_path / "theirs"))
     assert code == 0 and lines["medusa"].startswith(f"✓ {format}'s files: 2 heads, 1 block each, "), lines
     assert "made for this target's hidden size 32 and 300 logits" in lines["heads"]
@@ -628,7 +628,7 @@ def test_learning_rates_of_wide_heads_are_compared_with_usual_ones():
 def test_what_eagle_heads_of_other_tools_leave_to_chance_is_told(change, name, expected, tmp_path, tokenizer, capsys):
     target = tiny_llama(0, len(tokenizer), layers=8)
     save_model(target, tokenizer, tmp_path / "target")
-    export_eagle(EagleHeads.of_target(target, torch.arange(40)), tmp_path / "eagle", "vllm")
+    eagle_export.FORMATS.write(EagleHeads.of_target(target, torch.arange(40)), tmp_path / "eagle", "vllm")
     forget(tmp_path / "eagle", "eagle_aux_hidden_state_layer_ids")
     rewrite(tmp_path / "eagle", **change)
     restore(tmp_path / "eagle", lambda tensors: {k: v for k, v in tensors.items() if k != "t2d"})
@@ -651,7 +651,7 @@ def save_block(path, tokenizer, token_map=None, **shape):
 def foreign_block(path, tokenizer, format="vllm", **shape):
     """The same as another tool leaves it."""
     drafter, target = save_block(path.parent / "own", tokenizer, **shape)
-    export_block(drafter, path, format, head=drafter.head_for(target))
+    block_export.FORMATS.write(drafter, path, format, target=target)
 
 
 @pytest.mark.parametrize("format", ["own", "vllm", "speculators"])

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,17 +18,16 @@ from transformers import Gemma3Config, LlamaConfig
 
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats import readers as eagle_readers
-from draftsmith.medusa.heads.formats import readers
+from draftsmith.medusa.heads.formats import export, readers
 from draftsmith.medusa.heads.formats import writing as formats
 from draftsmith.medusa.heads.formats.importing import import_heads
-from draftsmith.medusa.heads.formats.writing import export_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.export import command
 from draftsmith.train.kinds.draft_lengths import NUM, SCHEMA
-from draftsmith.train.kinds.export import vocabulary_override
+from draftsmith.train.kinds.export import vllm_command, vocabulary_override
 from draftsmith.train.kinds.quantities import size
 from draftsmith.train.models import load_model
-from draftsmith.train.runs import save_model, vllm_command
+from draftsmith.train.runs import save_model
 
 K = 3
 
@@ -79,7 +79,7 @@ def test_a_fresh_process_reads_what_is_written(heads_dir, tmp_path, monkeypatch)
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: started.append(a[0]) or run(*a, **k))
     heads = import_heads(heads_dir)
-    export_heads(heads, tmp_path / "out", "vllm")
+    export.FORMATS.write(heads, tmp_path / "out", "vllm")
     ((interpreter, isolated, script, *_),) = started
     assert interpreter == sys.executable and isolated == "-P" and Path(script).name == "readers.py"
     assert torch.equal(logits(import_heads(tmp_path / "out")), logits(heads))
@@ -111,11 +111,11 @@ def test_a_launch_line_has_the_draft_lengths_of_each_load(pair_dirs, tmp_path, c
 
 
 def test_a_process_that_cannot_read_leaves_nothing(heads_dir, tmp_path, monkeypatch):
-    right = formats._config
     monkeypatch.setattr(subprocess, "run", in_place)
-    monkeypatch.setattr(formats, "_config", lambda *a: {k: v for k, v in right(*a).items() if k != "vocab_size"})
+    formats = export.FORMATS
+    wrong = replace(formats, fields=lambda *a: {k: v for k, v in formats.fields(*a).items() if k != "vocab_size"})
     with pytest.raises(RuntimeError, match="expected a fresh process to read vllm, found: KeyError: 'vocab_size'"):
-        export_heads(import_heads(heads_dir), tmp_path / "out", "vllm")
+        wrong.write(import_heads(heads_dir), tmp_path / "out", "vllm")
     assert not list(tmp_path.glob("*out*"))
 
 

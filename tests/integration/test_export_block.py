@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.formats import writing
+from draftsmith.medusa.block.formats.export import FORMATS
 from draftsmith.medusa.block.formats.importing import import_block, read_block_config
-from draftsmith.medusa.block.formats.writing import export_block
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.scripts import cli
 from draftsmith.train.models import load_model
@@ -74,7 +74,7 @@ def test_the_script_of_readers_reads_what_is_written(target, tmp_path, monkeypat
     """In this process: that a fresh one starts is tested in test_export.py."""
     started = []
     monkeypatch.setattr(subprocess, "run", lambda command, **options: started.append(command) or in_place(command))
-    export_block(made(target, "DSpark, confident"), tmp_path / "out", "vllm")
+    FORMATS.write(made(target, "DSpark, confident"), tmp_path / "out", "vllm")
     assert [Path(script).parent.parent.name for _, _, script, *_ in started] == ["block"]
 
 
@@ -85,9 +85,9 @@ def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
     drafter = made(target, name)
     if format == "sglang" and name != "DFlash":
         with pytest.raises(InputError, match=r"DSpark's heads, which SGLang .* does not load; take vllm$"):
-            export_block(drafter, tmp_path / "out", format)
+            FORMATS.write(drafter, tmp_path / "out", format)
         return
-    export_block(drafter, tmp_path / "out", format)
+    FORMATS.write(drafter, tmp_path / "out", format)
     same(import_block(tmp_path / "out"), drafter)
     if format == "own":
         same(BlockDrafter.from_pretrained(tmp_path / "out"), drafter)
@@ -99,8 +99,8 @@ def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
 def test_a_cut_vocabulary_takes_the_targets_rows_along(target, tmp_path, name, format):
     drafter = made(target, name)
     with pytest.raises(InputError, match=r"^target: expected it with a cut vocabulary, .*, found none$"):
-        export_block(drafter, tmp_path / "out", format)
-    export_block(drafter, tmp_path / "out", format, head=drafter.head_for(target))
+        FORMATS.write(drafter, tmp_path / "out", format)
+    FORMATS.write(drafter, tmp_path / "out", format, target=target)
     written = load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(written["lm_head.weight"], target.lm_head.weight[::2])
     assert ("t2d" in written) == (format == "speculators")
@@ -119,7 +119,7 @@ def test_a_wrong_file_is_not_left(target, tmp_path, monkeypatch):
     reader = writing.readers.logits
     monkeypatch.setattr(writing, "run_reader", lambda readers, *given: 1.001 * reader(*given))
     with pytest.raises(RuntimeError, match=r"^export: expected a reader to find the same states, found them off by"):
-        export_block(made(target, "DSpark"), tmp_path / "out", "vllm")
+        FORMATS.write(made(target, "DSpark"), tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()
 
 
@@ -138,7 +138,7 @@ def test_files_as_other_tools_leave_them(target, tmp_path):
     """z-lab's has the rotation by older names, DeepSpec's copies of the target's ends, speculators' of what it read."""
     dflash, dspark = made(target, "DFlash"), made(target, "DSpark, confident")
     zlab, deepspec, speculators = (tmp_path / name for name in ("zlab", "deepspec", "speculators"))
-    export_block(dflash, zlab, "vllm")
+    FORMATS.write(dflash, zlab, "vllm")
     config = flat(zlab) | {
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "rope_scaling": None,
@@ -151,7 +151,7 @@ def test_files_as_other_tools_leave_them(target, tmp_path):
     rewritten(zlab, config | {"dflash_config": {"mask_token_id": 3}})  # SpecForge's default layers
     assert read_block_config(zlab).target_layer_ids == [1]  # of two layers
 
-    export_block(dspark, deepspec, "vllm")
+    FORMATS.write(dspark, deepspec, "vllm")
     ends = {"embed_tokens.weight": target.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
     tensors = load_file(deepspec / "model.safetensors") | {name: end.detach().clone() for name, end in ends.items()}
     config = {k: v for k, v in flat(deepspec).items() if k not in ("sample_from_anchor", "dspark_bonus_anchor")}
@@ -162,7 +162,7 @@ def test_files_as_other_tools_leave_them(target, tmp_path):
     with pytest.raises(InputError, match=r"expected the target's embed_tokens.weight, which our drafters use, found"):
         import_block(deepspec, target=target)
 
-    export_block(dspark, speculators, "speculators")
+    FORMATS.write(dspark, speculators, "speculators")
     tensors = load_file(speculators / "model.safetensors")
     tensors |= {name: torch.zeros(2) for name in SPECULATORS_VERIFIER} | {"t2d": torch.ones(7, dtype=torch.bool)}
     rewritten(speculators, flat(speculators), tensors)
@@ -174,7 +174,7 @@ def test_files_as_other_tools_leave_them(target, tmp_path):
 @pytest.mark.usefixtures("in_this_process")
 def test_what_our_drafters_do_not_do_is_refused(target, tmp_path):
     out = tmp_path / "out"
-    export_block(made(target, "DFlash"), out, "vllm")
+    FORMATS.write(made(target, "DFlash"), out, "vllm")
     config = flat(out)
     for change, message in (
         (

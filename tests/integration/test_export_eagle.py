@@ -11,7 +11,7 @@ from in_place import in_place
 from safetensors.torch import load_file, save_file
 
 from draftsmith.medusa.eagle.formats import writing
-from draftsmith.medusa.eagle.formats.writing import export_eagle
+from draftsmith.medusa.eagle.formats.export import FORMATS
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
 from draftsmith.train.models import load_model
@@ -41,7 +41,7 @@ def test_the_script_of_readers_reads_what_is_written(heads_dir, tmp_path, monkey
     """In this process: that a fresh one starts is tested in test_export.py."""
     started = []
     monkeypatch.setattr(subprocess, "run", lambda command, **options: started.append(command) or in_place(command))
-    export_eagle(EagleHeads.from_pretrained(heads_dir), tmp_path / "out", "vllm")
+    FORMATS.write(EagleHeads.from_pretrained(heads_dir), tmp_path / "out", "vllm")
     written, given = (load_file(path / "model.safetensors") for path in (tmp_path / "out", heads_dir))
     torch.testing.assert_close(written, given, rtol=0, atol=0)
     assert [Path(script).parent.parent.name for _, _, script, *_ in started] == ["eagle"]

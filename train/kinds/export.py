@@ -1,6 +1,8 @@
-"""The options of `draftsmith export`, its output directory, and an engine's config. Imports no torch, for `--help`."""
+"""What exports share: options, the output directory, launch lines of servers. Imports no torch, for `--help`."""
 
+import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from draftsmith.decode.errors import InputError, at_least, one_of, require
+from draftsmith.decode.validation import parse_json
 from draftsmith.train.files import atomic_path, require_writable
 from draftsmith.train.options import DRAFT_LENGTH, DTYPES
 
@@ -122,3 +125,31 @@ def put_in_place(directory: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         cause = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
         raise InputError(f"output: expected to write in {directory}, found: {cause}") from error
+
+
+def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, int] | None = None) -> str:
+    """Return the shell command that serves a target in vLLM; `overrides` are added to the target's config."""
+    words = ["vllm", "serve", target]
+    if overrides:
+        words += ["--hf-overrides", json.dumps(overrides, separators=(",", ":"))]
+    return shlex.join([*words, "--speculative-config", json.dumps(speculative, separators=(",", ":"))])
+
+
+def with_speculative(line: str, fields: Mapping[str, Any]) -> str:
+    """Return a line of `vllm_command` with fields added to its speculative config or replaced there."""
+    words = shlex.split(line)
+    speculative = parse_json(words[-1]) | dict(fields)
+    return shlex.join([*words[:-1], json.dumps(speculative, separators=(",", ":"))])
+
+
+def sglang_command(target: str, draft: str, draft_length: int, algorithm: str = "STANDALONE") -> str:
+    """Return the shell command that serves a target in SGLang with a draft of `draft_length` tokens a round."""
+    flags = {
+        "--model-path": target,
+        "--speculative-algorithm": algorithm,
+        "--speculative-draft-model-path": draft,
+        "--speculative-num-steps": draft_length,
+        "--speculative-eagle-topk": 1,
+        "--speculative-num-draft-tokens": draft_length + 1,
+    }
+    return "python -m sglang.launch_server " + shlex.join(str(part) for flag in flags.items() for part in flag)

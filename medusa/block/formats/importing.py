@@ -5,7 +5,7 @@
 | z-lab, SpecForge  | `DFlashDraftModel`, a `dflash_config`                     | guesses nothing              |
 | DeepSpec          | `Qwen3DSparkModel`, all at the top                        | guesses the next token       |
 | speculators       | the layers' in a `transformer_layer_config`               | as in `sample_from_anchor`   |
-| `export_block`    | as one of these, or with `anchor_guesses`                 | as in `anchor_guesses`       |
+| draftsmith        | as one of these, or with `anchor_guesses`                 | as in `anchor_guesses`       |
 
 Target layers are counted from 0, by their outputs; speculators counts the layers before. Embedding and output head are
 the target's in all of these, and files may have copies of them.
@@ -22,9 +22,17 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa.base import WINDOWS
-from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, MARKOV, SIZES, block_from_tensors
+from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, MARKOV, SIZES
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
-from draftsmith.medusa.checkpoint_files import CONFIG, field, match_tensors, read_config, read_safetensors, shards
+from draftsmith.medusa.checkpoint_files import (
+    CONFIG,
+    field,
+    from_tensors,
+    match_tensors,
+    read_config,
+    read_safetensors,
+    shards,
+)
 from draftsmith.train.checkpoint import check_finite
 from draftsmith.train.kinds.export import check_format
 from draftsmith.train.losses.output_head import head_of
@@ -64,7 +72,7 @@ def import_block(
     copies = {name: tensors.pop(name) for name in TARGET_TENSORS if name in tensors}
     with torch.device("meta"):
         empty = BlockDrafter(config).state_dict()
-    drafter = block_from_tensors(config, match_tensors(directory, WHAT, empty, tensors, {}))
+    drafter = from_tensors(BlockDrafter, config, match_tensors(directory, WHAT, empty, tensors, {}))
     check_finite(drafter, directory, WHAT)
     drafter.check_tokens(f"{directory}: d2t", stored)
     if target is not None:

@@ -14,24 +14,20 @@ false` in speculators, and `dspark_bonus_anchor` in vLLM.
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.blocks import Anchors, attend_to
 from draftsmith.medusa.block.formats import readers
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, round_tensors
-from draftsmith.medusa.proof import TOLERANCE, relative_error, run_reader
-from draftsmith.train.kinds.export import check_format, put_in_place
+from draftsmith.medusa.checkpoint_files import dtype_name, round_tensors
+from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
 from draftsmith.train.losses.output_head import OutputHead
-from draftsmith.train.models import DTYPES
 
 BLOCK_FORMATS = ("own", "vllm", "sglang", "speculators")
 SIZES = [
@@ -58,7 +54,7 @@ def is_dflash(config: Any) -> bool:
     return not config.markov_rank and not config.anchor_guesses
 
 
-def block_refusal(drafter: BlockDrafter, format: str) -> str | None:
+def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
     """Return why a format cannot hold a drafter, and the way out, or None."""
     config = drafter.config
     if format == "own":
@@ -74,44 +70,15 @@ def block_refusal(drafter: BlockDrafter, format: str) -> str | None:
     return None
 
 
-def export_block(
-    drafter: BlockDrafter,
-    directory: str | Path,
-    format: str,
-    dtype: str | None = None,
-    readme: str | None = None,
-    head: OutputHead | None = None,
-) -> None:
-    """Write a drafter in a format into a new or empty directory, and prove that another process computes the same.
-
-    The target's `head` is needed with a cut vocabulary, because servers read its rows from the file.
-
-    Raises:
-        InputError: a format, dtype, drafter or directory that does not allow it.
-        RuntimeError: a reader finds other outputs in the files; the directory is removed.
-    """
-    directory = Path(directory)
-    reason = block_refusal(drafter, check_format(format, BLOCK_FORMATS))
-    if reason is not None:
-        raise InputError(f"format: expected a drafter that {format} can hold, found {reason}")
-    kind = drafter.dtype if dtype is None else DTYPES[check_dtype(dtype)]
-    adapted = block_from_tensors(drafter.config, round_tensors(drafter.state_dict(), kind))
-    with put_in_place(directory) as aside:
-        if format == "own":
-            adapted.save_pretrained(aside)
-        else:
-            tensors = dict(adapted.state_dict())
-            if (ids := adapted.token_map) is not None:
-                tensors |= round_tensors(_rows(head), kind)  # servers do not cut the target's head themselves
-                if format == "speculators":
-                    drafted = torch.zeros(adapted.config.vocab_size, dtype=torch.bool)
-                    tensors["t2d"] = drafted.index_fill(0, ids.cpu(), True)
-            config = (_speculators if format == "speculators" else _server)(adapted)
-            (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
-        if readme is not None:
-            (aside / "README.md").write_text(readme, encoding="utf-8")
-        prove_block(adapted, aside)
+def tensors(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -> dict[str, Tensor]:
+    """Return the drafter's tensors, and with a cut vocabulary the target's rows: servers do not cut its head."""
+    tensors = dict(drafter.state_dict())
+    if (ids := drafter.token_map) is not None:
+        tensors |= round_tensors(_rows(None if target is None else drafter.head_for(target)), drafter.dtype)
+        if format == "speculators":
+            drafted = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
+            tensors["t2d"] = drafted.index_fill(0, ids.cpu(), True)
+    return tensors
 
 
 def _rows(head: OutputHead | None) -> dict[str, Tensor]:
@@ -147,8 +114,10 @@ def _layer(drafter: BlockDrafter) -> dict[str, Any]:
     }
 
 
-def _server(drafter: BlockDrafter) -> dict[str, Any]:
-    """Return config.json as in z-lab's DFlash, or DeepSpec's DSpark."""
+def config_fields(drafter: BlockDrafter, format: str) -> dict[str, Any]:
+    """Return config.json as in speculators, z-lab's DFlash, or DeepSpec's DSpark."""
+    if format == "speculators":
+        return _speculators(drafter)
     config = drafter.config
     inputs = {"target_layer_ids": config.target_layer_ids, "mask_token_id": config.mask_token_id}
     fields = _layer(drafter) | {
@@ -200,17 +169,8 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
     }
 
 
-def block_from_tensors(config: Any, tensors: dict[str, Tensor]) -> BlockDrafter:
-    """Return a drafter with these tensors, under our names, in eval mode; nothing is copied."""
-    with torch.device("meta"):
-        drafter = BlockDrafter(config)
-    drafter.load_state_dict(tensors, assign=True)
-    drafter.rotary_emb = Qwen3RotaryEmbedding(config)  # its frequencies are computed, not stored
-    return drafter.eval()
-
-
 @torch.no_grad()
-def prove_block(drafter: BlockDrafter, directory: Path) -> None:
+def prove_block(drafter: BlockDrafter, directory: Path, *_: Any) -> None:
     """Require that a reader of the directory computes the drafter's block states, Markov logits and confidence.
 
     The drafter is on the CPU, rounded to the written weights. Raises a RuntimeError if a reader fails or disagrees.

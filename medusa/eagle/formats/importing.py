@@ -5,7 +5,7 @@
 | the EAGLE authors | flat                                            | `midlayer` | the default ones        |
 | SpecForge         | flat; may have an `eagle_config`                | `midlayer` | in it, or the default   |
 | speculators       | the layer's in a `transformer_layer_config`     | `layers.0` | at the top, or default  |
-| `export_eagle`    | flat                                            | `midlayer` | at the top              |
+| draftsmith        | flat                                            | `midlayer` | at the top              |
 
 At the top, n means after n layers. In `eagle_config` n means after n + 1 layers for SpecForge and SGLang, and after n
 layers for vLLM 0.32.
@@ -25,13 +25,14 @@ from draftsmith.medusa.base import check_distances
 from draftsmith.medusa.checkpoint_files import (
     CONFIG,
     field,
+    from_tensors,
     match_tensors,
     read_config,
     read_pickled,
     read_safetensors,
     shards,
 )
-from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, eagle_from_tensors
+from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
 from draftsmith.train.checkpoint import check_finite
 from draftsmith.train.kinds.export import check_format
@@ -73,7 +74,7 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{directory / CONFIG}: expected a config of EAGLE-3 heads, found: {reason}") from error
     complete_maps(directory, config, tensors)
-    heads = eagle_from_tensors(config, match_tensors(directory, "EAGLE-3 heads", empty, tensors, {}))
+    heads = from_tensors(EagleHeads, config, match_tensors(directory, "EAGLE-3 heads", empty, tensors, {}))
     check_finite(heads, directory, "EAGLE-3 heads")
     heads.check_tokens(f"{directory}: d2t")
     if target is not None:

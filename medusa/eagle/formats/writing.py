@@ -7,34 +7,28 @@ SGLang 0.5.23 reads only `eagle_config`, and adds one to it for Llama, Qwen, Mis
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import PreTrainedModel
 
-from draftsmith.decode.errors import InputError
-from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, round_tensors
+from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.medusa.checkpoint_files import dtype_name
 from draftsmith.medusa.eagle.formats import readers
 from draftsmith.medusa.eagle.heads import EagleHeads, Step
-from draftsmith.medusa.proof import TOLERANCE, relative_error, run_reader
+from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
 from draftsmith.medusa.seen import KeysValues
-from draftsmith.train.kinds.export import check_format, put_in_place
-from draftsmith.train.models import DTYPES
 
 EAGLE_FORMATS = ("own", "vllm", "sglang")
 STEPS = 3
 """The steps of the layer on its own states that the proof compares."""
 
 
-def eagle_refusal(heads: EagleHeads, format: str, layers: int | None = None) -> str | None:
-    """Return why a server's format cannot hold the heads, and the way out, or None.
-
-    `layers` is the target's number of layers, if it is known.
-    """
+def eagle_refusal(
+    heads: EagleHeads, format: str, target: PreTrainedModel | None = None, by_rank: bool = False
+) -> str | None:
+    """Return why a server's format cannot hold the heads, and the way out, or None."""
     config = heads.config
     if format == "own":
         return None
@@ -50,46 +44,13 @@ def eagle_refusal(heads: EagleHeads, format: str, layers: int | None = None) -> 
         return "norm_before_residual; take vllm"
     if len(heads.layer_ids) == 1:
         return "features of one depth, which SGLang does not fuse; take vllm"
+    layers = None if target is None else len(decoder_layers(target))
     if heads.layer_ids[-1] == layers:
         return f"features after the last of {layers} layers, which SGLang does not take; take vllm"
     return None
 
 
-def export_eagle(
-    heads: EagleHeads,
-    directory: str | Path,
-    format: str,
-    dtype: str | None = None,
-    readme: str | None = None,
-    layers: int | None = None,
-) -> list[str]:
-    """Write heads in a format, prove that another process computes the same logits, and return notes for the user.
-
-    The directory is new or empty; `layers` is the target's number of layers, if it is known.
-
-    Raises:
-        InputError: a format, dtype, heads or directory that do not allow it.
-        RuntimeError: a reader finds other logits in the files; the directory is removed.
-    """
-    directory = Path(directory)
-    reason = eagle_refusal(heads, check_format(format, EAGLE_FORMATS), layers)
-    if reason is not None:
-        raise InputError(f"format: expected heads that {format} can hold, found {reason}")
-    kind = heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
-    adapted = eagle_from_tensors(heads.config, round_tensors(heads.state_dict(), kind))
-    with put_in_place(directory) as aside:
-        if format == "own":
-            adapted.save_pretrained(aside)
-        else:
-            (aside / CONFIG).write_text(json.dumps(_config(adapted), indent=2) + "\n", encoding="utf-8")
-            save_file(adapted.state_dict(), aside / WEIGHTS, metadata={"format": "pt"})
-        if readme is not None:
-            (aside / "README.md").write_text(readme, encoding="utf-8")
-        prove_eagle(adapted, aside)
-    return _notes(heads, format, layers)
-
-
-def _config(heads: EagleHeads) -> dict[str, Any]:
+def server_config(heads: EagleHeads, format: str) -> dict[str, Any]:
     """Return config.json with all fields that vLLM and SGLang look up, with transformers 4 and 5."""
     config = heads.config
     sizes = (
@@ -120,30 +81,22 @@ def _config(heads: EagleHeads) -> dict[str, Any]:
     }
 
 
-def _notes(heads: EagleHeads, format: str, layers: int | None) -> list[str]:
+def notes(heads: EagleHeads, format: str, target: PreTrainedModel | None) -> list[str]:
+    """Return which servers load the files."""
     if format == "own":
         return []
-    config, notes = heads.config, []
+    config = heads.config
     other = {"vllm": "sglang", "sglang": "vllm"}[format]
-    reason, server = eagle_refusal(heads, other, layers), {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}[other]
+    reason, server = eagle_refusal(heads, other, target), {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}[other]
     read = f"{server} loads the same directory"
-    notes.append(read if reason is None else f"{server} does not load it: {reason.partition(';')[0]}")
+    lines = [read if reason is None else f"{server} does not load it: {reason.partition(';')[0]}"]
     if config.draft_vocab_size < config.vocab_size:
-        notes.append(f"it drafts {config.draft_vocab_size} of {config.vocab_size} tokens, cut there too (d2t)")
-    return notes
-
-
-def eagle_from_tensors(config: Any, tensors: dict[str, Tensor]) -> EagleHeads:
-    """Return heads with these tensors, under our names, in eval mode; nothing is copied."""
-    with torch.device("meta"):
-        heads = EagleHeads(config)
-    heads.load_state_dict(tensors, assign=True)
-    heads.rotary = LlamaRotaryEmbedding(config)  # its frequencies are computed, not stored
-    return heads.eval()
+        lines.append(f"it drafts {config.draft_vocab_size} of {config.vocab_size} tokens, cut there too (d2t)")
+    return lines
 
 
 @torch.no_grad()
-def prove_eagle(heads: EagleHeads, directory: Path) -> None:
+def prove_eagle(heads: EagleHeads, directory: Path, *_: Any) -> None:
     """Require that a reader of the directory computes the heads' logits, on features and on their own states.
 
     The heads are on the CPU, rounded to the written weights. Raises a RuntimeError if a reader fails or disagrees.

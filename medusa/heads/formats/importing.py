@@ -12,6 +12,7 @@ from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa.checkpoint_files import (
     CONFIG,
     field,
+    from_tensors,
     match_tensors,
     read_config,
     read_pickled,
@@ -24,7 +25,6 @@ from draftsmith.medusa.heads.formats.writing import (
     PICKLED,
     PREFIXES,
     check_format,
-    heads_from_tensors,
     tensor_names,
 )
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
@@ -194,7 +194,7 @@ def _built(directory: Path, config: MedusaConfig, tensors: dict[str, Tensor], na
     except InputError as error:
         raise InputError(f"{directory / CONFIG}: {error}") from error
     what = f"{config.num_heads} heads with {config.num_hidden_layers} blocks each"
-    heads = heads_from_tensors(config, match_tensors(directory, what, empty, tensors, names))
+    heads = from_tensors(MedusaHeads, config, match_tensors(directory, what, empty, tensors, names))
     heads.check_tokens("token_map")
     check_finite(heads, directory, "Medusa heads")
     return heads

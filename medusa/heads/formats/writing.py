@@ -12,22 +12,19 @@ target's. That file is only read (`draftsmith.medusa.heads.formats.importing`).
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, round_tensors
+from draftsmith.medusa.checkpoint_files import check_dtype, dtype_name, from_tensors, round_tensors
+from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
 from draftsmith.medusa.heads.formats import readers
-from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
-from draftsmith.medusa.proof import TOLERANCE, relative_error, run_reader
+from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.train.kinds.export import check_format as one_of_formats
-from draftsmith.train.kinds.export import put_in_place
 from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import DTYPES
@@ -46,8 +43,10 @@ def check_format(format: str) -> str:
     return one_of_formats(format, FORMATS)
 
 
-def refusal(heads: MedusaHeads, format: str, by_rank: bool = False) -> str | None:
-    """Return why a format cannot hold the heads, and the way out, or None; `by_rank` as in `export_heads`."""
+def refusal(
+    heads: MedusaHeads, format: str, target: PreTrainedModel | None = None, by_rank: bool = False
+) -> str | None:
+    """Return why a format cannot hold the heads, and the way out, or None; `by_rank` as in `write`."""
     config = heads.config
     if format == "own":
         return None
@@ -73,42 +72,8 @@ def refusal(heads: MedusaHeads, format: str, by_rank: bool = False) -> str | Non
     return None
 
 
-def export_heads(
-    heads: MedusaHeads,
-    directory: str | Path,
-    format: str,
-    dtype: str | None = None,
-    by_rank: bool = False,
-    readme: str | None = None,
-) -> list[str]:
-    """Write heads in a format, prove that another process reads the same logits, and return notes for the user.
-
-    The directory is new or empty. `by_rank` leaves out softcapping, and except for vLLM a positive `logit_scale`: the
-    most likely tokens stay the same, and these readers draft only them.
-
-    Raises:
-        InputError: a format, dtype, heads or directory that do not allow it.
-        RuntimeError: a reader finds other logits in the files; the directory is removed.
-    """
-    directory = Path(directory)
-    reason = refusal(heads, check_format(format), by_rank)
-    if reason is not None:
-        raise InputError(f"format: expected heads that {format} can hold, found {reason}")
-    kind = heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
-    adapted = _adapted(heads, format, kind, by_rank)
-    if format == "fasterdecoding" and not adapted.config.base_model_name_or_path:
-        raise InputError("target: expected its name or path, which fasterdecoding loads it by, found none")
-    with put_in_place(directory) as aside:
-        _write(adapted, aside, format)
-        if readme is not None:
-            (aside / "README.md").write_text(readme, encoding="utf-8")
-        for reader in dict.fromkeys((format, "vllm") if format in VLLM_READS else (format,)):
-            prove(heads, aside, format, reader, kind, by_rank)
-    return _notes(heads, format)
-
-
 def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> int:
-    """Return the size of the weights as `export_heads` writes them, usually more in vLLM's format than in ours."""
+    """Return the size of the weights as written, usually more in vLLM's format than in ours."""
     config, kind = heads.config, heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
     blocks = sum(p.numel() for name, p in heads.named_parameters() if not name.startswith("lm_head"))
     if format in PREFIXES and not config.medusa_fc_bias:
@@ -119,7 +84,7 @@ def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> 
     return (blocks + count * rows * (config.hidden_size + bias)) * kind.itemsize
 
 
-def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:
+def adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:
     """Return the heads in the format's terms, on the CPU: rounded, and with the heads and biases that it needs."""
     config: Any = copy.deepcopy(heads.config)
     tensors = heads.state_dict()
@@ -140,23 +105,18 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
         for name in [name for name in tensors if name.startswith("lm_head")]:
             # New rows are the mean of the others, so their logits are never the largest.
             tensors[name] = whole_rows(tensors[name], token_map, config.vocab_size)
-    return heads_from_tensors(config, round_tensors(tensors, dtype))
+    if format == "fasterdecoding" and not config.base_model_name_or_path:
+        raise InputError("target: expected its name or path, which fasterdecoding loads it by, found none")
+    return from_tensors(MedusaHeads, config, round_tensors(tensors, dtype))
 
 
-def _write(heads: MedusaHeads, directory: Path, format: str) -> None:
-    if format == "own":
-        heads.save_pretrained(directory)
-        return
-    (directory / CONFIG).write_text(json.dumps(_config(heads, format), indent=2) + "\n", encoding="utf-8")
+def tensors(heads: MedusaHeads, format: str, target: PreTrainedModel | None) -> dict[str, Tensor]:
+    """Return the tensors under the format's names."""
     names = tensor_names(heads.config, format)
-    tensors = {names.get(name, name): tensor for name, tensor in heads.state_dict().items()}
-    if format == "fasterdecoding":
-        torch.save(tensors, directory / PICKLED)
-    else:
-        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    return {names.get(name, name): tensor for name, tensor in heads.state_dict().items()}
 
 
-def _config(heads: MedusaHeads, format: str) -> dict[str, Any]:
+def config_fields(heads: MedusaHeads, format: str) -> dict[str, Any]:
     """Return config.json without keys that vLLM would rename: those with "num" and "heads" or "layers"."""
     config = heads.config
     # All versions of the library read this older name of the dtype.
@@ -174,23 +134,24 @@ def _config(heads: MedusaHeads, format: str) -> dict[str, Any]:
     return fields if config.medusa_choices is None else {**fields, "medusa_choices": config.medusa_choices}
 
 
-def _notes(heads: MedusaHeads, format: str) -> list[str]:
-    config, notes = heads.config, []
+def notes(heads: MedusaHeads, format: str) -> list[str]:
+    """Return what readers leave out."""
+    config, lines = heads.config, []
     if format == "vllm" and config.truncated_vocab_size < config.vocab_size:
-        notes.append(
+        lines.append(
             f"vLLM 0.32 loads no cut vocabulary: heads of {config.truncated_vocab_size} tokens are written with all "
             f"{config.vocab_size}, and the others are never the most likely; they draft the same, but save no memory"
         )
     if format == "fasterdecoding":
-        notes.append("vLLM 0.32 reads this directory too, with its medusa method, as a chain")
+        lines.append("vLLM 0.32 reads this directory too, with its medusa method, as a chain")
     if config.medusa_choices is not None and format in ("vllm", "modelopt"):
         nodes = len(config.medusa_choices)
-        notes.append(
+        lines.append(
             f"vLLM drafts the chain of each head's most likely token: the tree of {nodes} tokens is not written"
             if format == "vllm"
             else f"the tree of {nodes} tokens has no place in this format: give its reader medusa_choices"
         )
-    return notes
+    return lines
 
 
 def _equal_layers(block: torch.nn.Module) -> bool:
@@ -198,14 +159,6 @@ def _equal_layers(block: torch.nn.Module) -> bool:
     return all(
         torch.equal(a, b) for layer in others for a, b in zip(first.parameters(), layer.parameters(), strict=True)
     )
-
-
-def heads_from_tensors(config: MedusaConfig, tensors: dict[str, Tensor]) -> MedusaHeads:
-    """Return heads with these tensors, under our names, in eval mode; nothing is copied."""
-    with torch.device("meta"):
-        heads = MedusaHeads(config)
-    heads.load_state_dict(tensors, assign=True)
-    return heads.eval()
 
 
 def tensor_names(config: PretrainedConfig, format: str) -> dict[str, str]:
@@ -222,8 +175,13 @@ def tensor_names(config: PretrainedConfig, format: str) -> dict[str, str]:
 
 
 @torch.no_grad()
-def prove(heads: MedusaHeads, directory: Path, format: str, reader: str, dtype: torch.dtype, by_rank: bool) -> None:
-    """Require that a reader computes the logits of the heads before export, or raise a RuntimeError."""
+def prove(adapted: MedusaHeads, directory: Path, heads: MedusaHeads, format: str, by_rank: bool) -> None:
+    """Require that readers compute the logits of the heads before export, or raise a RuntimeError."""
+    for reader in dict.fromkeys((format, "vllm") if format in VLLM_READS else (format,)):
+        _prove(heads, directory, format, reader, adapted.dtype, by_rank)
+
+
+def _prove(heads: MedusaHeads, directory: Path, format: str, reader: str, dtype: torch.dtype, by_rank: bool) -> None:
     config, generator = heads.config, torch.Generator().manual_seed(0)
     hidden_NH = torch.randn(4, config.hidden_size, generator=generator)
     embeddings_NKH = torch.randn(4, config.num_heads, config.hidden_size, generator=generator)

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle.formats import readers, writing
+from draftsmith.medusa.eagle.formats.export import FORMATS
 from draftsmith.medusa.eagle.formats.importing import import_eagle
-from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, eagle_refusal, export_eagle
+from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, eagle_refusal
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.kind import Eagle
 
@@ -82,17 +83,17 @@ def test_there_and_back(tmp_path, made, format, name):
     if eagle_refusal(heads, format) is not None:
         assert (format, name) == ("sglang", "normed")
         return
-    export_eagle(heads, tmp_path / "out", format, readme="card")
+    FORMATS.write(heads, tmp_path / "out", format, readme="card")
     assert Eagle().recognises_foreign(tmp_path / "out") and (tmp_path / "out" / "README.md").read_text() == "card"
     read = import_eagle(tmp_path / "out")
     same(read, heads)
     assert read.layer_ids == heads.layer_ids and read.config.base_model_name_or_path == "org/target"
-    export_eagle(read, tmp_path / "own", "own")
+    FORMATS.write(read, tmp_path / "own", "own")
     same(EagleHeads.from_pretrained(tmp_path / "own"), heads)
 
 
 def test_both_servers_find_the_depths_as_they_count_them(tmp_path, made):
-    notes = export_eagle(made("normed by depth"), tmp_path / "out", "vllm")
+    notes = FORMATS.write(made("normed by depth"), tmp_path / "out", "vllm")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5, 7] and config["num_aux_hidden_states"] == 4
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4, 6]
@@ -107,7 +108,7 @@ def test_both_servers_find_the_depths_as_they_count_them(tmp_path, made):
 def test_checkpoints_of_the_authors_and_of_specforge(tmp_path, made, target, pickled):
     """Flat, without depths, with the target's embeddings; the map of ids without its other half."""
     heads = made("cut")
-    export_eagle(heads, tmp_path / "out", "vllm")
+    FORMATS.write(heads, tmp_path / "out", "vllm")
 
     def theirs(tensors, config):
         found = {f"model.{k}" if "midlayer" in k and not pickled else k: v for k, v in tensors.items() if k != "t2d"}
@@ -128,7 +129,7 @@ def test_checkpoints_of_the_authors_and_of_specforge(tmp_path, made, target, pic
 
 @pytest.mark.parametrize(("format", "depths"), [(None, [2, 4, 5]), ("sglang", [2, 4, 5]), ("vllm", [1, 3, 4])])
 def test_depths_in_an_eagle_config_are_counted_as_the_server_counts(tmp_path, made, format, depths):
-    export_eagle(made(), tmp_path / "out", "sglang")
+    FORMATS.write(made(), tmp_path / "out", "sglang")
     rewritten(tmp_path / "out", lambda t, c: (t, {k: v for k, v in c.items() if not k.startswith("eagle_aux")}))
     assert import_eagle(tmp_path / "out", format).layer_ids == depths
 
@@ -137,7 +138,7 @@ def test_checkpoints_of_speculators(tmp_path, made, target):
     """The layer's config nested; the residual path is the normed one where nothing is said."""
     heads = made("cut")
     heads.config.norm_before_residual = heads.midlayer.norm_before_residual = True
-    export_eagle(heads, tmp_path / "out", "vllm")
+    FORMATS.write(heads, tmp_path / "out", "vllm")
 
     def theirs(tensors, config):
         found = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
@@ -195,7 +196,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("change", "message"), DAMAGE, ids=[message[:40] for _, message in DAMAGE])
 def test_damage_is_told_in_one_line(tmp_path, made, target, change, message):
-    export_eagle(made("cut"), tmp_path / "out", "vllm")
+    FORMATS.write(made("cut"), tmp_path / "out", "vllm")
     rewritten(tmp_path / "out", change)
     with pytest.raises(InputError, match=message) as caught:
         import_eagle(tmp_path / "out", target=target)
@@ -204,20 +205,20 @@ def test_damage_is_told_in_one_line(tmp_path, made, target, change, message):
 
 def test_what_a_server_cannot_hold_is_refused(tmp_path, made, target):
     with pytest.raises(InputError, match=r"^format: expected heads that sglang can hold, found norm_before_residual"):
-        export_eagle(made("normed"), tmp_path / "out", "sglang")
+        FORMATS.write(made("normed"), tmp_path / "out", "sglang")
     deep = EagleHeads.of_target(target, layer_ids=[2, LAYERS])
-    assert eagle_refusal(deep, "sglang") is None and eagle_refusal(deep, "vllm", LAYERS) is None
-    assert eagle_refusal(deep, "sglang", LAYERS) == (
+    assert eagle_refusal(deep, "sglang") is None and eagle_refusal(deep, "vllm", target) is None
+    assert eagle_refusal(deep, "sglang", target) == (
         "features after the last of 8 layers, which SGLang does not take; take vllm"
     )
     assert "one depth" in str(eagle_refusal(EagleHeads.of_target(target, layer_ids=[2]), "sglang"))
     with pytest.raises(InputError, match=r"^format: expected one of own, vllm, sglang, found 'modelopt'$"):
-        export_eagle(made(), tmp_path / "out", "modelopt")
+        FORMATS.write(made(), tmp_path / "out", "modelopt")
     assert not (tmp_path / "out").exists()
 
 
 def test_what_reads_otherwise_is_not_written(tmp_path, made, monkeypatch):
     monkeypatch.setattr(writing, "run_reader", lambda _, *given: readers.logits(*given) * 1.001)
     with pytest.raises(RuntimeError, match=r"^export: expected a reader to find the same logits, found step 0 off"):
-        export_eagle(made(), tmp_path / "out", "vllm")
+        FORMATS.write(made(), tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()

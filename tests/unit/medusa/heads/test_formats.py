@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.card import card
 from draftsmith.medusa.heads.formats import readers
 from draftsmith.medusa.heads.formats import writing as formats
+from draftsmith.medusa.heads.formats.export import FORMATS as ALL
 from draftsmith.medusa.heads.formats.importing import detect, import_heads
-from draftsmith.medusa.heads.formats.writing import FORMATS, export_heads, refusal
+from draftsmith.medusa.heads.formats.writing import FORMATS, refusal
 
 H, V, K = 32, 97, 3
 MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])
@@ -89,7 +91,7 @@ def equal_blocks(heads: MedusaHeads) -> MedusaHeads:
 
 
 def export(heads: MedusaHeads, directory: Path, format: str, **options) -> Path:
-    export_heads(heads, directory, format, **options)
+    ALL.write(heads, directory, format, **options)
     return directory
 
 
@@ -154,7 +156,7 @@ def test_lower_precision_is_the_rounded_weights(tmp_path, format, dtype):
     assert config["dtype" if format == "own" else "torch_dtype"] == dtype
     same(read.float(), heads.to(kind).float())
     with pytest.raises(InputError, match=r"^dtype: expected one of .*, found 'int8'"):
-        export_heads(heads, tmp_path / "other", format, dtype="int8")
+        ALL.write(heads, tmp_path / "other", format, dtype="int8")
 
 
 def test_our_own_format_holds_what_no_other_does(tmp_path):
@@ -192,13 +194,13 @@ def test_the_config_of_vllm(tmp_path):
 
 def test_a_cut_vocabulary_is_told_of_and_two_tokens_are_the_least(tmp_path):
     heads = made(token_map=MAP)
-    (note,) = export_heads(heads, tmp_path / "v", "vllm")
+    (note,) = ALL.write(heads, tmp_path / "v", "vllm")
     assert f"heads of {len(MAP)} tokens are written with all {V}" in note and "save no memory" in note
     assert heads.config.truncated_vocab_size == len(MAP)
     for dtype in ("bfloat16", "float16"):
-        export_heads(made(token_map=MAP[:2], shared=True), tmp_path / dtype, "vllm", dtype=dtype)
+        ALL.write(made(token_map=MAP[:2], shared=True), tmp_path / dtype, "vllm", dtype=dtype)
     with pytest.raises(InputError, match=r"a truncated vocabulary of 1 tokens; keep draftsmith's own format"):
-        export_heads(made(token_map=MAP[:1]), tmp_path / "one", "vllm")
+        ALL.write(made(token_map=MAP[:1]), tmp_path / "one", "vllm")
 
 
 def test_vllm_reads_a_directory_of_fasterdecoding(tmp_path):
@@ -249,11 +251,11 @@ def test_names_and_zeros_of_the_sequential_formats(tmp_path):
 
 def test_trees_are_kept_or_told_of(tmp_path):
     heads = made(medusa_choices=CHOICES)
-    assert not any("tree" in note for note in export_heads(heads, tmp_path / "f", "fasterdecoding"))
+    assert not any("tree" in note for note in ALL.write(heads, tmp_path / "f", "fasterdecoding"))
     assert import_heads(tmp_path / "f").config.medusa_choices == CHOICES
-    assert export_heads(heads, tmp_path / "o", "own") == []
-    assert "the tree of 4 tokens is not written" in export_heads(heads, tmp_path / "v", "vllm")[0]
-    assert "medusa_choices" in export_heads(heads, tmp_path / "m", "modelopt")[0]
+    assert ALL.write(heads, tmp_path / "o", "own") == []
+    assert "the tree of 4 tokens is not written" in ALL.write(heads, tmp_path / "v", "vllm")[0]
+    assert "medusa_choices" in ALL.write(heads, tmp_path / "m", "modelopt")[0]
     assert import_heads(tmp_path / "v").config.medusa_choices is None
 
 
@@ -554,7 +556,7 @@ def test_refusals_name_a_way_out_and_write_nothing(tmp_path, options, refused, m
         assert (refusal(heads, format) is not None) == (format in refused)
         if format in refused:
             with pytest.raises(InputError, match=rf"^format: expected heads that {format} can hold, found .*{message}"):
-                export_heads(heads, tmp_path / format, format)
+                ALL.write(heads, tmp_path / format, format)
     assert not list(tmp_path.iterdir())
 
 
@@ -573,9 +575,9 @@ def test_by_rank_keeps_the_order_of_logits(tmp_path, format):
 def test_fasterdecoding_needs_the_name_of_the_target(tmp_path):
     heads = made(base_model_name_or_path=None)
     with pytest.raises(InputError, match=r"^target: expected its name or path"):
-        export_heads(heads, tmp_path / "x", "fasterdecoding")
+        ALL.write(heads, tmp_path / "x", "fasterdecoding")
     heads.config.base_model_name_or_path = "org/other"
-    export_heads(heads, tmp_path / "x", "fasterdecoding")
+    ALL.write(heads, tmp_path / "x", "fasterdecoding")
     assert import_heads(tmp_path / "x").config.base_model_name_or_path == "org/other"
 
 
@@ -583,19 +585,17 @@ def test_fasterdecoding_needs_the_name_of_the_target(tmp_path):
 
 
 @pytest.mark.parametrize("drop", ["medusa_fc_bias", "logit_scale", "hidden_size", "num_hidden_layers"])
-def test_a_config_that_reads_otherwise_is_not_left(tmp_path, monkeypatch, drop):
-    right = formats._config
-    monkeypatch.setattr(formats, "_config", lambda *a: {k: v for k, v in right(*a).items() if k != drop})
+def test_a_config_that_reads_otherwise_is_not_left(tmp_path, drop):
+    wrong = replace(ALL, fields=lambda *a: {k: v for k, v in ALL.fields(*a).items() if k != drop})
     with pytest.raises((RuntimeError, AssertionError)):
-        export_heads(made(2, bias=True, logit_scale=0.5, token_map=MAP), tmp_path / "x", "vllm")
+        wrong.write(made(2, bias=True, logit_scale=0.5, token_map=MAP), tmp_path / "x", "vllm")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_renaming_of_vllm_is_a_trap_that_is_seen(tmp_path, monkeypatch):
-    right = formats._config
-    monkeypatch.setattr(formats, "_config", lambda *a: right(*a) | {"num_attention_heads": 1})
+def test_the_renaming_of_vllm_is_a_trap_that_is_seen(tmp_path):
+    wrong = replace(ALL, fields=lambda *a: ALL.fields(*a) | {"num_attention_heads": 1})
     with pytest.raises(RuntimeError, match="expected vllm to read logits of shape"):
-        export_heads(made(), tmp_path / "x", "vllm")
+        wrong.write(made(), tmp_path / "x", "vllm")
     assert not list(tmp_path.iterdir())
 
 
@@ -603,7 +603,7 @@ def test_the_renaming_of_vllm_is_a_trap_that_is_seen(tmp_path, monkeypatch):
 def test_other_logits_are_not_left(tmp_path, monkeypatch, format):
     monkeypatch.setattr(formats, "run_reader", lambda _, *given: readers.logits(*given) * (1 + 1e-4))
     with pytest.raises(RuntimeError, match=rf"expected {format} to read the same logits, found head 0 off by 1\.0e-04"):
-        export_heads(made(), tmp_path / "x", format)
+        ALL.write(made(), tmp_path / "x", format)
     assert not list(tmp_path.iterdir())
 
 
@@ -617,18 +617,18 @@ def test_swapped_blocks_are_not_left(tmp_path, monkeypatch):
 
     monkeypatch.setattr(formats, "tensor_names", swapped)
     with pytest.raises(RuntimeError, match="off by"):
-        export_heads(made(2), tmp_path / "x", "modelopt")
+        ALL.write(made(2), tmp_path / "x", "modelopt")
 
 
 def test_weights_that_are_no_numbers(tmp_path):
     heads = made()
     heads.blocks[1].layers[0].weight.data[0, 0] = 1e6
-    export_heads(heads, tmp_path / "x", "vllm", dtype="bfloat16")
+    ALL.write(heads, tmp_path / "x", "vllm", dtype="bfloat16")
     with pytest.raises(InputError, match=r"finite in float16, found others in blocks\.1\.layers\.0\.weight"):
-        export_heads(heads, tmp_path / "y", "vllm", dtype="float16")
+        ALL.write(heads, tmp_path / "y", "vllm", dtype="float16")
     heads.lm_heads[2].weight.data[0, 0] = float("nan")
     with pytest.raises(InputError, match=r"finite in float32, found others in lm_heads\.2\.weight"):
-        export_heads(heads, tmp_path / "y", "own")
+        ALL.write(heads, tmp_path / "y", "own")
 
 
 def test_outputs_that_hold_something_stay_as_they_are(tmp_path):
@@ -637,14 +637,14 @@ def test_outputs_that_hold_something_stay_as_they_are(tmp_path):
     (tmp_path / "file").write_text("kept")
     for name in ("x", "file"):
         with pytest.raises(InputError, match=r"^output: expected a new or empty directory"):
-            export_heads(made(), tmp_path / name, "own")
+            ALL.write(made(), tmp_path / name, "own")
     assert (tmp_path / "x" / "mine").read_text() == (tmp_path / "file").read_text() == "kept"
     with pytest.raises(InputError, match=r"^output: expected a directory to write in at"):
-        export_heads(made(), tmp_path / "file" / "y", "own")
+        ALL.write(made(), tmp_path / "file" / "y", "own")
     (tmp_path / "empty").mkdir()
-    export_heads(made(), tmp_path / "empty", "own", readme="# Card")
+    ALL.write(made(), tmp_path / "empty", "own", readme="# Card")
     assert (tmp_path / "empty" / "README.md").read_text() == "# Card"
-    export_heads(made(), tmp_path / "a" / "b" / "c", "own")
+    ALL.write(made(), tmp_path / "a" / "b" / "c", "own")
 
 
 @pytest.mark.parametrize(
@@ -656,7 +656,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, failure):
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(InputError, match=r"^output: expected to write in .*[nN]o space left"):
-        export_heads(made(), tmp_path / "x", "fasterdecoding")
+        ALL.write(made(), tmp_path / "x", "fasterdecoding")
     assert not list(tmp_path.iterdir())
 
 

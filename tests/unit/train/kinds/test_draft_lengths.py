@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.kinds.draft_lengths import SCHEMA, length_at, named, of_drafter, speculative_fields
-from draftsmith.train.runs import vllm_command, with_speculative
+from draftsmith.train.kinds.export import vllm_command, with_speculative
 
 RANGES = [[1, 4, 3], [5, 8, 1], [9, 16, 0]]
 
