@@ -1,4 +1,4 @@
-"""What decoding and servers both show: tokens, seconds and texts, and their ratios with intervals."""
+"""Tokens, seconds and texts that decoding and servers both show, and their ratios with intervals."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field

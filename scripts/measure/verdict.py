@@ -27,7 +27,7 @@ Rivals = Mapping[Configuration, Sequence[Run]]
 Gains = Mapping[tuple[str, int, int, float], Estimate | None]
 """The gain of τ over the stock draft by `Run.setting`, with its interval at the level of each."""
 Demands = Mapping[str, Callable[[Run], Sequence[str]]]
-"""What a run must meet to pass: by name a function that returns the reasons why it does not."""
+"""The requirements of a run to pass: by name a function that returns the reasons why it does not."""
 SPEEDUP, GAIN = "speed-up above", "gain of τ over the stock draft"
 """The beginnings of demands on the speed, and on the gain."""
 MOST_PROMPTS = 100_000
