@@ -1,4 +1,4 @@
-"""What exports share: options, the output directory, launch lines of servers. Imports no torch, for `--help`."""
+"""Parts shared by exports: options, the output directory, launch lines of servers. Imports no torch, for `--help`."""
 
 import json
 import os
