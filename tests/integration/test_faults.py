@@ -23,7 +23,7 @@ from conftest import tiny_llama
 from faults import damaged, misvalued, misworded
 from unit.scripts.measure.reconcile.test_rounds import SETTINGS, TEXT
 from unit.scripts.services.coordinate.test_predictions import REPORT, TABLE
-from unit.scripts.serving.test_pages import SGLANG, VLLM
+from unit.scripts.serving.test_client import SGLANG, VLLM
 
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError

@@ -29,7 +29,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.measurement import exactness
-from draftsmith.decode.proposers import draft_model, draft_tree
+from draftsmith.decode.proposers import draft_model, draft_tree, feeder
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.rules import Rule, acceptance, verification
 from draftsmith.decode.rules.verification import Verdict
@@ -558,9 +558,10 @@ def feeds_at_the_first_rows_length(model, tokens, starts, *args, **kwargs):
     return real_feed(model, tokens, on_host(starts)[:1] * len(tokens), *args, **kwargs)
 
 
-def feeds_nodes_as_a_chain(model, tokens, starts, keep=None, visible=None, depths=None):
+def feeds_nodes_as_a_chain(model, tokens, starts, keep=None, visible=None, depths=None, further=None):
     """A node's position is its number, and not its depth."""
-    return real_feed(model, tokens, starts, keep, visible, None if depths is None else torch.arange(tokens.shape[1]))
+    depths = None if depths is None else torch.arange(tokens.shape[1])
+    return real_feed(model, tokens, starts, keep, visible, depths, further)
 
 
 def without_windows(model, *args, **kwargs):
@@ -589,7 +590,7 @@ MISTAKES = {
     "an end inside a block is not seen": (8, {(generation.TextRow, "advance"): only_the_last_ends}),
     "the bonus counts as accepted": (9, {(Counts, "of_round"): counts_the_bonus}),
     "drafts past the end count": (9, {(Counts, "of_round"): counts_past_the_end}),
-    "padding is drafted": (10, {(draft_model, "align_vocabulary"): lambda logits, size: logits}),
+    "padding is drafted": (10, {(feeder, "align_vocabulary"): lambda logits, size: logits}),
     "tokenizers of one size are one": (10, {(models, "check_same_tokenizer"): lambda *args: None}),
     "rows advance by one length": (11, {(cache.CachedModel, "feed"): feeds_at_the_first_rows_length}),
     "the draft's cache is not selected": (11, {"proposer": IgnoresSelect}),
