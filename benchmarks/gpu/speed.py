@@ -14,6 +14,7 @@ from draftsmith.decode.cache import graphs
 from draftsmith.decode.planner import verification_costs
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.train.kinds.drafter import Drafter
+from draftsmith.train.models import set_attention
 
 if TYPE_CHECKING:
     from benchmarks.gpu.cases import Place
@@ -37,6 +38,7 @@ def loss(name: str, place: "Place") -> dict[str, Any]:
 def rounds(size: str, way: str, place: "Place") -> dict[str, Any]:
     """Time rounds of plain decoding and of a draft's chains, and what of them passes outside the models' forwards."""
     target, draft = random_model(size, place), random_model("0.6B", place)
+    set_attention(target, "sdpa")  # a step before may have left another
     kind = kind_named("draft")
     drafter = Drafter("draft", kind.name, kind, None, DraftModelProposer(draft), draft_lengths=(DRAFT_LENGTH,))
     compiled = way != "eager"
