@@ -261,9 +261,12 @@ def _require_unique_keys(file: str) -> None:
     if not isinstance(root, yaml.MappingNode):
         content = "nothing" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a value alone"
         raise InputError(f"config: expected fields and their values in {file}, found {content}")
-    nodes = [root]
+    nodes, visited = [root], set[int]()
     while nodes:
         node = nodes.pop()
+        if id(node) in visited:  # an alias is the node that it names, and may lie inside it
+            continue
+        visited.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             nodes += node.value
         if not isinstance(node, yaml.MappingNode):

@@ -206,6 +206,7 @@ def test_lists_of_numbers_are_read_from_either_form(tmp_path):
         ("completions: [{a: 1, a: 2}]\n", "a: expected it once"),
         ("k: {<<: {a: 1}, <<: {b: 2}, c: 1, c: 2}\n", "c: expected it once"),
         ("k: " + "[" * 5000 + "]" * 5000, "config: expected YAML in .*, found: nested too deeply"),
+        ("target: &a [*a]\n", r"target: expected text, found \[\[\.\.\.\]\]"),
     ],
 )
 @pytest.mark.parametrize("flag", ["--config {}", "--config={}"])
