@@ -239,7 +239,7 @@ def _sentence(pair: Comparison) -> dict[str, Any]:
         ending = f"{more:,} more {'prompt' if more == 1 else 'prompts'} to tell these apart"
     return {
         "ahead": names[0],
-        "behind": names[1],
+        "other": names[1],
         "length": length,
         "alpha": alpha,
         "draft_length": pair.draft_length,
