@@ -42,7 +42,7 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
             "measures acceptance, speed-up and costs of drafters, or of a running server, and gives the verdict",
             "measure.config:measure_config",
         ),
-        "certify": ("tests whether a server writes what its target would", "certify.config:CertifyConfig"),
+        "certify": ("tests whether a server writes what its target would", "serving.certify.config:CertifyConfig"),
     },
     "choose": {
         "choose": (
@@ -88,10 +88,8 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
 }
 """The stages of the road, and their commands: what each does, and where its config is. Recipes are in `train`."""
 COMMANDS = {name: command for stage in ROAD.values() for name, command in stage.items()}
-PACKAGES = ("adapt", "certify", "choose", "doctor", "export", "generate", "measure", "plan", "tune")
-"""Commands that are packages; those among the services; and those within another command's package."""
-SERVICES = ("coordinate", "serve_draft")
-WITHIN = {"align": "choose.align"}
+MODULES = {"align": "choose.align", "generate": "generate.command"}
+"""Commands whose module's name follows neither from their own nor from their config's package."""
 RENAMED = {"medusa-tree": "tree"}
 LAUNCHER = ["-m", "accelerate.commands.launch"]
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -136,11 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(lambda: parse_config(config_class(name, rest), rest, prog=f"draftsmith {name}"))
     if name in launched():
         return run(lambda: _launch(name, rest))
-    module = WITHIN.get(name, name.replace("-", "_"))
-    if module in SERVICES:
-        module = f"services.{module}.command"
-    elif module in PACKAGES:
-        module += ".command"
+    package, found, _ = COMMANDS[name][1].partition(".config:")
+    module = MODULES.get(name, f"{package}.command" if found else name.replace("-", "_"))
 
     def command() -> int:
         if name != "plan":  # its runs are for other machines, whose files need not exist here

@@ -23,16 +23,16 @@ from draftsmith.scripts.choose import command as choose
 from draftsmith.scripts.choose.command import BEST_OF_EPOCHS, dealt, settle
 from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
 from draftsmith.scripts.choose.run import checked_candidates, print_plan
-from draftsmith.scripts.engine.offline import engine_python
 from draftsmith.scripts.kinds import kind_of, recipes
 from draftsmith.scripts.pair import require_rollback
+from draftsmith.scripts.serving.draft_lengths import of_drafter
+from draftsmith.scripts.serving.engine.offline import engine_python
 from draftsmith.scripts.stages import NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.files import require_writable, write_atomically
 from draftsmith.train.job.kept_step import KeptStep
-from draftsmith.train.kinds.draft_lengths import of_drafter
 from draftsmith.train.models import load_config
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt

@@ -17,13 +17,8 @@ from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
 from draftsmith.scripts.measure.build import measured_report
 from draftsmith.scripts.measure.config import MeasureConfig, measure_config
 from draftsmith.scripts.measure.cost_file import load_costs
+from draftsmith.scripts.measure.every_round import rounds_settings
 from draftsmith.scripts.measure.predictions import draft_lengths
-from draftsmith.scripts.measure.reconcile.every_round import rounds_settings
-from draftsmith.scripts.measure.reconcile.rounds import ROUNDS, write_rounds
-from draftsmith.scripts.measure.server import observe as server
-from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.scripts.measure.server.entries import server_report
-from draftsmith.scripts.measure.server.expectation import read_expectation, require_known
 from draftsmith.scripts.measure.stages import observe
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import DIRECTORY, SETTINGS, Unfinished
@@ -33,6 +28,11 @@ from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
+from draftsmith.scripts.serving.measure import observe as server
+from draftsmith.scripts.serving.measure.config import MeasureServerConfig
+from draftsmith.scripts.serving.measure.entries import server_report
+from draftsmith.scripts.serving.measure.expectation import read_expectation, require_known
+from draftsmith.scripts.serving.reconcile.rounds import ROUNDS, write_rounds
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompts import read_prompts

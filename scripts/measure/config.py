@@ -9,7 +9,7 @@ from draftsmith.decode.errors import InputError, Range, at_least, between, finit
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts
-from draftsmith.scripts.measure.server.config import GatedSettings, MeasureServerConfig
+from draftsmith.scripts.serving.measure.config import GatedSettings, MeasureServerConfig
 from draftsmith.train.cli import Floats, Ints, fields_of, numbers
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 

@@ -20,7 +20,7 @@ from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, mem
 from draftsmith.scripts.report.entries import ByLoad, Goodput, LoadRange, PlannerCheck, Prediction
 from draftsmith.scripts.report.entries import Costs as CostsEntry
 from draftsmith.scripts.report.types import Curve, CurveCategory, ProposerEntry, Run, Verifier
-from draftsmith.train.kinds.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
+from draftsmith.scripts.serving.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
 from draftsmith.train.kinds.drafter import Drafter
 
 WORTH_SAYING = 1.02

@@ -13,7 +13,7 @@ from draftsmith.decode.validation import TokenId
 from draftsmith.scripts.measure.certify import certify_recommended, certify_runs
 from draftsmith.scripts.measure.cost_file import measured_costs, priced_proposers
 from draftsmith.scripts.measure.estimates import rows_of
-from draftsmith.scripts.measure.reconcile.every_round import expected_texts
+from draftsmith.scripts.measure.every_round import expected_texts
 from draftsmith.scripts.measure.replays import replay_all, tree_pictures
 from draftsmith.scripts.measure.side_by_side import decode_side_by_side
 from draftsmith.scripts.measure.state import Measured, Method

@@ -1,1 +1,1 @@
-"""A client of inference servers, and their counters: shared by commands that talk to a server."""
+"""Servers seen from outside: their counters, what measures and tests them, and a vLLM in another Python."""

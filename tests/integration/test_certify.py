@@ -18,10 +18,10 @@ from transformers import AutoConfig
 from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
-from draftsmith.scripts.certify import command
-from draftsmith.scripts.certify.collect import TextRequest, TextStore, stages, text_pairs
-from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.certify.servers import Servers
+from draftsmith.scripts.serving.certify import command
+from draftsmith.scripts.serving.certify.collect import TextRequest, TextStore, stages, text_pairs
+from draftsmith.scripts.serving.certify.config import CertifyConfig
+from draftsmith.scripts.serving.certify.servers import Servers
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.endpoint.client import SentPrompt, ServedCompletion
 from draftsmith.train.runs import save_model

@@ -18,12 +18,12 @@ from transformers import Gemma3Config, LlamaConfig
 
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats import readers as eagle_readers
-from draftsmith.medusa.heads.formats import export, readers
+from draftsmith.medusa.heads.formats import readers
 from draftsmith.medusa.heads.formats import writing as formats
+from draftsmith.medusa.heads.formats.export import FORMATS
 from draftsmith.medusa.heads.formats.importing import import_heads
-from draftsmith.scripts import cli
-from draftsmith.scripts.export import command
-from draftsmith.train.kinds.draft_lengths import NUM, SCHEMA
+from draftsmith.scripts import cli, export
+from draftsmith.scripts.serving.draft_lengths import NUM, SCHEMA
 from draftsmith.train.kinds.export import vllm_command, vocabulary_override
 from draftsmith.train.kinds.quantities import size
 from draftsmith.train.models import load_model
@@ -79,7 +79,7 @@ def test_a_fresh_process_reads_what_is_written(heads_dir, tmp_path, monkeypatch)
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: started.append(a[0]) or run(*a, **k))
     heads = import_heads(heads_dir)
-    export.FORMATS.write(heads, tmp_path / "out", "vllm")
+    FORMATS.write(heads, tmp_path / "out", "vllm")
     ((interpreter, isolated, script, *_),) = started
     assert interpreter == sys.executable and isolated == "-P" and Path(script).name == "readers.py"
     assert torch.equal(logits(import_heads(tmp_path / "out")), logits(heads))
@@ -112,8 +112,7 @@ def test_a_launch_line_has_the_draft_lengths_of_each_load(pair_dirs, tmp_path, c
 
 def test_a_process_that_cannot_read_leaves_nothing(heads_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", in_place)
-    formats = export.FORMATS
-    wrong = replace(formats, fields=lambda *a: {k: v for k, v in formats.fields(*a).items() if k != "vocab_size"})
+    wrong = replace(FORMATS, fields=lambda *a: {k: v for k, v in FORMATS.fields(*a).items() if k != "vocab_size"})
     with pytest.raises(RuntimeError, match="expected a fresh process to read vllm, found: KeyError: 'vocab_size'"):
         wrong.write(import_heads(heads_dir), tmp_path / "out", "vllm")
     assert not list(tmp_path.glob("*out*"))
@@ -276,8 +275,8 @@ def test_bad_flags_are_one_line_and_2(capsys, flags, message, tmp_path, monkeypa
 
 
 def test_what_the_target_has_no_positions_for_is_seen_before_the_engine(pair_dirs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "engine_python", lambda _: Path("python"))
-    monkeypatch.setattr(command, "verify", lambda *_, **__: pytest.fail("the engine was started"))
+    monkeypatch.setattr(export, "engine_python", lambda _: Path("python"))
+    monkeypatch.setattr(export, "verify", lambda *_, **__: pytest.fail("the engine was started"))
     target, draft = pair_dirs
     flags = ["--draft", draft, "--target", target, "--format", "vllm", "--verify", "vllm", "--limit", "1"]
     _, err = ran(capsys, *flags, "--max_new_tokens", str(2**20), code=2)

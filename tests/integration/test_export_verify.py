@@ -13,10 +13,9 @@ from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.formats import writing
 from draftsmith.medusa.heads.formats.importing import import_heads
-from draftsmith.scripts import cli
-from draftsmith.scripts.engine import verification
-from draftsmith.scripts.engine.offline import Answer, EngineFailure, EngineRun, Job
-from draftsmith.scripts.export import command
+from draftsmith.scripts import cli, export
+from draftsmith.scripts.serving.engine import verification
+from draftsmith.scripts.serving.engine.offline import Answer, EngineFailure, EngineRun, Job
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
 
@@ -84,7 +83,7 @@ def engine(monkeypatch) -> Engine:
     # test_export.py has the fresh process that reads what was written.
     monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
     monkeypatch.setattr(verification, "run_jobs", fake)
-    monkeypatch.setattr(command, "engine_python", lambda given: Path("python"))
+    monkeypatch.setattr(export, "engine_python", lambda given: Path("python"))
     return fake
 
 

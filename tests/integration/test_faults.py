@@ -21,8 +21,8 @@ import pytest
 import torch
 from conftest import tiny_llama
 from faults import damaged, misvalued, misworded
-from unit.scripts.measure.reconcile.test_rounds import SETTINGS, TEXT
 from unit.scripts.services.coordinate.test_predictions import REPORT, TABLE
+from unit.scripts.serving.reconcile.test_rounds import SETTINGS, TEXT
 from unit.scripts.serving.test_client import SGLANG, VLLM
 
 from draftsmith.decode.counts import Counts
@@ -35,19 +35,19 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
-from draftsmith.scripts.certify.collect import TextStore
-from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.engine.offline import Answer as EngineAnswer
-from draftsmith.scripts.engine.offline import EngineFailure, Job, run_of
 from draftsmith.scripts.learning_curve import CurveFile
-from draftsmith.scripts.measure.reconcile.rounds import read_rounds
-from draftsmith.scripts.measure.server.load import RequestRecord
-from draftsmith.scripts.measure.server.observe import ServerTurn
 from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service
+from draftsmith.scripts.serving.certify.collect import TextStore
+from draftsmith.scripts.serving.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import metrics_of, recognised
+from draftsmith.scripts.serving.engine.offline import Answer as EngineAnswer
+from draftsmith.scripts.serving.engine.offline import EngineFailure, Job, run_of
+from draftsmith.scripts.serving.measure.load import RequestRecord
+from draftsmith.scripts.serving.measure.observe import ServerTurn
+from draftsmith.scripts.serving.reconcile.rounds import read_rounds
 from draftsmith.scripts.settings import Settings
 from draftsmith.scripts.trials import CostFile
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors

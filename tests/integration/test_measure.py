@@ -35,14 +35,14 @@ from draftsmith.scripts.kinds import short_names
 from draftsmith.scripts.measure import certify, command, stages
 from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.reconcile.rounds import read_rounds
 from draftsmith.scripts.measure.state import Method
 from draftsmith.scripts.report.schema import generated_schema, report_schema
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Recommendation, Report
 from draftsmith.scripts.report.words import turns
+from draftsmith.scripts.serving.draft_lengths import speculative_fields
+from draftsmith.scripts.serving.reconcile.rounds import read_rounds
 from draftsmith.train import cli
-from draftsmith.train.kinds.draft_lengths import speculative_fields
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 

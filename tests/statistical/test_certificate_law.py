@@ -12,7 +12,7 @@ from draftsmith.decode import DraftModelProposer, autoregressive_generate
 from draftsmith.decode.measurement.certificate import tie_tolerant_test
 from draftsmith.decode.measurement.distribution_test import sample_texts
 from draftsmith.decode.sampling import Sampler
-from draftsmith.scripts.certify.collect import text_pairs
+from draftsmith.scripts.serving.certify.collect import text_pairs
 
 pytestmark = pytest.mark.slow
 

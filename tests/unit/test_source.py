@@ -20,10 +20,10 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 12_900,
-    "train": 14_700,
+    "train": 14_550,
     "distill": 2_900,
     "medusa": 8_400,
-    "scripts": 18_600,
+    "scripts": 18_750,
     "benchmarks": 2_500,
     "tests": 51_500,
 }

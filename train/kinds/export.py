@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from draftsmith.decode.errors import InputError, at_least, one_of, require
-from draftsmith.decode.validation import parse_json
 from draftsmith.train.files import atomic_path, require_writable
 from draftsmith.train.options import DRAFT_LENGTH, DTYPES
 
@@ -133,13 +132,6 @@ def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, 
     if overrides:
         words += ["--hf-overrides", json.dumps(overrides, separators=(",", ":"))]
     return shlex.join([*words, "--speculative-config", json.dumps(speculative, separators=(",", ":"))])
-
-
-def with_speculative(line: str, fields: Mapping[str, Any]) -> str:
-    """Return a line of `vllm_command` with fields added to its speculative config or replaced there."""
-    words = shlex.split(line)
-    speculative = parse_json(words[-1]) | dict(fields)
-    return shlex.join([*words[:-1], json.dumps(speculative, separators=(",", ":"))])
 
 
 def sglang_command(target: str, draft: str, draft_length: int, algorithm: str = "STANDALONE") -> str:

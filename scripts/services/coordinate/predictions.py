@@ -15,7 +15,7 @@ from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.validation import MOST, Amount, Count, ServerMessage, read
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.routing import Rates
-from draftsmith.train.kinds.draft_lengths import length_at, named
+from draftsmith.scripts.serving.draft_lengths import length_at, named
 
 MOST_ROWS = 1024
 """The most concurrent requests with a tabled speed; beyond the measured batch sizes costs are extrapolated linearly."""

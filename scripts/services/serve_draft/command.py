@@ -28,9 +28,9 @@ from draftsmith.scripts.services.serve_draft.follow import Follower, warm_up
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import Worker
+from draftsmith.scripts.serving.draft_lengths import length_at, of_drafter
 from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.http import api_key
-from draftsmith.train.kinds.draft_lengths import length_at, of_drafter
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.kinds.kind import DrafterKind

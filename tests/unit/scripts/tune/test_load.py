@@ -5,9 +5,9 @@ import json
 import pytest
 
 from draftsmith.decode.errors import InputError
+from draftsmith.scripts.serving.draft_lengths import speculative_fields
 from draftsmith.scripts.tune import load
 from draftsmith.scripts.tune.config import LoadConfig, SwitchConfig, TuneConfig, tune_config
-from draftsmith.train.kinds.draft_lengths import speculative_fields
 
 
 def report(path, draft_length: int, speedups: dict[int, float], temperatures=(0.0,), server: object = True):

@@ -1,0 +1,178 @@
+"""`draftsmith certify`: texts of a server under test, compared with what its target would write."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from draftsmith.decode.measurement.uniformity import detectable
+from draftsmith.scripts.kinds import drafter_specs
+from draftsmith.scripts.pair import load_pair, read_tokens
+from draftsmith.scripts.serving.certify import verdicts
+from draftsmith.scripts.serving.certify.collect import stages
+from draftsmith.scripts.serving.certify.config import CertifyConfig
+from draftsmith.scripts.serving.certify.servers import Servers, target_identity
+from draftsmith.train.checkpoint import end_of_sequence_ids
+from draftsmith.train.cli import parse_config
+from draftsmith.train.data.prompts import read_prompts
+from draftsmith.train.endpoint.client import SentPrompt
+from draftsmith.train.endpoint.http import ServerFailure
+from draftsmith.train.files import remove, require_writable
+from draftsmith.train.job.lock import locked
+from draftsmith.train.kinds.drafter import Pair
+from draftsmith.train.provenance import environment, git_sha, write_json
+from draftsmith.train.runs import note_on_interrupt
+
+SCHEMA = "draftsmith.certificate/1"
+CERTIFICATE, KEPT = "certificate.json", ".unfinished"
+
+
+def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
+    """Request texts, compare them, write `certificate.json`, and return its content.
+
+    Raises:
+        InputError: unusable models, prompts or settings, or a server that refuses them.
+        ServerFailure: a server fails; its answers are kept, and the same call continues.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    output = require_writable(config.output, CERTIFICATE)
+    questions, pair = _load(config)
+    ends = [] if pair is None else end_of_sequence_ids(pair.target.generation_config, pair.tokenizer)
+    judge = verdicts.Judge(config, pair, questions, ends)
+    judge.require()
+    with locked(output):
+        size = None if pair is None else pair.target.config.get_text_config().vocab_size
+        servers = Servers(config, questions, ends, size, output / KEPT)
+        servers.begin()
+        with note_on_interrupt(servers.kept):
+            greedy, sampled = _judge(servers, judge, console)
+        passed = (greedy is None or greedy.passed) and all(verdict.passed for verdict in sampled)
+        _say(console, "lossless, as far as tested" if passed else "not lossless")
+        parts = {} if greedy is None else {name: v for name, v in asdict(greedy).items() if name != "first"}
+        report = {
+            "schema": SCHEMA,
+            "passed": passed,
+            "servers": servers.to_dict(),
+            "false_alarm": config.false_alarm,
+            "greedy": None if greedy is None else asdict(greedy.first) | parts | {"prompts": len(questions)},
+            "sampled": [
+                asdict(verdict) | {"passed": verdict.passed, "finds": _finds(config, verdict.tokens, pair)}
+                for verdict in sampled
+            ],
+            "settings": asdict(config),
+            "target": target_identity(config),
+            "environment": None if pair is None else environment(pair.target.device, pair.dtype),
+            "versions": {"draftsmith": version("draftsmith"), "git_sha": git_sha()},
+        }
+        write_json(output / CERTIFICATE, report)
+        remove(output / KEPT)
+    return report
+
+
+def _judge(
+    servers: Servers, judge: verdicts.Judge, console: Console
+) -> tuple[verdicts.GreedyVerdict | None, list[verdicts.SampledVerdict]]:
+    config, pair, questions = judge.config, judge.pair, judge.questions
+    requests = stages(config, len(questions))
+    _announce(config, console, len(questions), pair)
+    answers, plain = servers.texts("server", requests), None
+    if config.plain_server is not None:
+        # With the target here, it judges the sampled texts; only T=0 is compared with the plain server.
+        compared = [[request for request in stage if pair is None or request.temperature == 0] for stage in requests]
+        plain = servers.texts("plain_server", compared)
+    greedy, sampled = None, []
+    for temperature in config.temperature:
+        reference = None if plain is None else plain.of(temperature)
+        texts = answers.of(temperature)
+        if temperature == 0:
+            greedy = judge.greedy(texts, reference)
+            _show_greedy(console, greedy, len(questions))
+        else:
+            sampled.append(judge.sampled(temperature, texts, reference))
+            _show_sampled(console, sampled[-1])
+    drafts = {name: counters and counters.num_drafts for name, counters in servers.counters.items()}
+    if drafts["server"] == 0:
+        _say(console, "note: the server drafted nothing meanwhile: this certifies its plain decoding")
+    if drafts.get("plain_server"):
+        _say(console, f"note: the plain server drafted too, {drafts['plain_server']} times: it is no plain reference")
+    return greedy, sampled
+
+
+def _load(config: CertifyConfig) -> tuple[list[SentPrompt], Pair | None]:
+    prompts = read_prompts(config.prompts, limit=config.limit)
+    if config.target is None:
+        return [SentPrompt(prompt, fields=prompt.request(**config.template)) for prompt in prompts], None
+    tokenizer, encoded = read_tokens(config.target, config, prompts)
+    specs = drafter_specs(config.drafter)
+    decodes = config.plain_server is None and 0 in config.temperature
+    pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code, decodes=decodes)
+    return list(map(SentPrompt, prompts, encoded)), pair
+
+
+def _announce(config: CertifyConfig, console: Console, prompts: int, pair: Pair | None) -> None:
+    tokens, parts = config.texts * config.max_new_tokens, []
+    if 0 in config.temperature:
+        parts.append(f"{prompts} texts at T=0" + (", each twice (--repeat false: once)" if config.repeat else ""))
+    if config.sampled:
+        where = ", ".join(f"{temperature:g}" for temperature in config.sampled)
+        per_temperature = " each" if len(config.sampled) > 1 else ""
+        parts.append(f"{config.texts} texts, {tokens} tokens at most, at T={where}{per_temperature}")
+    _say(console, f"asks for {'; '.join(parts)}; {config.concurrency} at once")
+    finds = _finds(config, tokens, pair)
+    if not config.sampled or pair is None or finds is None:
+        return
+    _say(
+        console,
+        f"finds with probability 0.9, at a false-alarm rate of {config.false_alarm:g} in all: unlikely tokens from a "
+        f"share of {finds['unlikely_tokens']:.2%} on; a distribution that leans one way from a total variation of "
+        f"{finds['total_variation']:.2%} on",
+    )
+
+
+def _finds(config: CertifyConfig, tokens: int, pair: Pair | None) -> dict[str, float] | None:
+    """Return the departures that so few tokens find with probability 0.9; None against a plain server."""
+    if pair is None:
+        return None
+    orders = 2 + len(pair.drafters)
+    unlikely, variation = detectable(tokens, config.level / (5 * orders + 2))  # the tests share the level
+    return {"unlikely_tokens": unlikely, "total_variation": variation}
+
+
+def _show_greedy(console: Console, greedy: verdicts.GreedyVerdict, prompts: int) -> None:
+    for title, certificate, same in (
+        ("T=0", greedy.first, "identical"),
+        ("T=0, asked again", greedy.again, "as before"),
+        ("T=0, the plain server asked again", greedy.plain_again, "as before"),
+    ):
+        if certificate is not None:
+            _say(console, f"{title}: {certificate.prompts_identical} of {prompts} texts {same}")
+            if certificate.reason:
+                _say(console, f"  {certificate.reason}")
+
+
+def _show_sampled(console: Console, verdict: verdicts.SampledVerdict) -> None:
+    texts = f"{verdict.tokens} tokens in {verdict.texts} texts, {verdict.distinct} of them different"
+    comparison = f"{'above' if verdict.passed else 'not above'} {verdict.threshold:.2g}"
+    _say(console, f"T={verdict.temperature:g}: {texts}; p-value {verdict.p_value:.2g}, {comparison}")
+    if verdict.reason:
+        _say(console, f"  {verdict.reason}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Certify a server; return 0 if lossless as far as tested, 3 if not, 1 if a server failed."""
+    config = parse_config(CertifyConfig, argv, prog="draftsmith certify")
+    try:
+        report = certify(config, Console())
+    except ServerFailure as error:
+        print(f"error: {error}; the answers are kept, and the same command continues", file=sys.stderr)
+        return 1
+    return 0 if report["passed"] else 3

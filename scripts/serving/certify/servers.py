@@ -1,0 +1,193 @@
+"""The servers under comparison; their texts are stored until a certificate is written."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.decode.progress import phase
+from draftsmith.decode.validation import require_tokens
+from draftsmith.scripts.serving.certify.collect import TextRequest, TextStore, extra_requests
+from draftsmith.scripts.serving.certify.config import CertifyConfig
+from draftsmith.scripts.serving.client import metrics_of
+from draftsmith.train.data.shards import settle_manifest
+from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request, request_seed
+from draftsmith.train.endpoint.http import ServerFailure
+from draftsmith.train.endpoint.retries import Window, ask_all
+from draftsmith.train.files import remove
+from draftsmith.train.models import identity
+from draftsmith.train.provenance import git_sha
+
+SCHEMA = "draftsmith.certify/1"
+SERVERS = ("server", "plain_server")
+ELSEWHERE = ("output", "target", "drafter", "prompts", "timeout", "threads", "trust_remote_code", "false_alarm")
+"""Settings that do not shape the texts, or that name a place whose content is compared."""
+
+
+@dataclass
+class Servers:
+    """The server under test and maybe a plain one, by the names of their fields."""
+
+    config: CertifyConfig
+    questions: Sequence[SentPrompt]
+    ends: Sequence[int]
+    """Ids that end a text; empty if not known here."""
+    vocab_size: int | None
+    """Upper limit of ids; None without the target."""
+    directory: Path
+    models: dict[str, str] = field(default_factory=dict)
+    counters: dict[str, ServerCounts | None] = field(default_factory=dict)
+    """Counts of this run's texts; None if the server shows no counters, or was not asked."""
+
+    def begin(self) -> None:
+        """Ask each server for its model, and continue from the texts of an earlier run with the same settings."""
+        self.models = asyncio.run(self._models())
+        if not any(path.stat().st_size for path in self.directory.glob("*.jsonl")):
+            remove(self.directory)  # a run that failed at once has no texts, and its settings may change
+        settle_manifest(self.directory, self._manifest())
+
+    def texts(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
+        """Request all missing texts of a server, stage after stage, and more if texts end early."""
+        kept = self._request(name, stages)
+        for temperature in sorted({request.temperature for stage in stages for request in stage}):
+            while more := extra_requests(self.config, len(self.questions), temperature, kept.of(temperature)):
+                before = self.counters[name]
+                kept = self._request(name, [more])
+                after = self.counters[name]
+                self.counters[name] = None if before is None or after is None else before + after
+        return kept
+
+    def _request(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
+        kept = self._store(name)
+        if all((request.temperature, request.place) in kept.texts for stage in stages for request in stage):
+            self.counters[name] = None
+            return kept
+
+        async def work() -> None:
+            async with self._client(name) as client:
+                before = await _counters(client)
+                most = self.config.max_new_tokens * sum(map(len, stages))
+                num_tokens = sum(len(tokens) for tokens, _ in kept.texts.values())
+                with phase(f"{name} writes", most, "tokens", num_tokens) as bar:
+                    for stage in stages:
+                        await self.ask(client, stage, kept, bar.advance)
+                after = await _counters(client)
+                self.counters[name] = None if before is None or after is None else after - before
+
+        asyncio.run(work())
+        return kept
+
+    async def ask(
+        self, client: Client, requests: Sequence[TextRequest], kept: TextStore, finished: Callable[[int], None]
+    ) -> None:
+        """Request the texts that are not in `kept` yet, in order, `concurrency` at once, and store each as it comes.
+
+        `finished` receives each text's number of tokens. An InputError (a refused request, an answer without ids) or a
+        ServerFailure cancels all other requests.
+        """
+        config = self.config
+        options: dict[str, Any] = {"stop_token_ids": list(self.ends)} if self.ends else {}
+
+        async def answer_to(request: TextRequest) -> None:
+            question, temperature, seed = self.questions[request.prompt], request.temperature, None
+            if config.seeded:
+                # With the same seeds two servers would draw the same texts, which are no independent samples.
+                seed = request_seed(config.seed, client.name, f"{temperature:g}", request.place)
+            sent = question, self.models[client.name], config, temperature, config.max_new_tokens, seed
+            body, path = completion_request(*sent, skip_special_tokens=False, **options)
+            answer = await client.complete(body, path)
+            tokens = self._tokens(client, question, answer)
+            if self.vocab_size is not None:
+                require_tokens(tokens, self.vocab_size, f"{client.name}: {client.url}")
+            kept.add(request, tokens, answer.finish_reason or "")
+            finished(len(tokens))
+
+        missing = [request for request in requests if (request.temperature, request.place) not in kept.texts]
+        await ask_all(missing, answer_to, Window(config.concurrency))
+
+    def _tokens(self, client: Client, question: SentPrompt, answer: ServedCompletion) -> list[int]:
+        """Return a text's tokens, if the answer can be judged."""
+        where = f"{client.name}: expected"
+        if answer.token_ids is None:
+            raise InputError(
+                f"{where} token ids (return_token_ids, as vLLM and SGLang have it) from {client.url}, as many as its "
+                "usage counts, found none or fewer"
+            )
+        if question.ids is not None and answer.prompt_ids not in (None, question.ids):
+            raise InputError(
+                f"{where} a text after the prompt's {len(question.ids)} tokens as sent, found that the server changed "
+                "them"
+            )
+        if answer.finish_reason not in ("stop", "length"):
+            raise ServerFailure(f"{where} a text that ends with stop or length, found {answer.finish_reason!r}")
+        if answer.finish_reason == "length" and len(answer.token_ids) < self.config.max_new_tokens:
+            raise InputError(
+                f"{where} room for {self.config.max_new_tokens} tokens after each prompt, found that prompt "
+                f"{question.prompt.id!r} ends after {len(answer.token_ids)}"
+            )
+        return answer.token_ids
+
+    def kept(self) -> str | None:
+        """Return what an interrupted run has kept, in words."""
+        num_texts = {name: len(self._store(name).texts) for name in SERVERS}
+        texts = " and ".join(f"{count} texts of {name}" for name, count in num_texts.items() if count)
+        return f"{texts} are kept in {self.directory}" if texts else None
+
+    def _store(self, name: str) -> TextStore:
+        return TextStore(self.directory / f"{name}.jsonl", self.config.max_new_tokens, self.vocab_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the servers' URLs, models and counters, as plain JSON types."""
+        return {
+            name: {
+                "url": getattr(self.config, name),
+                "model": model,
+                "counters": None if (counters := self.counters[name]) is None else counters.to_dict(),
+            }
+            for name, model in self.models.items()
+        }
+
+    async def _models(self) -> dict[str, str]:
+        models = {}
+        for name in SERVERS:
+            if getattr(self.config, name) is not None:
+                async with self._client(name) as client:
+                    models[name] = await client.model(getattr(self.config, f"{name}_model"))
+        return models
+
+    def _client(self, name: str) -> Client:
+        config = self.config
+        return Client(getattr(config, name), name, getattr(config, f"{name}_key_env"), config.timeout)
+
+    def _manifest(self) -> dict[str, Any]:
+        config = self.config
+        settings = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
+        sent = [[question.ids, question.prompt.record()] for question in self.questions]
+        return {
+            "schema": SCHEMA,
+            "settings": settings | {f"{name}_model": model for name, model in self.models.items()},
+            "target": target_identity(config) or {},
+            "prompts": {"path": config.prompts, "sha256": hashlib.sha256(json.dumps(sent).encode()).hexdigest()},
+            "versions": {"draftsmith": version("draftsmith"), "git_sha": git_sha()},
+        }
+
+
+def target_identity(config: CertifyConfig) -> dict[str, Any] | None:
+    """Return the target's path and what tells it from another; None without a target."""
+    if config.target is None:
+        return None
+    return {"path": config.target} | identity(config.target, trust_remote_code=config.trust_remote_code)
+
+
+async def _counters(client: Client) -> ServerCounts | None:
+    """Return vLLM's counters; None if the server shows none."""
+    try:
+        return (await metrics_of(client)).counters
+    except InputError:
+        return None

@@ -1,0 +1,147 @@
+"""Requests to a server at a concurrency or a rate, with the time of each part of an answer."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
+from draftsmith.decode.validation import Amount, Count, Finite, TokenId
+from draftsmith.scripts.serving.client import Engine, ServerMetrics, metrics_of, recognised
+from draftsmith.scripts.serving.measure.config import MeasureServerConfig
+from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request, request_seed
+from draftsmith.train.endpoint.http import ServerFailure
+from draftsmith.train.endpoint.retries import Window, ask_all
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request and its answer. Times are in seconds since it was due: sent, or with a rate, arrived.
+
+    `prompt` is the prompt's index, `tokens` the completion's number as the server counts it, and `first` and `last` are
+    the times of the first and last part (None for an empty answer). Servers may give no ids, and then `text` is set.
+    """
+
+    prompt: Count
+    tokens: Annotated[Count, Field(ge=1)]
+    sent: Finite
+    """The wait for one of the requests at once to end; 0 without a rate."""
+    first: Finite | None
+    last: Finite | None
+    ended: Annotated[Amount, Field(gt=0)]
+    parts: list[Count]
+    """Tokens of each part; zeros if the server gives no ids."""
+    finish_reason: str | None
+    prompt_ids: list[TokenId] | None
+    token_ids: list[TokenId] | None
+    text: str | None
+    counts: Counted | None
+    """The server's counts of this answer, if it gives them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON types."""
+        return asdict(self) | {"counts": None if self.counts is None else self.counts.to_dict()}
+
+
+@dataclass
+class MeasuredServer:
+    """One server, and what it says of itself; `before` is the last reading of its metrics."""
+
+    client: Client
+    engine: Engine
+    model: str
+    length: int | None
+    """The most tokens of a text there, its prompt included; None if the server does not say."""
+    config: MeasureServerConfig
+    before: ServerMetrics | None = None
+
+    @classmethod
+    async def opened(cls, client: Client, config: MeasureServerConfig) -> "MeasuredServer":
+        """Return a server that answers, has metrics and lists the model; raise InputError if it does not."""
+        try:
+            engine = await recognised(client)
+            model = await client.model(config.model)
+            door = cls(client, engine, model, (await client.models()).get(model), config)
+            await door.metrics()
+        except ServerFailure as error:  # before anything is measured, the URL is the likely mistake
+            raise InputError(str(error)) from error
+        return door
+
+    async def metrics(self) -> ServerMetrics:
+        """Return the server's metrics; zeros for an SGLang without `--enable-metrics`, whose answers have counts."""
+        try:
+            return await metrics_of(self.client)
+        except InputError:
+            if self.engine.kind != "sglang":
+                raise
+            return ServerMetrics(ServerCounts(), None, 0, None, None, None)
+
+    def check(self, question: SentPrompt) -> None:
+        """Raise InputError unless a prompt of known length and its completion fit the model."""
+        needed = 0 if question.ids is None else len(question.ids) + self.config.max_new_tokens
+        if self.length is not None and needed > self.length:
+            raise InputError(
+                f"prompts: expected at most {self.length} tokens, as {self.client.url} allows, of a prompt and its "
+                f"{self.config.max_new_tokens} new tokens, found {needed} of prompt {question.prompt.id!r}"
+            )
+
+
+async def records_of(
+    door: MeasuredServer,
+    prompts: Mapping[int, SentPrompt],
+    temperature: float,
+    concurrency: int,
+    arrivals: Sequence[float] | None = None,
+    repeat: int = 0,
+) -> tuple[list[RequestRecord], float]:
+    """Ask one server for completions of prompts by index, `concurrency` at once.
+
+    Return a record per prompt, in order, and the seconds until the last one ended. `arrivals` are when the prompts
+    arrive, in seconds from now; without them the next is sent when one ends. `repeat` is the number of earlier rounds,
+    which had other seeds.
+
+    Raises:
+        InputError: a request is refused.
+        ServerFailure: one fails; the others are cancelled.
+    """
+    records, start = dict[int, RequestRecord](), time.perf_counter()
+    due = None if arrivals is None else {place: start + at for place, at in zip(prompts, arrivals, strict=True)}
+    native = door.engine.kind == "sglang"
+
+    async def record(place: int) -> None:
+        seed = request_seed(door.config.seed, prompts[place].prompt.id, repeat)
+        sent = prompts[place], door.model, door.config, temperature, door.config.max_new_tokens, seed
+        body, path = completion_request(*sent, native, ignore_eos=door.config.ignore_eos)
+        answer = await door.client.complete(body, path, token_ids=not native)
+        # With a rate, latency counts from the arrival: the wait for a free slot is part of it.
+        records[place] = _record(place, answer, answer.sent if due is None else due[place], door)
+
+    await ask_all(prompts, record, Window(concurrency), None if due is None else list(due.values()))
+    return [records[place] for place in prompts], time.perf_counter() - start
+
+
+def _record(place: int, answer: ServedCompletion, due: float, door: MeasuredServer) -> RequestRecord:
+    tokens = answer.completion_tokens
+    if tokens is None:
+        tokens = None if answer.token_ids is None else len(answer.token_ids)
+    if not tokens:
+        content = "none" if tokens is None else "no token"
+        raise ServerFailure(f"{door.client.name}: expected tokens and their number in each answer, found {content}")
+    first, last = (answer.arrivals[place][0] - due if answer.arrivals else None for place in (0, -1))
+    return RequestRecord(
+        prompt=place,
+        tokens=tokens,
+        sent=answer.sent - due,
+        first=first,
+        last=last,
+        ended=answer.ended - due,
+        parts=[count for _, count in answer.arrivals],
+        finish_reason=answer.finish_reason,
+        prompt_ids=answer.prompt_ids,
+        token_ids=answer.token_ids,
+        text=(answer.text or "") if answer.token_ids is None else None,
+        counts=answer.counts,
+    )

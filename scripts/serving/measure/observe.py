@@ -1,0 +1,238 @@
+"""A run of `measure --server`: servers answer blocks of prompts in turns, and counters are read around each."""
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from math import ceil
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
+from draftsmith.decode.progress import each
+from draftsmith.decode.validation import Amount, Count
+from draftsmith.scripts.measure.unfinished import SCHEMA, Kept, identified_prompts
+from draftsmith.scripts.report.entries import Role
+from draftsmith.scripts.serving.client import ServerMetrics
+from draftsmith.scripts.serving.measure.config import MeasureServerConfig
+from draftsmith.scripts.serving.measure.load import MeasuredServer, RequestRecord, records_of
+from draftsmith.train.checkpoint import left_out, load_generation_config
+from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.samples import mixed_seed
+from draftsmith.train.endpoint.client import Client, SentPrompt
+from draftsmith.train.endpoint.http import ServerFailure
+from draftsmith.train.models import load_config, load_tokenizer
+from draftsmith.train.provenance import git_sha
+
+Setting = tuple[float, int]
+BLOCKS, BLOCKS_WITH_RATE = 10, 2
+"""Turns of a setting, enough for an interval over them; few with a rate, because each begins with an idle server."""
+READ_AGAIN, READ_FOR = 0.1, 5.0
+"""Seconds between two readings of counters that must agree, and the longest wait for that."""
+FREE_TO_CHANGE = (
+    *("output", "expect", "expect_verifier", "min_speedup", "min_alpha", "confidence"),
+    *("drafter", "draft_length", "timeout", "gate_temperature", "gate_batch_size"),
+)
+UNNAMED = ("server", "baseline_server", "server_key_env", "baseline_server_key_env", "prompts", "target")
+"""Settings that name a place: the manifest compares its content."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerTurn:
+    """One turn of one server: some prompts, with no other request of ours before or after.
+
+    Other clients' requests are in its `counters`; `busy` is true if some were running at its begin or end.
+    """
+
+    records: list[RequestRecord]
+    seconds: Annotated[Amount, Field(gt=0)]
+    counters: Counted
+    generated_tokens: Count | None
+    verify_calls: Count | None
+    mean_acceptance_length: Amount | None
+    busy: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the block as plain JSON types."""
+        records = [record.to_dict() for record in self.records]
+        return asdict(self) | {"records": records, "counters": self.counters.to_dict()}
+
+
+@dataclass
+class Observed:
+    """The answers and counts of one run."""
+
+    config: MeasureServerConfig
+    prompts: Sequence[SentPrompt]
+    servers: Mapping[Role, MeasuredServer]
+    blocks: dict[Setting, dict[Role, list[ServerTurn]]] = field(default_factory=dict)
+    """The turns of each finished setting: block i of one server is paired with block i of the other."""
+    resumed: bool = False
+    """True if some blocks are an earlier run's."""
+    failure: ServerFailure | None = None
+    """The failure that ended the run, and its setting."""
+    failed: Setting | None = None
+
+    def records(self, setting: Setting, role: Role) -> list[RequestRecord]:
+        """Return the requests of a setting to one server, all repeats."""
+        return [record for block in self.blocks[setting][role] for record in block.records]
+
+
+def read_load_prompts(config: MeasureServerConfig) -> list[SentPrompt]:
+    """Read the prompts, in the form in which they are sent, or raise InputError."""
+    prompts = read_prompts(config.prompts, limit=config.limit)
+    if config.target is None:  # the server encodes
+        template = config.system_prompt, config.chat_template_kwargs
+        return [SentPrompt(prompt, fields=prompt.request(*template)) for prompt in prompts]
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    left_out(load_generation_config(config.target, target_config, field="target"), config.target)
+    encoding: dict[str, Any] = {
+        "vocab_size": target_config.get_text_config().vocab_size,
+        "max_tokens": config.max_prompt_tokens,
+        "system_prompt": config.system_prompt,
+        "variables": config.chat_template_kwargs,
+    }
+    return [SentPrompt(prompt, ids=encode_prompt(prompt, tokenizer, **encoding)) for prompt in prompts]
+
+
+async def observe(config: MeasureServerConfig, prompts: Sequence[SentPrompt], kept: Kept | None = None) -> Observed:
+    """Ask the servers all prompts in each setting, block by block, by turns; a failing server ends the run.
+
+    `kept` holds finished blocks, by default in the output directory. Raise InputError if a server does not answer at
+    the start, or refuses, or the earlier run had other settings.
+    """
+    async with AsyncExitStack() as stack:
+        doors: dict[Role, MeasuredServer] = {}
+        servers: list[tuple[Role, str | None, str | None]] = [
+            ("server", config.server, config.server_key_env),
+            ("baseline_server", config.baseline_server, config.baseline_server_key_env),
+        ]
+        for role, url, key in servers:
+            if url is not None:
+                client = await stack.enter_async_context(Client(url, role, key, config.timeout))
+                doors[role] = await MeasuredServer.opened(client, config)
+        for question in prompts:
+            for door in doors.values():
+                door.check(question)
+        observed = Observed(config, prompts, doors)
+        kept = kept or Kept(config.output, _manifest(observed))
+        for setting in config.settings:
+            try:
+                observed.blocks[setting] = await _setting(setting, observed, kept)
+            except ServerFailure as error:
+                observed.failure, observed.failed = error, setting
+                break
+    return observed
+
+
+async def _setting(setting: Setting, observed: Observed, kept: Kept) -> dict[Role, list[ServerTurn]]:
+    config, doors, (temperature, concurrency) = observed.config, observed.servers, setting
+    # Each turn has at least as many prompts as requests at once, if there are enough.
+    most = BLOCKS if config.rate is None else BLOCKS_WITH_RATE
+    count = len(observed.prompts)
+    places = np.array_split(np.arange(count), max(1, min(most, count // concurrency)))
+    done: dict[Role, list[ServerTurn]] = {role: [] for role in doors}
+    warm = False
+    turns = [(repeat, i) for repeat in range(config.repeats) for i in range(len(places))]
+    title = f"T={temperature:g}, {concurrency} at once"
+    for repeat, i in each(turns, title, "blocks"):
+        key = "server", temperature, concurrency, repeat, i
+        before = kept.kept(dict[Role, ServerTurn], *key)
+        if before is None or not _is_of(before, doors, places[i]):
+            if not warm and config.warm_up:  # the first requests compile, and fill caches
+                last = {i: observed.prompts[-1 - i % count] for i in range(config.warm_up)}
+                for door in doors.values():
+                    await records_of(door, last, *setting)
+            warm = True
+            prompts = {int(place): observed.prompts[place] for place in places[i]}
+            blocks: dict[Role, ServerTurn] = {}
+            # The order alternates, so that a machine that slows down slows both servers alike.
+            for role in list(doors)[:: 1 if i % 2 == 0 else -1]:
+                blocks[role] = await _block(doors[role], prompts, setting, repeat, i)
+            kept.keep(*key, value={role: blocks[role].to_dict() for role in doors})
+        else:
+            blocks, observed.resumed = before, True
+        for role, block in blocks.items():
+            done[role].append(block)
+    return done
+
+
+def _is_of(blocks: Mapping[Role, ServerTurn], roles: Collection[Role], places: np.ndarray) -> bool:
+    return blocks.keys() == set(roles) and all(
+        [record.prompt for record in block.records] == places.tolist() for block in blocks.values()
+    )
+
+
+async def _block(
+    door: MeasuredServer, prompts: Mapping[int, SentPrompt], setting: Setting, repeat: int, i: int
+) -> ServerTurn:
+    config, arrivals = door.config, None
+    if config.rate is not None:  # the same arrivals for both servers
+        gaps = np.random.default_rng(mixed_seed(config.seed, "arrivals", repeat, i))
+        arrivals = gaps.exponential(1 / config.rate, len(prompts)).cumsum().tolist()
+    before = await _settled(door)
+    records, seconds = await records_of(door, prompts, *setting, arrivals, repeat)
+    after = await _settled(door)
+    busy = bool(before.requests or after.requests)
+    return ServerTurn(records, seconds, *_counted(before, after, door), after.mean_acceptance_length, busy)
+
+
+def _counted(
+    before: ServerMetrics, after: ServerMetrics, door: MeasuredServer
+) -> tuple[ServerCounts, int | None, int | None]:
+    """Return counters, written tokens and verified steps between two readings."""
+    counters = after.counters - before.counters
+    generated = _between(before.generated_tokens, after.generated_tokens)
+    calls = _between(before.verify_calls, after.verify_calls)
+    lower = counters.num_drafts, counters.num_accepted_tokens, *counters.num_accepted_tokens_per_pos
+    if min(*lower, generated or 0, calls or 0) < 0:
+        raise ServerFailure(
+            f"{door.client.name}: expected counters that grow at {door.client.url}/metrics, found lower ones; was it "
+            "started anew?"
+        )
+    return door.client.counted("/metrics", counters), generated, calls
+
+
+def _between(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
+
+
+async def _settled(door: MeasuredServer) -> ServerMetrics:
+    """Return a server's metrics once two readings agree and nothing is running: servers count after they answer.
+
+    After a few seconds the last reading counts as it is, because others may use the server.
+    """
+    reading = await door.metrics()
+    for _ in range(ceil(READ_FOR / READ_AGAIN)):
+        await asyncio.sleep(READ_AGAIN)
+        again = await door.metrics()
+        if again == reading and not again.requests:
+            break
+        reading = again
+    if door.before is not None:
+        _counted(door.before, reading, door)
+    door.before = reading
+    return reading
+
+
+def _manifest(observed: Observed) -> dict[str, Any]:
+    config, server = observed.config, observed.servers["server"]
+    settings = {name: value for name, value in asdict(config).items() if name not in (*FREE_TO_CHANGE, *UNNAMED)}
+    sent = [
+        (question.prompt, question.ids or question.fields.get("prompt") or question.fields)
+        for question in observed.prompts
+    ]
+    return {
+        "schema": SCHEMA,
+        "settings": settings | {"baseline": "baseline_server" in observed.servers},
+        "target": {"path": config.server, "model": server.model} | asdict(server.engine),
+        "prompts": identified_prompts(config.prompts, sent),
+        "versions": {"draftsmith": version("draftsmith"), "git_sha": git_sha()},
+    }
