@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from draftsmith.decode.cache import CachedModel, check_rollback
 from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
-from draftsmith.decode.generation import DecodeOutput, collect_output, decoded, generate_arguments, prepare_rows
+from draftsmith.decode.generation import DecodeOutput, collect_output, generate_arguments, prepare_rows, run_decoder
 from draftsmith.decode.rows import TextBatch, TextRow
 from draftsmith.decode.rules.judged import drawn_packet, drawn_tokens
 from draftsmith.decode.sampling import argmax, scores_of_rows, uniforms
@@ -37,7 +37,7 @@ def autoregressive_generate(
     tokens that an earlier call with the same arguments had written when it was stopped; and `observer`, an `Observer`.
     """
     arguments = generate_arguments(target, input_ids, attention_mask, **generate_kwargs)
-    return decoded(target, autoregressive_decode, arguments | {"seed": seed})
+    return run_decoder(target, autoregressive_decode, arguments | {"seed": seed})
 
 
 def autoregressive_decode(

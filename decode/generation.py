@@ -220,11 +220,11 @@ def collect_output(
     departures = tuple(row.departure for row in rows) if lossy else ()
     reasons = tuple(row.finish_reason for row in rows)
     prompts = [row.length - count.num_emitted_tokens for row, count in zip(rows, counts, strict=True)]
-    beyond = undrafted([row.length for row in rows], prompts, positions)
+    beyond = count_undrafted([row.length for row in rows], prompts, positions)
     return DecodeOutput(sequences, Counts.total(counts), counts, departures, _by_source(rows), reasons, beyond)
 
 
-def undrafted(lengths: Sequence[int], prompts: Sequence[int], positions: int | None) -> int:
+def count_undrafted(lengths: Sequence[int], prompts: Sequence[int], positions: int | None) -> int:
     """Return the number of tokens beyond the drafter's positions (None: no limit), for which no draft is made."""
     if positions is None:
         return 0
@@ -270,7 +270,7 @@ def generate_arguments(
     return kwargs | {"generation_config": config}
 
 
-def decoded(target: PreTrainedModel, decoder: Any, arguments: Mapping[str, Any]) -> DecodeOutput:
+def run_decoder(target: PreTrainedModel, decoder: Any, arguments: Mapping[str, Any]) -> DecodeOutput:
     """Run one of our decoders in `target.generate`; return an ordinary tensor, not one of inference mode."""
     generate: Any = target.generate
     config: Any = target.generation_config

@@ -142,7 +142,7 @@ def phase(title: str, total: int | None = None, unit: str = "", done: int = 0) -
         yield current
 
 
-def each(items: Iterable[T], title: str, unit: str, total: int | None = None) -> Iterator[T]:
+def track(items: Iterable[T], title: str, unit: str, total: int | None = None) -> Iterator[T]:
     """Yield items in a phase that counts the finished ones; `total` is for items without a length."""
     with phase(title, len(items) if isinstance(items, Sized) else total, unit) as current:
         for item in items:

@@ -16,9 +16,9 @@ from draftsmith.decode.cache import CachedModel, Places, check_rollback
 from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import DecodeOutput, collect_output, decoded, generate_arguments, prepare_rows
+from draftsmith.decode.generation import DecodeOutput, collect_output, generate_arguments, prepare_rows, run_decoder
 from draftsmith.decode.planner import FixedLength, Plan, as_plan
-from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer, tokens_of
+from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer, stack_tokens
 from draftsmith.decode.rows import Departure, RowTexts, TextBatch, TextRow
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.rules.verification import Verdict
@@ -99,7 +99,7 @@ def speculative_generate(
         generate_kwargs["observer"] = _streaming(streamer, generate_kwargs.get("observer"))
     arguments = generate_arguments(target, input_ids, attention_mask, **generate_kwargs)
     arguments |= {"proposer": proposer, "draft_length": draft_length, "rule": as_rule(rule), "seed": seed}
-    return decoded(target, speculative_decode, arguments)
+    return run_decoder(target, speculative_decode, arguments)
 
 
 def speculative_decode(
@@ -212,7 +212,7 @@ def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], r
     # A proposer may have made the whole block on the device already.
     blocks = drafts.block if isinstance(drafts, Drafts) else None
     if blocks is None or blocks.shape[1] != 1 + width:
-        blocks = torch.cat([texts.last(), tokens_of(drafts, width)], 1)
+        blocks = torch.cat([texts.last(), stack_tokens(drafts, width)], 1)
     if chains:
         return target.feed(blocks, roots)
     visible, depths = masks_of([draft.tree for draft in drafts], width, blocks.device)

@@ -54,7 +54,7 @@ class ServerMessage(BaseModel):
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
 
-def parsed(kind: type[T], text: str | bytes, where: str, secret: str | None = None) -> T:
+def parse(kind: type[T], text: str | bytes, where: str, secret: str | None = None) -> T:
     """Return JSON as an instance of a pydantic model, dataclass or `TypedDict`, or a list or dictionary of them.
 
     Raises:
@@ -66,10 +66,10 @@ def parsed(kind: type[T], text: str | bytes, where: str, secret: str | None = No
         raise InputError(_line(error.errors(include_url=False)[0], where, secret)) from None
 
 
-def answered(kind: type[T], text: str | bytes, where: str, secret: str | None = None) -> T:
-    """Return a server's JSON as `parsed` does, with U+FFFD for half a surrogate pair."""
+def parse_answer(kind: type[T], text: str | bytes, where: str, secret: str | None = None) -> T:
+    """Return a server's JSON as `parse` does, with U+FFFD for half a surrogate pair."""
     try:
-        return parsed(kind, text, where, secret)
+        return parse(kind, text, where, secret)
     except InputError:
         # A server that cuts a text in two may write half a surrogate pair, which Python's JSON reads and Unicode lacks.
         try:
@@ -78,11 +78,11 @@ def answered(kind: type[T], text: str | bytes, where: str, secret: str | None = 
             whole = ""
         if not _HALF.search(whole):
             raise
-        return parsed(kind, _HALF.sub("\ufffd", whole), where, secret)
+        return parse(kind, _HALF.sub("\ufffd", whole), where, secret)
 
 
-def checked(kind: Any, value: Any, where: str) -> Any:
-    """Return a Python value validated as in `parsed`; a type with `Strict(False)` takes 3.0 and "3" as 3."""
+def validate(kind: Any, value: Any, where: str) -> Any:
+    """Return a Python value validated as in `parse`; a type with `Strict(False)` takes 3.0 and "3" as 3."""
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
@@ -90,8 +90,8 @@ def checked(kind: Any, value: Any, where: str) -> Any:
 
 
 def read(kind: type[T], path: Path, field: str = "") -> T:
-    """Return a JSON file's content as `parsed` does; messages begin with `field`, the option that named it."""
-    return parsed(kind, file_bytes(path), ": ".join(filter(None, [field, str(path)])))
+    """Return a JSON file's content as `parse` does; messages begin with `field`, the option that named it."""
+    return parse(kind, file_bytes(path), ": ".join(filter(None, [field, str(path)])))
 
 
 def file_bytes(path: Path) -> bytes:

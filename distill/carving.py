@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.validation import read
-from draftsmith.train.data.first_look import SCALES, Text, choose_once, losses_of_scales, print_once, stacked
+from draftsmith.train.data.first_look import SCALES, Text, choose_once, losses_of_scales, print_once, stack_guesses
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.provenance import write_json
 
@@ -63,7 +63,7 @@ def choose(
             model = view(layers)
             with torch.no_grad():
                 hidden = [last_hidden(model, input_ids=text.ids_T[None].to(model.device))[0] for text in texts]
-            hidden_NH, labels_NK = stacked(texts, hidden, 1)
+            hidden_NH, labels_NK = stack_guesses(texts, hidden, 1)
             losses = losses_of_scales(hidden_NH, head_of(model).cut(tokens), labels_NK)[:, 0].tolist()
             best = min(range(len(SCALES) if last_norm(model) else 1), key=losses.__getitem__)
             candidates.append((losses[best], layers, SCALES[best], losses[0]))

@@ -11,7 +11,15 @@ from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.trainer import MedusaTrainer
 from draftsmith.medusa.run import HeadsRun
-from draftsmith.train.data.first_look import SCALES, Text, choose_once, few_texts, losses_of_scales, print_once, stacked
+from draftsmith.train.data.first_look import (
+    SCALES,
+    Text,
+    choose_once,
+    few_texts,
+    losses_of_scales,
+    print_once,
+    stack_guesses,
+)
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
@@ -43,7 +51,7 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
         """Scale each copy, unless the target is on several devices."""
         config = self.config
         if config.train_lm_heads and config.target_device != "auto":
-            quieten(self.heads, self.target, few_texts(self.data), self.tokens, config.target_sharded)
+            scale_logits(self.heads, self.target, few_texts(self.data), self.tokens, config.target_sharded)
 
     def finish(self, trainer: MedusaTrainer, output: Path) -> None:
         """Write the card."""
@@ -51,7 +59,7 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
 
 
 @torch.no_grad()
-def quieten(
+def scale_logits(
     heads: MedusaHeads, target: PreTrainedModel, texts: Sequence[Text], tokens: int, sharded: bool = False
 ) -> None:
     """Scale each language-model head by the factor with the least loss on some texts, and print the factors.
@@ -70,7 +78,7 @@ def quieten(
             for text in texts
         ]
         # Head i guesses the token 2 + i further; the target's own head guesses the one 1 further.
-        hidden_NH, labels_NK = stacked(texts, hidden, 1 + count)
+        hidden_NH, labels_NK = stack_guesses(texts, hidden, 1 + count)
         if heads.token_map is None:
             head = head.cut(tokens)
         else:

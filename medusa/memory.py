@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import at_most
-from draftsmith.medusa.seen import TargetStates, seen_by
+from draftsmith.medusa.seen import TargetStates, run_for_states
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_objectives
 from draftsmith.train.losses.cut_vocabulary import LossVocabulary
@@ -152,7 +152,7 @@ class FeaturePlan(HeadsPlan):
 
     def _look(self, target: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[TargetStates, None]:
         depths = self.drafter(self.setting).layer_ids
-        return seen_by(target, depths, lambda: last_hidden(target, **inputs)), None
+        return run_for_states(target, depths, lambda: last_hidden(target, **inputs)), None
 
     def steps(self, setting: MemorySetting) -> Activations:
         """Return the bytes of the heads' step, with the target's states until the loss."""

@@ -179,7 +179,7 @@ class StateFeeder(Feeder):
         tokens = [t[len(t) - n + i : len(t) - but][:width] for t, n, i in zip(texts, counts, at, strict=True)]
         states = [s[i : len(s) - but][:width] for s, i in zip(self.unfed, at, strict=True)]
         slots = [end - count + i for end, count, i in zip(self.lengths.host, counts, at, strict=True)]
-        return padded(tokens, width), Places(slots, self.device), {"states": stacked(states, width)}
+        return padded(tokens, width), Places(slots, self.device), {"states": pad_rows(states, width)}
 
     def take_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, dict[str, Tensor]]:
         """Return all unfed places as one block, to be fed by the caller."""
@@ -210,6 +210,6 @@ def most_places(task: DraftTask) -> int:
     return max(task.draft_length, task.round_length) + 1
 
 
-def stacked(rows: Sequence[Tensor], width: int) -> Tensor:
+def pad_rows(rows: Sequence[Tensor], width: int) -> Tensor:
     """Return rows of at most `width` states as one tensor, (B, width, H), padded with zeros at the end."""
     return torch.stack([nn.functional.pad(states, (0, 0, 0, width - len(states))) for states in rows])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collect_features
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.teacher.feature_reader import FeatureIndex
@@ -33,13 +33,13 @@ class TargetStates(NamedTuple):
     features: Tensor
 
 
-def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[], Tensor]) -> TargetStates:
+def run_for_states(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[], Tensor]) -> TargetStates:
     """Run a target once on a batch: `forward` returns its last hidden states, and features are taken at `depths`."""
     embeddings: list[Tensor] = []
     # A sharded target's embeddings are whole only inside of its forward.
     hook = target.get_input_embeddings().register_forward_hook(lambda _m, _i, output: embeddings.append(output))
     try:
-        with collected(target, depths) as features:
+        with collect_features(target, depths) as features:
             hidden = forward()
     finally:
         hook.remove()
@@ -47,9 +47,9 @@ def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[]
 
 
 def states_from_forward(target: PreTrainedModel, depths: Sequence[int], text: Text) -> TargetStates:
-    """Return the target's states of a text from a forward; `depths` as in `seen_by`."""
+    """Return the target's states of a text from a forward; `depths` as in `run_for_states`."""
     ids_1T = text.ids_T[None].to(target.device)
-    return seen_by(target, depths, partial(last_hidden, target, input_ids=ids_1T))
+    return run_for_states(target, depths, partial(last_hidden, target, input_ids=ids_1T))
 
 
 def states_from_cache(target: PreTrainedModel, index: FeatureIndex, text: Text) -> TargetStates:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.medusa.chains import ChainPlaces, LossPlaces, chain_metrics
 from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
-from draftsmith.medusa.seen import TargetStates, seen_by
+from draftsmith.medusa.seen import TargetStates, run_for_states
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
@@ -228,4 +228,4 @@ class FeatureTrainer(HeadsTrainer):
             # Caches may be stored in another dtype than the head's.
             hidden = states["hidden"].to(self.target_head.weight.dtype)
             return TargetStates(hidden, self.embed(inputs["input_ids"]), states["features"])
-        return seen_by(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))
+        return run_for_states(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))

@@ -22,7 +22,7 @@ from draftsmith.train.kinds.untrained import EarlyExit, LookAhead, PromptLookup,
 
 KINDS: list[DrafterKind] = [
     ParallelDraft(), Medusa(), Eagle(), Block(), DraftModel(), ReencodedDraft(), RunAheadDraft(),
-    PromptLookup(), Suffix(), LookAhead(), Unigram(), EarlyExit(), Hybrid(lambda text: parsed(text)),
+    PromptLookup(), Suffix(), LookAhead(), Unigram(), EarlyExit(), Hybrid(lambda text: parse_drafter(text)),
 ]  # fmt: skip
 """All kinds. The first one that recognises a directory has it: draft models, which are any model, come last."""
 STOCK, BASELINE = "stock", "baseline_draft"
@@ -79,7 +79,7 @@ def foreign_kind(directory: str) -> DrafterKind:
     raise InputError(f"import_from: expected {titles} in {directory}, found none")
 
 
-def parsed(text: str) -> tuple[str | None, DrafterKind, str | None]:
+def parse_drafter(text: str) -> tuple[str | None, DrafterKind, str | None]:
     """Return name, kind and argument of "[NAME=][KIND:]DIR" or "[NAME=]KIND[:ARGUMENT]".
 
     Raise InputError for a directory of no kind, or a kind without the directory that it needs.
@@ -103,7 +103,7 @@ def drafter_specs(texts: Sequence[str], draft_lengths: Sequence[int] = (4,), **f
 
     Raise InputError for a name or path that occurs twice.
     """
-    drafters = [parsed(text) for text in texts if text != NONE]
+    drafters = [parse_drafter(text) for text in texts if text != NONE]
     names = [name for name, _, _ in drafters]
     for kind in KINDS:
         places = [place for place, (name, other, _) in enumerate(drafters) if name is None and other is kind]

@@ -89,7 +89,7 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
     chosen = [points[share] for share in config.shares]
     curves = {law: _curve(config, chosen, law) for law in chosen[0]["replayed"]}
     report["points"] = list(points.values())
-    report["curves"] = {law: asdict(curve) | {"says": says(curve)} for law, curve in curves.items()}
+    report["curves"] = {law: asdict(curve) | {"says": forecast_sentences(curve)} for law, curve in curves.items()}
     write_json(path, report)
     draw(curves, output / "learning_curve.svg")
     return report
@@ -176,7 +176,7 @@ def _trained(command: str, arguments: Sequence[str]) -> int:
     return subprocess.run([sys.executable, "-m", "draftsmith.scripts.cli", command, *arguments], check=False).returncode
 
 
-def says(curve: LearningCurve) -> list[str]:
+def forecast_sentences(curve: LearningCurve) -> list[str]:
     """Return the forecast in words, one sentence for each multiple of the text."""
     if not curve.grows:
         return ["τ does not rise with the text: more text would not help this draft"]

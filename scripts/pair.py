@@ -9,9 +9,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import check_rollback
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.scripts.kinds import kind_named
-from draftsmith.train.checkpoint import end_of_sequence_ids, left_out
+from draftsmith.train.checkpoint import end_of_sequence_ids, unapplied_settings
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading, Pair
 from draftsmith.train.models import check_head, empty_model, load_model, load_tokenizer, resolve_dtype, vocabulary_size
@@ -59,7 +59,10 @@ def load_pair(
     target = load_model(path, field="target", dtype=loading.dtype, trust_remote_code=trust_remote_code)
     check_head(target.config, tokenizer, "target")
     generation: Any = target.generation_config
-    settings, ends = left_out(generation, None if again else path), end_of_sequence_ids(generation, tokenizer) or None
+    settings, ends = (
+        unapplied_settings(generation, None if again else path),
+        end_of_sequence_ids(generation, tokenizer) or None,
+    )
     target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     loading.model = target
     loaded = [kind.load(spec, loading) for kind, spec in zip(kinds, drafters, strict=True)]
@@ -72,7 +75,7 @@ def read_tokens(
     """Return a target's tokenizer, and the prompts' tokens through its chat template; or raise InputError."""
     tokenizer = load_tokenizer(target, field="target", trust_remote_code=config.trust_remote_code)
     size = vocabulary_size(target, trust_remote_code=config.trust_remote_code)
-    counted = each(prompts, "prompts", "texts")
+    counted = track(prompts, "prompts", "texts")
     return tokenizer, [encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding) for prompt in counted]
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from draftsmith.decode import Counts, InputError, speculative_generate
 from draftsmith.decode.measurement.profiler import Profile, chrome_trace, profile_table
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.scripts.configs import ProfileConfig
 from draftsmith.scripts.kinds import drafter_specs, kind_named
 from draftsmith.scripts.pair import left_padded, load_pair, read_tokens
@@ -46,7 +46,7 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
     for size in config.batch_size:
         profiled, counts = Profile(), Counts()
         starts = range(0, len(encoded) - size + 1, size)
-        for i in each(starts, f"batch size {size}", "batches"):
+        for i in track(starts, f"batch size {size}", "batches"):
             input_ids, mask = left_padded(encoded[i : i + size], target.device)
             if i == 0:  # warm-up: the first calls allocate, and compile
                 speculative_generate(target, proposer, input_ids, mask, seed=config.seed, **options)

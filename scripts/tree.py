@@ -16,9 +16,9 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import tree_search
 from draftsmith.decode.measurement.intervals import format_estimate, ratio_difference
-from draftsmith.decode.measurement.turns import Parts, agreeing, loop_turns
+from draftsmith.decode.measurement.turns import Parts, loop_turns, measure_until_agreement
 from draftsmith.decode.planner import RoundCosts, verification_costs
-from draftsmith.decode.progress import each, phase
+from draftsmith.decode.progress import phase, track
 from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
@@ -153,7 +153,7 @@ def replayed_texts(
         samples = load_completions(path, size)
         num_wrong = tokens = 0
         first = ""
-        for sample in each(samples, f"ranks in {path}", "texts"):
+        for sample in track(samples, f"ranks in {path}", "texts"):
             ids, prompt_length = tuple(sample["input_ids"]), sample["prompt_length"]
             if ids in known_ids or prompt_length == len(ids) or len(texts) == config.limit:
                 continue
@@ -222,7 +222,7 @@ def round_costs(
 
     samplers, text = {0.0: Sampler.of(0)}, text.to(target.device)
     loops = partial(loop_turns, target, proposers, depths, text, rows, context, samplers, REPEATS, compiled)
-    timing = agreeing(loops, parts, depths)
+    timing = measure_until_agreement(loops, parts, depths)
     doubts += timing.doubts()[0.0]
     rest = [timing.rest(0.0, name) for name in named]
     by_depth = [max(0.0, rest[0]) * tree.depth / timed[0].depth for tree in trees]

@@ -305,7 +305,7 @@ def end_of_sequence_ids(generation: GenerationConfig | None, tokenizer: PreTrain
     return _end_ids(generation) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
 
 
-def left_out(generation: GenerationConfig, path: str | Path | None = None) -> list[str]:
+def unapplied_settings(generation: GenerationConfig, path: str | Path | None = None) -> list[str]:
     """Return the sampling settings of a target's generation config, which no command applies.
 
     Options that are not given are neutral, here and in each request to a server. Ends of sequence do apply. Where

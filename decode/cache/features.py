@@ -61,7 +61,7 @@ class Features(list[Tensor]):
 
 
 @contextmanager
-def collected(target: PreTrainedModel, depths: Sequence[int]) -> Iterator[Features]:
+def collect_features(target: PreTrainedModel, depths: Sequence[int]) -> Iterator[Features]:
     """Collect the outputs of the target's layers at ascending depths, before any final norm.
 
     Each forward in this block appends to the list, which is to be emptied between forwards.
@@ -93,7 +93,7 @@ class States:
 
 
 @contextmanager
-def watched(model: PreTrainedModel, wants_hidden: bool, depths: Sequence[int]) -> Iterator[States]:
+def collect_states(model: PreTrainedModel, wants_hidden: bool, depths: Sequence[int]) -> Iterator[States]:
     """Keep the wanted states of the forwards in this block."""
     states = States()
 
@@ -105,5 +105,5 @@ def watched(model: PreTrainedModel, wants_hidden: bool, depths: Sequence[int]) -
         if wants_hidden:
             hooks.callback(model.get_output_embeddings().register_forward_pre_hook(keep).remove)
         if depths:
-            states.features = hooks.enter_context(collected(model, depths))
+            states.features = hooks.enter_context(collect_features(model, depths))
         yield states

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from draftsmith.decode.cache.checks import parameters_of
-from draftsmith.decode.cache.features import watched
+from draftsmith.decode.cache.features import collect_states
 from draftsmith.decode.cache.layers import Axes, Block, make_layers
 from draftsmith.decode.cache.masks import Masks
 
@@ -123,7 +123,7 @@ class BlockForward(Forward):
         for layer, written in zip(layers, self._written, strict=True):
             if written:
                 layer.take_from(cached)
-        with watched(model, has_head(model), self._depths) as states:
+        with collect_states(model, has_head(model), self._depths) as states:
             output = model(
                 input_ids=tokens,
                 attention_mask=masks.by_slot(block, positions, cached_BS, visible),

@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of
-from draftsmith.decode.cache.features import Features, watched
+from draftsmith.decode.cache.features import Features, collect_states
 from draftsmith.decode.cache.forward import BlockForward, Forward, has_head
 from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Layer, Moves, Places, SavedLayer, make_layers
 from draftsmith.decode.cache.masks import Masks
@@ -250,7 +250,7 @@ class CachedModel:
             # A long prompt's logits over a large vocabulary would be the run's largest tensor.
             inputs["logits_to_keep"] = keep
         inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True}
-        with self._attention, watched(self.model, self.wants_hidden, self._depths) as states:
+        with self._attention, collect_states(self.model, self.wants_hidden, self._depths) as states:
             output = self.model(**inputs)
         self.likeliest = None
         self._keep(states.hidden, states.features, keep)

@@ -33,12 +33,12 @@ from transformers import PreTrainedModel
 from draftsmith.decode import clock
 from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
-from draftsmith.decode.cache.features import watched
+from draftsmith.decode.cache.features import collect_states
 from draftsmith.decode.cache.forward import Forward
 from draftsmith.decode.cache.layers import BITS, Layer
 from draftsmith.decode.cache.masks import Masks
 from draftsmith.decode.cache.product import SOURCES, in_programs
-from draftsmith.decode.cache.weights import lay_out_weights, lent, tensors
+from draftsmith.decode.cache.weights import lay_out_weights, lend_weights, tensors
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.progress import phase
 
@@ -94,7 +94,7 @@ class Program:
                 except UNREADABLE:
                     # The libraries warn of their own future changes, which do not concern a user.
                     with phase(f"compiling {forward.title}"), warnings.catch_warnings(action="ignore"):
-                        _write(exported(forward, example, weights), forward, path)
+                        _write(export_program(forward, example, weights), forward, path)
                     self._load(path, device)
         clock.PROGRAMS.append(time.perf_counter() - begin)
         self._graphs: graphs.Graphs | None = None
@@ -189,7 +189,7 @@ def _path(forward: Forward) -> Path:
     return folder() / f"{_key(forward.model, forward)}.pt2"
 
 
-def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]) -> Any:
+def export_program(forward: Forward, example: Sequence[Any], weights: Mapping[str, Tensor]) -> Any:
     """Trace a forward into a `torch.export.ExportedProgram`, for inputs like `example` and weights as laid out."""
     from torch.export import Dim, export
     from torch.fx.experimental import _config
@@ -215,7 +215,7 @@ def exported(forward: Forward, example: Sequence[Any], weights: Mapping[str, Ten
     if isinstance(model, PreTrainedModel) and attends_in_groups(model):
         attention = Grouped(model)
     try:
-        with torch.no_grad(), shapes.patch(backed_size_oblivious=True), attention, lent(model, weights):
+        with torch.no_grad(), shapes.patch(backed_size_oblivious=True), attention, lend_weights(model, weights):
             return export(forward, inputs, dynamic_shapes=tuple(map(symbols, axes)), strict=False)
     except Exception as error:
         raise InputError(
@@ -365,7 +365,11 @@ def _key(model: nn.Module, forward: Forward) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-_CORE = [__file__, *(inspect.getfile(module) for module in (Layer, Masks, Grouped, watched, lent)), *SOURCES]
+_CORE = [
+    __file__,
+    *(inspect.getfile(module) for module in (Layer, Masks, Grouped, collect_states, lend_weights)),
+    *SOURCES,
+]
 
 
 def _own_source(kind: type) -> str | None:

@@ -73,7 +73,7 @@ def _alike(parent: nn.Module, names: Sequence[str], plain: set[str]) -> bool:
 
 
 def lay_out_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's tensors for `lent`; the copies take the weights' memory again."""
+    """Return a model's tensors for `lend_weights`; the copies take the weights' memory again."""
     weights = {name: tensor.detach() for name, tensor in tensors(model).items()}
     for group in groups(model):
         weights |= group.lay_out_weights()
@@ -81,7 +81,7 @@ def lay_out_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def lent(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def lend_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Let linear layers compute with weights from `lay_out_weights` in this block."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:

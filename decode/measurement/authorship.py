@@ -77,7 +77,7 @@ class Authorship:
             )
 
 
-def readmit(
+def readmit_ties(
     sampler: Sampler, logits_NV: Tensor, scores_NV: Tensor, tokens_N: Tensor, contexts: Sequence[Tensor]
 ) -> int:
     """Readmit tokens of a text that top-k or top-p cut off here by rounding alone.

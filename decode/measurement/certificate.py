@@ -25,7 +25,7 @@ from draftsmith.decode.measurement.distribution_test import (
 from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Mismatch, first_mismatch
 from draftsmith.decode.measurement.pair_independence import Pairs
 from draftsmith.decode.options import Sampling
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.replay.texts import Distributions
 from draftsmith.decode.sampling import Sampler
@@ -104,7 +104,7 @@ def certify_greedy(
     texts = [_text(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
     mismatches = {}
     compared = list(zip(texts, other, strict=True))
-    for i, ((ids, length), tokens) in enumerate(each(compared, "texts against plain decoding's", "texts")):
+    for i, ((ids, length), tokens) in enumerate(track(compared, "texts against plain decoding's", "texts")):
         mismatch = first_mismatch(target, ids, _text(ids[:length], tokens)[0], length, sampler)
         if mismatch is not None:
             mismatches[i] = replace(mismatch, position=mismatch.position - length)
@@ -200,7 +200,7 @@ def tie_tolerant_test(
 def _rounding(target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler) -> float:
     """Return the root mean square that rounding adds to the margin between the two likeliest tokens."""
     squares: list[Tensor] = []
-    for ids, length in each(texts, "rounding", "texts"):
+    for ids, length in track(texts, "rounding", "texts"):
         contexts = [ids[:end] for end in range(length, len(ids))]
         # Compare one forward of the text, by which `first_mismatch` judges, with plain decoding's forwards of a token.
         whole = sampler.scores(target(input_ids=ids[None], use_cache=False).logits[0, length - 1 : -1], contexts)

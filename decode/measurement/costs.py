@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds, timed
-from draftsmith.decode.measurement.turns import Parts, Timing, agreeing, loop_turns, text_windows
+from draftsmith.decode.measurement.turns import Parts, Timing, loop_turns, measure_until_agreement, text_windows
 from draftsmith.decode.planner import (
     RoundCosts,
     interpolated,
@@ -30,7 +30,7 @@ from draftsmith.decode.planner import (
     turn_seconds,
     verification_costs,
 )
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import Amount
@@ -246,13 +246,13 @@ def measure_costs(
 
     prefill: dict[int, float] = {}
     timings: dict[int, Timing] = {}
-    for rows in each(sizes, "costs of rounds", "batch sizes"):
+    for rows in track(sizes, "costs of rounds", "batch sizes"):
         prefill[rows] = _prefill_seconds(target, rows, prompt, repeats, compiled)
         loops = partial(
             loop_turns, target, proposers, draft_lengths, text, rows, context, samplers, repeats, compiled,
             None if share is None else share / 3,
         )  # fmt: skip
-        timings[rows] = agreeing(loops, partial(parts, rows), draft_lengths, share)
+        timings[rows] = measure_until_agreement(loops, partial(parts, rows), draft_lengths, share)
     forwards = {rows: timing.parts.target for rows, timing in timings.items()}
     return [
         CostTable(

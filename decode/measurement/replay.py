@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.counts import Ratios
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.authorship import Authorship, readmit
+from draftsmith.decode.measurement.authorship import Authorship, readmit_ties
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.base import DraftTask, Proposer
@@ -65,7 +65,7 @@ class Replay:
     biased: bool = False
     """True if the texts were not checked to be the target's: the figures may then be wrong by any amount."""
     num_ties: int = 0
-    """Tokens that top-k or top-p cut off here through rounding, but not when written (`authorship.readmit`)."""
+    """Tokens that top-k or top-p cut off here through rounding, but not when written (`authorship.readmit_ties`)."""
 
     @cached_property
     def draft_lengths(self) -> list[int]:
@@ -264,7 +264,7 @@ def _distributions(
         contexts = prefixes(text.sequence[:-1], len(text))
         scores_NV, p_NV = sampler.scores(logits_NV, contexts), None
         if distributions is not None:
-            share.ties += readmit(sampler, logits_NV, scores_NV, text.tokens, contexts)
+            share.ties += readmit_ties(sampler, logits_NV, scores_NV, text.tokens, contexts)
             p_NV = scores_NV.softmax(-1)
             distributions.append(p_NV)
         if not allow_biased:

@@ -126,7 +126,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms"
 
 
-def agreeing(
+def measure_until_agreement(
     loops: Callable[[], dict[float, Turns]],
     parts: Callable[[], Parts],
     draft_lengths: Mapping[str, int],

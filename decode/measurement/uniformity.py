@@ -60,7 +60,7 @@ def independence(table: Tensor) -> ChiSquare:
     return ChiSquare(float(test.statistic), int(test.dof), float(test.pvalue))
 
 
-def detectable(tokens: int, level: float, power: float = 0.9, bins: int = BINS) -> tuple[float, float]:
+def detectable_departures(tokens: int, level: float, power: float = 0.9, bins: int = BINS) -> tuple[float, float]:
     """Return the smallest departures that the chi-square test of uniformity finds at `level` with probability `power`.
 
     Under a departure the statistic is noncentral chi-square. A share ε of the N numbers that all fall into one of B

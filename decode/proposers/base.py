@@ -113,13 +113,13 @@ class Drafts(list[Proposal]):
         return cls(proposals, tokens_BK, q_BKV)
 
 
-def ends_of(texts: Sequence[Tensor], count: int) -> Tensor:
+def last_tokens(texts: Sequence[Tensor], count: int) -> Tensor:
     """Return the last tokens of B texts of (T_b,), (B, count)."""
     ends = [text[-count:] for text in texts]
     return torch.stack(ends) if len(ends) > 1 else ends[0][None]
 
 
-def tokens_of(proposals: Sequence[Proposal], width: int) -> Tensor:
+def stack_tokens(proposals: Sequence[Proposal], width: int) -> Tensor:
     """Return the drafted tokens of a batch, (B, width); entries beyond a shorter draft are undefined."""
     if isinstance(proposals, Drafts) and proposals.tokens.shape[1] == width:
         return proposals.tokens

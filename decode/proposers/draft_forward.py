@@ -60,9 +60,9 @@ class DraftForward(Forward):
         return levels
 
     def choose(self, last: Tensor, logits_after: LogitsAfter, draws: Sequence[Tensor]) -> list[Tensor]:
-        """Choose the tokens of all nodes, and return the tensors that `draft_of` reads.
+        """Choose the tokens of all nodes, and return the tensors that `read_draft` reads.
 
-        `last` is each text's last token, (B, 1) int64; `draws` is as `draws_of` returns it.
+        `last` is each text's last token, (B, 1) int64; `draws` is as `make_draws` returns it.
         """
         spent = 0
 
@@ -84,7 +84,7 @@ class DraftForward(Forward):
         return [torch.cat([last, drafted.tokens], 1), *q]
 
 
-def draft_of(outputs: Sequence[Tensor]) -> StaticDraft:
+def read_draft(outputs: Sequence[Tensor]) -> StaticDraft:
     """Return the draft in the outputs of a `DraftForward`."""
     block, *q = outputs
     tokens = block[:, 1:]
@@ -93,7 +93,7 @@ def draft_of(outputs: Sequence[Tensor]) -> StaticDraft:
     return StaticDraft(tokens, q[0] if q else None, block=block)
 
 
-def draws_of(
+def make_draws(
     shape: Tree,
     vocab_size: int,
     temperature: Tensor | None,

@@ -14,10 +14,10 @@ from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposa
 from draftsmith.decode.proposers.draft_forward import (
     MOST_LAYERS,
     ModelDraftForward,
-    draft_of,
-    draws_of,
     fed_slots,
+    make_draws,
     program_shapes,
+    read_draft,
 )
 from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, StaticDraft, draft_static_tree, grow_trees
 from draftsmith.decode.proposers.feeder import Feeder, ProgramBlock
@@ -292,7 +292,7 @@ class DraftModelProposer(Proposer):
 
     def _compute(self, shape: Tree, block: ProgramBlock, draft_lengths: Sequence[int]) -> StaticDraft:
         drawn, vocab_size, tokens = self.draws, self.task.vocab_size, block.tokens
-        draws = draws_of(shape, vocab_size, self.temperature, self.generators, draft_lengths, tokens.device)
+        draws = make_draws(shape, vocab_size, self.temperature, self.generators, draft_lengths, tokens.device)
         outputs = self.feeder.model.compute(
             (shape.parents, drawn),
             lambda forward: ModelDraftForward(forward, shape, vocab_size, drawn, self.feeder.read),
@@ -302,7 +302,7 @@ class DraftModelProposer(Proposer):
             [block.kept, block.at, block.ends, draws],
             block.further,
         )
-        return draft_of(outputs)
+        return read_draft(outputs)
 
     def _static_trees(
         self, tree: Tree, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor

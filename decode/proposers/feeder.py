@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel, Places, padded
 from draftsmith.decode.cache.model import SHORT
-from draftsmith.decode.proposers.base import DraftTask, ends_of
+from draftsmith.decode.proposers.base import DraftTask, last_tokens
 from draftsmith.decode.replay.texts import clamp_tokens
 from draftsmith.decode.sampling import align_vocabulary
 
@@ -150,7 +150,7 @@ class Feeder:
             self.model.feed(padded(parts, lacking - together), self.cached, keep=1)
             lacking = together
         self.cached = list(lengths)
-        return ends_of(texts, lacking), self.lengths + -lacking
+        return last_tokens(texts, lacking), self.lengths + -lacking
 
 
 def _append_masks(tokens_BT: Tensor, masks: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ def matching_ids(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase
     return _same_roles(draft, target) | ids
 
 
-def renumbered(draft_model: PreTrainedModel, ids: Mapping[int, int], stand_in: int) -> PreTrainedModel:
+def renumber_draft(draft_model: PreTrainedModel, ids: Mapping[int, int], stand_in: int) -> PreTrainedModel:
     """Return a view of a causal LM that reads and writes another tokenizer's ids and shares all weights.
 
     `ids` maps the target's ids to the model's; it reads `stand_in` for ids that are not in the map. Tokens that only

@@ -21,7 +21,7 @@ from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.proposers.renumbered import (
     map_special_tokens,
     matching_ids,
-    renumbered,
+    renumber_draft,
     special_tokens,
     stand_in,
 )
@@ -79,7 +79,7 @@ class RetokenizedProposer(Proposer):
         self.renumbers = ids is not None
         self._drafter: Proposer
         if ids is not None:
-            view = renumbered(draft_model, ids, stand_in=stand_in(draft_tokenizer))
+            view = renumber_draft(draft_model, ids, stand_in=stand_in(draft_tokenizer))
             self._drafter = DraftModelProposer(view, tree, stop)
         # Re-encoding drafts only chains at T=0: under sampling a one-hot draft x would be lossless too, but accepted
         # with probability p(x) instead of Σ min(p, q).

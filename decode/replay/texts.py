@@ -64,7 +64,7 @@ def clamp_tokens(model: PreTrainedModel, texts: Sequence[Tensor]) -> list[Tensor
     """
     embeddings: Any = model.get_input_embeddings()
     last = len(embeddings.weight) - 1
-    # A view over other ids (`renumbered`) overrides `forward` and reads any id.
+    # A view over other ids (`renumber_draft`) overrides `forward` and reads any id.
     return list(texts) if "forward" in vars(model) else [text.clamp(max=last) for text in texts]
 
 
@@ -108,7 +108,7 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
     ]
 
 
-def lengths_of(wanted_BT: Tensor) -> list[int]:
+def lengths_to_read(wanted_BT: Tensor) -> list[int]:
     """Return the number of tokens that a model reads of each text to predict its last wanted one."""
     places_T = torch.arange(wanted_BT.shape[1], device=wanted_BT.device)
     return (wanted_BT * places_T).amax(1).tolist()
@@ -120,7 +120,7 @@ def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: in
     def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
         length, past = ids_BT.shape[1], None
         fed_BT, most = torch.stack(clamp_tokens(model, list(ids_BT))), positions_of(model.config)
-        positions = own_positions(model, lengths_of(wanted_BT), ids_BT)
+        positions = own_positions(model, lengths_to_read(wanted_BT), ids_BT)
         if most is not None and length > most:  # nothing is drafted there, so any distribution will do
             places = positions.get("position_ids", torch.arange(length, device=ids_BT.device)[None])
             positions = {"position_ids": places.clamp(max=most - 1)}

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.decode.cache import padded
 from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.cache.layers import READ_AT_ONCE
-from draftsmith.decode.proposers.base import Proposal, stack_probabilities, tokens_of
+from draftsmith.decode.proposers.base import Proposal, stack_probabilities, stack_tokens
 from draftsmith.decode.rules.acceptance import Floats, accept_greedy, accept_siblings
 from draftsmith.decode.rules.judged import chain_packet, judged_chains
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
@@ -67,7 +67,7 @@ def greedy_verdicts(
         chosen = argmax(scores)
         # The argmax is the first NaN, if any; no drafted token is `NO_TOKEN`, so nothing is accepted there.
         likeliest = chosen.masked_fill(scores.gather(1, chosen[:, None])[:, 0].isnan(), NO_TOKEN).view(-1, size)
-    tokens_BK = tokens_of(proposals, size - 1)
+    tokens_BK = stack_tokens(proposals, size - 1)
     if likeliest.device.type in READ_AT_ONCE:
         wanted, drafted = likeliest.tolist(), tokens_BK.tolist()
     else:
@@ -92,7 +92,7 @@ def chain_verdicts(
     dtype, device = torch.promote_types(logits.dtype, torch.float32), logits.device
     r = _padded(uniforms(generators, counts, dtype, device), size)
     u = uniforms(generators, [1] * len(counts), torch.float64, device)[:, 0]
-    drafted, q = tokens_of(proposals, size), stack_probabilities(proposals, size)
+    drafted, q = stack_tokens(proposals, size), stack_probabilities(proposals, size)
     if compiled and size and sampler.temperature is not None:
         packet = judged_chains(logits, sampler.temperature, drafted, q, r, u)
     else:
@@ -158,7 +158,7 @@ class _TreeDrafts:
 
     def __init__(self, proposals: Sequence[Proposal], size: int, r_BK: Tensor):
         self._proposals = proposals
-        tokens_BK = tokens_of(proposals, size)
+        tokens_BK = stack_tokens(proposals, size)
         parts = [tokens_BK, r_BK]
         drawn = [proposal.siblings for proposal in proposals if proposal.siblings is not None]
         self.support_BFM = tokens_BK[:, None]

@@ -6,7 +6,7 @@ from typing import Any
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.config import BlockTrainingConfig
-from draftsmith.medusa.block.initial import RANK, beginning, mask_token, new_drafter
+from draftsmith.medusa.block.initial import RANK, choose_init, mask_token, new_drafter
 from draftsmith.medusa.block.look_back import TEXTS, TOKENS, begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.trainer import BlockTrainer
@@ -45,7 +45,7 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
 
     def first_look(self) -> None:
         """Print how the drafter begins, and fit the first layer's look back if it has one."""
-        shape, (start, clause) = self.heads.config, beginning(self.config, self.heads, self.target)
+        shape, (start, clause) = self.heads.config, choose_init(self.config, self.heads, self.target)
         print_once(
             f"init: {shape.num_hidden_layers} layers {clause}, on the outputs of the target's layers "
             f"{', '.join(map(str, shape.target_layer_ids))}; token {shape.mask_token_id} stands for a mask"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collected, decoder_of
+from draftsmith.decode.cache.features import collect_features, decoder_of
 from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, fused_attention
 from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
@@ -154,7 +154,7 @@ def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: Writt
         return lambda guess, first, end: torch.empty(0)
     ids_1T = text.sequence[None].to(target.device)
     # The last anchor that drafts a token of the text is its last token but one, whose own features no block sees.
-    with collected(target, drafter.layer_ids) as features, fixed_packing(False):
+    with collect_features(target, drafter.layer_ids) as features, fixed_packing(False):
         decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
     home, embed = drafter.device, target.get_input_embeddings()
     states_1TH, ids_T = drafter.fuse(features.pop().to(home, drafter.dtype)), ids_1T[0].to(home)

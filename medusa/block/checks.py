@@ -18,7 +18,7 @@ from draftsmith.medusa.block.blocks import SHARE
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.formats.importing import TARGET_TENSORS, TRAINING_ALONE, import_block, read_block_config
 from draftsmith.medusa.block.formats.writing import is_dflash
-from draftsmith.medusa.block.initial import RANK, beginning, mask_token, new_drafter
+from draftsmith.medusa.block.initial import RANK, choose_init, mask_token, new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import read_config, read_safetensors, shards
 from draftsmith.medusa.checks import feature_heads, learning_rate, rotation, whole_files
@@ -150,7 +150,7 @@ def check_run(target: Side, config: BlockTrainingConfig) -> tuple[str, list[Find
         rank = min(RANK, target.config.hidden_size) if config.markov_rank is None else config.markov_rank
         with torch.device("meta"):
             drafter = new_drafter(config, target.model, token, token_map, rank)
-        clause = f", {beginning(config, drafter, target.model)[1]}"
+        clause = f", {choose_init(config, drafter, target.model)[1]}"
     findings = []
     if config.training.learning_rate is not None:
         findings.append(learning_rate(config.training.learning_rate, drafter.config.hidden_size))

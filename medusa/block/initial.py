@@ -46,7 +46,7 @@ def new_drafter(
     ).float()
     if drafter.markov_head is not None:  # it adds nothing at first
         nn.init.zeros_(drafter.markov_head.markov_w2.weight)
-    if beginning(config, drafter, target)[0] != "random":
+    if choose_init(config, drafter, target)[0] != "random":
         begin_as_last_layers(drafter, target)
     # The norm's scale alone makes the first guesses nearly uniform.
     begin_nearly_uniform(drafter.norm, drafter.head_for(target).weight)
@@ -67,7 +67,7 @@ def mask_token(tokenizer: Any, rows: int) -> int:
     return int(others[-1])
 
 
-def beginning(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreTrainedModel) -> tuple[str, str]:
+def choose_init(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreTrainedModel) -> tuple[str, str]:
     """Return the first weights, one of `INITS` but not "auto", and a clause for users, or raise an InputError."""
     reason = None if config.init == "random" else layers_mismatch(drafter, target)
     if config.init in ("look_back", "last_layers") and reason is not None:

@@ -22,7 +22,7 @@ from draftsmith.decode.cache.forward import BlockForward
 from draftsmith.decode.cache.layers import Axes
 from draftsmith.decode.errors import InputError, at_least, at_most
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Proposal
-from draftsmith.decode.proposers.draft_forward import DraftForward, draft_of, draws_of
+from draftsmith.decode.proposers.draft_forward import DraftForward, make_draws, read_draft
 from draftsmith.decode.proposers.draft_tree import draft_static_tree
 from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import Distributions, WrittenText
@@ -297,7 +297,7 @@ class BlockProposer(FeatureProposer):
         shape = self.shape(min(task.draft_length, self.most_steps) if task.fixed_length else max(draft_lengths))
         lacking = [len(states) for states in feeder.unfed]
         tokens, places, further = feeder.take_block(texts)
-        draws = draws_of(shape, task.vocab_size, self.temperature, self.generators, draft_lengths, anchors.device)
+        draws = make_draws(shape, task.vocab_size, self.temperature, self.generators, draft_lengths, anchors.device)
         confident = self.confidence > 0
         outputs = feeder.model.compute(
             (shape.parents, drawn, confident),
@@ -311,4 +311,4 @@ class BlockProposer(FeatureProposer):
         if confident:
             *outputs, reached_BK = outputs
             draft_lengths = self._cut(reached_BK, draft_lengths)
-        return draft_of(outputs).drafts(shape, draft_lengths)
+        return read_draft(outputs).drafts(shape, draft_lengths)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.initial import beginning, new_heads, quieten
+from draftsmith.medusa.eagle.initial import choose_init, new_heads, scale_logits
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.medusa.run import FeatureRun
 from draftsmith.train.data.first_look import few_texts, print_once
@@ -27,12 +27,12 @@ class EagleRun(FeatureRun[EagleTrainingConfig]):
     def first_look(self) -> None:
         """Print how the heads begin, and scale a copy of the target's last layer."""
         config, heads, target = self.config, self.heads, self.target
-        start, clause = beginning(config, heads, target)
+        start, clause = choose_init(config, heads, target)
         print_once(f"init: heads {clause}")
         # With `norm_output` the next step sees the state after the norm: scaling the norm would change that state.
         if start == "last_layer" and config.target_device != "auto" and not config.norm_output:
             texts = few_texts(self.data)
-            quieten(heads, self.seen_of(texts), texts, config.num_steps, self.tokens, config.target_sharded)
+            scale_logits(heads, self.seen_of(texts), texts, config.num_steps, self.tokens, config.target_sharded)
 
     def finish(self, trainer: EagleTrainer, output: Path) -> None:
         """Write the card."""

@@ -23,7 +23,7 @@ from draftsmith.medusa.eagle.formats.importing import (
     read_eagle_config,
 )
 from draftsmith.medusa.eagle.heads import TREE, EagleHeads
-from draftsmith.medusa.eagle.initial import beginning, new_heads
+from draftsmith.medusa.eagle.initial import choose_init, new_heads
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import Part, Side, load_part
@@ -138,7 +138,7 @@ def check_run(target: Side, config: EagleTrainingConfig) -> tuple[str, list[Find
         token_map = None if tokens is None else torch.arange(tokens)
         with torch.device("meta"):
             heads = new_heads(config, target.model, token_map)
-        clause = f", {beginning(config, heads, target.model)[1]}"
+        clause = f", {choose_init(config, heads, target.model)[1]}"
     if config.training.learning_rate is not None:
         findings.append(learning_rate(config.training.learning_rate, heads.config.hidden_size))
     text = f"heads of {count(heads.num_parameters())} parameters, features after layers "

@@ -38,14 +38,14 @@ def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: T
     heads = EagleHeads.of_target(
         target, token_map, config.layer_ids or None, base_model_name_or_path=config.target, **shape
     ).float()
-    if beginning(config, heads, target)[0] == "last_layer":
+    if choose_init(config, heads, target)[0] == "last_layer":
         begin_as_last_layer(heads, target)
     else:
         begin_nearly_uniform(heads.norm, heads.lm_head.weight)
     return heads
 
 
-def beginning(config: EagleTrainingConfig, heads: EagleHeads, target: PreTrainedModel) -> tuple[str, str]:
+def choose_init(config: EagleTrainingConfig, heads: EagleHeads, target: PreTrainedModel) -> tuple[str, str]:
     """Return the first weights, "last_layer" or "random", and a clause for users, or raise an InputError."""
     reason = None if config.init == "random" else layer_mismatch(heads, target)
     if config.init == "last_layer" and reason is not None:
@@ -107,7 +107,7 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def quieten(
+def scale_logits(
     heads: EagleHeads,
     seen_of: Callable[[Text], TargetStates],
     texts: Sequence[Text],

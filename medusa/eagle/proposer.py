@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import own_positions
 from draftsmith.decode.cache.attention import in_groups
-from draftsmith.decode.cache.features import collected, decoder_of
+from draftsmith.decode.cache.features import collect_features, decoder_of
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.proposers.feeder import ProgramBlock
 from draftsmith.decode.replay.starts import LogitsAt
-from draftsmith.decode.replay.texts import Distributions, WrittenText, fixed_packing, lengths_of
+from draftsmith.decode.replay.texts import Distributions, WrittenText, fixed_packing, lengths_to_read
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
@@ -117,9 +117,9 @@ class EagleProposer(FeatureProposer):
         heads = self.heads
 
         def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
-            lengths, places_T = lengths_of(wanted_BT), torch.arange(ids_BT.shape[1] - 1, device=heads.device)
+            lengths, places_T = lengths_to_read(wanted_BT), torch.arange(ids_BT.shape[1] - 1, device=heads.device)
             positions = own_positions(target, lengths, ids_BT[:, :-1])
-            with collected(target, heads.layer_ids) as features, fixed_packing(False):
+            with collect_features(target, heads.layer_ids) as features, fixed_packing(False):
                 # Rows are single texts: the library need not look for packed ones, which would wait for the device.
                 decoder_of(target)(input_ids=ids_BT[:, :-1], use_cache=False, **positions)
             embed: Any = target.get_input_embeddings()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collected, decoder_of
+from draftsmith.decode.cache.features import collect_features, decoder_of
 from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, flash_takes, fused_attention, repeated
 from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
@@ -42,7 +42,7 @@ def logits_of_steps(target: PreTrainedModel, heads: EagleHeads, text: WrittenTex
         return lambda step, first, end: torch.empty(0)
     ids_1T = text.sequence[None].to(target.device)
     # The last place that guesses a token of the text is at its last token but two.
-    with collected(target, heads.layer_ids) as features, fixed_packing(False):
+    with collect_features(target, heads.layer_ids) as features, fixed_packing(False):
         decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
     embed: Any = target.get_input_embeddings()
     embeddings, places = embed(ids_1T[:, 1:-1]), torch.arange(ids_1T.shape[1] - 2, device=heads.device)[None]

@@ -15,7 +15,7 @@ from draftsmith.train.checkpoint import reading
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import STORED, Part, Side, load_part
-from draftsmith.train.kinds.quantities import count, counted
+from draftsmith.train.kinds.quantities import count, count_of
 
 
 def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
@@ -30,7 +30,7 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
 
     def described(model: MedusaHeads) -> str:
         config = model.config
-        return f"{counted(config.num_heads, 'head')}, {counted(config.num_hidden_layers, 'block')} each"
+        return f"{count_of(config.num_heads, 'head')}, {count_of(config.num_hidden_layers, 'block')} each"
 
     return load_part(spec, _empty, described, remedy)
 
@@ -42,7 +42,7 @@ def _inspect_foreign(spec: DrafterSpec, format: str) -> tuple[Part | None, Findi
     except InputError as error:
         return None, Finding("error", role, str(error), f"give {format}'s heads whole: readers skip what is missing")
     config = heads.config
-    text = f"{format}'s files: {counted(config.num_heads, 'head')}, {counted(config.num_hidden_layers, 'block')} each"
+    text = f"{format}'s files: {count_of(config.num_heads, 'head')}, {count_of(config.num_hidden_layers, 'block')} each"
     text += f", {count(heads.num_parameters())} parameters"
     stored = next(name for name, dtype in STORED.items() if dtype == heads.dtype)
     return Part(role, path, heads, Counter({stored: heads.num_parameters()}), 0), Finding("ok", role, text)
@@ -53,7 +53,7 @@ def _foreign_finding(heads: Part, format: str) -> Finding:
     config = heads.model.config
     tree = "they name no tree, so that each reader takes its own default"
     if config.medusa_choices is not None:
-        tree = f"they name a tree of {counted(len(config.medusa_choices), 'node')}, which vLLM does not read"
+        tree = f"they name a tree of {count_of(len(config.medusa_choices), 'node')}, which vLLM does not read"
     if format in VLLM_READS:
         text = f"{tree}; vLLM reads them as they are, and drafts a chain of {config.num_heads}"
         return Finding(

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import own_positions
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, ends_of
-from draftsmith.decode.proposers.draft_forward import DraftForward, draft_of, draws_of
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, last_tokens
+from draftsmith.decode.proposers.draft_forward import DraftForward, make_draws, read_draft
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.replay.texts import Distributions, WrittenText, lengths_of
+from draftsmith.decode.replay.texts import Distributions, WrittenText, lengths_to_read
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.heads.model import MedusaHeads, check_depth
@@ -167,7 +167,7 @@ class MedusaProposer(TreeProposer):
         hidden = hidden.to(self.heads.device, self.heads.dtype)
         tree, _ = self.tree.pruned(max(lengths))
         texts = [contexts[row] for row in rows]
-        last, model = ends_of(texts, 1), self._model
+        last, model = last_tokens(texts, 1), self._model
         assert model is not None
         proposals = draft_static_tree(
             tree,
@@ -191,15 +191,15 @@ class MedusaProposer(TreeProposer):
         task = self._task
         depth = task.draft_length if task.fixed_length else max(draft_lengths)
         tree, device = self.tree.pruned(depth)[0], self._device
-        draws = draws_of(tree, task.vocab_size, self._temperature, self._generators, draft_lengths, device)
-        last = ends_of(contexts, 1).to(device)
+        draws = make_draws(tree, task.vocab_size, self._temperature, self._generators, draft_lengths, device)
+        last = last_tokens(contexts, 1).to(device)
         inputs = [hidden_BH.to(device, self._dtype).contiguous(), last, draws]
         # Trees of all draft lengths have programs of their own.
         if (program := self._ready.get(tree)) is None:
             assert self._model is not None
             forward = HeadsForward(self._model, tree, task.vocab_size, bool(draws))
             program = self._ready[tree] = self._programs.get(forward, inputs)
-        return draft_of(program(*inputs)).drafts(tree, draft_lengths)
+        return read_draft(program(*inputs)).drafts(tree, draft_lengths)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the hidden state of the last token that was fed and accepted."""
@@ -250,7 +250,7 @@ class MedusaProposer(TreeProposer):
         heads = self.heads
 
         def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
-            positions = own_positions(target, lengths_of(wanted_BT), ids_BT)
+            positions = own_positions(target, lengths_to_read(wanted_BT), ids_BT)
             hidden_BTH = last_hidden(target, input_ids=ids_BT, **positions).to(heads.device, heads.dtype)
             embed: Any = target.get_input_embeddings()
             for start in range(1, ids_BT.shape[1], columns):

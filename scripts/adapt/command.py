@@ -21,8 +21,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.validation import Count, read
 from draftsmith.scripts.adapt.config import AdaptConfig
-from draftsmith.scripts.adapt.traffic import Compared, compare, foreign_share, read_traffic
-from draftsmith.scripts.adapt.watch import check, look, loop, replaced, reset_baseline
+from draftsmith.scripts.adapt.traffic import Comparison, compare, foreign_share, read_traffic
+from draftsmith.scripts.adapt.watch import check, look, loop, record_swap, reset_baseline
 from draftsmith.scripts.kinds import kind_of
 from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
@@ -58,7 +58,7 @@ class Step:
     deployed: str  # the drafter before the step
     drafter: str | None  # the new drafter; None if none was trained
     learned: int  # requests
-    compared: Compared | None
+    compared: Comparison | None
 
 
 def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
@@ -88,7 +88,7 @@ def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
     write_json(step / RESULT, result)
     if result.verdict == "better" and config.swap:
         move_link(link, str(result.drafter))
-        replaced(config, output, step, result.deployed, _measuring(config, result))
+        record_swap(config, output, step, result.deployed, _measuring(config, result))
     # The state is closed last: a step stopped before this line repeats the swap, which changes nothing more.
     write_json(output / STATE, State(steps=state.steps, requests=state.requests))
     return result

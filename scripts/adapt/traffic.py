@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.trials import load_chains, replay_completions
 from draftsmith.train.data.generate import load_completions
@@ -64,7 +64,7 @@ def foreign_share(config: AdaptConfig, directory: str) -> float:
     require_split(model, "target")
     head = head_of(model)
     foreign, checked = 0, samples[:FOREIGN_SAMPLES]
-    for sample in each(checked, "whether the target wrote the answers", "texts"):
+    for sample in track(checked, "whether the target wrote the answers", "texts"):
         ids_1T = torch.tensor(sample["input_ids"], device=model.device)[None]
         mask_T = torch.tensor(sample["loss_mask"], device=model.device)[1:].bool()
         hidden_TH = last_hidden(model, input_ids=ids_1T[:, :-1])[0, mask_T]
@@ -79,7 +79,7 @@ def foreign_share(config: AdaptConfig, directory: str) -> float:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """A comparison of two drafters on the newest traffic, paired over requests, all temperatures together.
 
     `old`, `new` and the gains are values of τ. `promised` is the new drafter's α by temperature, as `measure --server`
@@ -95,7 +95,7 @@ class Compared:
     promised: dict[str, Estimate]
 
 
-def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str]) -> Compared:
+def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str]) -> Comparison:
     """Replay both drafters on the target's answers to the newest requests, given as directories by temperature."""
     code, both = config.trust_remote_code, {"old": old, "new": new}
     pair, chains = load_chains(config.target, both, config.draft_length, trust_remote_code=code)
@@ -132,7 +132,7 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
     for place, category in enumerate(categories):
         if category is not None:
             places.setdefault(category, []).append(place)
-    return Compared(
+    return Comparison(
         ratio(*pooled["old"]),
         ratio(*pooled["new"]),
         _gain(pooled, range(len(categories))),

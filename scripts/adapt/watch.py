@@ -57,7 +57,7 @@ class Unchecked:
 
 
 @dataclass(frozen=True)
-class Watched:
+class ServerState:
     """State of the server at the last look."""
 
     drafter: str | None = None  # the target of the link
@@ -69,13 +69,13 @@ class Watched:
     unchecked: Unchecked | None = None
 
 
-def watched(output: Path) -> Watched:
+def read_server_state(output: Path) -> ServerState:
     """Return the state that earlier calls wrote."""
     path = output / STATE
-    return read(Watched, path) if path.is_file() else Watched()
+    return read(ServerState, path) if path.is_file() else ServerState()
 
 
-def length_of(counts: ServerCounts, texts: int, tokens: int, under_way: tuple[int, int] = (0, 0)) -> Estimate:
+def acceptance_length(counts: ServerCounts, texts: int, tokens: int, under_way: tuple[int, int] = (0, 0)) -> Estimate:
     """Return τ, emitted tokens ÷ drafts, from a server's counters, with an approximate interval.
 
     The value is None if the counters allow several, and so is the interval if they allow none.
@@ -114,7 +114,7 @@ def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
         metrics = asyncio.run(_ask(config, metrics_of))
     except (ServerFailure, InputError) as failure:
         return str(failure), False
-    before, drafter = watched(output), os.path.realpath(config.drafter)
+    before, drafter = read_server_state(output), os.path.realpath(config.drafter)
     totals, texts, tokens = metrics.counters, metrics.finished or 0, metrics.generated_tokens
     if tokens is None:
         return "the server does not count the tokens that it writes, so that its τ is not known", False
@@ -130,7 +130,7 @@ def look(config: AdaptConfig, output: Path) -> tuple[str | None, bool]:
         counted, ended, written = totals, texts, tokens
     if counted.num_drafts < LEAST_DRAFTS or ended < LEAST_TEXTS:  # too few: they are part of the next look
         return None, False
-    length = length_of(counted, ended, written, (before.requests, metrics.requests))
+    length = acceptance_length(counted, ended, written, (before.requests, metrics.requests))
     if length.ci95 is None:
         _keep(output, now)
         counts = f"{counted.num_drafts:,} drafts for {written:,} tokens in {ended} texts"
@@ -156,15 +156,15 @@ def _between(length: Estimate) -> str:
 
 def reset_baseline(output: Path) -> None:
     """Make the next look the baseline of later ones: the traffic until now has been learned from."""
-    _keep(output, replace(watched(output), at_first=None))
+    _keep(output, replace(read_server_state(output), at_first=None))
 
 
-def replaced(config: AdaptConfig, output: Path, step: Path, before: str, command: list[str]) -> None:
+def record_swap(config: AdaptConfig, output: Path, step: Path, before: str, command: list[str]) -> None:
     """Record the drafter that was swapped in, and restart the server if the config has a command for it."""
     unchecked = None if config.server is None else Unchecked(str(step), before, command)
     for stale in ("check", "server"):  # results from before the restart
         remove(step / stale)
-    _keep(output, Watched(unchecked=unchecked))
+    _keep(output, ServerState(unchecked=unchecked))
     _restart(config)
 
 
@@ -176,7 +176,7 @@ def check(config: AdaptConfig, output: Path) -> tuple[str, bool] | None:
     Raises:
         InputError: a server that does not answer, or whose counters cannot be read.
     """
-    unchecked = watched(output).unchecked
+    unchecked = read_server_state(output).unchecked
     if unchecked is None:
         return None
     step = Path(unchecked.step)
@@ -191,7 +191,7 @@ def check(config: AdaptConfig, output: Path) -> tuple[str, bool] | None:
             move_link(Path(config.drafter), unchecked.before)
         _restart(config)
     # Counting starts anew: the requests of the check were not traffic.
-    _keep(output, Watched())
+    _keep(output, ServerState())
     why = gate["failures"][0] if gate["failures"] else "α is above what was promised"
     result = "holds" if gate["passed"] else "is not known" if stays else "is below what was promised"
     return f"acceptance on the server {result}: {why}", stays
@@ -228,7 +228,7 @@ async def _ask(config: AdaptConfig, question: Callable[[Client], Awaitable[T]]) 
         return await question(client)
 
 
-def _keep(output: Path, state: Watched) -> None:
+def _keep(output: Path, state: ServerState) -> None:
     write_json(output / STATE, state)
 
 

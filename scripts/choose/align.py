@@ -20,7 +20,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_json, read
 from draftsmith.scripts import cli
 from draftsmith.scripts.choose import command as choose
-from draftsmith.scripts.choose.command import BEST_OF_EPOCHS, dealt, settle
+from draftsmith.scripts.choose.command import BEST_OF_EPOCHS, require_same_settings, split_prompts
 from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
 from draftsmith.scripts.choose.run import checked_candidates, print_plan
 from draftsmith.scripts.kinds import kind_of, recipes
@@ -70,10 +70,10 @@ def align(config: AlignConfig) -> int:
         )
     require_rollback(config.target, config.trust_remote_code)
     free = FREE if config.drafter is None else (*FREE, *FREE_OF_NAMED)
-    settle(config, output, [prompt.record() for prompt in prompts], free)
+    require_same_settings(config, output, [prompt.record() for prompt in prompts], free)
     random.Random(config.seed + 1).shuffle(prompts)
     measured, others = output / "prompts/measured.jsonl", output / "prompts/others.jsonl"
-    for path, part in zip((measured, others), dealt(config, prompts, config.measured_prompts), strict=True):
+    for path, part in zip((measured, others), split_prompts(config, prompts, config.measured_prompts), strict=True):
         write_prompts(path, [prompt.record() for prompt in part])
     stages = Stages(output / "stages")
     with note_on_interrupt(lambda: f"finished stages are kept in {output}; the same command continues from there"):

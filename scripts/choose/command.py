@@ -38,7 +38,7 @@ from draftsmith.scripts.choose.result import (
 )
 from draftsmith.scripts.choose.rounds import kept_costs
 from draftsmith.scripts.choose.run import COSTS, MOST_SAMPLES, ChooseRun, SavedTrial, checked_candidates, print_plan
-from draftsmith.scripts.choose.schedule import LEAST_GROWTH, RUNGS, begins, growth, kept, survivors
+from draftsmith.scripts.choose.schedule import LEAST_GROWTH, RUNGS, begins, best_names, growth, survivors
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.pair import require_rollback
 from draftsmith.scripts.stages import Stages, flags_of, nested
@@ -79,9 +79,9 @@ def choose(config: ChooseConfig) -> Choice:
         )
     if config.costs is None:  # measured here, which needs a cache that can be rolled back
         require_rollback(config.target, config.trust_remote_code)
-    settle(config, output, [prompt.record() for prompt in prompts])
+    require_same_settings(config, output, [prompt.record() for prompt in prompts])
     random.Random(config.seed).shuffle(prompts)
-    heldout, train = dealt(config, prompts, config.heldout_prompts)
+    heldout, train = split_prompts(config, prompts, config.heldout_prompts)
     run = ChooseRun(config, checked_candidates(config), output, train, Stages(output / "stages"))
     with note_on_interrupt(lambda: f"finished stages are kept in {output}; the same command continues from there"):
         try:
@@ -142,7 +142,7 @@ def _halve(run: ChooseRun) -> Choice:
         remaining = survivors(rung + 1, num_candidates)
         if remaining < len(names):
             scores = {name: _standing(run, name, tables).worth for name in names}
-            best = kept(scores, remaining)
+            best = best_names(scores, remaining)
             run.dropped |= {name: rung for name in names if name not in best}
             print(f"dropped: {', '.join(name for name in names if name not in best)}", flush=True)
             names = best
@@ -290,7 +290,7 @@ def _more_text(run: ChooseRun, missing: float) -> str:
     return shell(["draftsmith", "prepare", *flags_of(answers)])
 
 
-def dealt(config: ChooseConfig, prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+def split_prompts(config: ChooseConfig, prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
     """Split prompts into the first `count`, to measure on, and the rest, without any that encode to the same tokens."""
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     ids = [tuple(encode_prompt(prompt, tokenizer, **config.encoding)) for prompt in prompts]
@@ -298,7 +298,9 @@ def dealt(config: ChooseConfig, prompts: list[Prompt], count: int) -> tuple[list
     return prompts[:count], [prompt for at, prompt in enumerate(prompts) if ids[at] not in measured]
 
 
-def settle(config: ChooseConfig, output: Path, prompts: Sequence[dict[str, Any]], free: Sequence[str] = FREE) -> None:
+def require_same_settings(
+    config: ChooseConfig, output: Path, prompts: Sequence[dict[str, Any]], free: Sequence[str] = FREE
+) -> None:
     """Write settings and prompts; raise InputError if an earlier run had others, apart from the fields in `free`."""
     path = output / "settings.json"
     settings = {name: value for name, value in as_json(config).items() if name not in free}

@@ -83,7 +83,7 @@ def affordable(seconds: float, pace: Pace, written: float, write: float) -> floa
     return tokens if tokens <= written else (left + write * written) / (pace.per_token + write)
 
 
-def kept(scores: Mapping[str, Any], count: int) -> list[str]:
+def best_names(scores: Mapping[str, Any], count: int) -> list[str]:
     """Return the names with the `count` best scores, in the order of `scores`."""
     best = sorted(scores, key=lambda name: scores[name], reverse=True)[:count]
     return [name for name in scores if name in best]

@@ -11,11 +11,11 @@ from draftsmith.decode.cache import check_rollback
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.pair import NOT_HERE
-from draftsmith.train.checkpoint import left_out
+from draftsmith.train.checkpoint import unapplied_settings
 from draftsmith.train.data.chat.masks import has_generation_markers, mask_conversation
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import STORED, Setup, Side
-from draftsmith.train.kinds.quantities import counted
+from draftsmith.train.kinds.quantities import count_of
 from draftsmith.train.models import DTYPES, check_head
 
 
@@ -40,7 +40,7 @@ def check_setup(setup: Setup, context: int | None, dtype: str, device: torch.dev
     if target is not None:
         yield _chat_template(target, drafts)
         yield _special_tokens(target, drafts)
-        if settings := left_out(target.model.generation_config):
+        if settings := unapplied_settings(target.model.generation_config):
             text = f"the generation config has {', '.join(settings)}, which no command applies"
             yield Finding("warning", "own settings", text, "give them as options, such as --repetition_penalty")
 
@@ -104,7 +104,7 @@ def _vocabulary(sides: list[Side]) -> Finding:
         text += f" for {tokens} tokens: prepare writes no padding, and a draft without a row for it reads another token"
     extra = sorted((number, piece) for piece, number in tokenizer.get_vocab().items() if number >= tokens)
     if extra:
-        text += f"; {counted(len(extra), 'added token')} without one, first {extra[0][1]!r}: never written, and "
+        text += f"; {count_of(len(extra), 'added token')} without one, first {extra[0][1]!r}: never written, and "
         text += "texts that hold it are refused"
     if len({side.head for side in sides}) > 1 and alike:
         # vLLM: SpeculativeConfig.verify_equal_vocab_size_if_draft_model, called for the method draft_model

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.summary import PICTURES
 from draftsmith.train.data.chat.masks import ClosingTokens
@@ -52,11 +52,11 @@ def read(
     if config.completions is not None:
         rows = load_completions(config.completions, vocab_size)
         chosen = rows.select(range(min(len(rows), config.limit or len(rows))))
-        for row in each(chosen, "samples", "texts"):
+        for row in track(chosen, "samples", "texts"):
             samples.all.append(MaskedSample(row["id"], row["input_ids"], row["loss_mask"]))
     elif config.prompts is not None:
         prompts = read_prompts(config.prompts, split=config.split, limit=config.limit, answers="kept")
-        for prompt in each(prompts, "samples", "texts"):
+        for prompt in track(prompts, "samples", "texts"):
             try:
                 if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
                     masked = mask_answers(prompt, tokenizer, vocab_size, closing, ends, **config.template)

@@ -124,7 +124,7 @@ def _verdict(
 ) -> Verdict:
     config, gate = measured.config, None
     level = intervals.confidence_of_each(config.confidence, len(candidates(runs, config.min_gain)))
-    gains = {run.setting: _gain(measured, run.temperature, Method(*run.setting[:2]), level) for run in runs}
+    gains = {run.key: _gain(measured, run.temperature, Method(*run.key[:2]), level) for run in runs}
     if config.min_speedup is not None or config.min_gain is not None:
         gate = report.Gate(config.min_speedup, config.min_gain, config.confidence)
     hint = predictions.advice(curves, runs)

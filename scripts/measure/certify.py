@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, certify_sampled, unchecked
-from draftsmith.decode.progress import each, phase
+from draftsmith.decode.progress import phase, track
 from draftsmith.scripts.measure.build import recommended
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.state import Measured, Method
@@ -28,7 +28,7 @@ def certify_runs(
     config, observations = measured.config, measured.observations
     certificates: dict[tuple[float, int, Method], Certificate] = {}
     tested: dict[tuple[float, Method], Certificate] = {}  # the test samples batches of its own size
-    for (temperature, rows, method), groups in each(observations.items(), "certificates", "runs"):
+    for (temperature, rows, method), groups in track(observations.items(), "certificates", "runs"):
         if method == Method():
             continue
         key = temperature, rows, method

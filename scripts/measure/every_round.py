@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode.measurement.replay import replay_drafters
-from draftsmith.decode.progress import each, phase
+from draftsmith.decode.progress import phase, track
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 from draftsmith.scripts.measure.replays import replayed_proposers
@@ -98,7 +98,7 @@ def _margins(
 ) -> list[list[float]]:
     """Return the likeliest token's margin over the second at each token, as a share of the largest logit."""
     margins = []
-    for sequence, length in each(list(zip(sequences, lengths, strict=True)), "margins", "texts"):
+    for sequence, length in track(list(zip(sequences, lengths, strict=True)), "margins", "texts"):
         text = WrittenText(sequence, length, len(sequence) - length)
         logits_NV = teacher_forced(target, [text])[0]
         top_N2 = sampler.scores(logits_NV, prefixes(sequence[:-1], len(text))).topk(2, dim=-1).values.float()

@@ -6,7 +6,7 @@ from draftsmith.decode import Proposer, Replay, Tree
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.tree_search import acceptance_estimate, node_shares
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
@@ -57,7 +57,7 @@ def tree_pictures(measured: Measured) -> list[TreePicture]:
     for drafter in measured.pair.drafters:
         tree = drafter.tree
         if isinstance(drafter.proposer, TreeProposer) and tree is not None and not tree.is_chain:
-            texts = each(list(zip(sequences, measured.prompt_lengths, strict=True)), "pictures of trees", "texts")
+            texts = track(list(zip(sequences, measured.prompt_lengths, strict=True)), "pictures of trees", "texts")
             ranks = [drafter.proposer.ranks(measured.pair.target, *text) for text in texts]
             length = format_estimate(acceptance_estimate(ranks, tree), spread="none")
             title = f"{len(tree)} nodes, mean acceptance length {length}"

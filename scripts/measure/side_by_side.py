@@ -8,7 +8,7 @@ from typing import Any
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed_warm
 from draftsmith.decode.generation import DecodeOutput
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.scripts.measure.state import PLAIN, Group, Measured, Method, Row
 from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.scripts.pair import left_padded
@@ -74,7 +74,7 @@ def decode_side_by_side(
     groups: dict[Method, list[Group]] = {method: [] for method in measured.methods}
     warm = False
     firsts = range(0, len(measured.decoded_ids) - batch_size + 1, batch_size)
-    for turn, first in enumerate(each(firsts, f"T={temperature:g}, B={batch_size}", "batches")):
+    for turn, first in enumerate(track(firsts, f"T={temperature:g}, B={batch_size}", "batches")):
         key = "decoded", temperature, batch_size, first
         kept = unfinished.kept(list[Group], *key)
         if kept is not None and _are_of(kept, measured, range(first, first + batch_size)):

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.costs import CostTable, ValidTable
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.decode.validation import TokenId
 from draftsmith.scripts.measure.certify import certify_recommended, certify_runs
 from draftsmith.scripts.measure.cost_file import measured_costs, priced_proposers
@@ -76,7 +76,7 @@ def _completions(measured: Measured, temperature: float, first: int, unfinished:
     prompts = measured.prompts[first:]
     samples = [Sample(prompt, ids) for prompt, ids in zip(prompts, measured.prompt_ids[first:], strict=True)]
     batches = make_batches(samples, COMPLETED_TOGETHER)
-    for batch in each(batches, f"T={temperature:g}, texts to replay", "batches"):
+    for batch in track(batches, f"T={temperature:g}, texts to replay", "batches"):
         key = "completed", temperature, batch.index
         completions = unfinished.kept(list[list[TokenId]], *key)
         if completions is None or not _fit(completions, batch, vocab_size):

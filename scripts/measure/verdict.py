@@ -25,7 +25,7 @@ Configuration = tuple[str, int]
 Rivals = Mapping[Configuration, Sequence[Run]]
 """The configurations that the best one was chosen among, with their runs."""
 Gains = Mapping[tuple[str, int, int, float], Estimate | None]
-"""The gain of τ over the stock draft by `Run.setting`, with its interval at the level of each."""
+"""The gain of τ over the stock draft by `Run.key`, with its interval at the level of each."""
 Demands = Mapping[str, Callable[[Run], Sequence[str]]]
 """The requirements of a run to pass: by name a function that returns the reasons why it does not."""
 SPEEDUP, GAIN = "speed-up above", "gain of τ over the stock draft"
@@ -116,8 +116,8 @@ def best_of(judged: Sequence[JudgedRun], observations: Observations, count: int)
     passes = {c: not any(map(any, (entry.failures.values() for entry in runs))) for c, runs in by_configuration.items()}
     slowest = {c: min((entry.run for entry in runs), key=_speed) for c, runs in by_configuration.items()}
     best = max(by_configuration, key=lambda c: (passes[c], _speed(slowest[c])))
-    # The best competed by speed only with configurations that gain and text bar as they bar it: its luck is removed
-    # among these. A distribution that was not tested bars nothing.
+    # The best was the fastest among those that gain and text rule out if they rule it out, and allow if they allow it:
+    # its luck is removed among these. A distribution that was not tested rules nothing out.
     barred = {c: any(entry.barred for entry in runs) for c, runs in by_configuration.items()}
     alike = {c: [entry.run for entry in runs] for c, runs in by_configuration.items() if barred[c] == barred[best]}
     return Best(by_configuration[best], slowest[best], _unbiased(slowest[best], alike, observations, count))
@@ -151,11 +151,11 @@ def judge(
         failures = {what: reasons(run) for what, reasons in demands.items()}
         barred = any(lines for what, lines in failures.items() if what.startswith(GAIN))
         judged.append(JudgedRun(run, failures, barred or run.lossless.passed is False))
-    settings = list(dict.fromkeys(run.condition for run in runs))
+    settings = list(dict.fromkeys(run.setting for run in runs))
     deciding = [setting for setting in settings if decides(setting)] or settings  # the named settings may have failed
 
     def best_in(*among: Setting) -> Best:
-        return best_of([entry for entry in judged if entry.run.condition in among], observations, len(judged))
+        return best_of([entry for entry in judged if entry.run.setting in among], observations, len(judged))
 
     def sentence(best: Best) -> str:
         where = f"T = {best.slowest.temperature:g}, {at_once.format(best.slowest.batch_size)}"
@@ -168,7 +168,7 @@ def judge(
         reason = f"{sentence(best)}." if not best.failures else _unshown(best, sentence(best))
         verdicts.append(
             SettingVerdict(
-                *setting, not best.failures, reason, *best.slowest.setting[:2], best.speedup, setting in deciding
+                *setting, not best.failures, reason, *best.slowest.key[:2], best.speedup, setting in deciding
             )
         )
     # One configuration for all deciding settings, which need not be the best of any single one.
@@ -192,7 +192,7 @@ def judge(
     return gate, Recommendation(
         not best.failures,
         reason,
-        *best.slowest.setting,
+        *best.slowest.key,
         predicted_speedup=best.slowest.predicted_speedup,
         measured_speedup=best.speedup,
         settings=verdicts,
@@ -259,7 +259,7 @@ def judge_runs(
         return _below("the speed-up", speedup, "batches", least, level, run)
 
     def gains_less(run: Run) -> list[str]:
-        gain = gains.get(run.setting)
+        gain = gains.get(run.key)
         if gain is None or gain.value is None:
             return [f"no gain over a stock draft is known for {_where(run)}"]
         return _below(f"the {GAIN}", gain, "prompts", min_gain or 0.0, level, run)
@@ -280,7 +280,7 @@ def judge_runs(
 
 
 def _how_judged(runs: Sequence[Run], recommendation: Recommendation, confidence: float, level: float) -> str:
-    settings = len({run.condition for run in runs})
+    settings = len({run.setting for run in runs})
     if len(runs) == 1:
         words = f"One drafter with one γ was measured, and judged by Student's interval at {_level(level)}"
     else:
@@ -297,7 +297,7 @@ def _how_judged(runs: Sequence[Run], recommendation: Recommendation, confidence:
         (run.temperature, run.proposer.name): f"at T = {run.temperature:g} the distribution of {run.proposer.name}'s "
         f"text was tested on {run.lossless.tokens:,} tokens (p = {run.lossless.p_value:.2g})"
         for run in runs
-        if run.lossless.p_value is not None and run.lossless.tokens is not None and run.setting[:2] in best
+        if run.lossless.p_value is not None and run.lossless.tokens is not None and run.key[:2] in best
     }
     return "; ".join([words, *tested.values()]) + "."
 
@@ -309,15 +309,15 @@ def _speed(run: Run) -> float:
 
 def _unbiased(run: Run, alike: Rivals, observations: Observations, count: int) -> Estimate:
     """Return the speed-up of a run of the best configuration without the luck of the best of `count` runs."""
-    by_condition = {c: {rival.condition: rival for rival in runs} for c, runs in alike.items()}
-    rivals = {configuration: runs for configuration, runs in by_condition.items() if run.condition in runs}
+    by_setting = {c: {rival.setting: rival for rival in runs} for c, runs in alike.items()}
+    rivals = {configuration: runs for configuration, runs in by_setting.items() if run.setting in runs}
     bounds = bounds_of(run, observations, intervals.confidence_of_each(0.95, count))
     value = None
     if len(rivals) > 1:
         times = {
             c: {s: Timed.of(*_pair(rival, observations)) for s, rival in runs.items()} for c, runs in rivals.items()
         }
-        value = held_out_speedup(times, run.condition)
+        value = held_out_speedup(times, run.setting)
     value = run.speedup.value if value is None else value
     # A few held-out batches vary widely: their value is kept within the run's own interval.
     if value is not None and bounds is not None:
@@ -326,12 +326,12 @@ def _unbiased(run: Run, alike: Rivals, observations: Observations, count: int) -
 
 
 def _pair(run: Run, observations: Observations) -> tuple[Observation, Observation]:
-    return observations[*run.condition, Method(*run.setting[:2])], observations[*run.condition, Method()]
+    return observations[*run.setting, Method(*run.key[:2])], observations[*run.setting, Method()]
 
 
 def bounds_of(run: Run, observations: Observations, confidence: float) -> Interval | None:
     """Return the interval of a run's speed-up at a level; None without plain decoding."""
-    if (*run.condition, Method()) not in observations:
+    if (*run.setting, Method()) not in observations:
         return None
     own, plain = _pair(run, observations)
     return own.speedup_interval(plain, confidence)
@@ -368,7 +368,7 @@ def _departs(run: Run, require_law: bool) -> list[str]:
 
 
 def _where(run: Run) -> str:
-    return Method(*run.setting[:2]).at(run.temperature, run.batch_size)
+    return Method(*run.key[:2]).at(run.temperature, run.batch_size)
 
 
 def _level(confidence: float) -> str:

@@ -47,7 +47,7 @@ def speedup_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
             for curve in _curves(report, temperature)
         ]
         for name, runs in _runs(report, temperature, batch).items():
-            ringed = next((run.draft_length for run in runs if run.setting in winners), None)
+            ringed = next((run.draft_length for run in runs if run.key in winners), None)
             series.append(Series(style[name], {run.draft_length: run.speedup for run in runs}, "points", ringed))
         panels.append((f"T = {temperature:g}, {setting_words(report, batch)}", series))
     return _lines(panels, "speed-up over γ", "γ", "speed-up", level=1.0)

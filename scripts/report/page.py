@@ -161,10 +161,10 @@ def _opening(report: Report) -> Opening:
     chosen = report.recommendation
     if report.verdict == "GO IN PART":
         verdict = next(verdict for verdict in chosen.settings if verdict.go)
-        best = next(run for run in report.runs if run.setting == verdict.setting)
+        best = next(run for run in report.runs if run.key == verdict.key)
         return Opening("A setting that pays", best, best.predicted_speedup, verdict.speedup)
     if chosen.proposer is not None:
-        run = next((run for run in report.runs if run.setting == chosen.setting), None)
+        run = next((run for run in report.runs if run.key == chosen.key), None)
         title = "Recommended setting" if chosen.go else "Best setting"
         if report.server is not None:  # all settings must pass
             title = "The setting that decides" if len(report.runs) > 1 else "Setting"

@@ -6,7 +6,7 @@ import os
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.report.words import gated, headline, load_words, turns
-from draftsmith.train.kinds.quantities import counted
+from draftsmith.train.kinds.quantities import count_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def _measured(report: Report) -> str:
     if report.server is None:
         return (
             f"{prompts.count} prompts decoded, {prompts.replayed} replayed; {environment.device}, {environment.dtype}, "
-            f"{counted(environment.threads, 'thread')}."
+            f"{count_of(environment.threads, 'thread')}."
         )
     servers = [f"{s.kind} {s.version or ''} at {s.url}".replace("  ", " ") for s in report.server.servers]
     warnings = "".join(f" {warning}" for warning in report.server.warnings)

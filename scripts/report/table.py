@@ -10,7 +10,7 @@ from draftsmith.scripts.report.entries import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
 from draftsmith.scripts.report.words import headline, load_words, turns
 from draftsmith.scripts.summary import figures_table, print_doubts
-from draftsmith.train.kinds.quantities import counted
+from draftsmith.train.kinds.quantities import count_of
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
@@ -107,7 +107,7 @@ def _first_token(report: Report, role: str, temperature: float, rows: int) -> st
 def _title(report: Report) -> str:
     environment = report.environment
     if report.server is None:
-        threads = counted(environment.threads, "thread")
+        threads = count_of(environment.threads, "thread")
         return f"{_prompts(report)}, {environment.dtype}, {environment.device}, {threads}"
     served = report.server.servers[0]
     return f"{_prompts(report)}, {served.model} at {served.url}"

@@ -200,12 +200,12 @@ class Run(Entry):
     """The predicted speed-up without the forwards over the prompts, which long texts approach."""
 
     @property
-    def setting(self) -> tuple[str, int, int, float]:
-        """The drafter's name, draft length, batch size and temperature, the key of the run."""
+    def key(self) -> tuple[str, int, int, float]:
+        """The drafter's name, draft length, batch size and temperature."""
         return self.proposer.name, self.draft_length, self.batch_size, self.temperature
 
     @property
-    def condition(self) -> tuple[float, int]:
+    def setting(self) -> tuple[float, int]:
         """The temperature and the batch size."""
         return self.temperature, self.batch_size
 
@@ -341,8 +341,8 @@ class SettingVerdict(Entry):
     """True if the recommendation and the gate depend on this setting."""
 
     @property
-    def setting(self) -> tuple[str | None, int | None, int | None, float | None]:
-        """The `Run.setting` of the best run."""
+    def key(self) -> tuple[str | None, int | None, int | None, float | None]:
+        """The `Run.key` of the best run."""
         return self.proposer, self.draft_length, self.batch_size, self.temperature
 
 
@@ -365,8 +365,8 @@ class Recommendation(Entry):
     """A verdict for each temperature and batch size; empty where nothing is to be decided."""
 
     @property
-    def setting(self) -> tuple[str | None, int | None, int | None, float | None]:
-        """The `Run.setting` of the recommended run."""
+    def key(self) -> tuple[str | None, int | None, int | None, float | None]:
+        """The `Run.key` of the recommended run."""
         return self.proposer, self.draft_length, self.batch_size, self.temperature
 
 
@@ -421,10 +421,10 @@ class Report(Entry):
         return "NO-GO" if decided else "MEASURED"
 
     def winners(self) -> set[tuple[str | None, int | None, int | None, float | None]]:
-        """Return the `Run.setting` of each run that is a GO."""
+        """Return the `Run.key` of each run that is a GO."""
         chosen = self.recommendation
-        winners = {verdict.setting for verdict in chosen.settings if verdict.go}
-        return winners or ({chosen.setting} if chosen.go else set())
+        winners = {verdict.key for verdict in chosen.settings if verdict.go}
+        return winners or ({chosen.key} if chosen.go else set())
 
     def plain_runs(self) -> Sequence[PlainRun]:
         """Return plain decoding's runs; empty for a server without a baseline server."""

@@ -8,7 +8,7 @@ from pydantic import Field, Strict
 
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.decode.validation import Count, ServerMessage, checked, parse_json
+from draftsmith.decode.validation import Count, ServerMessage, parse_json, validate
 from draftsmith.train.endpoint.answers import Limit
 from draftsmith.train.endpoint.client import Client
 
@@ -74,12 +74,12 @@ def read_metrics(text: str, where: str) -> ServerMetrics:
     for sample in (sample for family in families for sample in family.samples):
         name, value = sample.name, sample.value
         if name == PER_POS:  # the family also has …_created, which is a time
-            position = checked(Position, sample.labels.get("position"), f"{where}: {name}: position")
-            positions[position] = positions.get(position, 0) + checked(Whole, value, f"{where}: {name}")
+            position = validate(Position, sample.labels.get("position"), f"{where}: {name}: position")
+            positions[position] = positions.get(position, 0) + validate(Whole, value, f"{where}: {name}")
         elif name == MEAN_LENGTH:
-            lengths += [checked(Length, value, f"{where}: {name}")] if value else []
+            lengths += [validate(Length, value, f"{where}: {name}")] if value else []
         elif name in COUNTED:
-            totals[name] = totals.get(name, 0) + checked(Whole, value, f"{where}: {name}")
+            totals[name] = totals.get(name, 0) + validate(Whole, value, f"{where}: {name}")
     drafts, drafted, accepted = (totals.get(name, 0) for name in SPECULATED)
     depth = max(positions, default=-1) + 1
     generated = [totals[name] for name in GENERATED if name in totals]
@@ -117,7 +117,7 @@ class Engine:
     tree: bool = False
 
 
-async def recognised(client: Client) -> Engine:
+async def identify_engine(client: Client) -> Engine:
     """Identify the server by its paths; raise ServerFailure if it does not answer, or reports impossible values."""
     for path in ("/server_info", "/get_server_info"):  # older versions have the latter
         text, value = await _page(client, path)

@@ -14,7 +14,7 @@ from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import confidence_of_each
-from draftsmith.decode.progress import each, phase
+from draftsmith.decode.progress import phase, track
 from draftsmith.decode.repetition import count_repeated_ngrams
 from draftsmith.decode.rows import Departure
 from draftsmith.scripts.kinds import drafter_specs
@@ -27,7 +27,7 @@ from draftsmith.scripts.tune.tradeoff import (
     PLAIN,
     RULES,
     Batch,
-    Seen,
+    DecodedPrompt,
     Setting,
     choose,
     draw_tradeoff,
@@ -136,7 +136,7 @@ def _load(config: TuneConfig) -> Task:
 
 def _decode_all(task: Task, settings: list[Setting]) -> dict[Setting, list[Batch]]:
     """Decode every prompt in every setting, after a warm-up of each rule."""
-    for setting in each({setting.rule: setting for setting in settings}.values(), "warm-up", "rules"):
+    for setting in track({setting.rule: setting for setting in settings}.values(), "warm-up", "rules"):
         _decode(task, setting, 0)  # first calls allocate memory
     turns = len(settings)
     batches: dict[Setting, list[Batch]] = {setting: [] for setting in settings}
@@ -165,7 +165,7 @@ def _decode(task: Task, setting: Setting, first: int) -> Batch:
     rows = []
     for text, counts, departure in zip(output.sequences, output.row_counts, departures, strict=True):
         written = text[ids.shape[1] : ids.shape[1] + counts.num_emitted_tokens].tolist()
-        rows.append(Seen(counts, departure.total_variation, *count_repeated_ngrams(written)))
+        rows.append(DecodedPrompt(counts, departure.total_variation, *count_repeated_ngrams(written)))
     return Batch(rows, seconds)
 
 

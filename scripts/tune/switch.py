@@ -20,7 +20,7 @@ from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, ratio
 from draftsmith.decode.measurement.replay import Replay, replay_drafters
 from draftsmith.decode.planner import text_seconds
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import left_padded, read_tokens
 from draftsmith.scripts.settings import load_fastest
@@ -192,7 +192,7 @@ def _priced(
 def _written(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compiled: bool) -> list[torch.Tensor]:
     """Return prompts with the target's continuations."""
     texts: list[torch.Tensor] = []
-    for first in each(range(0, len(ids), config.batch_size), "texts of the target", "batches"):
+    for first in track(range(0, len(ids), config.batch_size), "texts of the target", "batches"):
         batch = ids[first : first + config.batch_size]
         tokens, mask = left_padded(batch, pair.target.device)
         output = autoregressive_generate(

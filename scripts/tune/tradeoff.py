@@ -53,7 +53,7 @@ PLAIN, EXACT = Setting("plain"), Setting("exact")
 
 
 @dataclass(frozen=True)
-class Seen:
+class DecodedPrompt:
     """A prompt decoded in one setting."""
 
     counts: Counts
@@ -67,7 +67,7 @@ class Seen:
 class Batch:
     """Prompts decoded together in one setting."""
 
-    rows: list[Seen]
+    rows: list[DecodedPrompt]
     seconds: float
 
 
@@ -105,12 +105,12 @@ def figures(
     }
 
 
-def rows_of(batches: Sequence[Batch]) -> list[Seen]:
+def rows_of(batches: Sequence[Batch]) -> list[DecodedPrompt]:
     """Return the prompts in order."""
     return [row for batch in batches for row in batch.rows]
 
 
-def _tokens_and_rounds(rows: Sequence[Seen]) -> tuple[list[int], list[int]]:
+def _tokens_and_rounds(rows: Sequence[DecodedPrompt]) -> tuple[list[int], list[int]]:
     return [row.counts.num_emitted_tokens for row in rows], [row.counts.num_drafts for row in rows]
 
 

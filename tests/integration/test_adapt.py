@@ -15,7 +15,7 @@ from draftsmith.scripts import cli, stages
 from draftsmith.scripts.adapt import command, traffic
 from draftsmith.scripts.adapt.command import adapt
 from draftsmith.scripts.adapt.config import AdaptConfig
-from draftsmith.scripts.adapt.traffic import Compared
+from draftsmith.scripts.adapt.traffic import Comparison
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 
@@ -58,7 +58,7 @@ def ran(monkeypatch):
 
 def gains(low: float, high: float):
     gain = Estimate((low + high) / 2, (low, high), 8)
-    return lambda *given: Compared(
+    return lambda *given: Comparison(
         Estimate(1.5, None, 8), Estimate(1.6, None, 8), gain, {"0": gain}, {"code": gain}, {"0": gain}
     )
 

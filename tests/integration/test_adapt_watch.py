@@ -23,8 +23,8 @@ from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts import cli
 from draftsmith.scripts.adapt import command, watch
 from draftsmith.scripts.adapt.config import AdaptConfig
-from draftsmith.scripts.adapt.traffic import Compared, Traffic
-from draftsmith.scripts.adapt.watch import Watched, check, length_of, look, replaced, watched
+from draftsmith.scripts.adapt.traffic import Comparison, Traffic
+from draftsmith.scripts.adapt.watch import ServerState, acceptance_length, check, look, read_server_state, record_swap
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.lock import locked
 
@@ -117,29 +117,32 @@ def test_a_server_that_was_started_again_counts_from_nothing(config, server, tmp
     server.server.shutdown()
     server.server.server_close()
     said, fell = look(config, tmp_path)
-    assert server.url in said and not fell and watched(tmp_path).totals.num_drafts == 600
+    assert server.url in said and not fell and read_server_state(tmp_path).totals.num_drafts == 600
 
 
 def test_the_interval_is_that_of_drafts_with_their_spread():
     alike, spread = ServerCounts(1000, 4000, 2000, (500, 500, 500, 500)), ServerCounts(1000, 4000, 2000, (1000, 1000))
-    assert length_of(alike, 50, 3050).value == length_of(spread, 50, 3050).value == 3.0
-    assert length_of(spread, 50, 3050).ci95 == (3.0, 3.0)  # each accepts two
+    assert acceptance_length(alike, 50, 3050).value == acceptance_length(spread, 50, 3050).value == 3.0
+    assert acceptance_length(spread, 50, 3050).ci95 == (3.0, 3.0)  # each accepts two
     # Half of them accept four, half none: a standard deviation of 2. Of 50 texts with 20 drafts on the mean a variance
     # that is 20 × 0.4 + 0.8 times that of drafts alone.
     for texts, effect in ((50, 8.8), (1000, 1.2)):
-        low, high = length_of(alike, texts, 3000 + texts).ci95
+        low, high = acceptance_length(alike, texts, 3000 + texts).ci95
         assert high - low == pytest.approx(2 * 1.96 * 2 * (effect / 1000) ** 0.5)
 
 
 def test_live_acceptance_is_what_was_emitted():
     """Texts of one draft whose ends cut it: vLLM counts eight accepted tokens, and three were emitted."""
     perfect = ServerCounts(1000, 8000, 8000, (1000,) * 8)
-    found = length_of(perfect, 1000, 4000)
+    found = acceptance_length(perfect, 1000, 4000)
     assert found.value is None and found.ci95 == (3.0, 4.0)  # 4 if the prompt's step drafted, too
-    assert length_of(ServerCounts(1000, 8000, 3000, (1000,) * 3), 1000, 4000).ci95 == (3.0, 4.0)
-    (low, high), least = length_of(perfect, 1000, 8200).ci95, length_of(perfect, 1000, 4000, (100, 50)).ci95[0]
+    assert acceptance_length(ServerCounts(1000, 8000, 3000, (1000,) * 3), 1000, 4000).ci95 == (3.0, 4.0)
+    (low, high), least = (
+        acceptance_length(perfect, 1000, 8200).ci95,
+        acceptance_length(perfect, 1000, 4000, (100, 50)).ci95[0],
+    )
     assert (low, high) == (7.2, 8.2) and least == pytest.approx(4.0 - 1.05)
-    assert length_of(perfect, 1000, 900).ci95 is None  # fewer tokens than drafts
+    assert acceptance_length(perfect, 1000, 900).ci95 is None  # fewer tokens than drafts
 
 
 def test_a_server_that_does_not_count_its_tokens_has_no_live_acceptance(config, server, tmp_path):
@@ -182,13 +185,13 @@ def test_a_new_drafter_stays_unless_the_server_accepts_less(
     config.restart = f"sh -c 'echo again >> {restarted}'"
     assert check(config, tmp_path) is None
     command.move_link(tmp_path / "current", str(step / "drafter"))
-    replaced(config, tmp_path, step, str(tmp_path / "old"), ["--server=x"])
+    record_swap(config, tmp_path, step, str(tmp_path / "old"), ["--server=x"])
     assert restarted.read_text() == "again\n"
     said, stayed = check(config, tmp_path)
     assert word in said and stayed is stays and ran == [["measure", "--server=x"]]
     assert (tmp_path / "current").resolve() == (step / "drafter" if stays else tmp_path / "old").resolve()
     assert restarted.read_text() == "again\n" * (1 if stays else 2)
-    assert check(config, tmp_path) is None and watched(tmp_path) == Watched()
+    assert check(config, tmp_path) is None and read_server_state(tmp_path) == ServerState()
 
 
 def test_a_restart_that_fails_is_a_line(config, tmp_path, monkeypatch):
@@ -198,15 +201,15 @@ def test_a_restart_that_fails_is_a_line(config, tmp_path, monkeypatch):
     ):
         config.restart = line
         with pytest.raises(InputError, match=message):
-            replaced(config, tmp_path, tmp_path / "s", "old", [])
-        assert watched(tmp_path).unchecked is not None
+            record_swap(config, tmp_path, tmp_path / "s", "old", [])
+        assert read_server_state(tmp_path).unchecked is not None
     config.restart, config.server = "true", "http://127.0.0.1:9"  # where nobody listens
     monkeypatch.setattr(watch, "STARTING", 0.5)
     monkeypatch.setattr(watch.time, "sleep", lambda seconds: None)
     with pytest.raises(
         InputError, match=r"restart: expected http://127.0.0.1:9 to answer within 0:00, found no answer"
     ):
-        replaced(config, tmp_path, tmp_path / "s", "old", [])
+        record_swap(config, tmp_path, tmp_path / "s", "old", [])
 
 
 def flags(config: AdaptConfig) -> list[str]:
@@ -230,7 +233,7 @@ def test_one_call_checks_looks_and_learns(config, server, tmp_path, monkeypatch,
     step = tmp_path / "step-0001"
     (step / "drafter").mkdir(parents=True)
     command.move_link(tmp_path / "current", str(step / "drafter"))
-    replaced(config, tmp_path, step, str(tmp_path / "old"), ["--server=x"])
+    record_swap(config, tmp_path, step, str(tmp_path / "old"), ["--server=x"])
     monkeypatch.setattr(watch.Stages, "run", lambda self, name, argv: report(step, 0.2, passed=False))
     assert cli.main(["adapt", *flags(config)]) == 3
     said = capsys.readouterr().out
@@ -243,7 +246,7 @@ def test_one_call_checks_looks_and_learns(config, server, tmp_path, monkeypatch,
 
 def step_of(path: Path) -> command.Step:
     estimate = Estimate(0.5, (0.45, 0.55), 64)
-    compared = Compared(estimate, estimate, estimate, {"0": estimate}, {}, {"0": estimate})
+    compared = Comparison(estimate, estimate, estimate, {"0": estimate}, {}, {"0": estimate})
     return command.Step("s", "better", "because", str(path / "old"), str(path / "step-0001/drafter"), 9, compared)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block import __main__ as command
 from draftsmith.medusa.block.blocks import Anchors, block_states
@@ -48,7 +48,7 @@ def batch_of(trainer: BlockTrainer, samples: list[dict]) -> dict:
 def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor], Tensor]:
     """The target's logits of one text, (T, V), the drafter's by guess, (T − 1 − k, D) each, and their states."""
     ids, drafter, target = torch.tensor([sample["input_ids"]]), trainer.heads, trainer.target
-    with torch.no_grad(), collected(target, drafter.layer_ids) as features:
+    with torch.no_grad(), collect_features(target, drafter.layer_ids) as features:
         p_logits = target(ids).logits[0].double()
     positions = torch.arange(ids.shape[1])[None]
     context = drafter.context(drafter.fuse(features[0]), positions)

@@ -179,7 +179,7 @@ def test_where_every_training_fails_the_reason_is_an_error(pair_dirs, tmp_path, 
 def test_prompts_that_are_the_same_to_the_target_are_not_dealt_to_both_sides(pair_dirs, tmp_path):
     texts = [("def f", None), ("import", None), ("def f", "another category"), ("import os", None)]
     prompts = [Prompt(str(at), text, None, category) for at, (text, category) in enumerate(texts)]
-    measured, others = command.dealt(config(pair_dirs, tmp_path), prompts, 2)
+    measured, others = command.split_prompts(config(pair_dirs, tmp_path), prompts, 2)
     assert (measured, others) == (prompts[:2], prompts[3:])
 
 
@@ -332,9 +332,9 @@ def test_other_settings_and_too_few_prompts_are_refused(pair_dirs, tmp_path, ran
     settings = config(pair_dirs, tmp_path, heldout_prompts=40)
     with pytest.raises(InputError, match=r"prompts: expected at least 104 in .*, 40 of them held out, found 100"):
         command.choose(settings)
-    command.settle(config(pair_dirs, tmp_path), command.require_writable(settings.output), [])
+    command.require_same_settings(config(pair_dirs, tmp_path), command.require_writable(settings.output), [])
     with pytest.raises(InputError, match=r"output: expected .* of the same heldout_prompts, 40, found it of 8"):
-        command.settle(settings, command.require_writable(settings.output), [])
+        command.require_same_settings(settings, command.require_writable(settings.output), [])
     assert not ran
 
 

@@ -10,7 +10,7 @@ from pipelines import Sizes, eagle_configured, furthest, history, measured_on_wh
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle import __main__ as command
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
@@ -49,7 +49,7 @@ def batch_of(trainer: EagleTrainer, samples: list[dict]) -> dict:
 def rounds_of(trainer: EagleTrainer, sample: dict) -> tuple[Tensor, list[Tensor]]:
     """The target's logits of one text, (T, V), and the heads' by steps, (T − 1 − k, D) each: alone, all at once."""
     ids, heads, target = torch.tensor([sample["input_ids"]]), trainer.heads, trainer.target
-    with torch.no_grad(), collected(target, heads.layer_ids) as features:
+    with torch.no_grad(), collect_features(target, heads.layer_ids) as features:
         p_logits = target(ids).logits[0].double()
         embeddings = target.get_input_embeddings()(ids[:, 1:])
     count = ids.shape[1] - 1

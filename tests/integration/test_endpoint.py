@@ -15,7 +15,7 @@ from draftsmith.scripts.prepare import main
 from draftsmith.train.data import generate as completions
 from draftsmith.train.data.generate import prepare
 from draftsmith.train.endpoint.client import ServedCompletion as Served
-from draftsmith.train.endpoint.completions import Completion, Vocabulary, settle
+from draftsmith.train.endpoint.completions import Completion, Vocabulary, to_completion
 
 pytest_plugins = ["server_fixtures"]
 
@@ -156,7 +156,7 @@ def test_every_setting_is_sent_and_nothing_is_left_to_the_server(remote, server,
     ],
 )
 def test_a_completion_ends_with_the_first_end_of_sequence_token(answer, expected, remote_tokenizer):
-    assert settle(answer, [4], Vocabulary(remote_tokenizer, 290, 320, [1, 2]), "prompt 'p'") == expected
+    assert to_completion(answer, [4], Vocabulary(remote_tokenizer, 290, 320, [1, 2]), "prompt 'p'") == expected
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_ids_that_are_not_the_answers_text_or_number_are_told(change, uncertain,
     text, end = "return self.value + 1", remote_tokenizer.eos_token_id
     ids, count = change(remote_tokenizer(text, add_special_tokens=False).input_ids, end)
     vocabulary = Vocabulary(remote_tokenizer, len(remote_tokenizer), len(remote_tokenizer), [end])
-    assert settle(Served(text, "stop", None, ids, None, count), [65, 66], vocabulary, "p").uncertain is uncertain
+    assert to_completion(Served(text, "stop", None, ids, None, count), [65, 66], vocabulary, "p").uncertain is uncertain
 
 
 def test_text_that_spells_a_token_without_a_logit_is_cut_there():
@@ -184,20 +184,22 @@ def test_text_that_spells_a_token_without_a_logit_is_cut_there():
     size = len(tokenizer) - 1
     vocabulary, text = Vocabulary(tokenizer, size, size, [1]), f"def add{IMAGE}(a, b)"
     ids = tokenizer("def add", add_special_tokens=False).input_ids
-    found = settle(Served(text, "length", None, None, None, None), [2], vocabulary, "p")
+    found = to_completion(Served(text, "length", None, None, None, None), [2], vocabulary, "p")
     assert (found.ids, found.finish_reason, found.padded) == (ids, "length", True)
     with pytest.raises(InputError, match=f"endpoint: expected ids below {size} for p, found {size}: does the server"):
-        settle(Served("", "length", None, [5, size], None, 2), [2], vocabulary, "p")
+        to_completion(Served("", "length", None, [5, size], None, 2), [2], vocabulary, "p")
 
 
 def test_an_end_that_is_not_told_is_the_tokenizers(remote_tokenizer):
     answer = Served("", "stop", None, [5], None, 1)
     several = Vocabulary(remote_tokenizer, 290, 320, [OTHER_END, remote_tokenizer.eos_token_id])
-    assert settle(answer, [4], several, "p") == Completion([5, remote_tokenizer.eos_token_id], "stop", uncertain=True)
+    assert to_completion(answer, [4], several, "p") == Completion(
+        [5, remote_tokenizer.eos_token_id], "stop", uncertain=True
+    )
     single = Vocabulary(remote_tokenizer, 290, 320, [OTHER_END])
-    assert settle(answer, [4], single, "p") == Completion([5, OTHER_END], "stop")
+    assert to_completion(answer, [4], single, "p") == Completion([5, OTHER_END], "stop")
     with pytest.raises(InputError, match=r"^endpoint: expected at least one token for p, found none$"):
-        settle(Served("", "length", None, [], None, 0), [4], several, "p")
+        to_completion(Served("", "length", None, [], None, 0), [4], several, "p")
 
 
 def test_ids_that_pad_the_vocabulary_cut_a_completion_and_are_counted(remote, server, remote_tokenizer, capsys):

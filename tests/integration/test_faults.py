@@ -42,7 +42,7 @@ from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service
 from draftsmith.scripts.serving.certify.collect import TextStore
 from draftsmith.scripts.serving.certify.config import CertifyConfig
-from draftsmith.scripts.serving.client import metrics_of, recognised
+from draftsmith.scripts.serving.client import identify_engine, metrics_of
 from draftsmith.scripts.serving.engine.offline import Answer as EngineAnswer
 from draftsmith.scripts.serving.engine.offline import EngineFailure, Job, run_of
 from draftsmith.scripts.serving.measure.load import RequestRecord
@@ -245,8 +245,8 @@ READERS: dict[str, Reader] = {
         run(lambda c: c.complete({"input_ids": [3], "sampling_params": {"max_new_tokens": MOST}}, NATIVE)),
         answered,
     ),
-    "SGLang's server_info": Reader(lines(SERVER_INFO), run(recognised), engine),
-    "vLLM's version": Reader(lines({"version": "0.32"}), run(recognised)),
+    "SGLang's server_info": Reader(lines(SERVER_INFO), run(identify_engine), engine),
+    "vLLM's version": Reader(lines({"version": "0.32"}), run(identify_engine)),
     "models": Reader(lines({"data": [{"id": "m", "max_model_len": 9}]}), run(lambda c: c.models())),
     "vLLM's metrics": Reader(VLLM.encode(), run(metrics_of), counters, (damaged, misworded, misworded)),
     "SGLang's metrics": Reader(SGLANG.encode(), run(metrics_of), counters, (damaged, misworded, misworded)),

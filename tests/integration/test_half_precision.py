@@ -21,7 +21,7 @@ from draftsmith.decode import (
     replay_acceptance,
     speculative_generate,
 )
-from draftsmith.decode.measurement.authorship import readmit
+from draftsmith.decode.measurement.authorship import readmit_ties
 from draftsmith.decode.measurement.exactness import first_mismatch
 from draftsmith.decode.sampling import Sampler
 
@@ -124,7 +124,7 @@ def test_a_token_at_the_edge_is_let_back_in_and_a_foreign_one_is_not(filters):
 
     def scores_with(token: int) -> tuple[int, torch.Tensor]:
         scores = sampler.scores(logits.clone(), contexts)
-        return readmit(sampler, logits, scores, torch.tensor([token]), contexts), scores[0]
+        return readmit_ties(sampler, logits, scores, torch.tensor([token]), contexts), scores[0]
 
     for token in (0, 1):
         let_in, scores = scores_with(token)
@@ -137,4 +137,4 @@ def test_a_token_at_the_edge_is_let_back_in_and_a_foreign_one_is_not(filters):
         assert let_in == 0 and scores[token].isneginf()
     exact = copy.deepcopy(logits).float()
     scores = sampler.scores(exact, contexts)
-    assert readmit(sampler, exact, scores, torch.tensor([edge]), contexts) == 0  # in float32 that is no tie
+    assert readmit_ties(sampler, exact, scores, torch.tensor([edge]), contexts) == 0  # in float32 that is no tie

@@ -146,7 +146,7 @@ def test_a_damaged_program_is_made_again(folder, monkeypatch):
     expected = logits(model())
     path = folder / f"{name(model())}.pt2"
     whole, beside, made = path.read_bytes(), path.with_suffix(".safetensors").read_bytes(), []
-    monkeypatch.setattr(program, "exported", lambda *_: None)
+    monkeypatch.setattr(program, "export_program", lambda *_: None)
     monkeypatch.setattr(program, "_write", lambda _program, _model, path: made.append(path.write_bytes(whole)))
     path.write_bytes(whole[: len(whole) // 2])
     same(logits(model()), expected)

@@ -15,7 +15,7 @@ class Traced(program.Program):
         self.made.append((model, forward.key))
 
     def prepared(self, *args):
-        return program.exported(*args).module(check_guards=False)
+        return program.export_program(*args).module(check_guards=False)
 
     def use(self, weights):
         raise NotImplementedError

@@ -31,7 +31,7 @@ from draftsmith.decode import (
     Tree,
     early_exit,
 )
-from draftsmith.decode.proposers.renumbered import renumbered
+from draftsmith.decode.proposers.renumbered import renumber_draft
 from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.scripts import kinds
@@ -120,7 +120,7 @@ def parallel(target: PreTrainedModel, names: int | None = None) -> PreTrainedMod
 def permuted(target: PreTrainedModel) -> PreTrainedModel:
     """Return a draft whose tokens have other numbers, made to fit: one of them is no token of the draft's."""
     size = target.config.vocab_size
-    return renumbered(near(target), {i: (i + 3) % size for i in range(size) if i != 5}, 5)
+    return renumber_draft(near(target), {i: (i + 3) % size for i in range(size) if i != 5}, 5)
 
 
 def save_heads(make: Callable[[PreTrainedModel], Any]) -> Callable[..., None]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collect_features
 from draftsmith.medusa.block.blocks import Anchors, block_states
 from draftsmith.medusa.block.model import BlockDrafter
 
@@ -16,7 +16,7 @@ def train_block(
 ) -> BlockDrafter:
     """Fit a drafter to texts (T,) by cross-entropy, from every anchor; all its weights learn."""
     embed, head, examples = target.get_input_embeddings(), drafter.head_for(target), []
-    with torch.no_grad(), collected(target, drafter.layer_ids) as features:
+    with torch.no_grad(), collect_features(target, drafter.layer_ids) as features:
         for length in {len(text) for text in texts}:
             ids_BT = torch.stack([text for text in texts if len(text) == length])
             target(ids_BT)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collect_features
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import unrolled
 
@@ -21,7 +21,7 @@ def train_eagle(
 ) -> EagleHeads:
     """Fit heads to texts (T,) by cross-entropy, through `depth` steps on their own states; all their weights learn."""
     examples = []
-    with torch.no_grad(), collected(target, heads.layer_ids) as features:
+    with torch.no_grad(), collect_features(target, heads.layer_ids) as features:
         for length in {len(text) for text in texts}:
             ids_BT = torch.stack([text for text in texts if len(text) == length])
             target(ids_BT[:, :-2])
@@ -47,7 +47,7 @@ def logits_after(target: PreTrainedModel, heads: EagleHeads, text: Tensor, path:
 
     Everything is computed anew.
     """
-    with collected(target, heads.layer_ids) as features:
+    with collect_features(target, heads.layer_ids) as features:
         target(text[None, :-1])
     states, tokens = heads.fuse(features[0]), text[1:]
     for token in [*path, None]:

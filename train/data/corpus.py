@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 
 # Tests are not library sources. encodings and pydoc_data are generated tables of near-identical lines, which a model
@@ -99,7 +99,7 @@ def encoded_prompts(
     `vocab_size`, the target's number of logits, the ids are checked against it.
     """
     if source is not None:
-        read = each(read_prompts(source, limit=limit), "prompts", "texts")
+        read = track(read_prompts(source, limit=limit), "prompts", "texts")
         return [encode_prompt(prompt, tokenizer, vocab_size=vocab_size, max_tokens=max_tokens) for prompt in read]
     records = stdlib_prompts(limit or 128, heldout=True, seed=1)
     return [tokenizer(record["prompt"])["input_ids"][-max_tokens:] for record in records]

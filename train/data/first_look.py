@@ -106,7 +106,7 @@ def best_scale(
     return SCALES[int(losses_of_scales(torch.cat(list(states)), head, labels_N[:, None])[:, 0].argmin())]
 
 
-def stacked(texts: Sequence[Text], values: Sequence[Tensor], reach: int) -> tuple[Tensor, Tensor]:
+def stack_guesses(texts: Sequence[Text], values: Sequence[Tensor], reach: int) -> tuple[Tensor, Tensor]:
     """Return the values of positions that guess any token, (N, …), and the tokens guessed, (N, K).
 
     `values` are those of each text's positions, (T, …). K is `reach`: guess k is the token 1 + k positions further.

@@ -24,8 +24,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.progress import each, phase
-from draftsmith.train.checkpoint import end_of_sequence_ids, left_out, load_generation_config
+from draftsmith.decode.progress import phase, track
+from draftsmith.train.checkpoint import end_of_sequence_ids, load_generation_config, unapplied_settings
 from draftsmith.train.data.chat.masks import ClosingTokens
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.decoding import complete, set_generation_config
@@ -75,7 +75,7 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
         config.require_own_device(processes.count)
         if processes.first and config.answers == "target":
             target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
-            left_out(load_generation_config(config.target, target_config, field="target"), config.target)
+            unapplied_settings(load_generation_config(config.target, target_config, field="target"), config.target)
         summary = (_prepare if config.turns == "first" else _prepare_turns)(config, processes)
     done = summary.kept + summary.written
     if processes.first and summary.cut > done / 2:  # a draft would not learn how texts end
@@ -143,7 +143,7 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     summary = CompletionsSummary(output, 0)
     source: dict[str, Any] = {"answers": config.answers}
     generation_config = load_generation_config(config.target, model_config, field="target")
-    ignored = left_out(generation_config) if config.answers == "target" else []
+    ignored = unapplied_settings(generation_config) if config.answers == "target" else []
     if config.answers == "given":
         samples = _given(config, tokenizer, size, limit, end_of_sequence_ids(generation_config, tokenizer), summary)
     else:
@@ -157,7 +157,7 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
         processes.after_the_first(lambda: settle_manifest(output, manifest))
         processes.require_shared(output / MANIFEST)
         missing = []
-        for batch in each(processes.share(batches), "shards that are there", "shards"):
+        for batch in track(processes.share(batches), "shards that are there", "shards"):
             shard = read_shard(output / batch.shard)
             if shard is not None and shard["id"].to_pylist() == batch.names:
                 summary.add(shard)
@@ -200,7 +200,7 @@ def _prompts(
     """Encode the prompts; each must leave room for its completion within the target's positions."""
     prompts = read_prompts(config.prompts, split=config.split, limit=config.limit)
     encoding = config.encoding
-    ids = [encode_prompt(p, tokenizer, vocab_size=size, **encoding) for p in each(prompts, "prompts", "texts")]
+    ids = [encode_prompt(p, tokenizer, vocab_size=size, **encoding) for p in track(prompts, "prompts", "texts")]
     samples = [
         Sample(p if n == 1 else replace(p, id=f"{p.id}#{n}"), prompt_ids, temperature=temperature)
         for n, temperature in enumerate(config.plan(), 1)
@@ -234,7 +234,7 @@ def _given(
     """Encode the conversations that fit the target's positions, and mask the assistant's tokens."""
     samples, reasons, closing = list[Sample](), set[str](), ClosingTokens.of(tokenizer)
     read = read_prompts(config.prompts, split=config.split, limit=config.limit, answers="required")
-    for conversation in each(read, "masks of conversations", "texts"):
+    for conversation in track(read, "masks of conversations", "texts"):
         if conversation.cut:
             summary.unfinished.append(conversation.id)
             continue
@@ -285,7 +285,7 @@ def _complete(
 
     tokens, size = token_count(tokenizer, model_config), model_config.get_text_config().vocab_size
     if config.answers == "given":
-        for batch in each(missing, processes.title("prepare"), "shards"):
+        for batch in track(missing, processes.title("prepare"), "shards"):
             write(batch, batch.given())
         return
     if served is not None:

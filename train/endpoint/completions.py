@@ -132,7 +132,7 @@ class RemoteTarget:
         if answer.token_ids is None and not self.warned:
             self.warned = True
             logger.warning("%s: gives no token ids, so its text is tokenized again", url)
-        return settle(answer, sample.ids, self.vocabulary, name)
+        return to_completion(answer, sample.ids, self.vocabulary, name)
 
 
 def infer_finish_reason(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str | None:
@@ -144,7 +144,7 @@ def infer_finish_reason(ids: Sequence[int] | None, most: int, ends: Sequence[int
     return "length" if len(ids) >= most else None
 
 
-def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:
+def to_completion(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:
     """Return an answer as `generate` would have: ids that end with the first end-of-sequence token."""
     tokenizer, ends = vocabulary.tokenizer, vocabulary.ends
     ids, reason, count = answer.token_ids, answer.finish_reason or "", answer.completion_tokens

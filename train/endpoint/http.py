@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.decode.validation import answered, parse_json, parsed
+from draftsmith.decode.validation import parse, parse_answer, parse_json
 
 T = TypeVar("T")
 MOST_BYTES = 2**26  # the size limit of an answer: 32k tokens with their text take a hundredth of it
@@ -154,11 +154,11 @@ class HttpClient:
     def read(self, kind: type[T], content: str | bytes, path: str, what: str | None = None, names: bool = False) -> T:
         """Return the JSON from a path as an instance of a class, or raise a ServerFailure, temporary if it is no JSON.
 
-        With `names`, strings must be whole; otherwise a text may be cut within a character (`answered`).
+        With `names`, strings must be whole; otherwise a text may be cut within a character (`parse_answer`).
         """
         where = f"{self.name}: {f'{what} from ' if what else ''}{self.url}{path}"
         try:
-            return (parsed if names else answered)(kind, content, where, self.key)
+            return (parse if names else parse_answer)(kind, content, where, self.key)
         except InputError as error:
             raise ServerFailure(self.hidden(str(error)), temporary=not _is_json(content)) from error
 

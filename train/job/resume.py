@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from transformers import TrainingArguments
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import file_bytes, parsed
+from draftsmith.decode.validation import file_bytes, parse
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import checkpoints
 
@@ -62,7 +62,7 @@ class JobRecord:
         except FileNotFoundError:
             return None
         fields = {field.name for field in dataclasses.fields(cls)}
-        return parsed(cls, text, str(file)) if parsed(dict[str, Any], text, str(file)).keys() == fields else None
+        return parse(cls, text, str(file)) if parse(dict[str, Any], text, str(file)).keys() == fields else None
 
     def is_of(self, directory: Path) -> bool:
         """Return whether this job left its record in a directory."""

@@ -112,7 +112,7 @@ class Pair:
     dtype: str  # the name of the target's dtype, the default of its drafters
     drafters: list[Drafter]
     left_out: Sequence[str] = ()
-    """Settings of the target's generation config that are not applied to texts (`checkpoint.left_out`)."""
+    """Settings of the target's generation config that are not applied to texts (`checkpoint.unapplied_settings`)."""
 
     @property
     def proposers(self) -> "dict[str, Proposer]":
@@ -144,11 +144,11 @@ class Pair:
 
         `prompts` holds the tokens of each prompt, `lengths` those of each prompt with its text.
         """
-        from draftsmith.decode.generation import undrafted
+        from draftsmith.decode.generation import count_undrafted
 
         written = sum(lengths) - sum(prompts)
         for drafter in self.drafters:
-            count = undrafted(lengths, prompts, drafter.proposer.positions)
+            count = count_undrafted(lengths, prompts, drafter.proposer.positions)
             if count:
                 where = f"past its {drafter.proposer.positions} positions"
                 print(f"{drafter.name}: drafted none of {count} of {written} tokens, {where}", file=sys.stderr)

@@ -22,7 +22,7 @@ from draftsmith.train.checkpoint import (
 )
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
-from draftsmith.train.kinds.quantities import count, counted
+from draftsmith.train.kinds.quantities import count, count_of
 from draftsmith.train.models import empty_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | Non
         text = str(error).removeprefix(f"{role}: ")
         return None, Finding("error", role, text, "give the directory of a causal LM and its tokenizer")
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", "?")
-    text = f"{type(model).__name__}, {counted(layers, 'layer')}, {count(model.num_parameters())} parameters"
+    text = f"{type(model).__name__}, {count_of(layers, 'layer')}, {count(model.num_parameters())} parameters"
     tensors, finding = checkpoint(role, path, text)
     if finding.state != "error":
         finding = _as_described(model, tensors, role, text) or finding

@@ -7,7 +7,7 @@ def count(number: int) -> str:
     return next((f"{number / unit:.1f} {name}" for unit, name in units if number >= unit), str(number))
 
 
-def counted(number: object, noun: str) -> str:
+def count_of(number: object, noun: str) -> str:
     """Format a number with its noun, in the plural unless it is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 

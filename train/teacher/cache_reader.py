@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.progress import each, phase
+from draftsmith.decode.progress import phase, track
 from draftsmith.decode.validation import Amount, Count, Share
 from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.data.shards import BaseManifest, CompletionsRef, read_manifest, read_shard
@@ -163,7 +163,7 @@ def _places(texts: Texts, cache: Path, number: int, columns: pa.Schema) -> tuple
     files = sorted(cache.glob(f"{number:03d}-shard-*.parquet"))
     with ThreadPoolExecutor() as pool:
         read = pool.map(partial(read_cached, columns=columns, names=["id", "text"]), files)
-        shards = list(each(read, f"reading {cache}", "shards", len(files)))
+        shards = list(track(read, f"reading {cache}", "shards", len(files)))
     places = [np.empty((0, 2), np.int64)]
     for at, shard in enumerate(shards):
         places.append(np.stack([np.full(len(shard), at), np.arange(len(shard))], axis=1))

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.progress import each, phase
+from draftsmith.decode.progress import phase, track
 from draftsmith.train import models
 from draftsmith.train.data.mapped import Texts, checksum, map_completions
 from draftsmith.train.data.shards import MANIFEST, completion_files, output_directory, read_shard, settle_manifest
@@ -102,7 +102,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
         assert isinstance(shards, FeatureShards)
         return _serve(config, shards, _manifest(config, shards, vocab_size), processes)
     files = [(number, file) for number, path in enumerate(config.completions) for file in completion_files(path)]
-    mine = each(processes.share(files), "reading", "shards")
+    mine = track(processes.share(files), "reading", "shards")
     sources = [_source(number, file, shards, size) for number, file in mine]
     summary = CacheSummary(output, shards.title, sum(len(source.samples) for source in sources))
     with output_directory(
@@ -111,7 +111,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
         processes.after_the_first(lambda: settle_manifest(output, _manifest(config, shards, vocab_size)))
         processes.require_shared(output / MANIFEST)
         missing = []  # by ids and checksums: a shard of other texts is written again
-        for source in each(sources, "shards that are there", "shards"):
+        for source in track(sources, "shards that are there", "shards"):
             shard = read_shard(output / source.name, shards.columns, columns=shards.checked and list(shards.checked))
             samples = [] if shard is None else zip(shard["id"].to_pylist(), shard["text"].to_pylist(), strict=True)
             if sorted(samples) == sorted(source.samples):

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.cache import own_positions
-from draftsmith.decode.cache.features import check_layers, collected, default_layers
+from draftsmith.decode.cache.features import check_layers, collect_features, default_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.train.files import atomic_path
 from draftsmith.train.losses.output_head import last_hidden
@@ -157,7 +157,7 @@ class FeatureShards:
 def states_of(model: PreTrainedModel, layout: Layout, texts: Sequence[list[int]]) -> list[dict[str, Tensor]]:
     """Return the `STATES` of a batch of texts, (T − 1, F) and (T − 1, H) for a text of T tokens, on the CPU."""
     ids_BT = padded(texts, model.device)
-    with collected(model, layout.layer_ids) as features:
+    with collect_features(model, layout.layer_ids) as features:
         # Padding follows the texts, so causal attention never reads it.
         hidden_BTH = last_hidden(model, input_ids=ids_BT, **own_positions(model, list(map(len, texts)), ids_BT))
     whole = [states_BTX.to(layout.dtype).cpu() for states_BTX in (features[0], hidden_BTH)]

@@ -84,7 +84,7 @@ def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> 
     return (blocks + count * rows * (config.hidden_size + bias)) * kind.itemsize
 
 
-def adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:
+def adapt_heads(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:
     """Return the heads in the format's terms, on the CPU: rounded, and with the heads and biases that it needs."""
     config: Any = copy.deepcopy(heads.config)
     tensors = heads.state_dict()

@@ -28,7 +28,7 @@ from draftsmith.scripts.services.coordinate.request import (
     Keywords,
     read_request,
 )
-from draftsmith.scripts.services.coordinate.request_log import assembled
+from draftsmith.scripts.services.coordinate.request_log import unstreamed_answer
 from draftsmith.scripts.services.coordinate.routing import DOWN, UNKNOWN, Facts, Lease, Refusal
 from draftsmith.scripts.services.http_server import BodyError, BodyReader
 from draftsmith.train.endpoint.http import HttpClient, api_key
@@ -195,7 +195,7 @@ class Ingress:
         if relayed.status != 200 or self._write is None:
             return
         try:
-            answer = await asyncio.to_thread(assembled, bytes(relayed.content), completion.streams)
+            answer = await asyncio.to_thread(unstreamed_answer, bytes(relayed.content), completion.streams)
             if answer is None:
                 return
             about: dict[str, Any] = {"id": uuid4().hex, "time": begun, "path": completion.path, "pair": relayed.pair}

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.decode.validation import ServerMessage, parse_json, parsed
+from draftsmith.decode.validation import ServerMessage, parse, parse_json
 from draftsmith.scripts.services.coordinate.config import Log
 from draftsmith.scripts.services.coordinate.patterns import Pattern
 
@@ -87,7 +87,7 @@ def redactor(log: Log) -> Redactor:
     return redact
 
 
-def assembled(content: bytes, streamed: bool) -> dict[str, Any] | None:
+def unstreamed_answer(content: bytes, streamed: bool) -> dict[str, Any] | None:
     """Return an answer in unstreamed form; None if it is incomplete or an error.
 
     `content` has the bytes that went to the client, which are events if `streamed`.
@@ -180,7 +180,7 @@ class LogWriter:
 def _checked(kind: type[ServerMessage], text: str) -> dict[str, Any]:
     """Return an answer or a part of one as JSON, checked against a model of it."""
     try:
-        parsed(kind, text, "answer")
+        parse(kind, text, "answer")
         return dict(parse_json(text))
     except (InputError, ValueError) as error:
         raise InputError(str(error).partition(", found")[0]) from None  # the rest may quote a user's text

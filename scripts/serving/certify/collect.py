@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import LEAST_TOKENS
-from draftsmith.decode.validation import Amount, Count, TokenId, file_bytes, parsed
+from draftsmith.decode.validation import Amount, Count, TokenId, file_bytes, parse
 from draftsmith.scripts.serving.certify.config import CertifyConfig
 
 FURTHER = 16
@@ -92,7 +92,7 @@ class TextStore:
         self.texts: dict[tuple[float, int], tuple[list[int], str]] = {}
         for line in file_bytes(path).split(b"\n") if path.exists() else []:
             try:
-                temperature, place, tokens, reason = parsed(LINE, line, str(path))
+                temperature, place, tokens, reason = parse(LINE, line, str(path))
             except InputError:
                 continue
             if len(tokens) <= most and (vocab_size is None or max(tokens, default=0) < vocab_size):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.decode.measurement.uniformity import detectable
+from draftsmith.decode.measurement.uniformity import detectable_departures
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair, read_tokens
 from draftsmith.scripts.serving.certify import verdicts
@@ -139,7 +139,7 @@ def _finds(config: CertifyConfig, tokens: int, pair: Pair | None) -> dict[str, f
     if pair is None:
         return None
     orders = 2 + len(pair.drafters)
-    unlikely, variation = detectable(tokens, config.level / (5 * orders + 2))  # the tests share the level
+    unlikely, variation = detectable_departures(tokens, config.level / (5 * orders + 2))  # the tests share the level
     return {"unlikely_tokens": unlikely, "total_variation": variation}
 
 

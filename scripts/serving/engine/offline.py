@@ -16,7 +16,7 @@ from pydantic import Field
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
-from draftsmith.decode.validation import Count, ServerMessage, TokenId, parsed
+from draftsmith.decode.validation import Count, ServerMessage, TokenId, parse
 from draftsmith.scripts.serving.engine import driver
 from draftsmith.train.job.processes import end_session
 
@@ -136,7 +136,7 @@ def run_of(answers_json: bytes, jobs: Sequence[Job], ended: str) -> EngineRun:
     Raise EngineFailure if the answers are malformed.
     """
     try:
-        output = parsed(EngineOutput, answers_json, "engine")
+        output = parse(EngineOutput, answers_json, "engine")
     except InputError as error:
         raise EngineFailure(str(error)) from error
     if not output.results or len(output.results) > len(jobs):
@@ -155,18 +155,22 @@ def _run(command: list[str], log: Path, timeout: float) -> str:
             ended = f"no end within {timeout:g} s"
         finally:
             end_session(process)
-    lines = [line for line in plain(log.read_text(encoding="utf-8", errors="replace")).splitlines() if line.strip()]
+    lines = [
+        line
+        for line in without_control_codes(log.read_text(encoding="utf-8", errors="replace")).splitlines()
+        if line.strip()
+    ]
     return f"{ended}: {' '.join(lines[-1].split())[:300]}" if lines else ended
 
 
-def plain(text: str) -> str:
+def without_control_codes(text: str) -> str:
     """Return text without terminal codes; carriage returns become line ends."""
     return re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]", "", text.replace("\r", "\n"))
 
 
 def _answer(result: Result, job: Job) -> Answer | EngineFailure:
     if result.error is not None:
-        return EngineFailure(" ".join(plain(result.error).split()))
+        return EngineFailure(" ".join(without_control_codes(result.error).split()))
     texts = result.token_ids
     if len(texts) != len(job.prompts) or any(len(text) > job.max_tokens for text in texts):
         expected = f"{len(job.prompts)} texts of at most {job.max_tokens} tokens"

@@ -38,7 +38,7 @@ def server_report(observed: Observed, expectation: Expectation | None = None) ->
         if config.baseline_server is not None:
             plain = observations[*setting, Method()] = estimates.observation(observed, setting, "baseline_server")
         runs.append(_run(observed, setting, figures, own, plain, {name: set(of) for name, of in places.items()}))
-        observations[*setting, Method(*runs[-1].setting[:2])] = own
+        observations[*setting, Method(*runs[-1].key[:2])] = own
     reconciliations = reconciled(expectation, observed, accepted)
     failures = []
     if observed.failure is not None and observed.failed is not None:
@@ -86,14 +86,14 @@ def _verdict(
         return _below("the speed-up", replace(run.speedup, ci95=bounds_of(run, observations, level)), least, level, run)
 
     def accepts_less(run: report.Run) -> list[str]:
-        return _below("α", accepted[run.condition].steps.alpha(level), alpha or 0.0, level, run)
+        return _below("α", accepted[run.setting].steps.alpha(level), alpha or 0.0, level, run)
 
     def other_text(run: report.Run) -> list[str]:
         departs = run.lossless.passed is False
         return [f"the text is not the baseline server's, {_where(run)}: {run.lossless.reason}"] if departs else []
 
     def other_counts(run: report.Run) -> list[str]:
-        entries = [entry for entry in reconciliations if (entry.temperature, entry.concurrency) == run.condition]
+        entries = [entry for entry in reconciliations if (entry.temperature, entry.concurrency) == run.setting]
         return [_departs(entry) for entry in entries if not entry.agrees]
 
     demands: dict[str, Callable[[report.Run], list[str]]] = {}
@@ -182,7 +182,7 @@ def _run(
     without = replace(counts, num_draft_tokens_per_pos=(), num_reached_per_pos=())
 
     def tau(prompts: Set[int] | None = None) -> Estimate:
-        return known(accepted.steps.mean_acceptance_length(prompts))
+        return without_bounds(accepted.steps.mean_acceptance_length(prompts))
 
     return report.Run(
         proposer=report.ProposerEntry(
@@ -192,7 +192,7 @@ def _run(
         temperature=setting[0],
         batch_size=setting[1],
         counts=None if accepted.total is None else counts if accepted.one_length else without,
-        alpha=known(accepted.steps.alpha()),
+        alpha=without_bounds(accepted.steps.alpha()),
         draft_acceptance_rate=accepted.draft_acceptance_rate(),
         mean_acceptance_length=tau(),
         acceptance_per_position=counts.acceptance_per_position(),
@@ -221,7 +221,7 @@ def _counts(total: ServerCounts, tokens: int) -> Counts:
     )
 
 
-def known(estimate: Estimate) -> Estimate:
+def without_bounds(estimate: Estimate) -> Estimate:
     """Return an estimate for the report; bounds without a value are a warning instead."""
     return estimate if estimate.value is not None else replace(estimate, ci95=None)
 

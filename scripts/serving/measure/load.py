@@ -10,7 +10,7 @@ from pydantic import Field
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
 from draftsmith.decode.validation import Amount, Count, Finite, TokenId
-from draftsmith.scripts.serving.client import Engine, ServerMetrics, metrics_of, recognised
+from draftsmith.scripts.serving.client import Engine, ServerMetrics, identify_engine, metrics_of
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request, request_seed
 from draftsmith.train.endpoint.http import ServerFailure
@@ -62,7 +62,7 @@ class MeasuredServer:
     async def opened(cls, client: Client, config: MeasureServerConfig) -> "MeasuredServer":
         """Return a server that answers, has metrics and lists the model; raise InputError if it does not."""
         try:
-            engine = await recognised(client)
+            engine = await identify_engine(client)
             model = await client.model(config.model)
             door = cls(client, engine, model, (await client.models()).get(model), config)
             await door.metrics()

@@ -13,14 +13,14 @@ import numpy as np
 from pydantic import Field
 
 from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import track
 from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.unfinished import SCHEMA, Kept, identified_prompts
 from draftsmith.scripts.report.entries import Role
 from draftsmith.scripts.serving.client import ServerMetrics
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.serving.measure.load import MeasuredServer, RequestRecord, records_of
-from draftsmith.train.checkpoint import left_out, load_generation_config
+from draftsmith.train.checkpoint import load_generation_config, unapplied_settings
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.endpoint.client import Client, SentPrompt
@@ -92,7 +92,7 @@ def read_load_prompts(config: MeasureServerConfig) -> list[SentPrompt]:
         return [SentPrompt(prompt, fields=prompt.request(*template)) for prompt in prompts]
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    left_out(load_generation_config(config.target, target_config, field="target"), config.target)
+    unapplied_settings(load_generation_config(config.target, target_config, field="target"), config.target)
     encoding: dict[str, Any] = {
         "vocab_size": target_config.get_text_config().vocab_size,
         "max_tokens": config.max_prompt_tokens,
@@ -142,7 +142,7 @@ async def _setting(setting: Setting, observed: Observed, kept: Kept) -> dict[Rol
     warm = False
     turns = [(repeat, i) for repeat in range(config.repeats) for i in range(len(places))]
     title = f"T={temperature:g}, {concurrency} at once"
-    for repeat, i in each(turns, title, "blocks"):
+    for repeat, i in track(turns, title, "blocks"):
         key = "server", temperature, concurrency, repeat, i
         before = kept.kept(dict[Role, ServerTurn], *key)
         if before is None or not _is_of(before, doors, places[i]):

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import Amount, Count, Finite, Share, TokenId, file_bytes, parsed
+from draftsmith.decode.validation import Amount, Count, Finite, Share, TokenId, file_bytes, parse
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.train.files import write_atomically
 
@@ -108,11 +108,11 @@ def read_rounds(report: str) -> tuple[RoundsSettings, list[ExpectedText]]:
         raise InputError(
             f"expect: expected a report with rounds.jsonl next to it, found none at {path}; measure again to write it"
         ) from error
-    settings, texts = parsed(RoundsSettings, head, f"expect: {path}:1"), list[ExpectedText]()
+    settings, texts = parse(RoundsSettings, head, f"expect: {path}:1"), list[ExpectedText]()
     for number, line in enumerate(lines, 2):
         if line.strip():
             where = f"expect: {path}:{number}"
-            texts.append(parsed(ExpectedText, line, where))
+            texts.append(parse(ExpectedText, line, where))
             _check(texts[-1], settings, where)
     return settings, texts
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from draftsmith.decode import progress
-from draftsmith.decode.progress import Phase, Reporter, each, phase, reporting
+from draftsmith.decode.progress import Phase, Reporter, phase, reporting, track
 
 
 class Clock:
@@ -37,7 +37,7 @@ def test_a_line_is_written_when_ten_seconds_have_gone_without_one(clock, capsys)
 
 
 def test_many_short_phases_are_told_of_like_a_long_one(clock, capsys):
-    for _ in each(range(12), "batches", "batches"):
+    for _ in track(range(12), "batches", "batches"):
         with phase("compiling"):
             clock.now += 3
     lines = capsys.readouterr().err.splitlines()
@@ -61,7 +61,7 @@ def test_a_note_and_what_was_done_before_stand_in_the_line():
 
 def test_a_library_says_nothing_and_a_command_does_until_it_ends(capsys):
     with phase("loading"), reporting(every=0, bars=False):
-        list(each("ab", "reading", "files"))
+        list(track("ab", "reading", "files"))
         with reporting(every=0, bars=False):  # of a command that runs another
             pass
         with phase("saving"):
@@ -117,4 +117,4 @@ def test_nobody_reads_and_the_work_goes_on(monkeypatch):
     gone.close()
     with reporting(every=0, bars=False):
         monkeypatch.setattr(sys, "stderr", gone)
-        assert list(each(iter("ab"), "reading", "files", total=2)) == ["a", "b"]
+        assert list(track(iter("ab"), "reading", "files", total=2)) == ["a", "b"]

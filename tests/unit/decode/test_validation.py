@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import Amount, Count, Finite, ServerMessage, Share, parse_json, parsed, read
+from draftsmith.decode.validation import Amount, Count, Finite, ServerMessage, Share, parse, parse_json, read
 
 DEEP = "[" * 1000 + "]" * 1000
 
@@ -25,7 +25,7 @@ class Record:
 
 def test_what_is_as_it_should_be_is_taken():
     text = '{"count": 3, "number": -1, "parts": [{"ids": [0, 1], "new": {}}], "seconds": 0.5, "share": 1, "other": NaN}'
-    assert parsed(Record, text, "it") == Record(3, -1.0, (Part(ids=[0, 1]),), 0.5, 1.0)
+    assert parse(Record, text, "it") == Record(3, -1.0, (Part(ids=[0, 1]),), 0.5, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_what_is_as_it_should_be_is_taken():
 )
 def test_one_line_names_the_field_what_was_expected_and_found(text, message):
     with pytest.raises(InputError) as error:
-        parsed(Record, text, "it")
+        parse(Record, text, "it")
     assert str(error.value).startswith(message) and "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
 def test_a_key_is_not_shown_not_even_half_of_it():
     with pytest.raises(InputError) as error:
-        parsed(Record, '{"count": "' + "x" * 50 + ' sk-secret"}', "it", secret="sk-secret")
+        parse(Record, '{"count": "' + "x" * 50 + ' sk-secret"}', "it", secret="sk-secret")
     assert "sk" not in str(error.value) and "***" in str(error.value)
 
 

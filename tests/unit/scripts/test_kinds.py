@@ -7,7 +7,7 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli, kinds
 from draftsmith.scripts.configs import GenerateConfig, LearningCurveConfig, TreeConfig
-from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_of, parsed
+from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_of, parse_drafter
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.kinds.export import ExportOptions
@@ -36,7 +36,11 @@ def measured(*flags: str) -> list[str]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_directory_says_its_kind(directories, name):
     assert kind_of(str(directories / name)).name == name
-    assert parsed(f"mine={directories / name}") == ("mine", kind_of(str(directories / name)), str(directories / name))
+    assert parse_drafter(f"mine={directories / name}") == (
+        "mine",
+        kind_of(str(directories / name)),
+        str(directories / name),
+    )
 
 
 def test_names_kinds_and_arguments(directories):
@@ -48,7 +52,7 @@ def test_names_kinds_and_arguments(directories):
         (f"draft:{directories / 'parallel_draft'}", (None, "draft", str(directories / "parallel_draft"))),
         (f"a=run_ahead:{draft}", ("a", "run_ahead", draft)),
     ):
-        name, kind, argument = parsed(text)
+        name, kind, argument = parse_drafter(text)
         assert (name, kind.name, argument) == expected
     specs = drafter_specs([draft, f"draft:{directories / 'parallel_draft'}", "prompt_lookup", f"mine={draft}"])
     both = [f"{directories.name}/draft", f"{directories.name}/parallel_draft"]  # of one kind: told apart by their paths
@@ -65,7 +69,7 @@ def test_names_kinds_and_arguments(directories):
 )
 def test_what_is_no_drafter_is_refused(text, refusal):
     with pytest.raises(InputError, match=refusal):
-        parsed(text)
+        parse_drafter(text)
 
 
 def test_the_same_name_twice_is_refused():

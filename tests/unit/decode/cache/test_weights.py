@@ -5,7 +5,7 @@ import torch
 from conftest import tiny_llama
 from torch import nn
 
-from draftsmith.decode.cache.weights import groups, lay_out_weights, lent, tensors
+from draftsmith.decode.cache.weights import groups, lay_out_weights, lend_weights, tensors
 
 IDS = torch.arange(1, 9)[None]
 
@@ -27,7 +27,7 @@ def test_a_model_gives_the_same_and_is_as_it_was(bias, dtype):
         if name.endswith("bias"):
             nn.init.normal_(tensor)
     expected, before = model(IDS).logits, list(model.named_modules())
-    with lent(model, lay_out_weights(model)):
+    with lend_weights(model, lay_out_weights(model)):
         torch.testing.assert_close(model(IDS).logits, expected)
         assert model.model.layers[0].self_attn.k_proj.out_features == 16
     assert list(model.named_modules()) == before
@@ -41,5 +41,5 @@ def test_layers_that_differ_are_products_of_their_own():
     names = {group.names for group in groups(model)}
     assert {("q_proj",), ("k_proj",)} <= names and not any("v_proj" in group for group in names)
     expected = model(IDS).logits
-    with lent(model, lay_out_weights(model)):
+    with lend_weights(model, lay_out_weights(model)):
         torch.testing.assert_close(model(IDS).logits, expected)

@@ -20,7 +20,7 @@ from draftsmith.decode.measurement import costs, turns
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts, ValidTable, measure_costs
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.validation import parsed
+from draftsmith.decode.validation import parse
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 
 TABLE = CostTable(
@@ -113,7 +113,7 @@ def test_a_prompt_takes_what_its_length_does():
 def test_a_table_outlives_json():
     noisy = replace(TABLE, plain_overhead_seconds=dict.fromkeys(TABLE.plain_overhead_seconds, -9.0))
     for table in (TABLE, noisy):
-        assert parsed(ValidTable, json.dumps(asdict(table)), "it") == table
+        assert parse(ValidTable, json.dumps(asdict(table)), "it") == table
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_damaged_table_is_refused_in_one_line(field, value):
     damaged = asdict(TABLE) | {field: value}
     for found in (damaged, {name: own for name, own in damaged.items() if name != field}):
         with pytest.raises(InputError, match=r"^costs: .*expected .*, found") as error:
-            parsed(ValidTable, json.dumps(found), "costs")
+            parse(ValidTable, json.dumps(found), "costs")
         assert "\n" not in str(error.value)
 
 
@@ -182,7 +182,7 @@ def test_every_drafter_has_costs_at_every_batch_size_and_law(monkeypatch):
                 if nodes[name]:
                     assert table.at(name, b).round_seconds(lengths[name], nodes[name]) > 0, (name, b)
         assert all(found.step == 0 for found in table.drafters["medusa"].values())  # a tree is drafted at once
-        assert parsed(ValidTable, json.dumps(asdict(table)), "it") == table
+        assert parse(ValidTable, json.dumps(asdict(table)), "it") == table
 
 
 class Clock:

@@ -9,7 +9,7 @@ from scipy.stats import ncx2
 
 from draftsmith.decode.measurement.pair_independence import BettingTest, PairTests
 from draftsmith.decode.measurement.two_samples import _beginnings, _grams, two_sample_tests
-from draftsmith.decode.measurement.uniformity import detectable
+from draftsmith.decode.measurement.uniformity import detectable_departures
 
 
 def test_bets_are_fair():
@@ -67,7 +67,7 @@ def test_the_places_of_pairs_are_found_in_ragged_batches():
 def test_what_a_test_finds_is_what_it_finds():
     """The share that it names is found nine times of ten: simulated, off by 0.1 with probability 1e-4."""
     tokens, level, rounds = 5000, 1e-3, 160
-    unlikely, variation = detectable(tokens, level)
+    unlikely, variation = detectable_departures(tokens, level)
     generator = np.random.default_rng(0)
     for kind in ("unlikely", "leaning"):
         law = np.full(50, 0.02)

@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import Counted, ServerCounts, pooled, possible, steps_of, vllm_counts
-from draftsmith.decode.validation import parsed
+from draftsmith.decode.validation import parse
 
 
 def by_start(agrees: list[int], draft_length: int) -> np.ndarray:
@@ -92,7 +92,7 @@ def test_a_histogram_of_steps_is_counted():
     """5 steps accepted none, 3 one, 2 both of two drafted tokens."""
     counts = ServerCounts.of_histogram([5, 3, 2], 20)
     assert counts == ServerCounts(10, 20, 7, (5, 2))
-    assert parsed(Counted, json.dumps(counts.to_dict()), "it") == counts
+    assert parse(Counted, json.dumps(counts.to_dict()), "it") == counts
     assert counts + ServerCounts.of_histogram([1], 2) == ServerCounts(11, 22, 7, (5, 2))
 
 
@@ -115,7 +115,7 @@ def test_what_no_server_can_have_counted_is_refused(counts):
     with pytest.raises(ValueError, match="expected"):
         possible(counts)
     with pytest.raises(InputError, match=r"^it: "):
-        parsed(Counted, json.dumps(counts.to_dict()), "it")
+        parse(Counted, json.dumps(counts.to_dict()), "it")
 
 
 def test_a_batch_of_which_nearly_all_is_accepted_and_counted_with_the_targets_own_tokens_is_possible():

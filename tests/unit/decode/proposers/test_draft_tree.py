@@ -2,7 +2,7 @@
 
 import torch
 
-from draftsmith.decode.proposers.base import tokens_of
+from draftsmith.decode.proposers.base import stack_tokens
 from draftsmith.decode.proposers.draft_tree import draft_static_tree
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
@@ -15,4 +15,4 @@ def test_what_is_fed_of_a_cut_tree_is_its_draft_whatever_the_order_of_its_nodes(
     for tree in (Tree((-1, 0, -1)), Tree((-1, -1, 0))):
         drafts = draft_static_tree(tree, samplers, texts, [2, 1], [None] * 2, False, False, lambda level, _: scores)
         assert drafts[1].tokens.tolist() == [2, 1]
-        assert torch.equal(tokens_of(drafts, 3)[1, :2], drafts[1].tokens)
+        assert torch.equal(stack_tokens(drafts, 3)[1, :2], drafts[1].tokens)

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 from draftsmith.decode import DynamicTree, InputError
 from draftsmith.decode.proposers.base import DraftTask
-from draftsmith.decode.proposers.renumbered import matching_ids, renumbered
+from draftsmith.decode.proposers.renumbered import matching_ids, renumber_draft
 from draftsmith.decode.proposers.retokenized import RetokenizedProposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.corpus import END_OF_TEXT, PADDING, train_bpe
@@ -197,7 +197,7 @@ def test_a_renumbered_model_says_the_same_of_the_tokens_that_both_have():
     """The mass of what the target lacks is gone before a token is drawn; what the draft lacks is never drafted."""
     model = tiny_llama(0, 12)
     ids = {0: 7, 1: 3, 2: 11, 4: 0, 5: 99}  # 3 has no counterpart, nor has 5 a logit
-    view = renumbered(model, ids, stand_in=9)
+    view = renumber_draft(model, ids, stand_in=9)
     text = torch.tensor([[0, 2, 3, 1, 4, 8]])  # 8: an entry of the target's padding
     q = view(input_ids=text).logits.softmax(-1)
     own = model(input_ids=torch.tensor([[7, 11, 9, 3, 0, 9]])).logits[..., [7, 3, 11, 0]].softmax(-1)
@@ -208,7 +208,7 @@ def test_a_renumbered_model_says_the_same_of_the_tokens_that_both_have():
 
 
 def test_of_two_ends_that_are_one_to_the_draft_the_later_is_drafted():
-    view = renumbered(tiny_llama(0, 12), {0: 5, 1: 5, 2: 6}, stand_in=0)
+    view = renumber_draft(tiny_llama(0, 12), {0: 5, 1: 5, 2: 6}, stand_in=0)
     logits = view(input_ids=torch.tensor([[0, 1, 2]])).logits
     assert torch.isneginf(logits[..., 0]).all() and torch.isfinite(logits[..., 1:]).all()
 

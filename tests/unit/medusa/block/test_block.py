@@ -11,7 +11,7 @@ from draftsmith.decode import (
     replay_acceptance,
     speculative_generate,
 )
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collect_features
 from draftsmith.medusa import BlockDrafter, BlockProposer
 from draftsmith.medusa.block.blocks import Anchors, block_states
 from draftsmith.medusa.block.model import default_target_layers
@@ -96,7 +96,7 @@ def test_blocks_are_those_of_a_naive_reimplementation(target, shape, monkeypatch
     ids, lengths = torch.randint(13, (1, 17), generator=torch.Generator().manual_seed(2)), (7, 10)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     texts = (positions == 0).cumsum(1)
-    with torch.no_grad(), collected(target, drafter.layer_ids) as features:
+    with torch.no_grad(), collect_features(target, drafter.layer_ids) as features:
         target.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
     (features,) = features
     places = torch.tensor([[1, 5, 9, 16]])

@@ -11,7 +11,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa.block.blocks import Anchors, states_of_blocks, visible
 from draftsmith.medusa.block.config import BlockTrainingConfig
-from draftsmith.medusa.block.initial import begin_as_last_layers, beginning
+from draftsmith.medusa.block.initial import begin_as_last_layers, choose_init
 from draftsmith.medusa.block.look_back import begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.seen import TargetStates, states_from_forward
@@ -136,12 +136,12 @@ def test_norms_of_queries_and_keys_do_not_matter(target, texts):
 def test_beside_a_target_on_several_devices_it_cannot(target, texts):
     drafter = drafter_of(target, texts)
     config = BlockTrainingConfig("t", ["c"], training=TrainingArguments("unused", use_cpu=True))
-    assert beginning(config, drafter, target)[0] == "look_back"
+    assert choose_init(config, drafter, target)[0] == "look_back"
     config.target_sharded = True
-    assert beginning(config, drafter, target)[0] == "last_layers"
+    assert choose_init(config, drafter, target)[0] == "last_layers"
     config.init = "look_back"
     with pytest.raises(InputError, match="with a target on several devices, found look_back"):
-        beginning(config, drafter, target)
+        choose_init(config, drafter, target)
 
 
 def test_places_that_a_cache_has_nothing_of_are_left_out(target, texts):

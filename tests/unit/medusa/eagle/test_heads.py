@@ -7,7 +7,7 @@ import torch
 from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
-from draftsmith.decode.cache.features import collected, default_layers
+from draftsmith.decode.cache.features import collect_features, default_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.seen import KeysValues
@@ -32,7 +32,7 @@ def test_features_are_the_hidden_states_of_the_library(target):
     with torch.no_grad():
         whole = target(ids, output_hidden_states=True).hidden_states
     hooks = [len(layer._forward_hooks) for layer in target.model.layers]
-    with torch.no_grad(), collected(target, [1, 2, 3]) as features:
+    with torch.no_grad(), collect_features(target, [1, 2, 3]) as features:
         target(ids)
         target(ids[:, :3])
     torch.testing.assert_close(features[0], torch.cat([whole[depth] for depth in (1, 2, 3)], -1))
@@ -43,7 +43,7 @@ def test_features_are_the_hidden_states_of_the_library(target):
 @pytest.mark.parametrize("depths", [[], [0, 1], [2, 1], [1, 1], [1, 5]])
 def test_depths_that_the_target_does_not_have_are_refused(target, depths):
     with pytest.raises(InputError, match=r"^depths: expected ascending depths between 1 and the target's 4 layers"):
-        collected(target, depths).__enter__()
+        collect_features(target, depths).__enter__()
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
@@ -53,7 +53,7 @@ def test_places_one_by_one_are_all_places_at_once(target, options):
     heads = EagleHeads.of_target(target, **options).double()
     ids, places = torch.randint(VOCAB, (2, 7)), torch.arange(6)
     embeddings = target.get_input_embeddings()(ids[:, 1:]).double()
-    with collected(target, heads.layer_ids) as features:
+    with collect_features(target, heads.layer_ids) as features:
         target(ids[:, :-1])
     states = heads.fuse(features[0].double())
     whole = heads(embeddings, states, places[None])

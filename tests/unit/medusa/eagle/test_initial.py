@@ -9,11 +9,11 @@ from families import tiny_model
 from gemma import tiny_gemma
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.initial import begin_as_last_layer, beginning, new_heads
+from draftsmith.medusa.eagle.initial import begin_as_last_layer, choose_init, new_heads
 
 VOCAB = 31
 
@@ -39,9 +39,9 @@ def test_they_compute_what_the_last_layer_does_on_what_it_sees(name):
     target = stirred(wide if name == "head width" else tiny_model(name))
     depth = target.config.num_hidden_layers - 1
     heads = new_heads(run_of(layer_ids=[depth]), target)
-    assert beginning(run_of(), heads, target) == ("last_layer", "begun as the target's last layer")
+    assert choose_init(run_of(), heads, target) == ("last_layer", "begun as the target's last layer")
     ids = torch.randint(VOCAB, (2, 5))
-    with collected(target, heads.layer_ids) as features:
+    with collect_features(target, heads.layer_ids) as features:
         expected = target.model(ids).last_hidden_state
     embeddings = torch.randn(2, 5, heads.config.hidden_size)
     step = heads(embeddings, heads.fuse(features[0]), torch.arange(5)[None])
@@ -65,7 +65,7 @@ def test_other_families_begin_at_random_and_uniform_at_most(name, said):
         target.get_output_embeddings().weight.data.mul_(2)  # rows that would be far apart
     config = run_of(layer_ids=[1, 2])
     heads = new_heads(config, target)
-    assert beginning(config, heads, target) == ("random", f"begun at random, because {said}")
+    assert choose_init(config, heads, target) == ("random", f"begun at random, because {said}")
     assert loss_of(heads, target) <= math.log(target.config.vocab_size)
     expected = f"^init: expected auto or random for a target like this, found last_layer, and {said}$"
     with pytest.raises(InputError, match=expected):
@@ -76,7 +76,7 @@ def test_other_families_begin_at_random_and_uniform_at_most(name, said):
 def loss_of(heads: EagleHeads, target: PreTrainedModel) -> float:
     """The first step's divergence from the target's distribution, a token."""
     ids = torch.randint(target.config.vocab_size, (8, 9))
-    with collected(target, heads.layer_ids) as features:
+    with collect_features(target, heads.layer_ids) as features:
         log_p = target(ids).logits[:, 1:].log_softmax(-1)
     embeddings = target.get_input_embeddings()(ids[:, 1:])
     step = heads(embeddings, heads.fuse(features[0][:, :-1]), torch.arange(8)[None])
@@ -110,7 +110,7 @@ def test_another_layer_is_not_begun_as(what):
         "codes": "the target's last layer has another self_attn.o_proj",
         "activation": "the target's hidden_act is gelu, and Llama's silu",
     }[what]
-    assert beginning(run_of(), new_heads(run_of(), target), target)[1] == f"begun at random, because {said}"
+    assert choose_init(run_of(), new_heads(run_of(), target), target)[1] == f"begun at random, because {said}"
     with pytest.raises(InputError, match=f"^init: .* found last_layer, and {said}$"):
         new_heads(run_of(init="last_layer"), target)
 
@@ -120,7 +120,7 @@ def test_variants_of_the_layer_begin_at_random_unless_told():
     for name in ("norm_output", "norm_before_residual", "fc_norm"):
         config = run_of(**{name: True})
         heads = new_heads(config, target)
-        assert beginning(config, heads, target)[1] == (
+        assert choose_init(config, heads, target)[1] == (
             f"begun at random, because {name}, which the target's last layer does not have"
         )
         told = new_heads(run_of(init="last_layer", **{name: True}), target)

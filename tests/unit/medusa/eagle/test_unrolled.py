@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 
-from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.features import collect_features
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import unrolled
 from draftsmith.medusa.seen import KeysValues
@@ -30,7 +30,7 @@ def heads_of(target, **options) -> EagleHeads:
 
 def seen_of(target, heads: EagleHeads, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Embeddings and features of all places but the last token's, (B, T, …), in float64."""
-    with torch.no_grad(), collected(target, heads.layer_ids) as features:
+    with torch.no_grad(), collect_features(target, heads.layer_ids) as features:
         target(ids[:, :-1])
         return target.get_input_embeddings()(ids[:, 1:]).double(), features[0].double()
 

@@ -9,8 +9,8 @@ from draftsmith.scripts.choose.schedule import (
     Pace,
     affordable,
     begins,
+    best_names,
     growth,
-    kept,
     survivors,
 )
 
@@ -74,5 +74,5 @@ def test_what_a_time_buys_is_training_and_the_text_that_is_missing():
 
 
 def test_the_best_go_on_in_their_order():
-    assert kept({"a": 0.9, "b": 1.4, "c": 1.1, "d": 1.2}, 2) == ["b", "d"]
-    assert kept({"a": 0.9}, 2) == ["a"]
+    assert best_names({"a": 0.9, "b": 1.4, "c": 1.1, "d": 1.2}, 2) == ["b", "d"]
+    assert best_names({"a": 0.9}, 2) == ["a"]

@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.serving.client import Engine, read_metrics, recognised
+from draftsmith.scripts.serving.client import Engine, identify_engine, read_metrics
 from draftsmith.train.endpoint.answers import Meta
 from draftsmith.train.endpoint.client import Client
 
@@ -120,6 +120,6 @@ def test_any_server_is_recognised_by_its_pages(pages, engine):
 
     async def ask() -> Engine:
         async with Paged("http://127.0.0.1:9") as client:
-            return await recognised(client)
+            return await identify_engine(client)
 
     assert asyncio.run(ask()) == engine

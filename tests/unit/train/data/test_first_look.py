@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from pipelines import training_data
 
-from draftsmith.medusa.__main__ import quieten
+from draftsmith.medusa.__main__ import scale_logits
 from draftsmith.medusa.eagle import initial as eagle_initial
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import begin_as_last_layer
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.seen import states_from_forward
 from draftsmith.train.data import first_look
-from draftsmith.train.data.first_look import SCALES, Text, few_texts, losses_of_scales, stacked
+from draftsmith.train.data.first_look import SCALES, Text, few_texts, losses_of_scales, stack_guesses
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import IGNORED
 
@@ -52,7 +52,7 @@ def test_few_texts_are_the_beginnings_of_completions_behind_their_prompts(monkey
 
 def test_positions_are_kept_that_guess_something():
     text = Text(torch.tensor([5, 6, 7, 8]), torch.tensor([IGNORED, IGNORED, 7, 8]))
-    values, labels = stacked([text], [torch.arange(4.0)], 2)
+    values, labels = stack_guesses([text], [torch.arange(4.0)], 2)
     assert values.tolist() == [0, 1, 2]  # from the token 0 the one after next is guessed
     assert labels.tolist() == [[IGNORED, 7], [7, 8], [8, IGNORED]]
     assert text.ahead(9).tolist() == [IGNORED] * 4
@@ -68,7 +68,7 @@ def test_copies_of_a_loud_head_are_quietened_each_as_it_needs(tokenizer, capsys)
     texts = [Text(row, row) for row in ids]
     for shape in ({}, {"original_lm_head": True}, {"token_map": torch.arange(0, len(tokenizer), 2)}):
         heads = MedusaHeads.of_target(target, 2, **shape)
-        quieten(heads, target, texts, len(tokenizer))
+        scale_logits(heads, target, texts, len(tokenizer))
         line = capsys.readouterr().err
         first = target.get_output_embeddings().weight[heads.token_map if "token_map" in shape else slice(None)]
         for lm_head in heads.all_lm_heads:
@@ -90,6 +90,6 @@ def test_a_loud_last_layer_is_quietened_as_all_steps_need(tokenizer):
         Text(row, row) for row in torch.randint(len(tokenizer), (3, 20), generator=torch.Generator().manual_seed(0))
     ]
     look = partial(states_from_forward, target, heads.layer_ids)
-    eagle_initial.quieten(heads, look, texts, 3, len(tokenizer))
+    eagle_initial.scale_logits(heads, look, texts, 3, len(tokenizer))
     scales = heads.norm.weight.detach() / before
     assert float(scales[0]) in SCALES[1:] and bool((scales == scales[0]).all())

@@ -7,7 +7,7 @@ import pytest
 from local_server import answering
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import answered
+from draftsmith.decode.validation import parse_answer
 from draftsmith.train.endpoint import answers, http
 from draftsmith.train.endpoint import client as module
 from draftsmith.train.endpoint.client import Client, ServedCompletion
@@ -125,5 +125,5 @@ def test_what_no_completion_says_is_refused_in_one_line(part, field, monkeypatch
     ],
 )
 def test_what_real_servers_say_is_taken(kind, said, read):
-    answer = answered(kind, said, "here")
+    answer = parse_answer(kind, said, "here")
     assert {name: getattr(answer, name) for name in read} == read

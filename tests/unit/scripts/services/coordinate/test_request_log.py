@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.services.coordinate.config import Log, Redaction
-from draftsmith.scripts.services.coordinate.request_log import LogWriter, assembled, record, redactor
+from draftsmith.scripts.services.coordinate.request_log import LogWriter, record, redactor, unstreamed_answer
 from draftsmith.train.data.prompts import read_prompts
 
 ASKED = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
@@ -111,7 +111,7 @@ def test_a_call_that_came_in_pieces_is_redacted_as_a_whole():
     calls += [{"index": 0, "function": {"arguments": '@x.com"}'}}]
     content = events(*({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]} for call in calls))
     redact = redactor(Log("log.jsonl", [Redaction(r"\w+@\w+\.\w+", "[mail]")]))
-    written = record({"model": "m", "stop": ["a@b.de"]}, assembled(content, streamed=True), {}, redact)
+    written = record({"model": "m", "stop": ["a@b.de"]}, unstreamed_answer(content, streamed=True), {}, redact)
     assert written["request"]["stop"] == ["[mail]"]
     message = written["response"]["choices"][0]["message"]
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"to": "[mail]"}', ""]
@@ -129,7 +129,7 @@ def test_what_shapes_a_conversation_is_written_and_read_again_redacted(tmp_path)
     request = {"model": "m", "messages": asked, "tools": tools, "user": "somebody"}
     request |= {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low", "tool_choice": "auto"}
     deltas = [{"role": "assistant", "reasoning": "Do"}, {"reasoning": "ne."}, {"content": "Sent "}, {"content": "it."}]
-    answer = assembled(events(*({"choices": [{"delta": delta}]} for delta in deltas)), streamed=True)
+    answer = unstreamed_answer(events(*({"choices": [{"delta": delta}]} for delta in deltas)), streamed=True)
     line = record(request, answer, {"id": "1"}, redactor(Log("l.jsonl", [Redaction(r"\w+@\w+\.\w+", "[mail]")])))
     assert "bob" not in json.dumps(line) and "somebody" not in json.dumps(line)
     (prompt,) = read(tmp_path, line)
@@ -151,18 +151,18 @@ def test_what_shapes_a_conversation_is_written_and_read_again_redacted(tmp_path)
 
 def test_a_streamed_answer_is_put_together():
     content = events(part("Hel"), part("x", index=1), part("lo\u2028."), part(None, "stop"), {"usage": 5})
-    whole = assembled(content, streamed=True)
+    whole = unstreamed_answer(content, streamed=True)
     assert whole["usage"] == 5
     assert whole["choices"][0]["message"] == {"role": "assistant", "content": "Hello\u2028."}
     assert whole["choices"][0]["finish_reason"] == "stop"
     assert whole["choices"][1]["message"]["content"] == "x"
     texts = [{"choices": [{"index": 0, "text": t, "finish_reason": r}]} for t, r in (("a", None), ("b", "length"))]
-    assert assembled(events(*texts), True)["choices"] == [{"index": 0, "text": "ab", "finish_reason": "length"}]
+    assert unstreamed_answer(events(*texts), True)["choices"] == [{"index": 0, "text": "ab", "finish_reason": "length"}]
 
 
 @pytest.mark.parametrize("content", [b"", events(part("a"), end=""), events(part("a"), {"error": {"message": "x"}})])
 def test_a_stream_without_its_end_is_no_answer(content):
-    assert assembled(content, streamed=True) is None
+    assert unstreamed_answer(content, streamed=True) is None
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_stream_without_its_end_is_no_answer(content):
 )
 def test_an_answer_of_another_shape_is_named_and_not_shown(content, streamed, named):
     with pytest.raises(InputError) as error:
-        assembled(content, streamed)
+        unstreamed_answer(content, streamed)
     assert str(error.value).startswith(named) and "secret" not in str(error.value)
 
 
