@@ -177,6 +177,17 @@ def short_timing(monkeypatch):
 
 
 @pytest.fixture
+def in_this_process(monkeypatch):
+    """Read exported files by the same functions without a process each; test_export.py starts them."""
+    from draftsmith.medusa.block.formats import writing as block
+    from draftsmith.medusa.eagle.formats import writing as eagle
+    from draftsmith.medusa.heads.formats import writing as heads
+
+    for writing in (block, eagle, heads):
+        monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
+
+
+@pytest.fixture
 def traced(monkeypatch):
     """Run compiled forwards as they were traced; gives the list of those that are made, (model, variant)."""
     from programs import Traced

@@ -32,7 +32,6 @@ from draftsmith.medusa.checks import learning_rate
 from draftsmith.medusa.eagle.formats import export as eagle_export
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.heads.formats import export as heads_export
-from draftsmith.medusa.heads.formats import writing
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import checks as pair_checks
 from draftsmith.scripts.doctor import costs as pair_costs
@@ -445,10 +444,8 @@ def test_heads_that_fit_are_said_to(plain, heads, capsys):
         ("modelopt", "! they name no tree, so that each reader takes its own default; vLLM does not read modelopt's"),
     ],
 )
-def test_heads_of_any_tool_are_read_and_what_they_leave_unsaid_is_told(
-    format, said, plain, heads, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
+@pytest.mark.usefixtures("in_this_process")
+def test_heads_of_any_tool_are_read_and_what_they_leave_unsaid_is_told(format, said, plain, heads, tmp_path, capsys):
     ours = MedusaHeads.from_pretrained(heads)
     if format != "vllm":
         ours = MedusaHeads.of_target(load_model(plain, device="cpu"), 2, medusa_fc_bias=True)

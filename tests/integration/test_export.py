@@ -19,7 +19,6 @@ from transformers import Gemma3Config, LlamaConfig
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats import readers as eagle_readers
 from draftsmith.medusa.heads.formats import readers
-from draftsmith.medusa.heads.formats import writing as formats
 from draftsmith.medusa.heads.formats.export import FORMATS
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli, export
@@ -53,11 +52,6 @@ def heads_dir(tmp_path, pair_dirs) -> Path:
     heads.config.medusa_choices = [[0], [1], [0, 0]]
     heads.save_pretrained(tmp_path / "heads")
     return tmp_path / "heads"
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    monkeypatch.setattr(formats, "run_reader", lambda readers, *given: readers.logits(*given))
 
 
 def logits(heads: MedusaHeads) -> torch.Tensor:

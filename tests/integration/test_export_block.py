@@ -58,11 +58,6 @@ def drafter_dir(target, tmp_path) -> Path:
     return tmp_path / "drafter"
 
 
-@pytest.fixture
-def in_this_process(monkeypatch):
-    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
-
-
 def same(one: BlockDrafter, two: BlockDrafter) -> None:
     torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
     names = ("target_layer_ids", "mask_token_id", "block_size", "anchor_guesses", "markov_rank", "rope_parameters")

@@ -10,7 +10,6 @@ import torch
 from in_place import in_place
 from safetensors.torch import load_file, save_file
 
-from draftsmith.medusa.eagle.formats import writing
 from draftsmith.medusa.eagle.formats.export import FORMATS
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
@@ -30,11 +29,6 @@ def heads_dir(pair_dirs, tmp_path) -> Path:
     heads.save_pretrained(tmp_path / "heads")
     (tmp_path / "heads" / "README.md").write_text("their card")
     return tmp_path / "heads"
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
 
 
 def test_the_script_of_readers_reads_what_is_written(heads_dir, tmp_path, monkeypatch):

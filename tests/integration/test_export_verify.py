@@ -11,7 +11,6 @@ from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.heads.formats import writing
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli, export
 from draftsmith.scripts.serving.engine import verification
@@ -78,10 +77,8 @@ class Engine:
 
 
 @pytest.fixture
-def engine(monkeypatch) -> Engine:
+def engine(monkeypatch, in_this_process) -> Engine:
     fake = Engine()
-    # test_export.py has the fresh process that reads what was written.
-    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
     monkeypatch.setattr(verification, "run_jobs", fake)
     monkeypatch.setattr(export, "engine_python", lambda given: Path("python"))
     return fake

@@ -17,8 +17,6 @@ from draftsmith.distill import __main__ as distill_command
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as medusa_command
 from draftsmith.medusa.eagle import __main__ as eagle_command
-from draftsmith.medusa.eagle.formats import writing as eagle_writing
-from draftsmith.medusa.heads.formats import writing as heads_writing
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.config import DoctorConfig
@@ -195,11 +193,8 @@ def test_drafters_without_weights_write_the_targets_text(kind, gemma_pipeline):
 
 
 @pytest.mark.parametrize("name", ["carved", "parallel", "medusa", "eagle"])
-def test_the_doctor_finds_nothing_wrong_and_exports_read_back(
-    name, gemma_pipeline, trained, tmp_path, capsys, monkeypatch
-):
-    for writing in (heads_writing, eagle_writing):
-        monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
+@pytest.mark.usefixtures("in_this_process")
+def test_the_doctor_finds_nothing_wrong_and_exports_read_back(name, gemma_pipeline, trained, tmp_path, capsys):
     (output, _), kind, target = trained(name), RECIPES[name][0], str(gemma_pipeline / "target")
     field = "draft" if kind == "parallel_draft" else kind
     assert cli.main(["doctor", "--target", target, f"--{field}", str(output)]) == 0

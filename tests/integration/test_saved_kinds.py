@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from specimens import every_kind, specimen
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.eagle.formats import writing as eagle_writing
-from draftsmith.medusa.heads.formats import writing as heads_writing
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_named
 from draftsmith.train.kinds.drafter import Loading
@@ -71,9 +69,8 @@ def test_files_that_are_missing_or_cut_are_refused_in_one_line(target, saved, to
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS if kind.formats])
-def test_it_is_exported_in_its_first_format(target, saved, tmp_path, capsys, monkeypatch, kind):
-    for writing in (heads_writing, eagle_writing):
-        monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
+@pytest.mark.usefixtures("in_this_process")
+def test_it_is_exported_in_its_first_format(target, saved, tmp_path, capsys, kind):
     flags = ["--drafter", f"{kind}:{saved(kind)}", "--target", str(target[0]), "--format", kind_named(kind).formats[0]]
     if main(["export", *flags]):  # what does not stay as it is must be told where to go
         assert "output: expected a directory to write in, found none" in capsys.readouterr().err

@@ -30,10 +30,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _in_this_process(monkeypatch):
-    """Read by the same functions without a process each; tests/integration/test_export.py starts them."""
-    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
+pytestmark = pytest.mark.usefixtures("in_this_process")
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,7 @@ MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])
 CHOICES = [[0], [0, 0], [1], [0, 1]]
 
 
-@pytest.fixture(autouse=True)
-def _in_this_process(monkeypatch):
-    """Read by the same functions without a process each; tests/integration/test_export.py starts them."""
-    monkeypatch.setattr(formats, "run_reader", lambda readers, *given: readers.logits(*given))
+pytestmark = pytest.mark.usefixtures("in_this_process")
 
 
 def noisy(heads: MedusaHeads, seed: int = 3) -> MedusaHeads:
