@@ -107,10 +107,7 @@ BLOCK = {"command": "block", "layers": 1, "block_size": 3, "markov_rank": 4, "la
 @pytest.mark.parametrize(
     ("fields", "ways"),
     [
-        (
-            {"candidates": {"it": CARVED}, "temperature": "0", "batch_size": "1,2"},
-            {("0", 1), ("0", 2)},
-        ),
+        ({"candidates": {"it": CARVED}, "temperature": "0", "batch_size": "1,2"}, {("0", 1), ("0", 2)}),
         ({"candidates": {"it": BLOCK}, "temperature": "0.7", "server": "vllm", "budget_tokens": 9000}, {("0.7", 1)}),
     ],
     ids=["one", "served"],

@@ -15,10 +15,7 @@ from families import HIDDEN, WINDOW, tiny_model
 from pipelines import configured, furthest, history, weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import (
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from draftsmith.decode.cache.features import last_norm
@@ -28,11 +25,7 @@ from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.carving import choose, scale_norm, ways_to_keep
-from draftsmith.distill.draft_init import (
-    DraftInit,
-    finish_draft,
-    make_draft,
-)
+from draftsmith.distill.draft_init import DraftInit, finish_draft, make_draft
 from draftsmith.distill.vocabulary import silence_padding
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.lora import merged_state

@@ -21,8 +21,7 @@ pytest_plugins = ["server_fixtures"]
 
 
 @pytest.mark.parametrize(
-    ("shape", "path"),
-    [(vllm, "/v1"), (vllm, "/v1/completions"), (sglang, "/v1/"), (native, "/generate")],
+    ("shape", "path"), [(vllm, "/v1"), (vllm, "/v1/completions"), (sglang, "/v1/"), (native, "/generate")]
 )
 def test_completions_are_those_of_the_target_in_process(
     shape, path, remote, server, greedy, remote_tokenizer, in_process, monkeypatch
@@ -134,22 +133,13 @@ def test_every_setting_is_sent_and_nothing_is_left_to_the_server(remote, server,
     ("answer", "expected"),
     [
         (Served("", "stop", None, [5, 1], None, 2), Completion([5, 1], "stop")),  # the end is listed
-        (
-            Served("", "stop", 2, [5], None, 1),
-            Completion([5, 2], "stop"),
-        ),  # it is not, but the server says which
+        (Served("", "stop", 2, [5], None, 1), Completion([5, 2], "stop")),  # it is not, but the server says which
         (Served("", "stop", None, [5], None, 1), Completion([5, 1], "stop", uncertain=True)),  # or does not
         (Served("", "stop", 3, [5], None, 1), Completion([5, 1], "stop", uncertain=True)),  # or a stranger
         (Served("", "stop", None, [], None, 0), Completion([1], "stop", uncertain=True)),
-        (
-            Served("", "stop", None, [5, 0], None, 2),
-            Completion([5, 0], "stop"),
-        ),  # servers know the tokenizer's end too
+        (Served("", "stop", None, [5, 0], None, 2), Completion([5, 0], "stop")),  # servers know the tokenizer's end too
         (Served("", "length", None, [5, 6], None, 2), Completion([5, 6], "length")),
-        (
-            Served("", "length", None, [5, 2, 6, 1], None, 4),
-            Completion([5, 2], "stop"),
-        ),  # it went on past the end
+        (Served("", "length", None, [5, 2, 6, 1], None, 4), Completion([5, 2], "stop")),  # it went on past the end
         (Served("", "length", None, [5, 300, 6], None, 3), Completion([5], "length", padded=True)),
         (Served("", "stop", None, [5, 1, 300], None, 3), Completion([5, 1], "stop")),
         (Served("", "length", None, [300], None, 1), Completion([], "length", padded=True)),

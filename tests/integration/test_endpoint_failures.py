@@ -117,10 +117,7 @@ def test_a_slow_server_is_waited_for_so_long_and_asked_again(remote, server, wai
         (lambda body: [1], "/completions: expected an object, found [1]"),
         (lambda body: vllm(body, [65], "abort"), ", found finish_reason 'abort'"),
         (lambda body: vllm(body, [65], None), ", found finish_reason None"),
-        (
-            lambda body: vllm(body, [65], "stop", text=None, token_ids=None),
-            ", found neither a text nor token ids",
-        ),
+        (lambda body: vllm(body, [65], "stop", text=None, token_ids=None), ", found neither a text nor token ids"),
         (
             lambda body: vllm(body, [65], "length", token_ids=["a"]),
             "/completions: choices[0].token_ids[0]: expected a whole number, found 'a'",

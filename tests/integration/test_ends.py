@@ -31,8 +31,7 @@ def two_ends(pipeline, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "config"),
-    [(MedusaRun, heads_configured), (EagleRun, eagle_configured), (BlockRun, block_configured)],
+    ("kind", "config"), [(MedusaRun, heads_configured), (EagleRun, eagle_configured), (BlockRun, block_configured)]
 )
 def test_a_cut_vocabulary_of_heads_has_all_ends_of_the_target(kind, config, two_ends, pipeline, tmp_path):
     target, ends = two_ends

@@ -562,10 +562,7 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
         ({"temperature": ".inf"}, "temperature: expected a finite number"),
         ({"top_p": 0}, "top_p: expected more than 0"),
         ({"dtype": "float8"}, "dtype: expected one of float32"),
-        (
-            {"compare": True, "proposer": "none"},
-            "compare: expected a drafter to compare with plain",
-        ),
+        ({"compare": True, "proposer": "none"}, "compare: expected a drafter to compare with plain"),
         ({"prompt": ""}, "prompt: expected some text, found an empty string"),
         ({"prompt": "\udcff"}, "prompt: expected UTF-8 text"),
         ({"max_new_tokens": 512}, "max_new_tokens: expected prompt and text within the target's 512 positions, found"),

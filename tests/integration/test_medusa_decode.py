@@ -13,15 +13,7 @@ from torch import Tensor
 from trained_heads import own_texts, train_heads
 from transformers import PreTrainedModel
 
-from draftsmith.decode import (
-    Cascade,
-    DecodeOutput,
-    InputError,
-    Threshold,
-    Tree,
-    Typical,
-    speculative_generate,
-)
+from draftsmith.decode import Cascade, DecodeOutput, InputError, Threshold, Tree, Typical, speculative_generate
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer

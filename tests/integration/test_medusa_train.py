@@ -510,10 +510,7 @@ def moved(trainer: MedusaTrainer) -> None:
                 parameter += torch.randn(parameter.shape, generator=generator) * 0.05
 
 
-JOINT = {
-    "lora": {"backbone": "lora", "lora": LoraOptions(r=4)},
-    "full": {"backbone": "full"},
-}
+JOINT = {"lora": {"backbone": "lora", "lora": LoraOptions(r=4)}, "full": {"backbone": "full"}}
 
 
 @pytest.mark.parametrize(
@@ -523,10 +520,7 @@ JOINT = {
         ("full", {}),
         ("full", {"divergence": "cross_entropy"}),
         ("lora", {"backbone_divergence": "cross_entropy", "hydra": True}),
-        (
-            "full",
-            {"divergence": "cross_entropy", "backbone_divergence": "cross_entropy", "draft_vocabulary": 20},
-        ),
+        ("full", {"divergence": "cross_entropy", "backbone_divergence": "cross_entropy", "draft_vocabulary": 20}),
     ],
     ids=["soft, lora", "soft, full", "hard heads", "hard backbone", "hard"],
 )

@@ -290,11 +290,7 @@ def test_the_text_ends_where_it_would(target, draft):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"repetition_penalty": 1.5},
-        {"no_repeat_ngram_size": 2, "bad_words_ids": [[5], [6]]},
-        {"draft_length": None},
-    ],
+    [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2, "bad_words_ids": [[5], [6]]}, {"draft_length": None}],
 )
 def test_processors_and_planned_lengths_change_nothing(target, draft, options):
     for seed in range(2):

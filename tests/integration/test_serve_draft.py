@@ -342,19 +342,10 @@ def test_the_command_serves_a_hybrid_that_learns(pair_dirs, tmp_path):
         (["--draft", "d", "--port", "70000"], "port: expected"),
         (["--draft", "d", "--device", "auto"], "device: expected"),
         (["--draft", "d", "--timeout", "0"], "timeout: expected a finite number, more than 0"),
-        (
-            ["--draft", "d", "--max-length", "100", "--cache-tokens", "99"],
-            "cache_tokens: expected room",
-        ),
+        (["--draft", "d", "--max-length", "100", "--cache-tokens", "99"], "cache_tokens: expected room"),
         (["--draft", "d", "--key-env", "NO_SUCH_VARIABLE"], "key_env: expected an API key"),
-        (
-            ["--draft", "TINY", "--max-length", "513"],
-            "max_length: expected at most the draft's 512 positions",
-        ),
-        (
-            ["--draft", "TINY", "--cache-tokens", "511"],
-            "cache_tokens: expected room for a text of 512 tokens",
-        ),
+        (["--draft", "TINY", "--max-length", "513"], "max_length: expected at most the draft's 512 positions"),
+        (["--draft", "TINY", "--cache-tokens", "511"], "cache_tokens: expected room for a text of 512 tokens"),
         (
             ["--drafter", "prompt_lookup"],
             "drafter: expected a draft model, which drafts without the target, found n-grams",

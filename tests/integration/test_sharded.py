@@ -277,10 +277,7 @@ FSDP2 = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSF
         *((name, shipped(name)) for name in STRATEGIES),
         ("ddp", shipped("nodes")),
         ("fsdp2", FSDP2),  # its checkpoints are in shards, by default
-        (
-            "zero3",
-            ("--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "true"),
-        ),  # saves none, by default
+        ("zero3", ("--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "true")),  # saves none, by default
     ],
     ids=[*STRATEGIES, "nodes", "fsdp2-defaults", "zero3-defaults"],
 )

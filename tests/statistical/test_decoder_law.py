@@ -21,10 +21,7 @@ from transformers import (
 )
 
 from draftsmith.decode import DraftModelProposer, DynamicTree, PromptLookupProposer, Tree, speculative
-from draftsmith.decode.measurement.distribution_test import (
-    distribution_test,
-    sample_texts,
-)
+from draftsmith.decode.measurement.distribution_test import distribution_test, sample_texts
 from draftsmith.decode.rules import acceptance
 from draftsmith.decode.sampling import Sampler, draw_rows
 
@@ -47,10 +44,7 @@ class FrequencyPenalty(LogitsProcessor):
 
 # name → (arguments of generate, the law they ask for)
 LAWS = {
-    "T=0.7 top-p": (
-        {"temperature": 0.7, "top_p": 0.9},
-        [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)],
-    ),
+    "T=0.7 top-p": ({"temperature": 0.7, "top_p": 0.9}, [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)]),
     "T=1": ({}, []),
     "penalties": (
         {
@@ -136,11 +130,7 @@ PLANTS = {
         DraftModelProposer,
         {(speculative, "Contexts"): lambda text, draft: [text] * (len(draft.tokens) + 1)},
     ),
-    "a bonus by argmax": (
-        "T=1",
-        DraftModelProposer,
-        {(acceptance, "draw_rows"): lambda p, u: p.argmax(-1)},
-    ),
+    "a bonus by argmax": ("T=1", DraftModelProposer, {(acceptance, "draw_rows"): lambda p, u: p.argmax(-1)}),
     "one random number for all corrections": (
         "T=1",
         DraftModelProposer,

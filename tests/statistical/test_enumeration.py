@@ -28,14 +28,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.decode import (
-    DraftModelProposer,
-    DynamicTree,
-    RunAheadProposer,
-    Tree,
-    cache,
-    speculative,
-)
+from draftsmith.decode import DraftModelProposer, DynamicTree, RunAheadProposer, Tree, cache, speculative
 from draftsmith.decode.proposers import draft_tree, run_ahead
 from draftsmith.decode.proposers.draft_model import stop_below_confidence
 from draftsmith.decode.rules import acceptance, judged, verification

@@ -33,8 +33,7 @@ def models():
 
 
 @pytest.mark.parametrize(
-    ("shape", "law_name"),
-    [("chain", "T=0.7 top-p"), ("chain", "T=1"), ("tree", "T=0.7 top-p"), ("tree", "T=1")],
+    ("shape", "law_name"), [("chain", "T=0.7 top-p"), ("chain", "T=1"), ("tree", "T=0.7 top-p"), ("tree", "T=1")]
 )
 def test_sampled_texts_have_the_targets_law(models, shape, law_name):
     proposer = ParallelDraftProposer(models[1], TREE if shape == "tree" else None)

@@ -10,13 +10,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from draftsmith.decode import (
-    DraftModelProposer,
-    InputError,
-    PromptLookupProposer,
-    autoregressive_generate,
-    speculative,
-)
+from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, autoregressive_generate, speculative
 from draftsmith.decode.measurement import distribution_test as lossless
 from draftsmith.decode.measurement.distribution_test import (
     distribution_test,

@@ -20,12 +20,7 @@ from draftsmith.decode import (
     replay_acceptance,
     speculative_generate,
 )
-from draftsmith.decode.replay.rounds import (
-    acceptance_probabilities,
-    expected_counts,
-    expected_rounds,
-    overlap,
-)
+from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_counts, expected_rounds, overlap
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model

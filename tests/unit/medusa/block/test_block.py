@@ -5,12 +5,7 @@ import torch
 from conftest import tiny_llama
 from specimens import TREE, shaken
 
-from draftsmith.decode import (
-    InputError,
-    autoregressive_generate,
-    replay_acceptance,
-    speculative_generate,
-)
+from draftsmith.decode import InputError, autoregressive_generate, replay_acceptance, speculative_generate
 from draftsmith.decode.cache.features import collect_features
 from draftsmith.medusa import BlockDrafter, BlockProposer
 from draftsmith.medusa.block.blocks import Anchors, block_states

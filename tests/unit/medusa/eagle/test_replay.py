@@ -115,8 +115,7 @@ def test_sampled_replay_agrees_with_the_decoder(target, heads, kwargs):
 
 
 @pytest.mark.parametrize(
-    ("shape", "temperature", "said"),
-    [(DynamicTree(), 0, "drafts of one shape"), (BUSHY, 1, "chains under sampling")],
+    ("shape", "temperature", "said"), [(DynamicTree(), 0, "drafts of one shape"), (BUSHY, 1, "chains under sampling")]
 )
 def test_drafts_that_cannot_be_replayed_are_refused(target, heads, shape, temperature, said):
     with pytest.raises(InputError, match=said):

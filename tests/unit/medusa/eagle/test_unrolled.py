@@ -50,8 +50,7 @@ def of_one_round(heads: EagleHeads, embeddings: torch.Tensor, features: torch.Te
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"norm_before_residual": True, "norm_output": True, "fc_norm": True}, {"num_key_value_heads": 1}],
+    "options", [{}, {"norm_before_residual": True, "norm_output": True, "fc_norm": True}, {"num_key_value_heads": 1}]
 )
 def test_each_round_is_what_a_decoder_computes(target, options):
     heads = heads_of(target, **options)

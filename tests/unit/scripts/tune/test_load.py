@@ -69,10 +69,7 @@ def test_a_server_that_drafts_nothing_is_not_plain_decoding_once_it_was_measured
         (lambda path: report(path / "local", 1, {1: 1.2}, server=None), "expected a report of `measure --server` in"),
         (lambda path: report(path / "none", 1, {}), "expected a report of `measure --server` in"),
         (lambda path: report(path / "alone", 1, {1: None}), "expected speed-ups over a baseline server in"),
-        (
-            lambda path: report(path / "few", 3, {1: 1.2, 2: 1.1}),
-            "none of 2 at once with γ = 1 at every temperature",
-        ),
+        (lambda path: report(path / "few", 3, {1: 1.2, 2: 1.1}), "none of 2 at once with γ = 1 at every temperature"),
         (lambda path: report(path / "hot", 1, {1: 1.2}, (1.0,)), None),
     ],
 )

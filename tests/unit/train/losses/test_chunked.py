@@ -46,11 +46,7 @@ def tensors(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     }
 
 
-HEADS = {
-    "plain": {},
-    "bias": {"bias": True},
-    "soft-capped and scaled": {"bias": True, "scale": 0.7, "softcap": 4.0},
-}
+HEADS = {"plain": {}, "bias": {"bias": True}, "soft-capped and scaled": {"bias": True, "scale": 0.7, "softcap": 4.0}}
 
 
 def q_head(t: dict[str, Tensor], bias: bool = False, **options: float) -> OutputHead:

@@ -210,10 +210,7 @@ def test_a_rule_that_would_backtrack_without_end_answers_at_once():
 def test_the_best_pair_is_the_fastest_at_its_load():
     speculative, plain = [40.0, 22.0, 12.0], [20.0, 18.0, 16.0]
     rates = {"draft": Rates({0.0: {None: speculative}}), "plain": Rates({0.0: {None: plain}})}
-    pairs = [
-        pair("draft", A, report="r"),
-        pair("plain", A, report="r"),
-    ]
+    pairs = [pair("draft", A, report="r"), pair("plain", A, report="r")]
     of = router(*pairs, rules=(Rule(best=["draft", "plain"]),), rates=rates)
     assert [chosen(of).pair for _ in range(4)] == ["draft", "draft", "plain", "plain"]
 

@@ -113,10 +113,7 @@ LOST = {
         "messages[1].reasoning_content",
     ),
     "name": ({"messages": TALKS["name"]}, "messages[0].name"),
-    "name of a tool that nobody called": (
-        {"messages": [user("a"), RESULT, assistant("b")]},
-        "messages[1].name",
-    ),
+    "name of a tool that nobody called": ({"messages": [user("a"), RESULT, assistant("b")]}, "messages[1].name"),
     "unknown object": ({"messages": [user("a"), assistant("b") | {"audio": {"id": "x"}}]}, "messages[1].audio"),
 }
 
