@@ -21,7 +21,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from faults import damaged, misvalued, misworded
-from unit.scripts.services.coordinate.test_predictions import REPORT, TABLE
+from unit.scripts.services.coordinate.test_relay import REPORT, TABLE
 from unit.scripts.serving.reconcile.test_rounds import SETTINGS, TEXT
 from unit.scripts.serving.test_client import SGLANG, VLLM
 

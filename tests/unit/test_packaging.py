@@ -1,7 +1,10 @@
-"""What is built and shipped: pyproject.toml names every package, and a wheel would lack none."""
+"""The package: what is in it, its entry points, and its cards."""
 
+import re
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("decode", "train", "distill", "medusa", "scripts")
@@ -46,3 +49,20 @@ def test_the_version_is_one():
     version = PYPROJECT["project"]["version"]
     assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+CARDS = [path for folder in ("distill", "medusa") for path in sorted((ROOT / folder).rglob("card.md.j2"))]
+IMPORTS = sorted({
+    line
+    for card in CARDS
+    for line in re.findall(r"^(?:from|import) draftsmith\S*.*$", card.read_text(encoding="utf-8"), re.MULTILINE)
+})  # fmt: skip
+
+
+def test_there_are_cards_and_some_import():
+    assert len(CARDS) == 4 and IMPORTS
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_what_cards_import_is_there(line):
+    exec(line, {})

@@ -1,15 +1,20 @@
-"""How `--drafter` names drafters, and its older names."""
+"""The list of kinds: names, fields, and what each says of itself."""
 
 import json
+import re
 
 import pytest
+from conftest import tiny_llama
+from pages import ROOT
 
+from draftsmith.decode import DraftModelProposer, PromptLookupProposer
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli, kinds
 from draftsmith.scripts.configs import GenerateConfig, LearningCurveConfig, TreeConfig
 from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_of, parse_drafter
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.train.cli import parse_config
+from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.kinds.export import ExportOptions
 
 CONFIGS = {
@@ -113,3 +118,43 @@ def test_older_commands_are_aliases(capsys):
 def test_a_kind_without_files_says_why(kind, asked):
     with pytest.raises(InputError, match=f"drafter: expected one that can be exported, found {kind.title}: "):
         getattr(kind, asked)(ExportOptions(), "directory")
+
+
+FOLDERS = ("decode", "train", "distill", "medusa", "scripts")
+MOST = 3
+# Keys and files of servers are their own, such as `parallel_drafting`; masks are "in parallel".
+EAGLE = r"(?<!speculative[-_])(?<!spec_decode/)eagle(?!_aux_hidden_state_layer_ids)"
+PARALLEL = r"parallel[ _-]?drafts?\b|paralleldraft|\bpard|parallel_(length|tree)|distill\.parallel"
+NAMING = {"EAGLE": (EAGLE, "medusa/eagle"), "Medusa": ("medusa", "medusa"), "parallel": (PARALLEL, "distill/parallel")}
+
+
+@pytest.mark.parametrize("kind", NAMING)
+def test_few_files_outside_its_folder_name_a_kind(kind):
+    pattern, own = NAMING[kind]
+    sources = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    naming = [
+        str(path.relative_to(ROOT))
+        for path in sources
+        if not path.is_relative_to(ROOT / own)
+        and path != ROOT / "scripts/kinds.py"
+        and re.search(pattern, path.read_text(encoding="utf-8"), re.IGNORECASE)
+    ]
+    assert len(naming) <= MOST, naming
+
+
+def test_a_drafters_positions_do_not_limit_the_text_and_what_it_leaves_out_is_said(capsys):
+    target, draft = tiny_llama(0, 97), tiny_llama(1, 97)
+    draft.config.max_position_embeddings = 24
+    drafters = [
+        Drafter("short", "draft", None, None, DraftModelProposer(draft), model=draft),
+        Drafter("copies", "prompt_lookup", None, None, PromptLookupProposer()),
+    ]
+    pair = Pair(target, None, "float32", drafters)
+    pair.check_positions(500, 12)
+    with pytest.raises(InputError, match=r"^max_new_tokens: .* within the target's 512 positions, found 501 \+ 12 tok"):
+        pair.check_positions(501, 12)
+    assert pair.holds(24) and not pair.holds(25)
+    pair.warn_undrafted([10, 30], [25, 45])
+    assert not capsys.readouterr().err.count("copies")
+    pair.warn_undrafted([10, 30], [28, 45])
+    assert capsys.readouterr().err == "short: drafted none of 18 of 33 tokens, past its 24 positions\n"

@@ -1,13 +1,18 @@
-"""The draft protocol: what is said is read as it was meant, and nothing else is."""
+"""Services over HTTP: the server, the protocol of drafts, and texts of rows."""
 
+import asyncio
 import json
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from draftsmith.scripts.services import draft_protocol as protocol
 from draftsmith.scripts.services.draft_protocol import ClientReport, DraftRequest, DraftRow, ProtocolError, Service
+from draftsmith.scripts.services.http_server import BodyError, BodyReader
+from draftsmith.scripts.services.row_texts import KnownTexts
 
 REQUEST = DraftRequest("c0ffee", [DraftRow(7, 120, [11, 12], 4), DraftRow(8, 0, [1], 0)], [3], ClientReport(2, 5))
 
@@ -86,3 +91,111 @@ def test_inside_the_engine_nothing_heavy_is_imported():
     code = "import sys, draftsmith.scripts.services.remote_draft as r; print(r.RemoteDraft.__name__, *sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert shown[0] == "RemoteDraft" and not HEAVY & set(shown)
+
+
+class Sent:
+    """A request whose body comes in parts, each once it may."""
+
+    def __init__(self, *parts: bytes, go: asyncio.Event | None = None):
+        self.parts, self.go = parts, go
+
+    async def stream(self):
+        for part in self.parts:
+            yield part
+            if self.go is not None:
+                await self.go.wait()
+
+
+def test_a_body_that_is_too_large_is_refused():
+    with pytest.raises(BodyError, match="body: expected at most 5 bytes, found more") as error:
+        asyncio.run(BodyReader(5, 100).read(Sent(b"abc", b"def")))
+    assert error.value.status == 413
+
+
+def test_bodies_that_come_together_are_bounded_and_the_room_is_given_back():
+    async def read() -> None:
+        reader, go = BodyReader(8, 10), asyncio.Event()
+        slow = asyncio.create_task(reader.read(Sent(b"abcdef", go=go)))
+        await asyncio.sleep(0)
+        with pytest.raises(BodyError, match="found too many others; try again") as error:
+            await reader.read(Sent(b"abc", b"def"))
+        assert error.value.status == 503
+        go.set()
+        assert await slow == b"abcdef"
+        assert await reader.read(Sent(b"abcd", b"efgh")) == b"abcdefgh"
+
+    asyncio.run(read())
+
+
+def rows(*texts: list[int]) -> list[tuple[int, np.ndarray]]:
+    return [(row, np.array(text, dtype=np.int32)) for row, text in enumerate(texts)]
+
+
+def ids(found) -> list[int]:
+    return [text.id for text in found]
+
+
+def test_a_row_goes_on():
+    texts = KnownTexts(8)
+    first = ids(texts.find(rows([1, 2], [3])))
+    assert first[0] != first[1] and ids(texts.find(rows([1, 2, 9], [3, 4, 5]))) == first
+
+
+def test_rows_that_change_places_are_told_apart():
+    texts = KnownTexts(8)
+    a, b = ids(texts.find(rows([1, 2], [3, 4])))
+    assert ids(texts.find(rows([3, 4, 5], [1, 2, 6]))) == [b, a]
+
+
+def test_an_ended_row_s_place_is_another_text():
+    texts = KnownTexts(8)
+    a, b = ids(texts.find(rows([1, 2, 3], [4, 5])))
+    again = ids(texts.find(rows([1, 2, 4], [4, 5, 6])))
+    assert again[0] not in (a, b) and again[1] == b
+    assert ids(texts.find([(5, np.array([1, 2, 3, 7]))])) == [a]  # a conversation goes on with its next turn
+
+
+def test_equal_texts_are_two():
+    texts = KnownTexts(8)
+    found = ids(texts.find(rows([1, 2], [1, 2])))
+    assert len(set(found)) == 2 and set(ids(texts.find(rows([1, 2, 3], [1, 2, 3])))) == set(found)
+
+
+def test_the_longest_beginning_is_taken():
+    texts = KnownTexts(8)
+    _, longer = ids(texts.find(rows([1], [1, 2, 3])))
+    assert ids(texts.find([(7, np.array([1, 2, 3, 4]))])) == [longer]
+
+
+def test_only_so_many_are_remembered_but_all_of_the_batch():
+    texts = KnownTexts(2)
+    first = ids(texts.find(rows([1], [2], [3])))
+    assert texts.ended() == []
+    second = ids(texts.find(rows([4])))
+    assert texts.ended() == first[:2] and texts.ended() == []
+    assert ids(texts.find(rows([3, 1], [4, 1]))) == [first[2], *second]
+
+
+def test_random_batches():
+    """Texts whose tokens all differ, in rows that are shuffled each round: always the text that it is."""
+    rng = random.Random(0)
+    texts, running, of, fresh = KnownTexts(4), {}, {}, iter(range(10**6))
+    for _ in range(200):
+        for key in [key for key in running if rng.random() < 0.1]:
+            del running[key]
+        while len(running) < 6 and (not running or rng.random() < 0.5):
+            running[next(fresh)] = [next(fresh) for _ in range(rng.randint(1, 5))]
+        order = rng.sample(sorted(running), len(running))
+        for key in order:
+            running[key] += [next(fresh) for _ in range(rng.randint(1, 4))]
+        for key, found in zip(order, texts.find(rows(*[running[key] for key in order])), strict=True):
+            assert of.setdefault(key, found.id) == found.id
+        texts.ended()
+    assert len(set(of.values())) == len(of)
+
+
+def test_what_is_told_is_a_copy():
+    texts, tokens = KnownTexts(8), np.array([1, 2, 0, 0])
+    (text,) = texts.find([(0, tokens[:2])])
+    tokens[:2] = 9  # the engine's batch is written in place
+    assert texts.find([(0, np.array([1, 2, 3]))]) == [text]

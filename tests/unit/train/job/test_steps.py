@@ -1,16 +1,132 @@
-"""Speed, shares of time and arithmetic, on a clock that the test moves."""
+"""What is kept and told of a run's steps: the first loss, checkpoints, telemetry."""
 
+import math
 import time
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import tiny_llama
+from families import tiny_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerState, TrainingArguments
 
+from draftsmith.decode.errors import InputError
+from draftsmith.train.job.checkpointed import CheckpointedTrainer, to_model_names
 from draftsmith.train.job.flops import DEVICES, Work, known_device
+from draftsmith.train.job.kept_step import KeptStep
+from draftsmith.train.job.step_checks import FirstLoss
 from draftsmith.train.job.telemetry import Stopwatch, Telemetry
+from draftsmith.train.lora import add_lora
+from draftsmith.train.losses.chunked import chunked_objective
+from draftsmith.train.losses.distributions import LiveDistributions
+from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.options import LoraOptions
+
+
+def neox():
+    return tiny_model("gpt-neox", tie_word_embeddings=False)
+
+
+def adapted():
+    model = neox()
+    add_lora(model, LoraOptions(r=2))
+    return model
+
+
+def mixtral():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    # Twelve experts: sorted as text, the tenth would be stacked behind the first.
+    return MixtralForCausalLM(MixtralConfig(vocab_size=50, intermediate_size=8, num_local_experts=12, **sizes))
+
+
+def llama():
+    return tiny_model("llama")
+
+
+@pytest.mark.parametrize(("make", "renamed"), [(neox, True), (adapted, True), (mixtral, True), (llama, False)])
+def test_what_is_resumed_and_the_best_are_the_checkpoints(tmp_path, make, renamed):
+    model = make()
+    trainer = CheckpointedTrainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    checkpoint = tmp_path / "checkpoint-1"
+    model.save_pretrained(checkpoint, state_dict=model.state_dict())
+    saved = load_file(checkpoint / "model.safetensors")
+    assert bool(saved.keys() - wanted.keys()) == renamed
+    assert to_model_names(model, saved).keys() <= wanted.keys()
+    trainer.state.best_model_checkpoint = str(checkpoint)
+    for load in (lambda: trainer._load_from_checkpoint(str(checkpoint)), trainer._load_best_model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        load()
+        found = model.state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_checkpoint_without_the_head_is_refused(tmp_path):
+    model = neox()
+    trainer = CheckpointedTrainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    checkpoint = tmp_path / "checkpoint-1"
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("lm_head")}
+    model.save_pretrained(checkpoint, state_dict=state)
+    with pytest.raises(
+        InputError, match=r"checkpoint-1: expected .*weights of another model: none for lm_head\.weight"
+    ):
+        trainer._load_from_checkpoint(str(checkpoint))
+
+
+ROWS, WIDTH, VOCABULARY = 6, 5, 11
+
+
+def first_loss(scale: float, name: str) -> tuple[FirstLoss, list[float]]:
+    """What a head with weights of this size begins with, in two parts; and the losses of both."""
+    torch.manual_seed(0)
+    first, losses = FirstLoss(), []
+    for _ in range(2):
+        head = OutputHead((scale * torch.randn(VOCABULARY, WIDTH)).requires_grad_(True))
+        hidden, labels = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randint(VOCABULARY, (ROWS,))
+        teacher = LiveDistributions(torch.randn(ROWS, WIDTH), OutputHead(torch.randn(VOCABULARY, WIDTH)))
+
+        def loss_of(learners, labels=labels, teacher=teacher):
+            ((hidden, head),) = learners
+            return chunked_objective(Objective({name: 1.0}), hidden, head, teacher, labels)
+
+        loss = first.beside_uniform(loss_of, [(hidden, head)])
+        loss.backward()
+        assert hidden.grad is not None and hidden.grad.abs().sum() > 0
+        losses.append(loss.item())
+    return first, losses
+
+
+def test_a_loss_above_the_uniform_one_is_told_with_both(capsys):
+    first, losses = first_loss(30.0, "cross_entropy")
+    first.tell(Accelerator(cpu=True), 2 * ROWS, "the cause")
+    said = capsys.readouterr().err
+    assert f"the first loss is {sum(losses) / 2 / ROWS:.2f}, where {math.log(VOCABULARY):.2f} is that of" in said
+    assert f"all {VOCABULARY} tokens" in said and said.strip().endswith("the cause") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "reverse_kl", "tvd"])
+def test_weights_near_zero_are_no_worse_than_uniform(name, capsys):
+    first_loss(1e-2, name)[0].tell(Accelerator(cpu=True), 2 * ROWS, "the cause")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_goes_on_says_nothing(capsys):
+    FirstLoss().tell(Accelerator(cpu=True), 1, "the cause")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_step_before_training_that_is_better_is_named():
+    log = [{"step": step, "eval_alpha": alpha} for step, alpha in ((0, 0.75), (4, 0.5), (8, 0.25))]
+    kept = KeptStep.of(4, 8, "alpha", True, log)
+    assert str(kept) == "step 4 of 8: alpha 0.500 on held-out text; the best that was measured, step 0, had 0.750"
+    assert KeptStep.of(8, 8, "alpha", False, log).best_step == 8
 
 
 @pytest.fixture
