@@ -146,6 +146,14 @@ def pipeline(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="session")
+def sharp(tmp_path_factory, tokenizer):
+    """A target that is nearly certain of its next token, and completions of it."""
+    from pipelines import make_sharp
+
+    return make_sharp(tmp_path_factory.mktemp("sharp"), tokenizer)
+
+
+@pytest.fixture(scope="session")
 def gemma_pipeline(tmp_path_factory):
     """As `pipeline`, of a tiny Gemma 3 whose tokenizer has a token that the model has no logit for."""
     from pipelines import make_gemma_pipeline

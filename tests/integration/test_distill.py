@@ -18,7 +18,8 @@ from huggingface_hub import ModelCard
 from pipelines import configured, furthest, history, measured_on_what_it_learns, weights
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from training_steps import KillAfterSave, Killed, error_line
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.rounds import expected_rounds
@@ -204,15 +205,6 @@ def test_the_split_of_a_batch_changes_nothing(pipeline, tmp_path, monkeypatch):
     assert history(split, "loss") == pytest.approx(over_tokens, rel=1e-5)
     # The data can tell: averaging the two halves' means would have been off by far more than that.
     assert max(abs(m - t) / t for m, t in zip(mean_of_means, over_tokens, strict=True)) > 1e-2
-
-
-class Killed(Exception):
-    pass
-
-
-class KillAfterSave(TrainerCallback):
-    def on_save(self, args, state, control, **kwargs):
-        raise Killed
 
 
 def test_a_killed_run_resumes_exactly_in_a_later_epoch(pipeline, tmp_path, monkeypatch):
@@ -441,13 +433,7 @@ def test_a_cut_that_leaves_no_completion_counts_as_no_loss(pipeline, monkeypatch
         training_examples([str(pipeline / "long")], max_length=prompts[0])
 
 
-def fails(capsys, argv: list[str]) -> str:
-    """Run the command; it must refuse with exit code 2 and say why in one line."""
-    capsys.readouterr()
-    assert run(lambda: command.main(argv)) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
+fails = functools.partial(error_line, command.main)
 
 
 def test_the_command_refuses_bad_input_in_one_line(pipeline, tmp_path, tokenizer, capsys):

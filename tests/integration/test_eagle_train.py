@@ -9,6 +9,7 @@ from conftest import tiny_llama
 from pipelines import Sizes, eagle_configured, furthest, history, measured_on_what_it_learns, weights
 from safetensors.torch import load_file
 from torch import Tensor
+from training_steps import assert_same, batch_of, some_samples
 
 from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.errors import InputError
@@ -19,11 +20,9 @@ from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.medusa.eagle.unrolled import unrolled
 from draftsmith.train import launch
 from draftsmith.train.data.examples import training_examples
-from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.packing import pack
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.positions import IGNORED
-from draftsmith.train.runs import save_model
 
 T = 0.8
 """The temperature of the runs whose numbers are computed by hand."""
@@ -34,16 +33,6 @@ def untrained(monkeypatch):
     """Builds a trainer by the command and trains nothing."""
     monkeypatch.setattr(launch, "run_training", lambda *_: None)
     return command.train_heads
-
-
-def some_samples(pipeline: Path) -> list[dict]:
-    """Completions of 3 and of 12 tokens, behind prompts of different lengths."""
-    return list(training_examples([str(pipeline / "short"), str(pipeline / "long")]))[6:14]
-
-
-def batch_of(trainer: EagleTrainer, samples: list[dict]) -> dict:
-    ((batch,), _) = trainer.get_batch_samples(iter([trainer.data_collator(samples)]), 1, torch.device("cpu"))
-    return batch
 
 
 def rounds_of(trainer: EagleTrainer, sample: dict) -> tuple[Tensor, list[Tensor]]:
@@ -90,17 +79,6 @@ def eager(trainer: EagleTrainer, samples: list[dict]) -> Tensor:
     return total
 
 
-def assert_same(trainer: EagleTrainer, found: Tensor, expected: Tensor) -> None:
-    """The same value and the same gradients, of float32 against laws in float64."""
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-    parameters = list(trainer.heads.parameters())
-    one = torch.autograd.grad(expected, parameters)
-    found.backward()
-    largest = max(float(gradient.abs().max()) for gradient in one)
-    for parameter, gradient in zip(parameters, one, strict=True):
-        assert (parameter.grad - gradient).abs().max() < 1e-5 * largest
-
-
 CASES = {
     "soft": {},
     "hard": {"divergence": "cross_entropy", "init": "random"},
@@ -124,7 +102,7 @@ def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     if case == "mean of a batch":  # where λ is nearly the same for all
         assert loss.item() == pytest.approx((eager(trainer, samples) / 100).item(), rel=1e-3)
         return
-    assert_same(trainer, loss, eager(trainer, samples) / 100)
+    assert_same(loss, eager(trainer, samples) / 100, list(trainer.heads.parameters()))
 
 
 def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained):
@@ -133,7 +111,7 @@ def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained):
     rows = list(pack(dataset, 64))
     assert 2 < len(rows) < len(dataset) / 2
     packed = trainer.compute_loss(trainer.heads, batch_of(trainer, rows), num_items_in_batch=torch.tensor(100))
-    assert_same(trainer, packed, eager(trainer, list(dataset)) / 100)
+    assert_same(packed, eager(trainer, list(dataset)) / 100, list(trainer.heads.parameters()))
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "cross_entropy"])
@@ -221,20 +199,6 @@ def test_a_run_goes_on_to_the_bit(pipeline, tmp_path):
     rest = run("whole", 4)
     assert furthest(load_file(tmp_path / "model.safetensors"), rest.heads.state_dict()) == 0
     assert history(rest, "loss") == history(whole, "loss")
-
-
-@pytest.fixture(scope="module")
-def sharp(tmp_path_factory, tokenizer) -> tuple[str, str]:
-    """A target whose laws are nearly certain, so that what it wrote can be learned; and 20 texts of it."""
-    root = tmp_path_factory.mktemp("sharp")
-    model = tiny_llama(0, len(tokenizer), scale=40.0)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    save_model(model, tokenizer, root / "target")
-    (root / "prompts.txt").write_text("\n".join(f"x{i} = {'y + ' * (i % 4)}{i}" for i in range(20)))
-    prepare(
-        PrepareConfig(str(root / "target"), str(root / "prompts.txt"), str(root / "texts"), max_new_tokens=12, seed=1)
-    )
-    return str(root / "target"), str(root / "texts")
 
 
 def taught(pipeline: Path, sharp: tuple[str, str], output: Path, steps: int, **options) -> EagleTrainer:

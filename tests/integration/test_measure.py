@@ -22,6 +22,7 @@ from short_timing import shorten
 from trained_eagle import train_eagle
 from trained_heads import own_texts, train_heads
 from trained_parallel import train_parallel
+from training_steps import error_line
 from transformers import AutoModelForCausalLM
 
 from draftsmith.decode.errors import InputError
@@ -42,7 +43,6 @@ from draftsmith.scripts.report.types import Recommendation, Report
 from draftsmith.scripts.report.words import turns
 from draftsmith.scripts.serving.draft_lengths import speculative_fields
 from draftsmith.scripts.serving.reconcile.rounds import read_rounds
-from draftsmith.train import cli
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 
@@ -141,6 +141,7 @@ def speculates(output, load):
 
 TYPED = TypeAdapter(Report)
 VALIDATOR = Draft202012Validator(report_schema())
+fails = functools.partial(error_line, main)
 
 
 @pytest.fixture(scope="module")
@@ -937,14 +938,6 @@ def test_the_table_fits_80_columns(measured, tmp_path):
     for run in report["runs"]:
         assert f"{run['mean_acceptance_length']['value']:.2f}" in text
     assert "…" not in text  # no figure is cut off
-
-
-def fails(capsys, argv: list[str]) -> str:
-    capsys.readouterr()
-    assert cli.run(lambda: main(argv)) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
 
 
 def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):

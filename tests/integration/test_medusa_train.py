@@ -12,6 +12,7 @@ from conftest import tiny_llama
 from pipelines import Sizes, furthest, heads_configured, history, measured_on_what_it_learns, training_data, weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from training_steps import KillAfterSave, Killed, assert_same, batch_of, error_line, some_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from draftsmith.decode.errors import InputError
@@ -25,7 +26,6 @@ from draftsmith.medusa.heads.trainer import MedusaTrainer
 from draftsmith.train import launch
 from draftsmith.train.cli import run
 from draftsmith.train.data.examples import frequent_tokens, training_examples
-from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.packing import pack
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.distributions import LiveDistributions
@@ -59,17 +59,6 @@ def untrained(monkeypatch):
 
 def heads_of(trainer: MedusaTrainer) -> MedusaHeads:
     return trainer.model.heads if trainer.config.joint else trainer.model
-
-
-def some_samples(pipeline: Path) -> list[dict]:
-    """Completions of 3 and of 12 tokens, behind prompts of different lengths."""
-    return list(training_examples([str(pipeline / "short"), str(pipeline / "long")]))[6:14]
-
-
-def batch_of(trainer: MedusaTrainer, samples: list[dict]) -> dict[str, Tensor]:
-    batch = trainer.data_collator(samples)
-    ((batch,), _) = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
-    return batch
 
 
 def eager(trainer: MedusaTrainer, samples: list[dict]) -> Tensor:
@@ -120,19 +109,6 @@ def eager(trainer: MedusaTrainer, samples: list[dict]) -> Tensor:
 
 def count(samples: list[dict]) -> int:
     return sum(label != IGNORED for sample in samples for label in sample["labels"][1:])
-
-
-def assert_same(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> None:
-    """The same value and the same gradients, of float32 against laws in float64."""
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-    one = torch.autograd.grad(expected, parameters, allow_unused=True)
-    found.backward()
-    largest = max(float(gradient.abs().max()) for gradient in one if gradient is not None)
-    for parameter, gradient in zip(parameters, one, strict=True):
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        expected_own = torch.zeros_like(parameter) if gradient is None else gradient
-        assert (own - expected_own).abs().max() < 1e-5 * largest
-        parameter.grad = None
 
 
 CASES = {
@@ -309,20 +285,6 @@ def test_muon_takes_the_blocks_and_adamw_the_language_model_heads(pipeline, tmp_
     assert sizes == {"muon": 3, "adamw": 6}  # three blocks' maps; their biases and the heads
     losses = history(trainer, "loss")
     assert losses[2] < losses[0]
-
-
-@pytest.fixture(scope="module")
-def sharp(pipeline, tmp_path_factory, tokenizer) -> tuple[str, str]:
-    """A target whose laws are nearly certain, so that what it wrote can be learned; and 20 texts of it."""
-    root = tmp_path_factory.mktemp("sharp")
-    model = tiny_llama(0, len(tokenizer), scale=40.0)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    save_model(model, tokenizer, root / "target")
-    (root / "prompts.txt").write_text("\n".join(f"x{i} = {'y + ' * (i % 4)}{i}" for i in range(20)))
-    prepare(
-        PrepareConfig(str(root / "target"), str(root / "prompts.txt"), str(root / "texts"), max_new_tokens=12, seed=1)
-    )
-    return str(root / "target"), str(root / "texts")
 
 
 @pytest.mark.parametrize(
@@ -725,15 +687,6 @@ def test_a_backbone_that_is_quantised_is_refused_where_it_cannot_be_trained(pipe
 # What training leaves behind. Checkpoints, resuming and non-finite losses of the shared trainer: test_reliability.py.
 
 
-class Killed(Exception):
-    pass
-
-
-class KillAfterSave(TrainerCallback):
-    def on_save(self, args, state, control, **kwargs):
-        raise Killed
-
-
 def logged(trainer: MedusaTrainer) -> list[tuple]:
     names = ("loss", "grad_norm", "eval_loss", "eval_alpha", "eval_mean_acceptance_length")
     return [
@@ -821,13 +774,7 @@ def test_a_checkpoint_is_chosen_by_acceptance_alone(pipeline, tmp_path):
 # The command.
 
 
-def fails(capsys, argv: list[str]) -> str:
-    """Run the command; it must refuse with exit code 2 and say why in one line."""
-    capsys.readouterr()
-    assert run(lambda: command.main(argv)) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line and "%|" not in line]  # bars of work done
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
+fails = functools.partial(error_line, command.main)
 
 
 def test_the_command_trains_or_refuses_in_one_line(pipeline, tmp_path, tokenizer, capsys):

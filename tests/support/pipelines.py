@@ -72,6 +72,19 @@ def complete_pipeline(root: Path) -> Path:
     return root
 
 
+def make_sharp(root: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Write a target whose laws are nearly certain, so that what it wrote can be learned; and 20 texts of it."""
+    from conftest import tiny_llama
+
+    model = tiny_llama(0, len(tokenizer), scale=40.0)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    save_model(model, tokenizer, root / "target")
+    (root / "prompts.txt").write_text("\n".join(f"x{i} = {'y + ' * (i % 4)}{i}" for i in range(20)))
+    prompts, texts = str(root / "prompts.txt"), str(root / "texts")
+    prepare(PrepareConfig(str(root / "target"), prompts, texts, max_new_tokens=12, seed=1))
+    return str(root / "target"), texts
+
+
 def configured(pipeline: Path, output: Path, **options) -> DistillConfig:
     return _configured(DistillConfig, pipeline, output, **{"draft": str(pipeline / "draft")} | options)
 
