@@ -46,6 +46,8 @@ from draftsmith.train.kinds.findings import SYMBOLS, Finding, report
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 
+pytestmark = pytest.mark.usefixtures("in_this_process")
+
 
 def check(capsys, target, draft=None, **options) -> tuple[int, dict[str, str], str, str]:
     """Run the command; return its exit code, the line of each check, the rest of the output and the error line.
@@ -444,7 +446,6 @@ def test_heads_that_fit_are_said_to(plain, heads, capsys):
         ("modelopt", "! they name no tree, so that each reader takes its own default; vLLM does not read modelopt's"),
     ],
 )
-@pytest.mark.usefixtures("in_this_process")
 def test_heads_of_any_tool_are_read_and_what_they_leave_unsaid_is_told(format, said, plain, heads, tmp_path, capsys):
     ours = MedusaHeads.from_pretrained(heads)
     if format != "vllm":
