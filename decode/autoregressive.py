@@ -97,14 +97,14 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
             row.rounds.append(TOKEN)
             if observer is not None:
                 observer(row, token)
-        free = [place for place, row in enumerate(batch) if row.done]
+        free = [index for index, row in enumerate(batch) if row.done]
         if free and waiting:
             # The next texts take the rows of those that have ended.
-            places = free[: len(waiting)]
-            next_rows = [waiting.popleft() for _ in places]
-            target.refill(places, [row.context for row in next_rows])
-            texts.refill(places, next_rows)
-        unfinished = [place for place, row in enumerate(texts.rows) if not row.done]
+            indices = free[: len(waiting)]
+            next_rows = [waiting.popleft() for _ in indices]
+            target.refill(indices, [row.context for row in next_rows])
+            texts.refill(indices, next_rows)
+        unfinished = [index for index, row in enumerate(texts.rows) if not row.done]
         if not unfinished:
             return
         if len(unfinished) < len(texts.rows):

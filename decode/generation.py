@@ -128,7 +128,7 @@ def count_paddings(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[i
         )
     ones = (mask != 0).long()
     # One transfer for three facts of each row: its padding, whether a zero follows a one, and whether its positions
-    # differ from the tokens' places in the text.
+    # differ from the tokens' positions in the text.
     falls = (ones.diff(dim=1) < 0).any(1)
     shifted = torch.zeros_like(falls)
     if positions is not None and positions.shape == input_ids.shape:

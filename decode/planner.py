@@ -38,7 +38,7 @@ class RoundCosts:
 
     def verification(self, tokens: float) -> float:
         """Return t(k), interpolated between measured k and extrapolated beyond the last two."""
-        return interpolated(self.target, tokens)
+        return interpolate(self.target, tokens)
 
     def drafting(self, draft_length: int) -> float:
         """Return d(γ)."""
@@ -72,7 +72,7 @@ class RoundCosts:
         return high
 
 
-def interpolated(values: Mapping[int, float], x: float) -> float:
+def interpolate(values: Mapping[int, float], x: float) -> float:
     """Return the value at x: linear between measured neighbours and beyond the last two, constant before the first."""
     measured = sorted(values)
     if len(measured) == 1 or x <= measured[0]:
@@ -89,11 +89,11 @@ def turn_seconds(costs: Sequence[RoundCosts], draft_lengths: Sequence[int], most
     """
     # A later drafter is asked after the earlier ones found nothing, which costs each of them d(0).
     seconds, searching = np.zeros((len(costs), most + 1)), 0.0
-    for place, (cost, draft_length) in enumerate(zip(costs, draft_lengths, strict=True)):
+    for index, (cost, draft_length) in enumerate(zip(costs, draft_lengths, strict=True)):
         for nodes in range(most + 1):
             drafting = searching + cost.drafting(draft_length if nodes else 0)
             # As in `RoundCosts.round_seconds`, a round is no faster than a forward.
-            seconds[place, nodes] = max(drafting + cost.verification(1 + nodes) + cost.overhead, cost.target[1])
+            seconds[index, nodes] = max(drafting + cost.verification(1 + nodes) + cost.overhead, cost.target[1])
         searching += cost.drafting(0)
     return seconds
 

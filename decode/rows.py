@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from draftsmith.decode.cache import Places
+from draftsmith.decode.cache import Slots
 from draftsmith.decode.cache.layers import READ_AT_ONCE
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
@@ -44,7 +44,7 @@ class Departure:
 
 @dataclass
 class TextRow:
-    """One text being written; `index` is its place in the batch."""
+    """One text being written; `index` is its row in the batch."""
 
     index: int
     padding: int  # padding tokens that were removed from its prompt
@@ -137,20 +137,20 @@ class TextBatch:
         self._tokens = tokens
         self._on_host = tokens.numpy() if tokens.device.type in READ_AT_ONCE else None  # shares the memory
 
-    def _place(self, places: Iterable[int]) -> None:
+    def _place(self, indices: Iterable[int]) -> None:
         """Copy the texts of some rows into the tensor, which holds them from now on."""
-        for place in places:
-            row, tokens = self.rows[place], self._tokens[place]
+        for index in indices:
+            row, tokens = self.rows[index], self._tokens[index]
             tokens[: row.length] = row.context
             row.text = tokens[: len(row.text)]
-        self.lengths = Places([row.length for row in self.rows], self._tokens.device)
+        self.lengths = Slots([row.length for row in self.rows], self._tokens.device)
 
-    def refill(self, places: Sequence[int], rows: Sequence[TextRow]) -> None:
+    def refill(self, indices: Sequence[int], rows: Sequence[TextRow]) -> None:
         """Replace some ended rows by others; the ended texts get tensors of their own."""
-        for place, row in zip(places, rows, strict=True):
-            self.rows[place].text = self.rows[place].context.clone()
-            self.rows[place] = row
-        self._place(places)
+        for index, row in zip(indices, rows, strict=True):
+            self.rows[index].text = self.rows[index].context.clone()
+            self.rows[index] = row
+        self._place(indices)
 
     def last(self) -> Tensor:
         """Return each row's last token, (B, 1)."""
@@ -167,7 +167,7 @@ class TextBatch:
         self.lengths = self.lengths + 1
 
     def write(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor | None:
-        """Write tokens after each row; return the places of accepted nodes in its block, (B, D), in one transfer.
+        """Write tokens after each row; return the indices of accepted nodes in its block, (B, D), in one transfer.
 
         Short paths continue as a chain. `paths` is empty, and the result None, where all nodes are in order already.
         """
@@ -177,7 +177,7 @@ class TextBatch:
         if self._on_host is not None:
             for text, length, new in zip(self._on_host, lengths, tokens, strict=True):
                 text[length - len(new) : length] = new
-            self.lengths = Places(lengths, self._tokens.device)
+            self.lengths = Slots(lengths, self._tokens.device)
             return torch.tensor(chained) if paths else None
         # One transfer for all: each row's new length, its tokens, padded, and its path. The padding is overwritten.
         width = max(map(len, tokens))
@@ -193,13 +193,13 @@ class TextBatch:
         else:
             columns = self.lengths.tensor[:, None] + torch.arange(width, device=self._tokens.device)
             self._tokens.scatter_(1, columns, packet[:, 1 : 1 + width])
-        self.lengths = Places(lengths, packet.device, packet[:, 0])
+        self.lengths = Slots(lengths, packet.device, packet[:, 0])
         return packet[:, 1 + width :] if paths else None
 
-    def select(self, places: Sequence[int]) -> None:
+    def select(self, indices: Sequence[int]) -> None:
         """Keep only some rows."""
-        self.rows = [self.rows[place] for place in places]
-        self._hold(self._tokens[places])
+        self.rows = [self.rows[index] for index in indices]
+        self._hold(self._tokens[indices])
         for row, tokens in zip(self.rows, self._tokens, strict=True):
             row.text = tokens[: len(row.text)]
-        self.lengths = Places([row.length for row in self.rows], self._tokens.device)
+        self.lengths = Slots([row.length for row in self.rows], self._tokens.device)

@@ -289,7 +289,7 @@ def draw_siblings(q_BFM: Tensor, u_BPM: Tensor, count: int) -> Tensor:
 
     The draw is a race: token v arrives after a time −log(u_v)/q(v), exponential with rate q(v), and the order of
     arrivals is such a sequence of draws (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
-    `q_BFM` are distributions on M tokens, one for each parent (F = P) or one for all (F = 1). Returns places among the
+    `q_BFM` are distributions on M tokens, one for each parent (F = P) or one for all (F = 1). Returns indices of the
     M tokens, (B, P, count), in the order of the draws; tokens with q = 0 come last.
     """
     # The greatest rate ÷ exponential is the first arrival.

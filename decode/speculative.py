@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from draftsmith.decode.cache import CachedModel, Places, check_rollback
+from draftsmith.decode.cache import CachedModel, Slots, check_rollback
 from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
@@ -30,7 +30,7 @@ class Round:
     """One round of one row, for observers; `counts` are the round's own, and `done` says that the text ended."""
 
     row: int
-    """The row's place in the batch."""
+    """The row's index in the batch."""
     tokens: list[int]
     """The emitted tokens, accepted ones first."""
     counts: Counts
@@ -164,19 +164,19 @@ def _write(
         # Emit them; in the target's cache, accepted nodes of a tree move to where a chain has its tokens.
         tokens = [_emitted(*args) for args in zip(rows, verdicts, drafts, strict=True)]
         paths = _moves(verdicts)
-        places = texts.write(tokens, paths)
+        accepted = texts.write(tokens, paths)
         if paths:
-            target.keep_paths(roots, paths, places)
+            target.keep_paths(roots, paths, accepted)
         for row, draft, verdict, emitted in zip(rows, drafts, verdicts, tokens, strict=True):
             round = _recorded(row, draft, verdict, emitted)
             plan.observe(round.accepted, round.drafted)
             if observer is not None:
                 observer(round)
         # Continue with the texts that have not ended.
-        unfinished = [place for place, row in enumerate(rows) if not row.done]
+        unfinished = [index for index, row in enumerate(rows) if not row.done]
         if not unfinished:
             return
-        proposer.commit(_outcomes(target, drafts, verdicts, logits, roots, places))
+        proposer.commit(_outcomes(target, drafts, verdicts, logits, roots, accepted))
         if len(unfinished) < len(rows):
             texts.select(unfinished)
             target.select(unfinished)
@@ -201,7 +201,7 @@ def _task(
     )
 
 
-def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], roots: Places, width: int) -> Tensor:
+def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], roots: Slots, width: int) -> Tensor:
     """Feed each row's last token, which was not fed yet, and its draft; return the logits, (B, 1 + width, V)."""
     rows, chains = texts.rows, all(draft.tree.is_chain for draft in drafts)
     if target.is_empty:  # the first round
@@ -228,10 +228,10 @@ class Contexts(Sequence[Tensor]):
     def __len__(self) -> int:
         return 1 + len(self._draft.tokens)
 
-    def __getitem__(self, place: Any) -> Any:
-        if not place:
+    def __getitem__(self, index: Any) -> Any:
+        if not index:
             return self._text
-        return torch.cat([self._text, self._draft.tokens[self._draft.tree.path(range(len(self))[place] - 1)]])
+        return torch.cat([self._text, self._draft.tokens[self._draft.tree.path(range(len(self))[index] - 1)]])
 
 
 def _emitted(row: TextRow, verdict: Verdict, draft: Proposal) -> list[int]:
@@ -245,7 +245,7 @@ def _emitted(row: TextRow, verdict: Verdict, draft: Proposal) -> list[int]:
 
 
 def _moves(verdicts: Sequence[Verdict]) -> list[list[int]]:
-    """Return each row's accepted places in its block, counted from the root; empty if all are in order already."""
+    """Return each row's accepted nodes in its block, counted from the root; empty if all are in order already."""
     if all(verdict.path == list(range(len(verdict.path))) for verdict in verdicts):
         return []
     return [[node + 1 for node in verdict.path] for verdict in verdicts]
@@ -270,12 +270,12 @@ def _outcomes(
     drafts: Sequence[Proposal],
     verdicts: Sequence[Verdict],
     logits: Tensor,
-    roots: Places,
-    places: Tensor | None,
+    roots: Slots,
+    accepted: Tensor | None,
 ) -> list[Outcome]:
     """Return the outcome of each row's draft, with the target's hidden states or features where they are wanted.
 
-    `logits` are (B, 1 + K, V). `places` are the accepted nodes' in the block, (B, D), None for chains.
+    `logits` are (B, 1 + K, V). `accepted` are the accepted nodes in each row's block, (B, D), None for chains.
     """
     outcomes, hidden = [], target.hidden
     for row, (draft, verdict) in enumerate(zip(drafts, verdicts, strict=True)):
@@ -288,8 +288,8 @@ def _outcomes(
     # They come from one forward, or from two: the prompts', and then the first block's.
     width, before, block = logits.shape[1], target.features[0], target.features[-1][:, -logits.shape[1] :]
     first = len(target.features) > 1 or before.shape[1] > width
-    if places is not None:
-        nodes = torch.nn.functional.pad(places, (1, 0)).to(block.device).clamp(max=width - 1)
+    if accepted is not None:
+        nodes = torch.nn.functional.pad(accepted, (1, 0)).to(block.device).clamp(max=width - 1)
         block = block.take_along_dim(nodes[..., None], dim=1)
     # The list would otherwise grow by each round's features.
     target.features.clear()

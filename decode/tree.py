@@ -190,8 +190,8 @@ class Tree:
         fed = sorted((node for node in inner if 0 < depths[node + 1] <= depth), key=lambda node: depths[node + 1])
         widest = max(len(self.children[parent + 1]) for parent in parents)
         children = [
-            (child, place, place * widest + rank)
-            for place, parent in enumerate(parents)
+            (child, i, i * widest + rank)
+            for i, parent in enumerate(parents)
             for rank, child in enumerate(self.children[parent + 1])
         ]
         index = torch.tensor(children, device=device).T

@@ -139,11 +139,11 @@ def _line(error: ErrorDetails, where: str, secret: str | None) -> str:
         return ": ".join(filter(None, [where, place, str(context["error"])]))
     words = EXPECTED.get(error["type"])
     expected = error["msg"].removeprefix("Input should be ") if words is None else words.format(**context)
-    value = "none" if error["type"] == "missing" else shown(error["input"], secret)
+    value = "none" if error["type"] == "missing" else short_text(error["input"], secret)
     return ": ".join(filter(None, [where, place, f"expected {expected}, found {value}"]))
 
 
-def shown(value: Any, secret: str | None = None) -> str:
+def short_text(value: Any, secret: str | None = None) -> str:
     """Return the beginning of a value on one line, for a message, with a key hidden."""
     words = repr(value)
     return (words.replace(secret, "***") if secret else words)[:60]  # hidden first: a cut may leave half a key

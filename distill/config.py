@@ -26,15 +26,15 @@ class ParallelOptions(Options):
     """K: the draft learns to draft K tokens in one forward (PARD, arXiv 2504.18583): the next one as any draft does,
     and K − 1 more at mask tokens after it. 0 for a plain draft."""
     parallel_retention: float = 0.5
-    """r: the share r^j of the places that learn has a mask for the j-th token after the next, so that a step takes
+    """r: the share r^j of the positions that learn has a mask for the j-th token after the next, so that a step takes
     about 1 ÷ (1 − r) times a plain draft's arithmetic."""
     parallel_minimum: float = 0.05
-    """The least share of places that have a mask for a token at any distance."""
+    """The least share of positions that have a mask for a token at any distance."""
     parallel_decay: float = 1.0
     """The loss weighs the j-th token after the next one by decay^j."""
     parallel_importance: bool = False
-    """Divide a mask's weight by the share of places that have it. The loss is then, on average, that of all masks, but
-    its gradients vary more."""
+    """Divide a mask's weight by the share of positions that have it. The loss is then, on average, that of all masks,
+    but its gradients vary more."""
     parallel_mask_token: int | str | None = None
     """The mask token of a parallel draft, as an id or as the tokenizer writes it. No text may contain it. By default it
     is the initial draft's, or else the first row beyond the tokenizer, or an unused special token."""

@@ -111,11 +111,11 @@ class DraftPlan(TrainingPlan):
         """Return the bytes that p is computed from: the target's hidden states, or its cached distributions."""
         if not self.config.objective.needs_target:
             return 0.0
-        places = rows * (self.batch.length - 1)
+        positions = rows * (self.batch.length - 1)
         if setting.target is None:
-            return float(places * distribution_bytes(self.config.cache_k))
+            return float(positions * distribution_bytes(self.config.cache_k))
         weight = head_of(self.target(setting.target_dtype)).weight
-        return float(places * weight.shape[1] * weight.element_size())
+        return float(positions * weight.shape[1] * weight.element_size())
 
     def eager_logits(self, setting: MemorySetting) -> float:
         """Return the bytes of a loss on whole logits: both models', their log-probabilities, and a gradient."""

@@ -58,9 +58,9 @@ def with_whole_head(draft: PreTrainedModel) -> PreTrainedModel:
         part.tie_word_embeddings = False
     whole = empty_model(config, field="draft", dtype=draft.dtype)
     head, tensors = draft.get_output_embeddings(), draft.state_dict()
-    (place,) = [name for name, module in draft.named_modules() if module is head]
+    (index,) = [name for name, module in draft.named_modules() if module is head]
     for name, rows in head.named_parameters():  # type: ignore[union-attr]
-        tensors[f"{place}.{name}"] = whole_rows(rows[tokens_D], tokens_D, len(rows))
+        tensors[f"{index}.{name}"] = whole_rows(rows[tokens_D], tokens_D, len(rows))
     whole.load_state_dict(tensors, assign=True)
     whole.generation_config = draft.generation_config
     return whole

@@ -89,7 +89,7 @@ def scale_logits(
         if heads.config.original_lm_head:
             losses_SK = losses_SK.mean(1, keepdim=True)  # one head for all guesses needs one factor
         best = losses_SK.min(0)
-        return [SCALES[place] for place in best.indices.tolist()], best.values.tolist(), losses_SK[0].tolist()
+        return [SCALES[index] for index in best.indices.tolist()], best.values.tolist(), losses_SK[0].tolist()
 
     scales, *losses = choose_once(look, together=sharded)
     for lm_head, scale in zip(heads.all_lm_heads, scales, strict=True):

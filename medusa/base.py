@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from draftsmith.decode.cache.features import check_layers, decoder_layers
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
-from draftsmith.train.checkpoint import check_rope, check_rope_keys, load_heads, reading, require_config
+from draftsmith.train.checkpoint import check_rope, check_rope_keys, load_heads, reading_errors, require_config
 from draftsmith.train.losses.output_head import head_of
 
 SPREAD = 0.5
@@ -186,9 +186,9 @@ class DraftingHeads(PreTrainedModel):
     def without_weights(cls, path: str | Path) -> Self:
         """Return heads on the meta device, in the shape of a directory's config.json, or raise an InputError."""
         require_config(path, cls.title)
-        with reading(str(path), f"{cls.title} (config.json)"):
+        with reading_errors(str(path), f"{cls.title} (config.json)"):
             config = cls.config_class.from_pretrained(path)  # type: ignore[union-attr]
-        with reading(str(path), f"a config of {cls.title}"), torch.device("meta"):
+        with reading_errors(str(path), f"a config of {cls.title}"), torch.device("meta"):
             return cls(config)
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]

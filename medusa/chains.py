@@ -1,6 +1,6 @@
-"""Heads that draft chains: the places where each head learns, and the metrics of evaluations.
+"""Heads that draft chains: the positions where each head learns, and the metrics of evaluations.
 
-Heads guess K tokens from each place. Guess i is learned where all of the tokens guessed before it are known.
+Heads guess K tokens from each position. Guess i is learned where all of the tokens guessed before it are known.
 Shape suffixes: B rows, T positions, N chosen positions, K guesses or features of a position, H hidden.
 """
 
@@ -15,7 +15,7 @@ from transformers import EvalPrediction, PreTrainedModel
 PER_GUESS = ("count", "overlap", "right")
 
 
-class LossPlaces(Protocol):
+class HeadPositions(Protocol):
     """The guesses of a batch that the loss is computed on: labels, (N,), and for each head weights, (N,) float32."""
 
     labels: Tensor
@@ -25,16 +25,16 @@ class LossPlaces(Protocol):
         """Return the inputs of the teacher's head, (N, H), from hidden states, (B, T, H)."""
 
 
-class ChainPlaces:
-    """The places c of a batch where heads learn: the teacher predicts token c + 1, and so does head i from c − 1 − i.
+class ChainPositions:
+    """The positions c of a batch where heads learn: the teacher predicts token c + 1, as does head i from c − 1 − i.
 
-    All places are head 0's. Head i learns where the tokens c − i … c + 1 all belong to one completion, because heads
+    All positions are head 0's. Head i learns where the tokens c − i … c + 1 all belong to one completion, because heads
     draft after a token that the target has just written, which is c − i. So all heads share one p.
     """
 
     def __init__(self, inputs: dict[str, Any], count: int):
         # A text's first token has no label, so no window reaches into the next text of a packed row.
-        # `positions[i]` lists the places whose next i + 1 tokens are all to predict.
+        # `positions[i]` lists the positions whose next i + 1 tokens are all to predict.
         windows: Sequence[Tensor] = inputs["positions"][1 : 1 + count]
         self.ids_N: Tensor = inputs["input_ids"].flatten()
         """The whole batch, flattened."""
@@ -58,9 +58,9 @@ class ChainPlaces:
         """Return the embeddings of the index + 1 tokens up to c, (N, index + 1, H), for Hydra heads; else None."""
         if not heads.config.hydra:
             return None
-        places = torch.stack([(self.flat - index + j).clamp(min=0) for j in range(index + 1)], dim=1)
+        positions = torch.stack([(self.flat - index + j).clamp(min=0) for j in range(index + 1)], dim=1)
         with torch.no_grad():
-            tokens = self.ids_N[places]
+            tokens = self.ids_N[positions]
             return embed(tokens.to(next(embed.parameters()).device)).to(tokens.device, heads.dtype)
 
     def table(self, index: int, features_NK: Tensor, shape: tuple[int, int]) -> Tensor:

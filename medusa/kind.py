@@ -87,6 +87,6 @@ class FeatureKind(HeadsKind):
         heads: Any = drafter.model
         return heads.cached_numbers  # type: ignore[no-any-return]
 
-    def begins(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
+    def describe_run(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
         """Return how a run begins, and findings such as an unusual learning rate."""
         return self._module("checks").check_run(target, config)  # type: ignore[no-any-return]

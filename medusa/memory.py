@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import at_most
-from draftsmith.medusa.seen import TargetStates, run_for_states
+from draftsmith.medusa.target_states import TargetStates, run_for_states
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_objectives
 from draftsmith.train.losses.cut_vocabulary import LossVocabulary
@@ -31,7 +31,7 @@ from draftsmith.train.memory.setting import MemorySetting, Precision
 from draftsmith.train.memory.training import TrainingPlan
 
 StatesOf = Callable[[Tensor], Sequence[Tensor]]
-"""A function from the target's hidden states at the places to learn at, (N, H), to each guess's states, (N, H)."""
+"""A function from the target's hidden states at the positions to learn at, (N, H), to each guess's states, (N, H)."""
 
 
 class HeadsPlan(TrainingPlan):
@@ -97,8 +97,8 @@ class FeaturePlan(HeadsPlan):
         """Return the heads' forward on the states of a target of this dtype."""
 
     @abstractmethod
-    def places(self, rows: int) -> int:
-        """Return the number of places of a batch with a loss."""
+    def positions(self, rows: int) -> int:
+        """Return the number of positions of a batch with a loss."""
 
     def evaluated(self, setting: MemorySetting) -> float:
         """Return the bytes of the heads' forward in an evaluation."""
@@ -108,7 +108,7 @@ class FeaturePlan(HeadsPlan):
     def moments(self, setting: MemorySetting) -> list[Moment]:
         """Return the times at which memory may peak."""
         steps, rows, part = self.steps(setting), setting.rows, self.part
-        losses = self.loss_bytes(setting, self.places(rows))
+        losses = self.loss_bytes(setting, self.positions(rows))
         copies, p = max(0.0, steps.in_loss.constant), self._teacher_bytes(setting, rows)
         activations = f"{part}: activations"
         moments = [
@@ -134,14 +134,14 @@ class FeaturePlan(HeadsPlan):
             evaluation = replace(setting, rows=rows)
             before = sum(self.target_forward(evaluation).values())
             # Its losses hold no more than those of training, which also have gradients.
-            losses_alone = self.loss_bytes(setting, self.places(rows))[0] + self._teacher_bytes(setting, rows)
+            losses_alone = self.loss_bytes(setting, self.positions(rows))[0] + self._teacher_bytes(setting, rows)
             most = max(before, self.evaluated(evaluation) + losses_alone)
             moments.append(Moment("evaluation", {f"target, {part} and losses": most}))
         return moments
 
     def _teacher_bytes(self, setting: MemorySetting, rows: int) -> float:
         weight = head_of(self.target(setting.target_dtype)).weight
-        return float(self.config.objective.needs_target * self.places(rows) * weight[0].nbytes)
+        return float(self.config.objective.needs_target * self.positions(rows) * weight[0].nbytes)
 
     def target_forward(self, setting: MemorySetting) -> dict[str, float]:
         """Return the bytes of the target's forward with its features; empty if the target is elsewhere."""

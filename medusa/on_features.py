@@ -1,10 +1,10 @@
 """The base of proposers that draft from the features of a target.
 
 The target's features of accepted tokens are fused as soon as they are known. The drafter's next draft feeds them to its
-cache, over what it drafted there before. In a text of T tokens the target has not seen the last one, so T − 1 places
+cache, over what it drafted there before. In a text of T tokens the target has not seen the last one, so T − 1 positions
 have features.
 
-Shape suffixes: B rows, L places, H hidden.
+Shape suffixes: B rows, L positions, H hidden.
 """
 
 from abc import abstractmethod
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import Places, padded
+from draftsmith.decode.cache import Slots, pad_right
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
@@ -75,8 +75,8 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         return super().start(task)
 
     def most_fed(self, task: DraftTask) -> int:
-        """Return the most places that are fed at once: a draft's, or those that a round gives features to."""
-        return max(super().most_fed(task), most_places(task))
+        """Return the most positions that are fed at once: a draft's, or those that a round gives features to."""
+        return max(super().most_fed(task), most_positions(task))
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
@@ -90,17 +90,17 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Fuse the features of accepted tokens; the next draft feeds them over what was drafted."""
         heads = self.heads
-        places = [outcome.features for outcome in outcomes if outcome.features is not None]
-        assert len(places) == len(outcomes), "the target's features"
-        # One matrix product for all rows; each row then takes its own places.
-        fused_BLH = heads.fuse(pad_sequence(places, batch_first=True).to(heads.device, heads.dtype))
+        features = [outcome.features for outcome in outcomes if outcome.features is not None]
+        assert len(features) == len(outcomes), "the target's features"
+        # One matrix product for all rows; each row then takes its own features.
+        fused_BLH = heads.fuse(pad_sequence(features, batch_first=True).to(heads.device, heads.dtype))
         states = []
         for row, outcome in enumerate(outcomes):
             parts = [self.feeder.unfed[row]] if self.feeder.unfed else []
             if outcome.prompt_features is not None:
                 # The first round also brings the prompt's features.
                 parts.append(heads.fuse(outcome.prompt_features.to(heads.device, heads.dtype)))
-            parts.append(fused_BLH[row, : len(places[row])])
+            parts.append(fused_BLH[row, : len(features[row])])
             states.append(torch.cat([part for part in parts if len(part)]) if len(parts) > 1 else parts[0])
         self.feeder.unfed = states
 
@@ -152,25 +152,25 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
 
 
 class StateFeeder(Feeder):
-    """Keeps a model fed with places of the texts: place i has token i + 1, and the target's state of token i.
+    """Keeps a model fed with positions of the texts: position i has token i + 1, and the target's state of token i.
 
-    `width` is the most places that are fed at once after the first texts, since no further slots are free after the
-    longest one. Rows that lack fewer places are padded; the padding's slots are overwritten later.
+    `width` is the most positions that are fed at once after the first texts, since no further slots are free after the
+    longest one. Rows that lack fewer positions are padded; the padding's slots are overwritten later.
     """
 
     def __init__(self, model: PreTrainedModel, task: DraftTask, block: int, width: int):
         super().__init__(model, task, task.max_length, block)
         self.width = width
-        self.unfed: list[Tensor] = []  # for each row, (L, H): the states of its places that are not fed yet
+        self.unfed: list[Tensor] = []  # for each row, (L, H): the states of its positions that are not fed yet
 
-    def look_at(self, texts: Sequence[Tensor]) -> None:
+    def set_lengths(self, texts: Sequence[Tensor]) -> None:
         """Take note of the texts' lengths: the target has not seen their last tokens."""
-        self.lengths = Places([len(text) - 1 for text in texts], self.device)
+        self.lengths = Slots([len(text) - 1 for text in texts], self.device)
 
     def block_from(
         self, texts: Sequence[Tensor], first: int, width: int, but: int = 0
-    ) -> tuple[Tensor, Places, dict[str, Tensor]]:
-        """Return unfed places of each row from index `first` on, except its last `but`, as arguments of a forward.
+    ) -> tuple[Tensor, Slots, dict[str, Tensor]]:
+        """Return unfed positions of each row from index `first` on, except its last `but`, as arguments of a forward.
 
         These are tokens, (B, width), slots, and states, (B, width, H).
         """
@@ -179,24 +179,24 @@ class StateFeeder(Feeder):
         tokens = [t[len(t) - n + i : len(t) - but][:width] for t, n, i in zip(texts, counts, at, strict=True)]
         states = [s[i : len(s) - but][:width] for s, i in zip(self.unfed, at, strict=True)]
         slots = [end - count + i for end, count, i in zip(self.lengths.host, counts, at, strict=True)]
-        return padded(tokens, width), Places(slots, self.device), {"states": pad_rows(states, width)}
+        return pad_right(tokens, width), Slots(slots, self.device), {"states": pad_rows(states, width)}
 
-    def take_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places, dict[str, Tensor]]:
-        """Return all unfed places as one block, to be fed by the caller."""
+    def take_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Slots, dict[str, Tensor]]:
+        """Return all unfed positions as one block, to be fed by the caller."""
         block = self.block_from(texts, 0, max(map(len, self.unfed)))
         self.unfed = [states_LH[:0] for states_LH in self.unfed]
         return block
 
-    def feed_places(self, texts: Sequence[Tensor], but: int = 0) -> None:
-        """Feed the unfed places of each row except its last `but`; the first texts in one forward."""
+    def feed_unfed(self, texts: Sequence[Tensor], but: int = 0) -> None:
+        """Feed the unfed positions of each row except its last `but`; the first texts in one forward."""
         most = max(map(len, self.unfed)) - but
         if self.model.is_empty and most:
             tokens, _, further = self.block_from(texts, 0, most, but)
             self.model.prefill(tokens, further=further)
         else:
             for first in range(0, most, self.width):
-                tokens, places, further = self.block_from(texts, first, min(self.width, most - first), but)
-                self.model.feed(tokens, places, 1, further=further)
+                tokens, slots, further = self.block_from(texts, first, min(self.width, most - first), but)
+                self.model.feed(tokens, slots, 1, further=further)
         self.unfed = [states_LH[len(states_LH) - but :] for states_LH in self.unfed]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -205,8 +205,8 @@ class StateFeeder(Feeder):
         self.unfed = [self.unfed[row] for row in rows]
 
 
-def most_places(task: DraftTask) -> int:
-    """Return the most places of a text that a round gives features to."""
+def most_positions(task: DraftTask) -> int:
+    """Return the most positions of a text that a round gives features to."""
     return max(task.draft_length, task.round_length) + 1
 
 

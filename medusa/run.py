@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import positions_of
 from draftsmith.medusa.base import DraftingHeads
 from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
-from draftsmith.medusa.seen import TargetStates, states_from_cache, states_from_forward
+from draftsmith.medusa.target_states import TargetStates, states_from_cache, states_from_forward
 from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.launch import TrainingRun
@@ -105,7 +105,7 @@ class FeatureRun(HeadsRun[FeatureConfig]):
         if self.features is not None:
             self.features = self.features.of_layers(self.heads.layer_ids)
 
-    def seen_of(self, texts: Sequence[Text]) -> Callable[[Text], TargetStates]:
+    def states_of(self, texts: Sequence[Text]) -> Callable[[Text], TargetStates]:
         """Return a function from one of these texts to its states, from the target or from the cache."""
         if self.features is None:
             return partial(states_from_forward, self.target, self.heads.layer_ids)

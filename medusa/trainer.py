@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
-from draftsmith.medusa.chains import ChainPlaces, LossPlaces, chain_metrics
+from draftsmith.medusa.chains import ChainPositions, HeadPositions, chain_metrics
 from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
-from draftsmith.medusa.seen import TargetStates, run_for_states
+from draftsmith.medusa.target_states import TargetStates, run_for_states
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
@@ -99,7 +99,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
 
     def chain_loss(
         self,
-        places: LossPlaces,
+        positions: HeadPositions,
         states: Sequence[Tensor],
         head_for: Callable[[int], OutputHead],
         teacher: tuple[Tensor, OutputHead] | None,
@@ -107,19 +107,19 @@ class HeadsTrainer(RecipeTrainer, ABC):
         """Return Σ_i decay^i · the objective summed over guess i's tokens; called inside of the heads' forwards.
 
         Args:
-            places: the places to learn at.
+            positions: the positions to learn at.
             states: the input of each guess's language-model head, (N, H).
             head_for: the head of each guess, over the heads' vocabulary.
             teacher: the input of the teacher's head, (B, T, H), and the rows of it that the objective needs; None for
                 hard labels.
         """
-        labels, sizes = self.vocabulary.labels(places.labels), self.vocabulary.sizes(self.sizes)
+        labels, sizes = self.vocabulary.labels(positions.labels), self.vocabulary.sizes(self.sizes)
         p: TeacherDistributions | None = None
         if self.objective.needs_target and teacher is not None:
-            p = self.vocabulary.distributions(LiveDistributions(places.teacher(teacher[0]), teacher[1]))
+            p = self.vocabulary.distributions(LiveDistributions(positions.teacher(teacher[0]), teacher[1]))
 
         def losses(learners: Sequence[Learner]) -> Tensor:
-            weighted = [(*learner, places.weights[i], self.config.decay**i) for i, learner in enumerate(learners)]
+            weighted = [(*learner, positions.weights[i], self.config.decay**i) for i, learner in enumerate(learners)]
             return chunked_objectives(self.objective, labels, weighted, p, sizes)
 
         with self.clock.phase("loss"):
@@ -127,7 +127,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
 
     def chain_sums(
         self,
-        places: ChainPlaces,
+        positions: ChainPositions,
         chosen_BT: Tensor,
         p: LiveDistributions,
         features: Callable[[int, FeaturesOf], Tensor],
@@ -135,7 +135,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
         """Return each sample's tokens, rounds and loss, and three sums for each guess, (B, 3 + 3K).
 
         Args:
-            places: the places to learn at.
+            positions: the positions to learn at.
             chosen_BT: as in `replay_sums`.
             p: the target's distributions there, over its whole vocabulary.
             features: calls the function that it is given with guess i's states and head.
@@ -144,12 +144,12 @@ class HeadsTrainer(RecipeTrainer, ABC):
         sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
 
         def features_of(states: Tensor, head: OutputHead) -> Tensor:
-            return chunked_features(self._guess_features, places.labels, states, head, p, sizes)
+            return chunked_features(self._guess_features, positions.labels, states, head, p, sizes)
 
         accepted, sums, loss_B = list[Tensor](), list[Tensor](), torch.zeros(rows, device=chosen_BT.device)
         for index in range(self.count):
             # Columns of `_guess_features`: a, Σ_v min(p, q), right, the objective's features, and last the weight.
-            table = places.table(index, features(index, features_of), (rows, width + 1))
+            table = positions.table(index, features(index, features_of), (rows, width + 1))
             losses = [self.objective.shortfall(row[:, 3:-1], weights_N=row[:, -1]) for row in table]
             # The same weights as in the training loss, so that held-out losses can be compared with it.
             loss_B += self.config.decay**index * torch.stack(losses)

@@ -14,7 +14,7 @@ from typing import Any
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import INTERRUPTED, check_fields, flags, nearest, parse_config, run
-from draftsmith.train.job.ranks import killed
+from draftsmith.train.job.ranks import killed_message
 
 ROAD: dict[str, dict[str, tuple[str, str]]] = {
     "start here": {
@@ -88,7 +88,7 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
 }
 """The stages of the road, and their commands: what each does, and where its config is. Recipes are in `train`."""
 COMMANDS = {name: command for stage in ROAD.values() for name, command in stage.items()}
-MODULES = {"align": "choose.align", "generate": "generate.command"}
+MODULES = {"align": "choose.align", "export": "serving.export", "generate": "generate.command"}
 """Commands whose module's name follows neither from their own nor from their config's package."""
 RENAMED = {"medusa-tree": "tree"}
 LAUNCHER = ["-m", "accelerate.commands.launch"]
@@ -129,10 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line + nearest(name, summaries()), file=sys.stderr)
         return 2
     if {"-h", "--help"} & set(rest):
-        if name in launched():
+        if name in launched_commands():
             print(LAUNCH_USAGE.format(name=name))
         return run(lambda: parse_config(config_class(name, rest), rest, prog=f"draftsmith {name}"))
-    if name in launched():
+    if name in launched_commands():
         return run(lambda: _launch(name, rest))
     package, found, _ = COMMANDS[name][1].partition(".config:")
     module = MODULES.get(name, f"{package}.command" if found else name.replace("-", "_"))
@@ -160,7 +160,7 @@ def summaries_by_stage() -> dict[str, dict[str, str]]:
     }
 
 
-def launched() -> dict[str, str]:
+def launched_commands() -> dict[str, str]:
     """Return the modules of the commands that `accelerate launch` starts on several processes."""
     modules = {name: f"draftsmith.scripts.{name}" for name in ("prepare", "cache")}
     return modules | {name: recipe.package for name, recipe in recipes().items()}
@@ -187,7 +187,7 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
 
     launcher, rest = launcher_flags(arguments)
     file, processes = launcher.accelerate_config, launcher.processes
-    recipe = ["-m", launched()[name], *rest]
+    recipe = ["-m", launched_commands()[name], *rest]
     if alone and file is None and processes is None:
         return [sys.executable, *recipe], {}
     num_gpus = torch.cuda.device_count()
@@ -241,7 +241,7 @@ def _launched(arguments: Sequence[str]) -> int:
         if failures[0][1].error_file == NO_FILE:  # no process left a message
             for rank, failure in failures:
                 if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # the launcher ends the others so
-                    print(killed(f"rank {rank}", f" by {failure.signal_name()}"), file=sys.stderr)
+                    print(killed_message(f"rank {rank}", f" by {failure.signal_name()}"), file=sys.stderr)
                     return 1
         return next((failure.exitcode for _, failure in failures if failure.exitcode > 0), 1)
     except subprocess.CalledProcessError as error:

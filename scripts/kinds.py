@@ -58,10 +58,10 @@ def kind_of(directory: str) -> DrafterKind:
     """Return the kind of the drafter in a directory or at a hub id, by its config.json, or raise InputError."""
     from transformers import PretrainedConfig
 
-    from draftsmith.train.checkpoint import reading, require_config
+    from draftsmith.train.checkpoint import reading_errors, require_config
 
     require_config(directory, "drafter")
-    with reading("drafter", f"a config.json in {directory}"):
+    with reading_errors("drafter", f"a config.json in {directory}"):
         config = PretrainedConfig.get_config_dict(directory)[0]
     for kind in KINDS:
         if kind.recognises(config):
@@ -106,11 +106,11 @@ def drafter_specs(texts: Sequence[str], draft_lengths: Sequence[int] = (4,), **f
     drafters = [parse_drafter(text) for text in texts if text != NONE]
     names = [name for name, _, _ in drafters]
     for kind in KINDS:
-        places = [place for place, (name, other, _) in enumerate(drafters) if name is None and other is kind]
+        indices = [index for index, (name, other, _) in enumerate(drafters) if name is None and other is kind]
         taken = {STOCK, *(other.name for other in KINDS), *filter(None, names)} - {kind.name}
-        paths = [str(drafters[place][2]) for place in places]
-        for place, short in zip(places, short_names(kind.name, paths, taken), strict=True):
-            names[place] = short
+        paths = [str(drafters[index][2]) for index in indices]
+        for index, short in zip(indices, short_names(kind.name, paths, taken), strict=True):
+            names[index] = short
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"drafter: expected each name once, found {name} again")

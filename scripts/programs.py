@@ -39,7 +39,7 @@ class Order:
 
 
 @contextmanager
-def compiling(order: Order) -> Iterator[None]:
+def compile_meanwhile(order: Order) -> Iterator[None]:
     """Let another process compile programs while the block compiles others; its failures are ignored."""
     if not may_compile():
         yield
@@ -70,9 +70,9 @@ def compile_side_by_side(
     if pair.target.device.type != "cpu" or pair.target.num_parameters() > SMALL or not may_compile():
         return
     programs = {
-        (_shape(drafter), tuple(drafter.draft_lengths), place): (drafter, spec, decoder_options)
+        (_shape(drafter), tuple(drafter.draft_lengths), index): (drafter, spec, decoder_options)
         for drafter, spec in zip(reversed(pair.drafters), reversed(drafters), strict=True)
-        for place, decoder_options in enumerate(options)
+        for index, decoder_options in enumerate(options)
         if drafter.model is not None
     }
     parts = list(programs.values())
@@ -82,7 +82,7 @@ def compile_side_by_side(
     other_order = Order(
         **vars(order) | {"drafters": [s for _, s, _ in other_parts], "options": [o for _, _, o in other_parts]}
     )
-    with phase("compiling in two processes"), compiling(other_order):
+    with phase("compiling in two processes"), compile_meanwhile(other_order):
         for drafter, _, decoder_options in own_parts:
             with suppress(Exception):  # decoding reports what fails
                 decode_briefly(pair, drafter, decoder_options)

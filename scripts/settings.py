@@ -24,7 +24,7 @@ from draftsmith.decode.measurement.costs import forward_after_text
 from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import read
 from draftsmith.scripts.pair import load_pair
-from draftsmith.scripts.programs import SMALL, Order, compiling, needs_compiling
+from draftsmith.scripts.programs import SMALL, Order, compile_meanwhile, needs_compiling
 from draftsmith.train.files import write_atomically
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Pair
 from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_model
@@ -171,7 +171,7 @@ def _compiled_aside(timed: "_Timed", path: str, trust_remote_code: bool) -> Abst
     _, *others = timed.models
     if len(others) != 1 or not all(needs_compiling(model) for model in timed.models.values()):
         return nullcontext()
-    return compiling(Order(path, others[0], timed.threads, trust_remote_code))
+    return compile_meanwhile(Order(path, others[0], timed.threads, trust_remote_code))
 
 
 def _least(seconds: Mapping[str, float]) -> str:

@@ -159,7 +159,7 @@ def flags_of(fields: dict[str, Any]) -> list[str]:
     ]
 
 
-def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+def nest(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted fields as nested ones, as in YAML."""
     fields_by_group: dict[str, Any] = {}
     for key, value in fields.items():

@@ -135,8 +135,8 @@ def _dealt_out(texts: Sequence[TextRanks], seed: int) -> dict[str, list[TextRank
     """Split texts at random: half to search on, a fifth to select on, the rest to check the result."""
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     half, most = -(-len(texts) // 2), -(-7 * len(texts) // 10)
-    places = {"search": order[:half], "selection": order[half:most], "check": order[most:]}
-    return {name: [texts[place] for place in part] for name, part in places.items()}
+    indices = {"search": order[:half], "selection": order[half:most], "check": order[most:]}
+    return {name: [texts[index] for index in part] for name, part in indices.items()}
 
 
 def replayed_texts(

@@ -47,7 +47,7 @@ Stored = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @contextmanager
-def reading(field: str, expected: str) -> Iterator[None]:
+def reading_errors(field: str, expected: str) -> Iterator[None]:
     """Turn any exception, except a lack of memory, into the InputError "FIELD: expected EXPECTED, found: …"."""
     try:
         yield
@@ -74,7 +74,7 @@ def require_config(path: str | Path, field: str) -> None:
     if is_path and not local.is_dir():
         raise InputError(f"{field}: expected a model directory or a hub id, found nothing at {path}")
     if local.is_dir():
-        with reading(field, f"a JSON object in {file}"):
+        with reading_errors(field, f"a JSON object in {file}"):
             content = parse_json(file.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
                 raise ValueError(f"{json.dumps(content)[:20]}")
@@ -208,7 +208,7 @@ def load_heads(
         require_config(path, what)  # the library would fall back on the defaults
         if Path(path).is_dir():
             _check_stored(cls, path, what)  # before anything takes memory
-    with reading(str(path), f"{what} (config.json, safetensors)"):
+    with reading_errors(str(path), f"{what} (config.json, safetensors)"):
         heads, info = load(path, *args, **options)
     for kind, fault in (("missing", "missing"), ("unexpected", "not expected"), ("mismatched", "of another shape")):
         _refuse([key if isinstance(key, str) else key[0] for key in info[f"{kind}_keys"]], path, what, fault)
@@ -219,7 +219,7 @@ def load_heads(
 def _check_stored(cls: type[PreTrainedModel], path: str | Path, what: str) -> None:
     """Require that the tensors of a directory have the shapes and types that its config implies."""
     stored = stored_tensors(path, what)
-    with reading(str(path), f"a config of {what}"), torch.device("meta"):
+    with reading_errors(str(path), f"a config of {what}"), torch.device("meta"):
         config: Any = cls.config_class
         empty = cls(config.from_pretrained(path)).state_dict()
     present = {name: tensor for name, tensor in empty.items() if name in stored}
@@ -289,7 +289,7 @@ def is_quantized(model: PreTrainedModel) -> bool:
 
 def load_generation_config(path: str | Path, config: PretrainedConfig, *, field: str = "model") -> GenerationConfig:
     """Read and check a model's generation config, which older models have in config.json."""
-    with reading(field, f"a generation_config.json in {path}"):
+    with reading_errors(field, f"a generation_config.json in {path}"):
         try:
             generation = GenerationConfig.from_pretrained(path)
         except OSError:

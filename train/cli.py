@@ -299,7 +299,7 @@ def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:
         parsed = [kind(item) for item in items if item != ""]
     except ValueError as error:
         raise InputError(f"{name}: expected numbers separated by commas, found {value!r}") from error
-    if twice := [number for place, number in enumerate(parsed) if number in parsed[:place]]:
+    if twice := [number for index, number in enumerate(parsed) if number in parsed[:index]]:
         raise InputError(f"{name}: expected each number once, found {twice[0]} again")
     BELOW_MOST.check(name, [number for number in parsed if isinstance(number, int)])
     return parsed

@@ -32,7 +32,7 @@ from draftsmith.train.data.shards import completion_files
 from draftsmith.train.job import ranks
 from draftsmith.train.job.checkpointed import StepsTaken
 from draftsmith.train.job.kept_step import KeptStep
-from draftsmith.train.job.lock import locked
+from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.job.processes import keep_few_kernels
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
 from draftsmith.train.losses.output_head import require_split
@@ -267,7 +267,7 @@ def launch(kind: type[Config], recipe: Callable[[Config], Any], argv: Sequence[s
     keep_few_kernels()
     ranks.watch(config.training.device)
     args = config.training
-    alone = locked(Path(str(args.output_dir)), "training.output_dir") if args.should_save else nullcontext()
+    alone = lock_directory(Path(str(args.output_dir)), "training.output_dir") if args.should_save else nullcontext()
     with alone:
         recipe(config)
     ranks.finish()

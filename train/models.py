@@ -34,7 +34,7 @@ from draftsmith.train.checkpoint import (
     check_rope,
     check_sizes,
     load_generation_config,
-    reading,
+    reading_errors,
     require_config,
     stored_tensors,
 )
@@ -64,7 +64,7 @@ def named_device(name: torch.device | str | None, field: str = "target_device") 
 def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bool = False) -> PretrainedConfig:
     """Read a causal LM's config, without weights; raise InputError naming `field` if it is missing or damaged."""
     require_config(path, field)
-    with reading(field, f"a causal LM in {path}"):
+    with reading_errors(field, f"a causal LM in {path}"):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         raw, _ = PretrainedConfig.get_config_dict(path)
     for part in (raw, raw.get("text_config") or {}):
@@ -179,7 +179,7 @@ def load_model(
         expected += f" for bitsandbytes in {quantization}"
     # `check_loaded` reports mismatched sizes in one line.
     checked = {"weights_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with phase(f"loading {path}"), whole_weights(), reading(field, expected):
+    with phase(f"loading {path}"), whole_weights(), reading_errors(field, expected):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, **checked, **placed
         )
@@ -209,7 +209,7 @@ def empty_model(
         config = load_config(config, field=field, trust_remote_code=trust_remote_code)
         generation = load_generation_config(str(source), config, field=field)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    with torch.device("meta"), whole_weights(), reading(field, f"a causal LM in {source}"):
+    with torch.device("meta"), whole_weights(), reading_errors(field, f"a causal LM in {source}"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     check_causal(model, field)
     model.generation_config = generation or model.generation_config
@@ -225,7 +225,7 @@ def load_tokenizer(
     causal LM's config is missing, or both tokens are.
     """
     rows = vocabulary_size(path, field=field, trust_remote_code=trust_remote_code)
-    with phase(f"reading the tokenizer of {path}"), reading(field, f"a tokenizer in {path}"):
+    with phase(f"reading the tokenizer of {path}"), reading_errors(field, f"a tokenizer in {path}"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     tokenizer.padding_side = "left"
     usable = ((tokenizer.pad_token, tokenizer.pad_token_id), (tokenizer.eos_token, tokenizer.eos_token_id))
@@ -289,7 +289,7 @@ def check_same_tokenizer(
 def set_attention(model: PreTrainedModel, name: str | None) -> None:
     """Set a model's attention implementation by its name in transformers; None keeps it."""
     if name is not None:
-        with reading("attn_implementation", f"an attention that {type(model).__name__} can have here"):
+        with reading_errors("attn_implementation", f"an attention that {type(model).__name__} can have here"):
             model.set_attn_implementation(name)
 
 

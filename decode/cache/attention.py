@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.decode.cache.kernels import flash_takes, repeated
+from draftsmith.decode.cache.kernels import flash_takes, repeat_heads
 
 NAME = "draftsmith_grouped"
 
@@ -39,7 +39,7 @@ def grouped_attention(
     packs = length == 1 if attention_mask is None else attention_mask.shape[1] == 1
     if groups == 1 or not packs or any(kwargs.get(name) is not None for name in ("softcap", "position_bias")):
         if attention_mask is None and groups > 1 and not flash_takes(query):  # the only kernel that takes groups
-            key, value = repeated(key, heads), repeated(value, heads)
+            key, value = repeat_heads(key, heads), repeat_heads(value, heads)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     states = in_groups(query, key, value, attention_mask, dropout_p=dropout, scale=scaling)
     return states.transpose(1, 2).contiguous(), None

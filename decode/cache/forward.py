@@ -143,8 +143,8 @@ def likeliest(scores: Tensor) -> Tensor:
     """Return the index of the greatest score, (…, V) → (…): the first of equal ones, `NO_TOKEN` if any is NaN."""
     # Compilers vectorise these two passes, which they do not with an argmax. No score equals a greatest one of NaN.
     size = scores.shape[-1]
-    places = torch.arange(size, dtype=torch.int32, device=scores.device)
-    first = torch.where(scores == scores.amax(-1, keepdim=True), places, size).amin(-1).long()
+    order = torch.arange(size, dtype=torch.int32, device=scores.device)
+    first = torch.where(scores == scores.amax(-1, keepdim=True), order, size).amin(-1).long()
     return torch.where(first == size, NO_TOKEN, first)
 
 

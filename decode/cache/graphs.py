@@ -47,8 +47,8 @@ class Graphs:
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return the program's outputs, in tensors of the caller's own."""
-        places = [tensor.data_ptr() if stays else None for tensor, stays in zip(inputs, self._stays, strict=True)]
-        key = *places, *(tensor.shape for tensor in inputs)
+        pointers = [tensor.data_ptr() if stays else None for tensor, stays in zip(inputs, self._stays, strict=True)]
+        key = *pointers, *(tensor.shape for tensor in inputs)
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key](inputs)

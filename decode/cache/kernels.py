@@ -107,12 +107,12 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     grouped = query.shape[1] != key.shape[1]
     if grouped and not flash_takes(query, mask is not None):
         # The numbers are the same, and memory grows with positions, where the math kernel's grows with their square.
-        key, value = (repeated(states, query.shape[1]) for states in (key, value))
+        key, value = (repeat_heads(states, query.shape[1]) for states in (key, value))
         grouped = False
     return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped, **options)
 
 
-def repeated(states: Tensor, heads: int) -> Tensor:
+def repeat_heads(states: Tensor, heads: int) -> Tensor:
     """Repeat keys or values, (B, key heads, S, width), for each query head of their group, (B, heads, S, width)."""
     return states.repeat_interleave(heads // states.shape[1], dim=1)
 

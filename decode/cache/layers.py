@@ -26,12 +26,12 @@ Axes = Mapping[int, str]
 last slots, n slots that are attended to, s all slots."""
 
 
-class Places:
+class Slots:
     """A slot for each row: numbers on the host, and a tensor on the device that is made when it is first used."""
 
     def __init__(self, host: Sequence[int], device: torch.device, tensor: Tensor | None = None):
         self.host, self._device, self._tensor = list(host), device, tensor
-        self._base: tuple[Places, int] | None = None
+        self._base: tuple[Slots, int] | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -51,8 +51,8 @@ class Places:
         """True if all rows have the same slot."""
         return len(set(self.host)) == 1
 
-    def __add__(self, offset: int) -> "Places":
-        moved = Places([slot + offset for slot in self.host], self._device)
+    def __add__(self, offset: int) -> "Slots":
+        moved = Slots([slot + offset for slot in self.host], self._device)
         # Where all rows have one slot, the host's number is enough, and the device computes nothing.
         if self._tensor is not None or not self.alike:
             moved._base = self, offset
@@ -60,9 +60,9 @@ class Places:
 
 
 @lru_cache(maxsize=1 << 16)
-def _of_one_row(place: int, device: torch.device) -> Tensor:
+def _of_one_row(slot: int, device: torch.device) -> Tensor:
     # The same slots recur in every text, and nothing writes to these tensors.
-    return torch.tensor([place], device=device)
+    return torch.tensor([slot], device=device)
 
 
 class Block:
@@ -106,17 +106,17 @@ class Moves:
     `sources`, the paths, (B, D), where shorter ones continue as a chain, made here if None; and `slots_S`, 0 … S − 1.
     """
 
-    def __init__(self, starts: Places, paths: Sequence[Sequence[int]], sources: Tensor | None, slots_S: Tensor):
+    def __init__(self, starts: Slots, paths: Sequence[Sequence[int]], sources: Tensor | None, slots_S: Tensor):
         self._starts, self._paths, self._sources, self._slots_S = starts, paths, sources, slots_S
 
     @cached_property
     def on_host(self) -> list[tuple[int, int, int]]:
         """Each move as (row, to, source). Paths ascend, so that a slot is read before it is overwritten."""
         return [
-            (row, root + place, root + node)
+            (row, root + slot, root + node)
             for row, (root, path) in enumerate(zip(self._starts.host, self._paths, strict=True))
-            for place, node in enumerate(path, 1)
-            if place != node
+            for slot, node in enumerate(path, 1)
+            if slot != node
         ]
 
     @cached_property
@@ -184,8 +184,8 @@ class Layer(CacheLayerMixin):
         """Take the first of these as its `tensors`, and remove them from the list."""
         self.keys, self.values, self.is_initialized = tensors.pop(0), tensors.pop(0), True
 
-    def rewind(self, places: Places) -> None:
-        """Forget each row's tokens from its place on, where the next block begins."""
+    def rewind(self, slots: Slots) -> None:
+        """Forget each row's tokens from its slot on, where the next block begins."""
         # Keys and values stay: the block overwrites its slots, and nothing attends to later ones.
 
     def select(self, rows: Sequence[int]) -> None:
@@ -202,7 +202,7 @@ class Layer(CacheLayerMixin):
                 for row, to, source in moves.on_host:
                     bits[row, :, to - self.first] = bits[row, :, source - self.first]
             else:
-                rows, new, old = (places.to(states.device) for places in moves.on_device)
+                rows, new, old = (part.to(states.device) for part in moves.on_device)
                 states[rows, :, new - self.first] = states[rows, :, old - self.first]
 
     def refill(self, rows: Tensor, other: "Layer", width: int) -> None:

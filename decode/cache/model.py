@@ -20,7 +20,7 @@ from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of
 from draftsmith.decode.cache.features import Features, collect_states
 from draftsmith.decode.cache.forward import BlockForward, Forward, has_head
-from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Layer, Moves, Places, SavedLayer, make_layers
+from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Layer, Moves, SavedLayer, Slots, make_layers
 from draftsmith.decode.cache.masks import Masks
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.cache.rotary import rotary_limit
@@ -102,18 +102,18 @@ class CachedModel:
         longest = max(map(len, texts))
         self._check_rotary(min(map(len, texts)) - 1)
         if longest > 1:
-            self.prefill(padded(texts, longest)[:, :-1])
+            self.prefill(pad_right(texts, longest)[:, :-1])
 
     def refill(self, rows: Sequence[int], texts: Sequence[Tensor]) -> None:
         """Feed texts, (T_b,) int64, without their last tokens, to some rows; `rollback` must be the greatest length."""
         fresh = CachedModel(self.model, len(rows), self._last + 1)
         fresh.prefill_texts(texts)
-        width, places = max(map(len, texts)) - 1, torch.tensor(rows, device=self._device)
+        width, indices = max(map(len, texts)) - 1, torch.tensor(rows, device=self._device)
         for layer, new in zip(self._layers, fresh._layers, strict=True):
             if new.is_initialized:
-                layer.refill(places, new, width)
+                layer.refill(indices, new, width)
         if self._positions is not None:
-            self._positions[places, :width] = self._range[:width]
+            self._positions[indices, :width] = self._range[:width]
 
     def saved(self, row: int, length: int) -> SavedRow:
         """Return a copy of a row's first slots, for `restore`; `rollback` must be the greatest length."""
@@ -123,8 +123,8 @@ class CachedModel:
         """Fill an empty cache of the model with each row's saved slots; a row without any has an empty list."""
         if not any(rows):
             return
-        for place, layer in enumerate(self._layers):
-            saved = [row[place] if row else None for row in rows]
+        for index, layer in enumerate(self._layers):
+            saved = [row[index] if row else None for row in rows]
             if any(part is not None for part in saved):
                 layer.restore(saved)
         if self._positions is not None:
@@ -139,7 +139,7 @@ class CachedModel:
         self._check_rotary(length)
         # A program already loaded also serves a short prompt; none is compiled for it.
         if not further and tokens.numel() <= SHORT and self._is_compiled:
-            starts = Places([0] * len(tokens), self._device)
+            starts = Slots([0] * len(tokens), self._device)
             return self._feed_compiled(tokens, starts, None, None, {}, keep)
         self._block.start, self._block.width, self._block.reach = 0, length, 0
         positions = self._range[None, :length]
@@ -150,7 +150,7 @@ class CachedModel:
     def feed(
         self,
         tokens: Tensor,
-        starts: Sequence[int] | Places,
+        starts: Sequence[int] | Slots,
         keep: int | None = None,
         visible: Tensor | None = None,
         depths: Tensor | None = None,
@@ -168,15 +168,15 @@ class CachedModel:
             further: the model's other inputs by name, (B, K, …).
         """
         rows, k = tokens.shape
-        places = starts if isinstance(starts, Places) else Places(starts, self._device)
-        self._check_rotary(min(places.host) + k)
+        slots = starts if isinstance(starts, Slots) else Slots(starts, self._device)
+        self._check_rotary(min(slots.host) + k)
         if self.compiled:
-            return self._feed_compiled(tokens, places, visible, depths, further or {}, keep or k)
-        positions = self._placed(places, k, depths)
+            return self._feed_compiled(tokens, slots, visible, depths, further or {}, keep or k)
+        positions = self._placed(slots, k, depths)
         mask = self._masks.of_block(self._block, rows, positions, self._positions, visible, depths is not None)
         return self._run(tokens, mask, positions, k if keep is None else keep, further)
 
-    def keep_paths(self, starts: Places, paths: Sequence[Sequence[int]], sources: Tensor | None = None) -> None:
+    def keep_paths(self, starts: Slots, paths: Sequence[Sequence[int]], sources: Tensor | None = None) -> None:
         """Move accepted tokens of trees, entries `paths` of the blocks that began at slots `starts`, after the roots.
 
         `sources` are the paths on the device, (B, D), where shorter ones continue as a chain; made here if None.
@@ -219,26 +219,26 @@ class CachedModel:
                 f"embedding changes what the cache holds, found {self._last + 1}"
             )
 
-    def _placed(self, places: Places, k: int, depths: Tensor | None) -> Tensor:
+    def _placed(self, slots: Slots, k: int, depths: Tensor | None) -> Tensor:
         """Set the slots of a block of K tokens for the layers; return its positions, (1 or B, K)."""
         for layer in self._layers:
-            layer.rewind(places)
+            layer.rewind(slots)
         block = self._block
-        block.start = places.host[0] if places.alike else None
-        block.width = max(places.host) + k
+        block.start = slots.host[0] if slots.alike else None
+        block.width = max(slots.host) + k
         # A tree's nodes have positions by their depth, at most `_largest` before their slots.
-        first = min(places.host) - (0 if depths is None else self._largest)
+        first = min(slots.host) - (0 if depths is None else self._largest)
         block.reach = max(0, first - self._window + 1)
         if block.start is not None:
             block.slots = self._range[block.start : block.start + k][None, :]
         else:
-            block.slots = places.tensor[:, None] + self._range[:k]
+            block.slots = slots.tensor[:, None] + self._range[:k]
         positions = block.slots if depths is None else block.slots[:, :1] + depths
         if block.width > self._last + 1:
             # Padding after a row's own block: learned positions may end with the length limit.
             positions = positions.clamp(max=self._last)
         if self._positions is not None:
-            shape = len(places.host), k
+            shape = len(slots.host), k
             self._positions.scatter_(1, block.slots.expand(shape), positions.expand(shape))
         return positions
 
@@ -266,7 +266,7 @@ class CachedModel:
     def _feed_compiled(
         self,
         tokens: Tensor,
-        places: Places,
+        slots: Slots,
         visible: Tensor | None,
         depths: Tensor | None,
         further: Mapping[str, Tensor],
@@ -278,7 +278,7 @@ class CachedModel:
         else:
             visible, depths = visible.expand(rows, -1, -1).contiguous(), depths.expand(rows, -1).contiguous()
             shape = [visible, depths, self._range[k - keep : k]]
-        outputs = self.compute(None, lambda block: block, tokens, places, k, shape, further)
+        outputs = self.compute(None, lambda block: block, tokens, slots, k, shape, further)
         self.likeliest = outputs[1]
         self._keep(outputs[2] if self.wants_hidden else None, outputs[2 + self._has_head :], keep)
         return outputs[0]
@@ -288,7 +288,7 @@ class CachedModel:
         name: Hashable,
         make: Callable[[BlockForward], Forward],
         tokens: Tensor,
-        places: Places,
+        slots: Slots,
         reach: int,
         inputs: Sequence[Any],
         further: Mapping[str, Tensor],
@@ -299,7 +299,7 @@ class CachedModel:
             name: the program's key among those of this object.
             make: turns the model's `BlockForward` into the program's forward; called at its first use.
             tokens: (B, K) int64.
-            places: the slot of each row's first token.
+            slots: the slot of each row's first token.
             reach: the number of slots written, from a row's first token on.
             inputs: the program's inputs after the greatest position.
             further: the model's other inputs by name, (B, K, …).
@@ -313,8 +313,8 @@ class CachedModel:
             self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
             self.features.clear()
         for layer in self._layers:
-            layer.rewind(places)
-        end = max(places.host) + reach
+            layer.rewind(slots)
+        end = max(slots.host) + reach
         extras = [*further.values(), *([] if self._positions is None else [self._positions])]
         # Few different numbers of slots: a multiple of STEP, or in graphs, which keep one shape each, a power of two.
         wide = max(graphs.FEWEST_SLOTS, 1 << (end - 1).bit_length()) if self._in_graphs else -(-end // STEP) * STEP
@@ -323,7 +323,7 @@ class CachedModel:
             self._ranges[count] = self._range[:count]
         all_inputs = [
             tokens.contiguous(),
-            places.tensor,
+            slots.tensor,
             self._ranges[count],
             self._last_position,
             *inputs,
@@ -352,6 +352,6 @@ class CachedModel:
         return self._chains[rows, k, keep]
 
 
-def padded(texts: Iterable[Tensor], width: int) -> Tensor:
+def pad_right(texts: Iterable[Tensor], width: int) -> Tensor:
     """Stack token sequences of at most `width` tokens, (B, width), with zeros on the right."""
     return torch.stack([torch.nn.functional.pad(t, (0, width - len(t))) if len(t) < width else t for t in texts])

@@ -17,7 +17,7 @@ SOURCES = [__file__, str(Path(__file__).with_suffix(".cpp"))]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def packs(weight: Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
     """Return whether this kernel computes products with a weight, (N, K)."""
     if weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return False
@@ -25,7 +25,7 @@ def packs(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
 
 
-def packed(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor) -> Tensor:
     """Return a weight, (N, K), in blocks of outputs, (O, K, 16), in bfloat16 if that changes no number."""
     halved = weight.to(torch.bfloat16)
     weight = halved if bool((halved.to(weight.dtype) == weight).all()) else weight

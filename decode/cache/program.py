@@ -99,7 +99,7 @@ class Program:
         clock.PROGRAMS.append(time.perf_counter() - begin)
         self._graphs: graphs.Graphs | None = None
         if graphs.enabled(device):
-            axes = flattened(forward.axes(example))
+            axes = flatten(forward.axes(example))
             self._graphs = graphs.Graphs(self._loader.run, ["s" in symbols.values() for symbols in axes])
         self.use(weights)
 
@@ -123,10 +123,10 @@ class Program:
         return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> list[Tensor]:
-        return (self._graphs or self._loader.run)(flattened(inputs))  # type: ignore[no-any-return]
+        return (self._graphs or self._loader.run)(flatten(inputs))  # type: ignore[no-any-return]
 
 
-def flattened(nested: Sequence[Any]) -> list[Any]:
+def flatten(nested: Sequence[Any]) -> list[Any]:
     """Return a program's inputs, or values for each input, without inner lists."""
     flat: list[Any] = []
     for value in nested:
@@ -283,7 +283,6 @@ class _Watch:
         """Return whether its structure has changed, and whether its weights have."""
         modules = list(model.modules())
         held = [t for m in modules for group in (m._parameters, m._buffers) for t in group.values() if t is not None]
-        # Training and `.data` leave different traces: pointers, versions, and a few sampled numbers.
         structure = (
             _config(model),
             [(type(module), tuple(module._modules), module.training, _numbers(module)) for module in modules],
@@ -292,6 +291,7 @@ class _Watch:
         pointers = [tensor.data_ptr() for tensor in held]
         if pointers != self._pointers:
             self._pointers, self._samples = pointers, list(map(_sampled, held))
+        # An optimizer's step changes versions, a new tensor the pointers, and writing through `.data` only the numbers.
         weights = (
             pointers,
             [0 if tensor.is_inference() else tensor._version for tensor in held],

@@ -40,8 +40,8 @@ def own_positions(model: nn.Module, lengths: Sequence[int], ids_BT: Tensor) -> d
     """Return the `position_ids` (B, T) by which right-padded texts are read as alone; empty if they do not matter."""
     if not rotate_by_text(model):
         return {}
-    places_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-    return {"position_ids": places_T * (places_T < torch.tensor(lengths, device=ids_BT.device)[:, None])}
+    order_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    return {"position_ids": order_T * (order_T < torch.tensor(lengths, device=ids_BT.device)[:, None])}
 
 
 def _kinds(module: nn.Module) -> set[str]:

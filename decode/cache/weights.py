@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from draftsmith.decode.cache.product import block_product, packed, packs
+from draftsmith.decode.cache.product import block_product, can_pack, pack_weight
 
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Names of linear layers in one module that have the same input, in most families."""
@@ -39,7 +39,7 @@ class Group:
         """Return the weight, and the bias if there is one, by their names in the model."""
         weight = torch.cat([layer.get_parameter("weight").detach() for layer in self.layers])
         # The library reads half-precision weights faster with the inputs' axis outside.
-        laid = {f"{self.path}.weight": packed(weight) if packs(weight) else weight.t().contiguous().t()}
+        laid = {f"{self.path}.weight": pack_weight(weight) if can_pack(weight) else weight.t().contiguous().t()}
         if self.layers[0].bias is not None:
             laid[f"{self.path}.bias"] = torch.cat([layer.get_parameter("bias").detach() for layer in self.layers])
         return laid

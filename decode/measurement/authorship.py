@@ -70,10 +70,10 @@ class Authorship:
     def _refuse(self, wrong_N: Tensor, start: int, expected: str) -> None:
         wrong_N = wrong_N.cpu()
         if bool(wrong_N.any()):
-            place = start + int(wrong_N.int().argmax())
+            index = start + int(wrong_N.int().argmax())
             raise InputError(
                 f"sequences: expected text that the target wrote, found {int(wrong_N.sum())} of {len(wrong_N)} tokens "
-                f"that are not {expected}, the first at {place} (allow_biased replays it all the same, with a bias)"
+                f"that are not {expected}, the first at {index} (allow_biased replays it all the same, with a bias)"
             )
 
 

@@ -32,7 +32,7 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import Count, Share
 
 SAMPLED = Sampling(temperature=1.0)
-PLACES_NAMED = 3
+MOST_NAMED = 3
 TEXTS_FED_AGAIN = 4
 TIE_DEVIATIONS = 6
 OTHER_KERNELS = 2
@@ -61,7 +61,7 @@ class Certificate:
     """Under sampling: the number of tested tokens."""
     passed: bool | None = None
     reason: str | None = None
-    """Why the run failed or was not checked, or the places that differ."""
+    """Why the run failed or was not checked, or the positions that differ."""
 
 
 def unchecked(reason: str) -> Certificate:
@@ -126,7 +126,7 @@ def certify_greedy(
         excess = _excess_of_ties(len(ties), plain_ties, _turned_by_rounding(target, shared, sampler, unit))
     departures = {i: mismatch for i, mismatch in mismatches.items() if i not in ties}
     reasons = [excess] if excess else []
-    reasons += [_listed(kind, places) for kind, places in (("departures", departures), ("near ties", ties)) if places]
+    reasons += [_listed(kind, found) for kind, found in (("departures", departures), ("near ties", ties)) if found]
     return Certificate(
         identical=not mismatches,
         prompts_identical=len(prompts) - len(mismatches),
@@ -261,9 +261,9 @@ def _excess_of_ties(ties: int, plain_ties: int, turned: Tensor) -> str | None:
 
 
 @torch.inference_mode()
-def _rounding_ruled_out(target: PreTrainedModel, text: Text, place: int, sampler: Sampler) -> bool:
+def _rounding_ruled_out(target: PreTrainedModel, text: Text, index: int, sampler: Sampler) -> bool:
     """Return whether an impossible token becomes possible once all margins move in its favour by the size of a tie."""
-    context, token = text[0][:place], int(text[0][place])
+    context, token = text[0][:index], int(text[0][index])
     logits = target(input_ids=context[None], use_cache=False).logits[0, -1:]
     tie = TIE_ULPS * torch.finfo(target.dtype).eps * float(logits.abs().max())
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -274,7 +274,7 @@ def _rounding_ruled_out(target: PreTrainedModel, text: Text, place: int, sampler
 
 def _listed(kind: str, mismatches: Mapping[int, Mismatch]) -> str:
     """List the first mismatches in a sentence."""
-    places = [
+    named = [
         f"prompt {i}, token {d.position}: "
         + (
             f"{d.found} in place of {d.expected}, margin {d.margin:.2g}, a tie up to {d.tolerance:.2g}"
@@ -283,6 +283,6 @@ def _listed(kind: str, mismatches: Mapping[int, Mismatch]) -> str:
             if d.found is None
             else "the plain text ends there"
         )
-        for i, d in list(mismatches.items())[:PLACES_NAMED]
+        for i, d in list(mismatches.items())[:MOST_NAMED]
     ]
-    return f"{len(mismatches)} {kind}: " + " | ".join(places) + (" | …" if len(mismatches) > PLACES_NAMED else "")
+    return f"{len(mismatches)} {kind}: " + " | ".join(named) + (" | …" if len(mismatches) > MOST_NAMED else "")

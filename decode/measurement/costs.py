@@ -24,7 +24,7 @@ from draftsmith.decode.clock import median_seconds, timed
 from draftsmith.decode.measurement.turns import Parts, Timing, loop_turns, measure_until_agreement, text_windows
 from draftsmith.decode.planner import (
     RoundCosts,
-    interpolated,
+    interpolate,
     rounds_with_others,
     stack_sizes,
     turn_seconds,
@@ -102,7 +102,7 @@ class CostTable:
         by_rows = self.drafters[name]
 
         def between(values: Mapping[int, float]) -> float:
-            return interpolated(values, rows)
+            return interpolate(values, rows)
 
         return RoundCosts(
             target={k: between({b: t[k] for b, t in self.target_seconds.items()}) for k in sizes},
@@ -114,7 +114,7 @@ class CostTable:
 
     def prompt_seconds(self, rows: int, tokens: int) -> float:
         """Return the seconds of the target's forward over prompts, on the line through t(1) and the measured prompt."""
-        measured = interpolated(self.prefill_seconds, rows)
+        measured = interpolate(self.prefill_seconds, rows)
         slope = (measured - self._plain_forward(rows)) / max(1, self.prompt - 1)
         return max(measured + max(0.0, slope) * (tokens - self.prompt), 0.0)
 
@@ -152,9 +152,9 @@ class CostTable:
         seconds = 0.0
         if prompt:
             seconds = self.prompt_seconds(rows, prompt)
-            for place, name in enumerate(names):
+            for index, name in enumerate(names):
                 # A drafter reads the prompt in its first turn, which may never come: hence the expected share.
-                share = min(1.0, float(pooled_SK[place:].sum()) / rows)
+                share = min(1.0, float(pooled_SK[index:].sum()) / rows)
                 seconds += share * self._first_draft(name, rows, prompt)
             if rows == 1:  # the prompt and the first draft go through the target together
                 target = self.at(names[0], rows)
@@ -168,15 +168,15 @@ class CostTable:
         # The forward over a single prompt also gives its first token.
         steps = [tokens[0] - 1] if len(tokens) == 1 and prompt else tokens
         return (self.prompt_seconds(len(tokens), prompt) if prompt else 0.0) + _drained(
-            steps, lambda rows: self._plain_forward(rows) + interpolated(self.plain_overhead_seconds, rows)
+            steps, lambda rows: self._plain_forward(rows) + interpolate(self.plain_overhead_seconds, rows)
         )
 
     def _first_draft(self, name: str, rows: int, prompt: int) -> float:
         """Return the additional seconds of the first draft, in which the drafter reads the prompt."""
-        return interpolated({b: c.prefill for b, c in self.drafters[name].items()}, rows) * prompt / self.prompt
+        return interpolate({b: c.prefill for b, c in self.drafters[name].items()}, rows) * prompt / self.prompt
 
     def _plain_forward(self, rows: int) -> float:
-        return interpolated({b: t[1] for b, t in self.target_seconds.items()}, rows)
+        return interpolate({b: t[1] for b, t in self.target_seconds.items()}, rows)
 
 
 def _check_whole(table: CostTable) -> CostTable:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from draftsmith.decode.autoregressive import autoregressive_generate
-from draftsmith.decode.cache import padded
+from draftsmith.decode.cache import pad_right
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, generate_arguments
@@ -41,7 +41,7 @@ from draftsmith.decode.speculative import speculative_generate
 
 Text = tuple[Tensor, int]  # A text's tokens (T,) int64, and the length of its prompt, at least 1
 ENTRIES = 2**25  # logits held at a time; the tensors computed from them take a few times their memory
-PLACES_NAMED = 16
+MOST_NAMED = 16
 PLACES_SEED = 2**31
 """An offset from the seeds of the texts: a number that chose a token is no longer random given that token."""
 
@@ -211,7 +211,7 @@ class _LawTests:
     def add_impossible(self, ruled_out_N: Tensor, chosen_CB: Tensor, start: int) -> None:
         """Add impossible tokens in the columns from `start` on of the batch that is added next."""
         self._num_impossible += int(ruled_out_N.sum())
-        for column, text in chosen_CB.nonzero()[ruled_out_N][: PLACES_NAMED - len(self._impossible)].tolist():
+        for column, text in chosen_CB.nonzero()[ruled_out_N][: MOST_NAMED - len(self._impossible)].tolist():
             self._impossible.append((self.num_texts + text, start + column))
 
     def add(self, u_KTB: Tensor, wanted_TB: Tensor) -> None:
@@ -267,7 +267,7 @@ def _aligned(texts: list[Text]) -> tuple[Tensor, Tensor]:
     for _, prompt_length in texts:
         if prompt_length < 1:
             raise InputError(f"prompt_length: expected at least 1, found {prompt_length}")
-    ids = padded([text for text, _ in texts], max(len(text) for text, _ in texts))
+    ids = pad_right([text for text, _ in texts], max(len(text) for text, _ in texts))
     first, end = (
         torch.tensor(ends, device=ids.device)[:, None]
         for ends in ([prompt_length for _, prompt_length in texts], [len(text) for text, _ in texts])

@@ -12,14 +12,14 @@ from draftsmith.decode.sampling import Sampler
 
 GREEDY = Sampler(LogitsProcessorList(), do_sample=False)
 # In units of the dtype's spacing at the largest logit. On the embedded target in bfloat16, margins between the two
-# likeliest tokens differed by up to 1.9 units among forwards of one token, of eight and of the whole text (8 places in
-# 12 texts); deeper models round more often.
+# likeliest tokens differed by up to 1.9 units among forwards of one token, of eight and of the whole text (8 positions
+# in 12 texts); deeper models round more often.
 TIE_ULPS = 8
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first place where a text differs from plain decoding's."""
+    """The first position where a text differs from plain decoding's."""
 
     position: int  # the index of the token in the text
     expected: int | None  # the plain text's token; None where the text has ended
@@ -38,9 +38,9 @@ class Mismatch:
 
 def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the index of the first different token, the shorter length if one text begins the other; None if equal."""
-    for place, (token, other_token) in enumerate(zip(text, other, strict=False)):
+    for index, (token, other_token) in enumerate(zip(text, other, strict=False)):
         if token != other_token:
-            return place
+            return index
     return None if len(text) == len(other) else min(len(text), len(other))
 
 

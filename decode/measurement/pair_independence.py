@@ -3,7 +3,7 @@
 A decoder may write each text correctly but share randomness, or tokens, between the rows of a batch or between
 requests. Each text alone then looks like the target's; only pairs show the fault.
 
-Shape suffixes: K orders of the vocabulary, C columns, B texts, P places where both texts of a pair have a token.
+Shape suffixes: K orders of the vocabulary, C columns, B texts, P positions where both texts of a pair have a token.
 """
 
 import math
@@ -19,12 +19,12 @@ Pairs = Sequence[tuple[int, int]]  # pairs of texts, by their indices; a text is
 STAKES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 IN_A_BIN = 10
 IN_A_CELL = 20
-PART = 256  # the pairs of places whose distributions are multiplied at once
+PART = 256  # the pairs of positions whose distributions are multiplied at once
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The number of places where two texts had the same token, and its expectation for independent texts."""
+    """The number of positions where two texts had the same token, and its expectation for independent texts."""
 
     observed: int
     expected: float
@@ -39,9 +39,9 @@ class BettingTest:
     """Bets on agreements that are fair where the texts are independent.
 
     Given both beginnings, independent tokens agree with probability s = Σ_v p_i(v) p_j(v). Let a be 1 for an agreement,
-    else 0: then exp(λa) ÷ (1 + s(e^λ − 1)) has expectation 1, and so has its product over all places. By Ville's
+    else 0: then exp(λa) ÷ (1 + s(e^λ − 1)) has expectation 1, and so has its product over all positions. By Ville's
     inequality the mean of such products over several λ exceeds 1/x with probability at most x. Its inverse is therefore
-    a p-value, valid for any number of places (Shafer 2021, "Testing by betting").
+    a p-value, valid for any number of positions (Shafer 2021, "Testing by betting").
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class BettingTest:
         self._observed, self._expected, self._places = 0, 0.0, 0
 
     def add(self, agreed_P: Tensor, chance_P: Tensor) -> None:
-        """Add places: 1 or 0 for an agreement, and its probability s for independent texts, both float64."""
+        """Add positions: 1 or 0 for an agreement, and its probability s for independent texts, both float64."""
         agreed_P, chance_P = agreed_P.cpu(), chance_P.cpu().clamp(0, 1)
         stakes = self._stakes[:, None]
         self._logs += (stakes * agreed_P - torch.log1p(chance_P * torch.expm1(stakes))).sum(-1)
@@ -59,7 +59,7 @@ class BettingTest:
         self._places += len(agreed_P)
 
     def result(self) -> Agreement:
-        """Return the test of all places so far."""
+        """Return the test of all positions so far."""
         log_mean = float(self._logs.logsumexp(0)) - math.log(len(self._logs))
         return Agreement(self._observed, self._expected, self._places, math.exp(-max(log_mean, 0.0)))
 
@@ -69,9 +69,9 @@ class PairTests:
 
     def __init__(self, pairs: Mapping[str, Pairs], orders: Sequence[str]):
         """Check the pairs, by name; raise ValueError for texts in two pairs, whose agreements would be dependent."""
-        self._pairs = {kind: dict(places) for kind, places in pairs.items()}
-        for kind, places in pairs.items():
-            if len({place for pair in places for place in pair}) != 2 * len(places):
+        self._pairs = {kind: dict(indices) for kind, indices in pairs.items()}
+        for kind, indices in pairs.items():
+            if len({index for pair in indices for index in pair}) != 2 * len(indices):
                 raise ValueError(f"pairs: expected each text in one pair of {kind!r} at most, found one in two")
         self._orders = orders
         self._betting = {kind: BettingTest() for kind in pairs}
@@ -82,9 +82,9 @@ class PairTests:
     def begin(self, first: int, count: int) -> None:
         """Begin a batch of `count` texts, whose first text has the index `first`."""
         self._batch = {}
-        for kind, places in self._pairs.items():
-            one = [i for i in range(first, first + count) if first <= places.get(i, -1) < first + count]
-            self._batch[kind] = [i - first for i in one], [places[i] - first for i in one]
+        for kind, indices in self._pairs.items():
+            one = [i for i in range(first, first + count) if first <= indices.get(i, -1) < first + count]
+            self._batch[kind] = [i - first for i in one], [indices[i] - first for i in one]
 
     def add_block(self, p_NV: Tensor, tokens_N: Tensor, block_CB: Tensor) -> None:
         """Add some columns: p and the tokens under test, column by column, and the mask of these tokens."""

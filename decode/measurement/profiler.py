@@ -332,8 +332,8 @@ def profile_table(profiles: Sequence[Profile]) -> Table:
     for profile in profiles:
         breakdown = profile.breakdown()
         rows = [(kind, breakdown["parts"][kind], "") for kind in PARTS]
-        place = PARTS.index("sync") + 1
-        rows[place:place] = [(f"  after {kind}", times, "dim") for kind, times in breakdown["sync_after"].items()]
+        index = PARTS.index("sync") + 1
+        rows[index:index] = [(f"  after {kind}", times, "dim") for kind, times in breakdown["sync_after"].items()]
         # Rows end in different rounds, so that a batch is not always full.
         mean = f" × {breakdown['rows_per_round']:.1f} rows" if profile.batch_size > 1 and breakdown["rounds"] else ""
         rows.append((f"{breakdown['rounds']} rounds{mean}", breakdown["round"], "bold"))

@@ -185,17 +185,17 @@ def replay_drafters(
         if refusal := proposer.replay_refusal(sampler.do_sample):
             raise InputError(refusal)
     state = PartialState()
-    places = range(len(texts))[state.process_index :: state.num_processes]
-    shares = [_share(target, proposers, texts, places, draft_lengths, sampler, allow_biased, rounds_of, with_sizes)]
+    indices = range(len(texts))[state.process_index :: state.num_processes]
+    shares = [_share(target, proposers, texts, indices, draft_lengths, sampler, allow_biased, rounds_of, with_sizes)]
     if state.num_processes > 1:
         shares = gather_object(shares)
     for share in shares:
         if share.refusal is not None:
             raise InputError(share.refusal)
     sum((share.authorship for share in shares), Authorship()).judge()
-    replays = {place: replay for share in shares for place, replay in share.replays.items()}
+    replays = {index: replay for share in shares for index, replay in share.replays.items()}
     ties = sum(share.ties for share in shares)
-    return {key: Replay([replays[place][key] for place in sorted(replays)], allow_biased, ties) for key in proposers}
+    return {key: Replay([replays[index][key] for index in sorted(replays)], allow_biased, ties) for key in proposers}
 
 
 @dataclass
@@ -214,7 +214,7 @@ def _share(
     target: PreTrainedModel,
     proposers: Mapping[Key, Proposer],
     texts: Sequence[WrittenText],
-    places: Sequence[int],
+    indices: Sequence[int],
     draft_lengths: Sequence[int],
     sampler: Sampler,
     allow_biased: bool,
@@ -235,9 +235,9 @@ def _share(
         target=target,
     )
     try:
-        with phase("replay", len(places), "texts") as progress:
-            for batch in _batches(texts, places, vocab_size):
-                members = [texts[place] for place in batch]
+        with phase("replay", len(indices), "texts") as progress:
+            for batch in _batches(texts, indices, vocab_size):
+                members = [texts[index] for index in batch]
                 distributions = _distributions(target, members, sampler, share, allow_biased)
                 replays, computed = {}, dict[tuple[int, bool], list[TextReplay]]()
                 batches = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
@@ -247,8 +247,8 @@ def _share(
                         sized = members if name in with_sizes else ()
                         computed[key] = _text_replays(replayed, draft_lengths, rounds_of, sized)
                     replays[name] = computed[key]
-                for i, place in enumerate(batch):
-                    share.replays[place] = {name: text_replays[i] for name, text_replays in replays.items()}
+                for i, index in enumerate(batch):
+                    share.replays[index] = {name: text_replays[i] for name, text_replays in replays.items()}
                 progress.advance(len(batch))
     except InputError as error:
         share.refusal = str(error)

@@ -101,7 +101,7 @@ def path_masses(texts: Sequence[TextRanks], weights: Sequence[np.ndarray] | None
         kinds, inverse = np.unique(codes[alive], return_inverse=True)
         sums = np.bincount(inverse, weights=row_masses[alive], minlength=len(kinds))
         for code, total in zip(kinds.tolist(), sums.tolist(), strict=True):
-            path = tuple(code // base**place % base for place in reversed(range(length)))
+            path = tuple(code // base**index % base for index in reversed(range(length)))
             masses[path] = total
     return masses
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import padded
+from draftsmith.decode.cache import pad_right
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_deterministic
 from draftsmith.decode.replay.texts import Distributions, WrittenText
@@ -25,23 +25,24 @@ class SiblingDraws:
 
     support: Tensor  # the distinct tokens of each distribution, (F, M) int64
     q: Tensor  # their probabilities, (F, M), which sum to 1
-    of: tuple[int, ...]
+    distribution: tuple[int, ...]
     """The index of the distribution from which the children of the root and of each node were drawn, (K + 1,)."""
-    places: Tensor  # the place of each node's token in the support of its parent's distribution, (K,)
+    indices: Tensor  # the index of each node's token in the support of its parent's distribution, (K,)
 
     def to(self, device: torch.device) -> "SiblingDraws":
         """Return a copy on a device."""
-        return SiblingDraws(self.support.to(device), self.q.to(device), self.of, self.places.to(device))
+        return SiblingDraws(self.support.to(device), self.q.to(device), self.distribution, self.indices.to(device))
 
     def dense(self, tree: Tree, vocab_size: int) -> Tensor:
         """Return each node's distribution over the whole vocabulary, (K, V): see `Proposal.probabilities`."""
         rows = self.q.new_zeros(len(tree), vocab_size)
         for parent, siblings in enumerate(tree.children):
-            q_M = self.q[self.of[parent]].clone()
+            i = self.distribution[parent]
+            q_M = self.q[i].clone()
             # Without replacement: a later sibling's q excludes the earlier ones and is renormalised.
             for node in siblings:
-                rows[node, self.support[self.of[parent]]] = q_M / q_M.sum().clamp(min=torch.finfo(q_M.dtype).tiny)
-                q_M[self.places[node]] = 0.0
+                rows[node, self.support[i]] = q_M / q_M.sum().clamp(min=torch.finfo(q_M.dtype).tiny)
+                q_M[self.indices[node]] = 0.0
         return rows
 
 
@@ -77,8 +78,8 @@ class Proposal:
             return self
         siblings = self.siblings
         if siblings is not None:  # entry 0 is the root's, entry n + 1 is node n's
-            indices = tuple(siblings.of[place] for place in (0, *(node + 1 for node in nodes)))
-            siblings = SiblingDraws(siblings.support, siblings.q, indices, siblings.places[nodes])
+            indices = tuple(siblings.distribution[index] for index in (0, *(node + 1 for node in nodes)))
+            siblings = SiblingDraws(siblings.support, siblings.q, indices, siblings.indices[nodes])
         q, confidence = (None if rows is None else rows[nodes] for rows in (self.probabilities, self.confidence))
         return Proposal(self.tokens[nodes], q, tree, confidence, siblings, self.source)
 
@@ -123,7 +124,7 @@ def stack_tokens(proposals: Sequence[Proposal], width: int) -> Tensor:
     """Return the drafted tokens of a batch, (B, width); entries beyond a shorter draft are undefined."""
     if isinstance(proposals, Drafts) and proposals.tokens.shape[1] == width:
         return proposals.tokens
-    return padded([proposal.tokens for proposal in proposals], width)
+    return pad_right([proposal.tokens for proposal in proposals], width)
 
 
 def stack_probabilities(proposals: Sequence[Proposal], width: int) -> Tensor | None:
@@ -230,7 +231,7 @@ class Proposer(ABC):
     def replay_refusal(self, do_sample: bool) -> str | None:
         """Return why replay does not apply to these drafts; None where it does.
 
-        Replay applies where a draft depends only on the text and on the place where the round began.
+        Replay applies where a draft depends only on the text and on where the round began.
         """
         return (
             f"proposer: expected one whose drafts depend on the text alone, found {type(self).__name__}: decode with it"

@@ -88,7 +88,7 @@ def read_draft(outputs: Sequence[Tensor]) -> StaticDraft:
     """Return the draft in the outputs of a `DraftForward`."""
     block, *q = outputs
     tokens = block[:, 1:]
-    if len(q) == 3:  # a drawn tree: supports, probabilities and places
+    if len(q) == 3:  # a drawn tree: supports, probabilities and indices
         return StaticDraft(tokens, siblings=(q[0], q[1], q[2]), block=block)
     return StaticDraft(tokens, q[0] if q else None, block=block)
 
@@ -141,7 +141,7 @@ def program_shapes(tree: Tree | None, depth: int, most: int, fixed: bool) -> lis
 
 
 ReadOutput = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""A model's output at P places, (B, P, …) → logits, (B, P, V), and states for the next forward, if it takes any."""
+"""A model's output at P positions, (B, P, …) → logits, (B, P, V), and states for the next forward, if it takes any."""
 
 
 class ModelDraftForward(DraftForward):

@@ -140,7 +140,7 @@ class DraftModelProposer(Proposer):
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a chain or a tree for each row, as far as the draft model has positions."""
         contexts, draft_lengths = self._within(contexts, draft_lengths)
-        self.feeder.look_at(contexts)
+        self.feeder.set_lengths(contexts)
         if max(draft_lengths) < 1:
             self._fed = [[] for _ in contexts]
             return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))] * len(contexts)
@@ -204,7 +204,7 @@ class DraftModelProposer(Proposer):
         sampler, widest = task.sampler, max(map(len, self.tree.children)) if isinstance(self.tree, Tree) else 1
         ranks, acceptance, overlaps = [], [], []
         drafted, texts = fit_positions(texts, self.positions)
-        for place, (text, logits) in enumerate(zip(drafted, teacher_forced(self.draft_model, drafted), strict=True)):
+        for index, (text, logits) in enumerate(zip(drafted, teacher_forced(self.draft_model, drafted), strict=True)):
             contexts = prefixes(text.sequence[:-1], len(text))
             scores = sampler.scores(align_vocabulary(logits, task.vocab_size).to(text.sequence.device), contexts)
             if self.tree is not None:
@@ -215,7 +215,7 @@ class DraftModelProposer(Proposer):
                 acceptance.append(agrees)
                 overlaps.append(agrees)
                 continue
-            p = distributions[place][: len(text)]
+            p = distributions[index][: len(text)]
             if self.greedy:  # q is one-hot on a token x: Σ min(p, q) is p(x)
                 acceptance.append(agrees)
                 overlaps.append(p.gather(1, guess[:, None])[:, 0])
@@ -297,7 +297,7 @@ class DraftModelProposer(Proposer):
             (shape.parents, drawn),
             lambda forward: ModelDraftForward(forward, shape, vocab_size, drawn, self.feeder.read),
             tokens,
-            block.places,
+            block.slots,
             tokens.shape[1] + len(shape),
             [block.kept, block.at, block.ends, draws],
             block.further,

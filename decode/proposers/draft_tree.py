@@ -88,7 +88,7 @@ class StaticDraft:
     probabilities: Tensor | None = None  # the distributions of a chain's tokens, (B, K, V)
     siblings: tuple[Tensor, Tensor, Tensor] | None = None
     """The distributions of a tree's siblings: the M tokens of each of F distributions, (B, F, M), their probabilities,
-    (B, F, M), and the place of each node's token among them, (B, K)."""
+    (B, F, M), and the index of each node's token among them, (B, K)."""
     confidence: Tensor | None = None  # max q in each node's context, (B, K)
     block: Tensor | None = None  # see `Drafts`
 
@@ -98,7 +98,7 @@ class StaticDraft:
         if self.siblings is not None:
             indices = distribution_indices(tree, self.siblings[0].shape[1])
             rows = zip(*self.siblings, strict=True)
-            row_siblings = [SiblingDraws(support_FM, q_FM, indices, places_K) for support_FM, q_FM, places_K in rows]
+            row_siblings = [SiblingDraws(support_FM, q_FM, indices, indices_K) for support_FM, q_FM, indices_K in rows]
         drafts = [
             Proposal(
                 tokens,
@@ -199,8 +199,8 @@ def distribution_indices(tree: Tree, count: int) -> tuple[int, ...]:
     levels = tree.levels(torch.device("cpu"))
     alike = count == len(levels)
     for level in levels:
-        for place, parent in enumerate(level.parents):
-            indices[parent + 1] = before + (0 if alike else place)
+        for index, parent in enumerate(level.parents):
+            indices[parent + 1] = before + (0 if alike else index)
         before += 1 if alike else len(level.parents)
     return tuple(indices)
 
@@ -209,7 +209,7 @@ class _DrawnSiblings:
     """Draws the siblings of all rows' trees, a depth at a time, and records their distributions."""
 
     def __init__(self, tokens_BK: Tensor):
-        self._places = torch.zeros_like(tokens_BK)
+        self._indices = torch.zeros_like(tokens_BK)
         self._q: list[Tensor] = []  # of each depth, (B, F, M)
         self._supports: list[Tensor] = []  # the M tokens of each, (B, F, M)
 
@@ -221,14 +221,14 @@ class _DrawnSiblings:
         q_BFM, support_BFM = best.values.softmax(-1), best.indices
         u = uniforms(level, size, q_BFM.dtype)
         order_BPW = draw_siblings(q_BFM, u.view(-1, parents, size), level.widest)
-        self._places.index_copy_(1, level.children, order_BPW.flatten(1).index_select(1, level.candidates))
+        self._indices.index_copy_(1, level.children, order_BPW.flatten(1).index_select(1, level.candidates))
         self._q.append(q_BFM)
         self._supports.append(support_BFM)
         return support_BFM.expand(-1, parents, -1).gather(-1, order_BPW)
 
     def drawn(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the distributions of the siblings: see `StaticDraft`."""
-        return torch.cat(self._supports, 1), torch.cat(self._q, 1), self._places
+        return torch.cat(self._supports, 1), torch.cat(self._q, 1), self._indices
 
 
 def _scores(
@@ -245,10 +245,10 @@ def _scores(
     # Processors such as penalties read the text, which differs by parent.
     alike = logits_BFV.shape[1] == 1
     scores = []
-    for place, parent in enumerate(level.parents):
+    for index, parent in enumerate(level.parents):
         path = tree.path(parent)
         texts = [torch.cat([c, t[path]]) for c, t in zip(contexts, tokens, strict=True)] if path else contexts
-        scores.append(scores_of_rows(samplers, logits_BFV[:, 0 if alike else place], texts))
+        scores.append(scores_of_rows(samplers, logits_BFV[:, 0 if alike else index], texts))
     return torch.stack(scores, 1)
 
 

@@ -46,10 +46,10 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
     for index in reversed(range(depth)):
         if index not in indices:
             del stack[index]
-    for place, layer in enumerate(stack):
+    for i, layer in enumerate(stack):
         for module in layer.modules():
             attributes = vars(module)
-            attributes |= {name: place for name in ("layer_idx", "layer_id") if name in attributes}
+            attributes |= {name: i for name in ("layer_idx", "layer_id") if name in attributes}
     config = draft.config.get_text_config()
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list | tuple) and len(value) == depth:

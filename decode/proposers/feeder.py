@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import CachedModel, Places, padded
+from draftsmith.decode.cache import CachedModel, Slots, pad_right
 from draftsmith.decode.cache.model import SHORT
 from draftsmith.decode.proposers.base import DraftTask, last_tokens
 from draftsmith.decode.replay.texts import clamp_tokens
@@ -22,18 +22,18 @@ class ProgramBlock(NamedTuple):
     """The inputs that a program feeds before it drafts: see `ModelDraftForward.forward`."""
 
     tokens: Tensor  # (B, K) int64
-    places: Places  # the slot of each row's first token
+    slots: Slots  # the slot of each row's first token
     kept: Tensor  # the columns whose logits are computed, (L,)
     at: Tensor  # the index of each row's last token among these, (B,)
     ends: Tensor  # the index of each row's last token among its K tokens, (B,)
     further: dict[str, Tensor]  # the model's other inputs, (B, K, …)
 
     @classmethod
-    def ending(cls, tokens: Tensor, places: Places) -> "ProgramBlock":
+    def ending(cls, tokens: Tensor, slots: Slots) -> "ProgramBlock":
         """Return a block whose rows all end in its last column."""
         rows, k = tokens.shape
-        columns, ends = _last_places(1, k, tokens.device), _last_places(rows, k, tokens.device)
-        return cls(tokens, places, columns, _last_places(rows, 1, tokens.device), ends, {})
+        columns, ends = _last_columns(1, k, tokens.device), _last_columns(rows, k, tokens.device)
+        return cls(tokens, slots, columns, _last_columns(rows, 1, tokens.device), ends, {})
 
 
 class Feeder:
@@ -55,12 +55,12 @@ class Feeder:
         self.max_length, self.block, self.vocab_size = max_length, block, task.vocab_size
         self.model = CachedModel(model, rows, max_length, block=block, compiled=task.compiled)
         self.cached = [0] * rows  # the number of each row's tokens in the cache
-        self.lengths: Places  # the slot after each row's text
+        self.lengths: Slots  # the slot after each row's text
         self.states: Tensor | None = None  # what `read` returned for the texts and the nodes after them, (B, 1 + N, H)
 
-    def look_at(self, texts: Sequence[Tensor]) -> None:
+    def set_lengths(self, texts: Sequence[Tensor]) -> None:
         """Take note of the lengths of the texts that are drafted for next."""
-        self.lengths = Places([len(text) for text in texts], self.device)
+        self.lengths = Slots([len(text) for text in texts], self.device)
 
     def feed_texts(self, texts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
         """Feed the uncached tokens of each text, then M masks, (M,), if any; return the last logits, (B, 1 + M, V)."""
@@ -69,8 +69,8 @@ class Feeder:
             output = self.model.prefill(_append_masks(texts[0][None, :], masks), keep)
             self.cached = list(self.lengths.host)
         else:
-            block, places = self._uncached(texts)
-            output = self.model.feed(_append_masks(block, masks), places, keep)
+            block, slots = self._uncached(texts)
+            output = self.model.feed(_append_masks(block, masks), slots, keep)
         logits, self.states = self.read(output)
         return logits
 
@@ -80,7 +80,7 @@ class Feeder:
         # Short prompts of one length need no prefill of their own: the program feeds them.
         if not any(self.cached) and self.lengths.alike and len(texts) * len(texts[0]) <= SHORT:
             self.cached = list(self.lengths.host)
-            return ProgramBlock.ending(torch.stack(list(texts)), Places([0] * len(texts), texts[0].device))
+            return ProgramBlock.ending(torch.stack(list(texts)), Slots([0] * len(texts), texts[0].device))
         return ProgramBlock.ending(*self._uncached(texts))
 
     def feed_nodes(self, tokens: Tensor, offset: int, visible: Tensor | None, depth: int) -> Tensor:
@@ -132,7 +132,7 @@ class Feeder:
         self.model.select(rows)
         self.cached = [self.cached[row] for row in rows]
 
-    def _uncached(self, texts: Sequence[Tensor]) -> tuple[Tensor, Places]:
+    def _uncached(self, texts: Sequence[Tensor]) -> tuple[Tensor, Slots]:
         """Return the last tokens of each text, (B, K), and their slots, after feeding the uncached tokens before them.
 
         All rows get the same K: a row with fewer uncached tokens is fed its last cached ones again, into their slots.
@@ -147,7 +147,7 @@ class Feeder:
         together = shortest if len(texts) == 1 else min(shortest, self.block + 1)
         if lacking > together:
             parts = [text[cached:][: lacking - together] for text, cached in zip(texts, self.cached, strict=True)]
-            self.model.feed(padded(parts, lacking - together), self.cached, keep=1)
+            self.model.feed(pad_right(parts, lacking - together), self.cached, keep=1)
             lacking = together
         self.cached = list(lengths)
         return last_tokens(texts, lacking), self.lengths + -lacking
@@ -158,6 +158,6 @@ def _append_masks(tokens_BT: Tensor, masks: Tensor | None) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _last_places(rows: int, k: int, device: torch.device) -> Tensor:
+def _last_columns(rows: int, k: int, device: torch.device) -> Tensor:
     """Return k − 1 for each row, (B,) int64; cached, since creating a tensor costs as much as a small kernel."""
     return torch.full((rows,), k - 1, device=device)

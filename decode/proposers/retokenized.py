@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.cache import CachedModel, check_rollback, padded, positions_of
+from draftsmith.decode.cache import CachedModel, check_rollback, pad_right, positions_of
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer
@@ -34,7 +34,7 @@ REPLACEMENT = "\ufffd"
 WINDOW = 32
 # Draft steps for one token of the target; a draft that yields none within these is given up.
 STEPS_PER_TOKEN = 8
-# Attempts to find a later place from which the text can be re-encoded.
+# Attempts to find a later position from which the text can be re-encoded.
 TRIES = 16
 
 
@@ -282,7 +282,7 @@ class ReencodingProposer(Proposer):
         width = max(len(row.ids) - n for row, n in zip(rows, cached, strict=True))
         starts = [max(0, len(row.ids) - width) for row in rows]
         blocks = [torch.tensor(row.ids[start:], device=device) for row, start in zip(rows, starts, strict=True)]
-        logits = self._model.feed(padded(blocks, width), starts)[..., : self._size]
+        logits = self._model.feed(pad_right(blocks, width), starts)[..., : self._size]
         for row in rows:
             row.fed = list(row.ids)
         return torch.stack([logits[i, len(block) - 1] for i, block in enumerate(blocks)])

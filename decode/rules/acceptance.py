@@ -24,7 +24,7 @@ Value = TypeVar("Value", covariant=True)
 class ByNode(Protocol[Value]):
     """Values of the root and the nodes of a draft: a list, rows of a tensor (K + 1, V), or lazy ones computed once."""
 
-    def __getitem__(self, place: int) -> Value: ...
+    def __getitem__(self, index: int) -> Value: ...
 
 
 def accept_greedy(chosen: ByNode[int], drafted: Sequence[int], tree: Tree) -> tuple[list[int], int]:
@@ -138,14 +138,14 @@ def accept_exact_chains(
 
 
 def accept_siblings(
-    p_M: Floats, q_M: Floats | None, places: Sequence[int], r: Sequence[float]
+    p_M: Floats, q_M: Floats | None, indices: Sequence[int], r: Sequence[float]
 ) -> tuple[int | None, Floats]:
     """Return `accept_exact` among the siblings of one node, on the M tokens that q supports (or the draft names).
 
     Args:
         p_M: the target's probabilities of these tokens; the other tokens, which never change, have the rest of 1.
         q_M: the distribution that the first sibling was drawn from; None where the draft is deterministic.
-        places: each sibling's index among the M tokens.
+        indices: each sibling's index among the M tokens.
         r: uniform on [0, 1), for each sibling.
 
     Returns:
@@ -156,19 +156,19 @@ def accept_siblings(
     # p, and `q_mass` of q, from which earlier siblings are removed.
     outside = max(0.0, 1.0 - float(p_M.sum()))
     mass, q_mass = 1.0, 1.0
-    for i, place in enumerate(places):
-        q_x = 1.0 if q_M is None else (float(q_M[place]) / q_mass if q_mass > 0 else 0.0)
+    for i, index in enumerate(indices):
+        q_x = 1.0 if q_M is None else (float(q_M[index]) / q_mass if q_mass > 0 else 0.0)
         if not q_x > 0:  # zero or NaN: nothing was drawn
             continue
-        if r[i] * q_x < float(p_M[place]) / mass:
+        if r[i] * q_x < float(p_M[index]) / mass:
             return i, p_M
         if q_M is None:
             rest_M = p_M.copy()
-            rest_M[place] = 0.0
+            rest_M[index] = 0.0
         else:
             rest_M = np.maximum(p_M - q_M * (mass / q_mass), 0.0)
             q_M = q_M.copy()
-            q_M[place] = 0.0
+            q_M[index] = 0.0
             q_mass = float(q_M.sum())
         if outside + float(rest_M.sum()) > 0:  # else rounding leaves no mass, as in `residual`
             p_M, mass = rest_M, outside + float(rest_M.sum())

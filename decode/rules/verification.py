@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.decode.cache import padded
+from draftsmith.decode.cache import pad_right
 from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.cache.layers import READ_AT_ONCE
 from draftsmith.decode.proposers.base import Proposal, stack_probabilities, stack_tokens
@@ -44,9 +44,9 @@ class Processed:
         self._sampler, self._logits_KV, self._contexts = sampler, logits_KV, contexts
         self.broken = False  # true if a value that was read is NaN
 
-    def __getitem__(self, place: int) -> Any:
-        contexts = [] if self._sampler.context_free else [self._contexts[place]]
-        scores_V = self._sampler.scores(self._logits_KV[place : place + 1], contexts)[0]
+    def __getitem__(self, index: int) -> Any:
+        contexts = [] if self._sampler.context_free else [self._contexts[index]]
+        scores_V = self._sampler.scores(self._logits_KV[index : index + 1], contexts)[0]
         if self._sampler.do_sample:
             p_V = scores_V.softmax(-1)
             self.broken |= bool(p_V[0].isnan())  # a softmax is NaN everywhere or nowhere
@@ -166,14 +166,14 @@ class _TreeDrafts:
         if drawn:
             siblings = [proposal.siblings or drawn[0] for proposal in proposals]  # a row without a draft has none
             self.support_BFM, q_BFM = torch.stack([s.support for s in siblings]), torch.stack([s.q for s in siblings])
-            parts += [padded([s.places for s in siblings], size), q_BFM.flatten(1)]
-        # Float64 holds tokens, places and probabilities exactly.
+            parts += [pad_right([s.indices for s in siblings], size), q_BFM.flatten(1)]
+        # Float64 holds tokens, indices and probabilities exactly.
         on_host = torch.cat([part.double() for part in parts], 1).cpu().numpy()
-        self.tokens_BK, self._r_BK, *places_and_q = np.split(on_host, [size, 2 * size, 3 * size], 1)
-        self._places_BK: Floats | None = None  # each node's token, as an index of the support
+        self.tokens_BK, self._r_BK, *indices_and_q = np.split(on_host, [size, 2 * size, 3 * size], 1)
+        self._indices_BK: Floats | None = None  # each node's token, as an index of the support
         self._q_BFM: Floats | None = None
         if drawn:
-            self._places_BK, self._q_BFM = places_and_q[0], places_and_q[1].reshape(q_BFM.shape)
+            self._indices_BK, self._q_BFM = indices_and_q[0], indices_and_q[1].reshape(q_BFM.shape)
             if np.isnan(self._q_BFM).any():
                 warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=3)
 
@@ -184,7 +184,7 @@ class _TreeDrafts:
     def distribution(self, row: int, node: int) -> int:
         """Return the index, among the F distributions, of the one that a node's children were drawn from."""
         siblings = self._proposals[row].siblings
-        return 0 if siblings is None else siblings.of[node + 1]
+        return 0 if siblings is None else siblings.distribution[node + 1]
 
     def accept(self, row: int, node: int, p_M: Floats) -> tuple[int | None, Floats]:
         """Test a node's children by the target's probabilities of their support; return the accepted child, if any.
@@ -195,9 +195,9 @@ class _TreeDrafts:
         if not children:
             return None, rest_M
         r = self._r_BK[row, children].tolist()
-        if self._q_BFM is None or self._places_BK is None:
+        if self._q_BFM is None or self._indices_BK is None:
             accepted, rest_M[children] = accept_siblings(p_M[children], None, range(len(children)), r)
         else:
-            places = self._places_BK[row, children].astype(int).tolist()
-            accepted, rest_M = accept_siblings(p_M, self._q_BFM[row, self.distribution(row, node)], places, r)
+            indices = self._indices_BK[row, children].astype(int).tolist()
+            accepted, rest_M = accept_siblings(p_M, self._q_BFM[row, self.distribution(row, node)], indices, r)
         return None if accepted is None else children[accepted], rest_M

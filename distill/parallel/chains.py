@@ -1,14 +1,14 @@
 """The mask tokens of training texts, and the token that each mask learns (PARD, arXiv 2504.18583).
 
-Every place with a loss is an anchor. Anchor a has masks j = 1, 2, … at positions a + j, and mask j learns the token
-x_{a+j+1}, like the text's own place a + j. An anchor and its masks form a chain, the block that a parallel draft
+Every position with a loss is an anchor. Anchor a has masks j = 1, 2, … at positions a + j, and mask j learns the token
+x_{a+j+1}, like the text's own position a + j. An anchor and its masks form a chain, the block that a parallel draft
 proposes. A chain ends where the next token carries no loss.
 
 Long chains cost most and teach least, so few chains are long (the paper's conditional drop of tokens). A mask is kept
 only with all masks before it, since it attends to them.
 
-Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N places of the text, E entries: all places and
-masks that learn, chain by chain; K tokens of a whole chain.
+Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N positions of the text, E entries: all
+positions and masks that learn, chain by chain; K tokens of a whole chain.
 """
 
 import math
@@ -58,8 +58,8 @@ class Chains:
     anchors_BM: Tensor  # the positions of the masks' anchors; −1 for padding, which neither sees nor is seen
     texts_BL: Tensor | None  # the index of each entry's text in a packed row; None if rows are single texts
     entries_E: Tensor  # the indices of the entries in a flattened (B, L)
-    places_E: Tensor  # the index, among the N places, of the one whose next token an entry learns
-    spans_E: Tensor  # a copy of `places_E` that stays on the CPU
+    indices_E: Tensor  # the index, among the N positions, of the one whose next token an entry learns
+    spans_E: Tensor  # a copy of `indices_E` that stays on the CPU
     offsets_E: Tensor  # 0 for an anchor, j for its mask j
 
     def to(self, device: torch.device) -> "Chains":
@@ -79,8 +79,8 @@ class Chains:
         return values_BLX.flatten(0, 1).index_select(0, self.entries_E)
 
     def gather(self, teacher: LiveDistributions | WholeDistributions | CachedDistributions) -> GatheredDistributions:
-        """Return the distributions that the entries learn, gathered from those of the N places."""
-        return GatheredDistributions(teacher, self.places_E, self.spans_E)
+        """Return the distributions that the entries learn, gathered from those of the N positions."""
+        return GatheredDistributions(teacher, self.indices_E, self.spans_E)
 
     @property
     def work(self) -> tuple[int, int, int]:
@@ -134,9 +134,9 @@ def make_chains(flat_N: Tensor, shape: Sequence[int], lengths_N: Tensor, positio
 
 
 def _room(flat_N: Tensor) -> Tensor:
-    """Return the number of places that follow each place without a gap."""
+    """Return the number of positions that follow each position without a gap."""
     number_N = torch.arange(len(flat_N))
     ends_N = torch.ones(len(flat_N), dtype=torch.bool)
     ends_N[:-1] = flat_N.diff() != 1
-    last_N = ends_N.nonzero()[:, 0]  # of each run of places
+    last_N = ends_N.nonzero()[:, 0]  # of each run of positions
     return last_N[torch.searchsorted(last_N, number_N)] - number_N

@@ -105,7 +105,7 @@ def _drafts(
     del logits_NV
     if depth == 1:
         return
-    mask, places = mask_token_of(model), torch.arange(context)
+    mask, positions = mask_token_of(model), torch.arange(context)
     for starts in all_starts.split(max(1, at_a_time // (depth - 1))):
         starts_E = starts.repeat_interleave(depth - 1)
         offsets_E = torch.arange(1, depth).repeat(len(starts))
@@ -116,7 +116,7 @@ def _drafts(
         anchors_E = text.prompt_length - 1 + starts_E
         positions_E = anchors_E + offsets_E
         # The masks of all these starts are one block in the cache; visibility keeps the drafts apart.
-        anchors_L, positions_L = torch.cat([places, anchors_E]), torch.cat([places, positions_E])
+        anchors_L, positions_L = torch.cat([positions, anchors_E]), torch.cat([positions, positions_E])
         entries = positions_L[None].to(device), anchors_L[None].to(device)
         visible = visible_entries(*entries, last=len(starts_E))[0]
         masks = torch.full((1, len(starts_E)), mask, device=device)

@@ -1,8 +1,8 @@
-"""Training of parallel drafts, with the loss of a plain draft at every place and at its masks.
+"""Training of parallel drafts, with the loss of a plain draft at every position and at its masks.
 
-The target's forward runs on the texts alone, since a mask learns the target's distribution at a place of the text.
-Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N places with a loss, E entries: these places
-and the masks that learn, chain by chain; H hidden, V vocabulary, K tokens of a chain, F features.
+The target's forward runs on the texts alone, since a mask learns the target's distribution at a position of the text.
+Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N positions with a loss, E entries: these
+positions and the masks that learn, chain by chain; H hidden, V vocabulary, K tokens of a chain, F features.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +31,10 @@ from draftsmith.train.replay_metrics import COLUMNS, acceptance_metrics, replay_
 class ParallelTrainer(DistillTrainer):
     """A trainer that minimises an objective at the completions' positions and their masks (PARD, arXiv 2504.18583).
 
-    The loss is summed over each place's chain with weights decay^j, and averaged over places. Block terms take a chain
-    as the drafted block. Evaluation replays rounds of one forward each: `mean_acceptance_length` is that of blocks of
-    min(`draft_length`, K) tokens, and `alpha_j` is Σ_v min(p, q) of the j-th token after the next one. `alpha` and the
-    other metrics are those of the next token, as for a plain draft with these weights, whose τ is
+    The loss is summed over each position's chain with weights decay^j, and averaged over positions. Block terms take a
+    chain as the drafted block. Evaluation replays rounds of one forward each: `mean_acceptance_length` is that of
+    blocks of min(`draft_length`, K) tokens, and `alpha_j` is Σ_v min(p, q) of the j-th token after the next one.
+    `alpha` and the other metrics are those of the next token, as for a plain draft with these weights, whose τ is
     `plain_mean_acceptance_length`.
     """
 
@@ -106,8 +106,8 @@ class ParallelTrainer(DistillTrainer):
         """Return the objective summed over this part's completion tokens and their masks."""
         chains: Chains = inputs["chains"]
         objective = self.objective_of_step() if model.training else self.objective
-        # An entry learns the label and the distribution of its place: the target never sees masks.
-        labels_E = self.vocabulary.labels(positions.next_tokens(inputs["input_ids"]))[chains.places_E]
+        # An entry learns the label and the distribution of its position: the target never sees masks.
+        labels_E = self.vocabulary.labels(positions.next_tokens(inputs["input_ids"]))[chains.indices_E]
         p_E: GatheredDistributions | None = None
         if objective.needs_target:
             p_E = chains.gather(self.loss_distributions(inputs, positions))
@@ -145,18 +145,18 @@ class ParallelTrainer(DistillTrainer):
         flat_N, (rows, width) = torch.from_numpy(inputs["host"]["positions"]), inputs["labels"].shape
         row_N = flat_N // width
         counts_B = torch.bincount(row_N, minlength=rows)
-        number_N = torch.arange(len(flat_N)) - (counts_B.cumsum(0) - counts_B)[row_N]  # of a place in its row
+        number_N = torch.arange(len(flat_N)) - (counts_B.cumsum(0) - counts_B)[row_N]  # of a position in its row
 
         table_EF: Tensor | None = None
         inside_BNK = torch.zeros(rows, int(counts_B.max()), self.length, dtype=torch.bool)
-        # Every place is an anchor of K − 1 masks. They are spread over K − 1 forwards, so that a row's masks
+        # Every position is an anchor of K − 1 masks. They are spread over K − 1 forwards, so that a row's masks
         # are about as many as its tokens, and processes that share the draft's weights run the same number of forwards.
         masks = self.length - 1
         for part in range(masks):
             lengths_N = torch.where(number_N % masks == part, masks, -1)
             on_host = self._lay_out(inputs, lengths_N)
             chains = on_host.to(self.args.device)
-            p_E, labels_E = chains.gather(p_N), labels_N[chains.places_E]
+            p_E, labels_E = chains.gather(p_N), labels_N[chains.indices_E]
 
             def features(
                 hidden_BLH: Tensor,
@@ -172,8 +172,8 @@ class ParallelTrainer(DistillTrainer):
             features_EF = model(**masked, inside=inside_model(self.draft, features, parallel_hidden)).float()
             if table_EF is None:
                 table_EF = features_EF.new_zeros(inside_BNK.numel(), features_EF.shape[1])
-            # The cells (row, place, offset) of the entries in a flattened (B, N, K).
-            anchors_E = on_host.places_E - on_host.offsets_E
+            # The cells (row, position, offset) of the entries in a flattened (B, N, K).
+            anchors_E = on_host.indices_E - on_host.offsets_E
             cells_E = (row_N * inside_BNK.shape[1] + number_N)[anchors_E] * self.length + on_host.offsets_E
             inside_BNK.view(-1)[cells_E] = True
             table_EF.index_copy_(0, cells_E.to(table_EF.device), features_EF)

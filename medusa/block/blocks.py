@@ -1,10 +1,10 @@
 """The blocks after many anchors of a text at once: training and replay compute all rounds as a decoder computes one.
 
-A block whose anchor is at place a sees the target's features of the places before a, and its own slots. Its guess k is
-token a + 1 + k. A draft of that token only counts if the tokens before it were accepted; then the tokens before it,
-which the Markov head sees, are the text's own. So guesses made with the text's tokens are the decoder's.
+A block whose anchor is at position a sees the target's features of the positions before a, and its own slots. Its guess
+k is token a + 1 + k. A draft of that token only counts if the tokens before it were accepted; then the tokens before
+it, which the Markov head sees, are the text's own. So guesses made with the text's tokens are the decoder's.
 
-Shape suffixes: B rows, T places, N anchors, S slots, K guesses, Q = N · S, F features, H hidden.
+Shape suffixes: B rows, T positions, N anchors, S slots, K guesses, Q = N · S, F features, H hidden.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,29 +19,28 @@ from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, fuse
 from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
 from draftsmith.medusa.block.model import Attend, BlockDrafter
-from draftsmith.medusa.seen import KeysValues, TargetStates
+from draftsmith.medusa.target_states import KeysValues, TargetStates
 from draftsmith.train.job.flops import Work
 
 SHARE = 4
-"""A step draws by default one of every four places of a row that can be anchors."""
+"""A step draws by default one of every four positions of a row that can be anchors."""
 SCORES = 2**25
 """The most entries of a mask at a time, when anchors are computed in parts."""
-"""Entries of a mask that are held at a time, where anchors are computed in parts."""
 
 
 class Anchors(NamedTuple):
     """Anchors of blocks in rows of text, (B, N) int64 each; `texts` are the numbers of their texts in packed rows."""
 
-    places: Tensor
+    indices: Tensor
     tokens: Tensor
     positions: Tensor
     texts: Tensor | None = None
 
     @classmethod
-    def at(cls, places_BN: Tensor, ids_BT: Tensor, positions_BT: Tensor, texts_BT: Tensor | None = None) -> "Anchors":
-        """Return the anchors at some places of rows."""
-        tokens_BN, positions_BN = (part.expand_as(ids_BT).gather(1, places_BN) for part in (ids_BT, positions_BT))
-        return cls(places_BN, tokens_BN, positions_BN, None if texts_BT is None else texts_BT.gather(1, places_BN))
+    def at(cls, indices_BN: Tensor, ids_BT: Tensor, positions_BT: Tensor, texts_BT: Tensor | None = None) -> "Anchors":
+        """Return the anchors at some positions of rows."""
+        tokens_BN, positions_BN = (part.expand_as(ids_BT).gather(1, indices_BN) for part in (ids_BT, positions_BT))
+        return cls(indices_BN, tokens_BN, positions_BN, None if texts_BT is None else texts_BT.gather(1, indices_BN))
 
 
 def block_states(
@@ -53,7 +52,7 @@ def block_states(
 ) -> Tensor:
     """Return the output head's inputs for all guesses of the blocks after some anchors, (B, N, K, H).
 
-    `embed` is the target's; `context` holds each layer's keys and values of the T places that have features, from
+    `embed` is the target's; `context` holds each layer's keys and values of the T positions that have features, from
     `BlockDrafter.context`. In packed rows `texts_BT` is a number for each text.
     """
     attend, positions_BQ = attend_to(drafter, context, anchors, texts_BT)
@@ -66,9 +65,9 @@ def attend_to(
     drafter: BlockDrafter, context: Sequence[KeysValues], anchors: Anchors, texts_BT: Tensor | None = None
 ) -> tuple[Callable[[int], Attend], Tensor]:
     """Return each layer's attention of the slots of blocks, and the slots' positions, (B, N·S): see `block_states`."""
-    slots, places = drafter.config.block_size, context[0].keys.shape[2]
-    order_S = torch.arange(slots, device=anchors.places.device)
-    mask = additive_mask(visible(anchors, places, slots, texts_BT), computing_dtype(context[0].keys))
+    slots, positions = drafter.config.block_size, context[0].keys.shape[2]
+    order_S = torch.arange(slots, device=anchors.indices.device)
+    mask = additive_mask(visible(anchors, positions, slots, texts_BT), computing_dtype(context[0].keys))
 
     def attend(layer: int) -> Attend:
         def attended(queries: Tensor, own: KeysValues) -> Tensor:
@@ -81,25 +80,25 @@ def attend_to(
     return attend, (anchors.positions[..., None] + order_S).flatten(1)
 
 
-def visible(anchors: Anchors, places: int, slots: int, texts_BT: Tensor | None = None) -> Tensor:
+def visible(anchors: Anchors, positions: int, slots: int, texts_BT: Tensor | None = None) -> Tensor:
     """Return the mask of slots of blocks, (B, 1, N·S, T + N·S) bool.
 
-    A slot sees the places before its anchor in the same text, and all slots of its own block.
+    A slot sees the positions before its anchor in the same text, and all slots of its own block.
     """
-    rows, count = anchors.places.shape
-    before_BNT = torch.arange(places, device=anchors.places.device) < anchors.places[..., None]
+    rows, count = anchors.indices.shape
+    before_BNT = torch.arange(positions, device=anchors.indices.device) < anchors.indices[..., None]
     if texts_BT is not None:
         assert anchors.texts is not None
         # Packed rows hold several texts, and a block sees only its own.
         before_BNT = before_BNT & (texts_BT[:, None] == anchors.texts[..., None])
-    blocks_NN = torch.eye(count, dtype=torch.bool, device=anchors.places.device)
+    blocks_NN = torch.eye(count, dtype=torch.bool, device=anchors.indices.device)
     blocks_NQ = blocks_NN.repeat_interleave(slots, dim=1).expand(rows, -1, -1)
     return torch.cat([before_BNT, blocks_NQ], dim=2).repeat_interleave(slots, dim=1)[:, None]
 
 
-def anchors_at_once(places: int, slots: int) -> int:
+def anchors_at_once(positions: int, slots: int) -> int:
     """Return how many anchors' blocks to compute together, so that their mask has at most `SCORES` entries."""
-    slots_at_once = (-places + (places**2 + 4 * SCORES) ** 0.5) / 2  # of q · (places + q) = SCORES
+    slots_at_once = (-positions + (positions**2 + 4 * SCORES) ** 0.5) / 2  # of q · (positions + q) = SCORES
     return max(1, int(slots_at_once) // slots)
 
 
@@ -114,9 +113,9 @@ def states_of_blocks(
     target_states: TargetStates,
     ids_BT: Tensor,
     position_ids: Tensor | None,
-    places_BN: Tensor,
+    indices_BN: Tensor,
 ) -> Tensor:
-    """Return `block_states` after the anchors at some places of a batch, from the target's states of it.
+    """Return `block_states` after the anchors at some positions of a batch, from the target's states of it.
 
     In packed rows `position_ids`, (B, T), are the positions; without them each row is one text.
     """
@@ -126,7 +125,7 @@ def states_of_blocks(
     else:
         texts_BT = (positions_BT == 0).cumsum(1)
     fused_BTH = drafter.fuse(target_states.features.to(computing_dtype(drafter.fc.weight)))
-    anchors = Anchors.at(places_BN, ids_BT, positions_BT, texts_BT)
+    anchors = Anchors.at(indices_BN, ids_BT, positions_BT, texts_BT)
     return block_states(drafter, embed, drafter.context(fused_BTH, positions_BT), anchors, texts_BT)
 
 
@@ -148,7 +147,8 @@ def work_of_blocks(drafter: BlockDrafter, share: float) -> Work:
 def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: WrittenText) -> LogitsAt:
     """Return the drafter's logits by guess and start for replay, from one target forward and the blocks of all rounds.
 
-    After a prompt of P tokens, the round from s ≥ 1 has the anchor x_{s−1}, at place P + s − 1; its guess j is x_{s+j}.
+    After a prompt of P tokens, the round from s ≥ 1 has the anchor x_{s−1}, at position P + s − 1; its guess j is
+    x_{s+j}.
     """
     if len(text) < 2:  # nothing is drafted
         return lambda guess, first, end: torch.empty(0)
@@ -158,13 +158,13 @@ def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: Writt
         decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
     home, embed = drafter.device, target.get_input_embeddings()
     states_1TH, ids_T = drafter.fuse(features.pop().to(home, drafter.dtype)), ids_1T[0].to(home)
-    places = states_1TH.shape[1]
-    context = drafter.context(states_1TH, torch.arange(places, device=home)[None])
+    positions = states_1TH.shape[1]
+    context = drafter.context(states_1TH, torch.arange(positions, device=home)[None])
     rounds_N = torch.arange(text.prompt_length, len(ids_T) - 1, device=home)
     hidden_NKH = torch.cat(
         [
             block_states(drafter, embed, context, Anchors(at[None], ids_T[at][None], at[None]))[0]
-            for at in rounds_N.split(anchors_at_once(places, drafter.config.block_size))
+            for at in rounds_N.split(anchors_at_once(positions, drafter.config.block_size))
         ]
     )
     head = drafter.head_for(target).to(home)

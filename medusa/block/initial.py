@@ -15,7 +15,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.medusa.base import begin_nearly_uniform
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.model import BlockDrafter, BlockLayer
-from draftsmith.medusa.seen import whole
+from draftsmith.medusa.target_states import gather_weights
 
 LIKE_OURS = ("llama", "mistral", "qwen3")
 """Families whose decoder layers match ours, apart from norms of queries and keys that some do not have."""
@@ -116,7 +116,7 @@ def begin_as_last_layers(drafter: BlockDrafter, target: PreTrainedModel) -> None
     """Copy the target's last layers to a drafter that can hold them, on the deepest features: see `layers_mismatch`."""
     last = list(decoder_layers(target))[-len(drafter.layers) :]
     size = drafter.config.hidden_size
-    with whole(*last, decoder_of(target)):
+    with gather_weights(*last, decoder_of(target)):
         for ours, theirs in zip(cast(Any, drafter.layers), last, strict=True):
             for name in (*MAPS, *NORMS):
                 ours.get_submodule(name).weight.copy_(theirs.get_submodule(name).weight)

@@ -88,12 +88,12 @@ class Block(FeatureKind):
         heads: Any = model
         size = heads.config.block_size
         states = torch.zeros(1, size, heads.config.hidden_size, dtype=model.dtype)
-        places = torch.arange(size)[None]
+        positions = torch.arange(size)[None]
 
         def attend(_: int) -> Any:
             return lambda queries, own: fused_attention(queries, own.keys, own.values, None)
 
-        return lambda: heads(states, places, attend)
+        return lambda: heads(states, positions, attend)
 
     def recognises_foreign(self, directory: Path) -> bool:
         """Return whether this is a drafter of one of these tools."""

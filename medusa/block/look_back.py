@@ -2,14 +2,14 @@
 
 A slot's own state is only an embedding; the target's states of the text come through attention. The target's last layer
 attends for purposes of its own, so a drafter that begins as its copy must first learn where to look. Here half of the
-first layer's key-value heads begin by attending to the nearest place of the text, and pass on its deepest features. The
-rest of the layer then computes from there what it computes in the target.
+first layer's key-value heads begin by attending to the nearest position of the text, and pass on its deepest features.
+The rest of the layer then computes from there what it computes in the target.
 
-All of this is done by weights. Each key is one vector, rotated by its place, with one sign for fused features and the
-other for slots; each query is one vector for all slots. So a score is Σ cos(ω Δ) over the rotary frequencies: greatest
-at the nearest place of the text, and least at the block's own slots.
+All of this is done by weights. Each key is one vector, rotated by its position, with one sign for fused features and
+the other for slots; each query is one vector for all slots. So a score is Σ cos(ω Δ) over the rotary frequencies:
+greatest at the nearest position of the text, and least at the block's own slots.
 
-Shape suffixes: N places, H hidden, D a key-value head's width, C the width of all heads that look back.
+Shape suffixes: N positions, H hidden, D a key-value head's width, C the width of all heads that look back.
 """
 
 import math
@@ -24,7 +24,7 @@ from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.progress import phase
 from draftsmith.medusa.block.blocks import states_of_blocks
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.seen import TargetStates
+from draftsmith.medusa.target_states import TargetStates
 from draftsmith.train.data.first_look import Text, best_scale, choose_once
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.positions import IGNORED
@@ -32,7 +32,7 @@ from draftsmith.train.losses.positions import IGNORED
 TEXTS, TOKENS = 32, 64
 """The number of texts to fit on, and of tokens of each completion."""
 SHARPNESS = 4.0
-"""The least factor on scores from the norms of queries and keys: with less a head attends to many places."""
+"""The least factor on scores from the norms of queries and keys: with less a head attends to many positions."""
 MIDDLE = 0.08, 0.5
 """The frequencies, in radians a token, of every second query head: these see the last dozen tokens alike."""
 RIDGE = 0.01
@@ -58,13 +58,13 @@ class LookBack(NamedTuple):
 def begin_looking_back(
     drafter: BlockDrafter,
     target: PreTrainedModel,
-    seen_of: Callable[[Text], TargetStates],
+    states_of: Callable[[Text], TargetStates],
     texts: Sequence[Text],
     tokens: int,
 ) -> None:
     """Let a copy of the target's last layers look back, and scale its last norm by the factor with the least loss.
 
-    The first process fits both on a few texts, and all processes get the same weights. `seen_of` returns the target's
+    The first process fits both on a few texts, and all processes get the same weights. `states_of` returns the target's
     states of a text; the target's head may have more rows than the tokenizer has `tokens`.
     """
     embed: Any = target.get_input_embeddings()
@@ -73,7 +73,7 @@ def begin_looking_back(
     width = layer.self_attn.head_dim * _heads(drafter)
 
     def fit() -> LookBack:
-        target_states = [seen_of(text) for text in texts]
+        target_states = [states_of(text) for text in texts]
         nn.Module.to(drafter, target_states[0].features.device)  # on the CPU a large layer is slow
         fused_NH = torch.cat([drafter.fuse(states.features.float())[0] for states in target_states])
         deepest_NH = torch.cat(
@@ -82,7 +82,7 @@ def begin_looking_back(
         tokens_NH = torch.cat([states.embeddings[0] for states in target_states])
         mask = embed(torch.tensor([drafter.config.mask_token_id], device=embed.weight.device)).to(tokens_NH)
         slots_NH = layer.input_layernorm(torch.cat([tokens_NH, mask.expand(len(tokens_NH) // MASKS, -1)]).float())
-        known_N = deepest_NH.any(1)  # a cache holds zeros for a text's last place
+        known_N = deepest_NH.any(1)  # a cache holds zeros for a text's last position
         parts = fit_look_back(fused_NH[known_N], deepest_NH[known_N], slots_NH, width)
         return LookBack(*(part.cpu() for part in parts))
 
@@ -90,14 +90,14 @@ def begin_looking_back(
         states, labels = list[Tensor](), list[Tensor]()
         guesses = drafter.config.guesses
         for text in texts:
-            places_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
-            places_N = places_N[(places_N > 0) & (places_N < len(text.ids_T) - guesses)].to(drafter.device)
+            indices_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
+            indices_N = indices_N[(indices_N > 0) & (indices_N < len(text.ids_T) - guesses)].to(drafter.device)
             ids_T = text.ids_T.to(drafter.device)
             states.append(
-                states_of_blocks(drafter, embed, seen_of(text), ids_T[None], None, places_N[None]).flatten(0, 2)
+                states_of_blocks(drafter, embed, states_of(text), ids_T[None], None, indices_N[None]).flatten(0, 2)
             )
             order_K = torch.arange(1, guesses + 1, device=drafter.device)
-            labels.append(ids_T[places_N[:, None] + order_K].flatten())
+            labels.append(ids_T[indices_N[:, None] + order_K].flatten())
         cut = None if drafter.token_map is None else CutVocabulary(drafter.token_map, drafter.config.vocab_size)
         return best_scale(states, torch.cat(labels), drafter.head_for(target), cut, tokens)
 
@@ -111,13 +111,13 @@ def begin_looking_back(
 
 
 def fit_look_back(fused_NH: Tensor, deepest_NH: Tensor, slots_NH: Tensor, width: int) -> LookBack:
-    """Fit heads of C = `width` to fused and deepest features of the same places, and to normed slots."""
+    """Fit heads of C = `width` to fused and deepest features of the same positions, and to normed slots."""
     fused, deepest, slots = fused_NH.double(), deepest_NH.double(), slots_NH.double()
     query = _fit(slots, slots.new_ones(len(slots)))
     signs = torch.cat([fused.new_ones(len(fused)), -slots.new_ones(len(slots))])
     key = _fit(torch.cat([fused, slots]), signs)
     values = torch.linalg.eigh(fused.T @ fused).eigenvectors[:, -width:].T
-    # Give all places the same weight: where a text begins, features can be a hundred times larger.
+    # Give all positions the same weight: where a text begins, features can be a hundred times larger.
     squares_N1 = deepest.square().mean(1, keepdim=True)
     alike = deepest * (squares_N1.median() / squares_N1).sqrt()
     outputs = _fit(fused @ values.T, alike, ridge=1e-6).T

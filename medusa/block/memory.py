@@ -13,7 +13,7 @@ from draftsmith.medusa.block.config import BlockPlanConfig
 from draftsmith.medusa.block.initial import RANK, new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.memory import FeaturePlan, fake_target_states, trace_losses
-from draftsmith.medusa.seen import TargetStates
+from draftsmith.medusa.target_states import TargetStates
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.memory.activations import Forward, precision_of
@@ -50,7 +50,7 @@ class BlockPlan(FeaturePlan):
         """The anchors of a row."""
         return anchors_of(self.config.anchors, self.batch.length)
 
-    def places(self, rows: int) -> int:
+    def positions(self, rows: int) -> int:
         """Return the number of guesses in the drawn blocks."""
         return rows * self.anchors * self.drafter(self.setting).config.guesses  # type: ignore[no-any-return]
 
@@ -64,10 +64,10 @@ class BlockPlan(FeaturePlan):
         def forward(drafter: BlockDrafter, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:
             ids, length = inputs["input_ids"], self.batch.length
             states = fake_target_states(target, len(drafter.layer_ids), len(ids), length)
-            places = torch.zeros(len(ids), anchors, dtype=torch.long)  # any anchors take the same memory
+            positions = torch.zeros(len(ids), anchors, dtype=torch.long)  # any anchors take the same memory
             position_ids = self.batch.inputs(len(ids)).get("position_ids")
             embed: Any = target.get_input_embeddings()
-            return [states_of_blocks(drafter, embed, states, ids, position_ids, places).flatten(0, 2)], states
+            return [states_of_blocks(drafter, embed, states, ids, position_ids, positions).flatten(0, 2)], states
 
         return forward
 

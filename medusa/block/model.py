@@ -30,7 +30,7 @@ from draftsmith.decode.cache.features import check_layers, decoder_layers
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import InputError, at_least, at_most, require
 from draftsmith.medusa.base import FeatureHeads, LayersConfig, LMHead, Norm, check_distances, check_named, layer_fields
-from draftsmith.medusa.seen import KeysValues
+from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 
@@ -115,11 +115,11 @@ class BlockAttention(nn.Module):
         self.q_norm, self.k_norm = (Norm(width, config.rms_norm_eps) for _ in range(2))
 
     def queries(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Return queries of these places, (B, heads, T, width)."""
+        """Return queries of these positions, (B, heads, T, width)."""
         return rotate(self.q_norm(self._by_head(self.q_proj(states))).transpose(1, 2), rotation)
 
     def keys_values(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> KeysValues:
-        """Return keys and values of these places, (B, key-value heads, T, width) each."""
+        """Return keys and values of these positions, (B, key-value heads, T, width) each."""
         keys = rotate(self.k_norm(self._by_head(self.k_proj(states))).transpose(1, 2), rotation)
         return KeysValues(keys, self._by_head(self.v_proj(states)).transpose(1, 2))
 
@@ -285,8 +285,8 @@ class BlockDrafter(FeatureHeads):
         """Run the layers over blocks, as `forward` does, for calls inside of a forward of the drafter."""
         # A nested forward would leave autocast on: accelerate enters the same context for both.
         rotation = self.rotary_emb(states, positions)
-        for place, layer in enumerate(self.layers):
-            states = layer(states, rotation, attend(place))
+        for index, layer in enumerate(self.layers):
+            states = layer(states, rotation, attend(index))
         return self.norm(states)
 
     def context(self, states: Tensor, positions: Tensor) -> list[KeysValues]:

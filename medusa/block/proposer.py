@@ -4,7 +4,7 @@ Slot i of the cache holds token i's keys and values, which are maps of the targe
 target has not seen the last one, the anchor. Its block is in the slots from T − 1 on; keys and values of the target's
 features overwrite it later.
 
-Shape suffixes: B rows, L places, K guesses, S slots, H hidden, V vocabulary, D tokens that are drafted.
+Shape suffixes: B rows, L positions, K guesses, S slots, H hidden, V vocabulary, D tokens that are drafted.
 """
 
 import inspect
@@ -30,8 +30,8 @@ from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.block.blocks import logits_of_blocks
 from draftsmith.medusa.block.model import Attend, BlockConfig, BlockDrafter
-from draftsmith.medusa.on_features import FeatureProposer, StateFeeder, most_places
-from draftsmith.medusa.seen import KeysValues
+from draftsmith.medusa.on_features import FeatureProposer, StateFeeder, most_positions
+from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 
@@ -93,9 +93,9 @@ class BlockModel(PreTrainedModel):
     ) -> SimpleNamespace:
         """Return the output head's inputs for the guesses of blocks, (B, K, H); with `states` extend the cache instead.
 
-        A block's `input_ids` are (B, S), the anchor first. `states`, (B, L, H), are the fused ones of a text's places,
-        whose `input_ids` only count by their shape. The mask is additive, (B or 1, 1, S, …), or one for each kind of
-        layer.
+        A block's `input_ids` are (B, S), the anchor first. `states`, (B, L, H), are the fused ones of a text's
+        positions, whose `input_ids` only count by their shape. The mask is additive, (B or 1, 1, S, …), or one for each
+        kind of layer.
         """
         if states is not None:
             for layer, own in enumerate(self.drafter.context(states, position_ids)):
@@ -123,18 +123,18 @@ class BlockModel(PreTrainedModel):
 class BlockDraftForward(DraftForward):
     """The forward that feeds the states that the cache lacks, and drafts a block after them.
 
-    `places` is the forward of a `BlockModel` over states. If `confident`, the outputs also hold `BlockModel.reached`.
+    `over_states` is a `BlockModel`'s forward over states. If `confident`, the outputs also hold `BlockModel.reached`.
     """
 
     sources = tuple(inspect.getfile(cls) for cls in (BlockModel, BlockDrafter))
 
-    def __init__(self, places: BlockForward, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
-        model: Any = places.model
+    def __init__(self, over_states: BlockForward, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
+        model: Any = over_states.model
         head = model.head
-        super().__init__(model, shape, vocab_size, drawn, (places.key, head.scale, head.softcap, confident))
+        super().__init__(model, shape, vocab_size, drawn, (over_states.key, head.scale, head.softcap, confident))
         self._confident = confident
         block = BlockForward(model, (), (), [True] * model.config.num_hidden_layers)
-        self._forwards = [places, block]  # in a list, their models are no submodules
+        self._forwards = [over_states, block]  # in a list, their models are no submodules
         self._slots = model.config.block_size
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -159,12 +159,12 @@ class BlockDraftForward(DraftForward):
 
         The values of `tokens`, (B, L), are ignored. The other arguments are those of `BlockForward` and `choose`.
         """
-        places, block = self._forwards
+        over_states, block = self._forwards
         (rows, count), model = tokens.shape, cast(BlockModel, self.model)
         order_L, order_S = (torch.arange(size, device=tokens.device) for size in (count, self._slots))
         # The mask of the fed states; their outputs are not used, only their keys and values.
         causal = (order_L[:, None] >= order_L).expand(rows, count, count)
-        places(tokens, starts, slots_N, last, causal, order_L.expand(rows, count), order_L[:1], extras, cached)
+        over_states(tokens, starts, slots_N, last, causal, order_L.expand(rows, count), order_L[:1], extras, cached)
         # The block comes after each row's own states: padding after shorter rows is overwritten or invisible.
         hidden_BKH = block(
             anchors[:, None].expand(rows, self._slots),
@@ -222,8 +222,8 @@ class BlockProposer(FeatureProposer):
             raise InputError(f"tree: expected at most the block's depth {self.longest}, found {tree.depth}")
 
     def most_fed(self, task: DraftTask) -> int:
-        """Return the most places that are fed at once."""
-        return max(self.heads.config.block_size, most_places(task))
+        """Return the most positions that are fed at once."""
+        return max(self.heads.config.block_size, most_positions(task))
 
     def make_feeder(self, task: DraftTask, block: int) -> StateFeeder:
         """Return what feeds the drafter, with all forwards in programs or none: one program feeds states and block."""
@@ -258,7 +258,7 @@ class BlockProposer(FeatureProposer):
         anchors = torch.stack([text[-1] for text in texts])
         if self.in_programs:
             return self._draft_in_program(texts, anchors, lengths)
-        self.feeder.feed_places(texts)
+        self.feeder.feed_unfed(texts)
         slots = self.heads.config.block_size
         hidden_BKH = self.feeder.model.feed(
             anchors[:, None].expand(-1, slots),
@@ -292,18 +292,18 @@ class BlockProposer(FeatureProposer):
         """Feed the states that the cache lacks, and draft, in one call."""
         feeder, task, drawn = self.feeder, self.task, self.draws
         if feeder.model.is_empty or max(map(len, feeder.unfed)) > feeder.width:
-            feeder.feed_places(texts, but=1)
+            feeder.feed_unfed(texts, but=1)
         # One program for each tree and each kind of draw; `compute` compiles it at its first use.
         shape = self.shape(min(task.draft_length, self.most_steps) if task.fixed_length else max(draft_lengths))
         lacking = [len(states) for states in feeder.unfed]
-        tokens, places, further = feeder.take_block(texts)
+        tokens, slots, further = feeder.take_block(texts)
         draws = make_draws(shape, task.vocab_size, self.temperature, self.generators, draft_lengths, anchors.device)
         confident = self.confidence > 0
         outputs = feeder.model.compute(
             (shape.parents, drawn, confident),
             lambda forward: BlockDraftForward(forward, shape, task.vocab_size, drawn, confident),
             tokens,
-            places,
+            slots,
             max(lacking) + self.heads.config.block_size,
             [anchors, torch.tensor(lacking, device=anchors.device), draws],
             further,

@@ -23,8 +23,8 @@ from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.medusa.block.blocks import SHARE, anchors_at_once, anchors_of, states_of_blocks, work_of_blocks
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.chains import ChainPlaces
-from draftsmith.medusa.seen import TargetStates
+from draftsmith.medusa.chains import ChainPositions
+from draftsmith.medusa.target_states import TargetStates
 from draftsmith.medusa.trainer import FeaturesOf, FeatureTrainer
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_features
@@ -37,7 +37,7 @@ PRIMES = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
 """Odd multipliers whose products, cut to 31 bits, look random (those of xxHash)."""
 
 
-class BlockPlaces:
+class BlockPositions:
     """The guesses of the blocks after drawn anchors, for a loss: K = `count` guesses for each anchor.
 
     The batch's `positions` list the anchors at which each guess has a label; at most `max_anchors` of a row are drawn.
@@ -52,12 +52,12 @@ class BlockPlaces:
             # Guess k has a label if the anchor and the k + 1 tokens after it are a completion's.
             learned_KX[guess, starts + 1] = 1.0
         first_BT = learned_KX[0].view(rows, length)
-        # Places without a first label come last.
+        # Positions without a first label come last.
         order_BT = drawn_order(ids_BT, step).masked_fill(first_BT == 0, -1)
         # A row has its own number of anchors, so that the draw does not depend on the other rows of its batch.
-        self.places = order_BT.topk(anchors_of(max_anchors, length), dim=1).indices
-        """The anchors' places, (B, N); in rows with fewer anchors the rest is filled up, and has no weight."""
-        flat_BN = self.places + torch.arange(rows, device=ids_BT.device)[:, None] * length
+        self.indices = order_BT.topk(anchors_of(max_anchors, length), dim=1).indices
+        """The anchors' positions, (B, N); in rows with fewer anchors the rest is filled up, and has no weight."""
+        flat_BN = self.indices + torch.arange(rows, device=ids_BT.device)[:, None] * length
         weights_KBN = learned_KX[:, flat_BN]
         if max_anchors is None:
             own_B1 = (first_BT.sum(1, keepdim=True) // SHARE).clamp(min=1.0)
@@ -81,10 +81,10 @@ class BlockPlaces:
 
 
 def drawn_order(ids_BT: Tensor, step: int) -> Tensor:
-    """Return a pseudorandom number below 2³¹ for each place, from its tokens, its position and the step alone."""
-    place_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    """Return a pseudorandom number below 2³¹ for each position, from its tokens, its index and the step alone."""
+    index_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     before_BT = torch.nn.functional.pad(ids_BT[:, :-1], (1, 0))
-    mixed = ids_BT * PRIMES[0] + before_BT * PRIMES[1] + place_T * PRIMES[2] + step * PRIMES[3]
+    mixed = ids_BT * PRIMES[0] + before_BT * PRIMES[1] + index_T * PRIMES[2] + step * PRIMES[3]
     for shift in (15, 13, 16):
         # Mix high bits into low ones, as hashes do; 31 bits keep products in int64.
         mixed = mixed & 0x7FFFFFFF
@@ -132,18 +132,20 @@ class BlockTrainer(FeatureTrainer):
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_k decay^k · the objective summed over guess k's tokens."""
         target_states = self.target_states(inputs)
-        blocks = BlockPlaces(inputs, self.count, self.config.anchors, self.state.global_step)
+        blocks = BlockPositions(inputs, self.count, self.config.anchors, self.state.global_step)
         decays_K = self.config.decay ** torch.arange(self.count, device=blocks.labels.device)
         blocks.weights = [(blocks.weights_BNK * decays_K).flatten()]
 
         def loss() -> Tensor:
-            hidden_MH = self._hidden(target_states, inputs, blocks.places).flatten(0, 2)
+            hidden_MH = self._hidden(target_states, inputs, blocks.indices).flatten(0, 2)
             states_ME = self.heads.head_states(hidden_MH, blocks.before)
             return self._inside_head(partial(self._loss, blocks, target_states), hidden_MH, states_ME)
 
         return model(inside=loss)  # type: ignore[no-any-return]
 
-    def _loss(self, blocks: BlockPlaces, target_states: TargetStates, hidden_MH: Tensor, states_ME: Tensor) -> Tensor:
+    def _loss(
+        self, blocks: BlockPositions, target_states: TargetStates, hidden_MH: Tensor, states_ME: Tensor
+    ) -> Tensor:
         """Return the loss of guesses; called inside of the Markov head's forward."""
         head, config = self.loss_head(self.heads.whole_head(self.frozen_head)), self.config
         decayed_M = blocks.weights[0]  # the confidence head's weights: without D-PACE's
@@ -172,25 +174,25 @@ class BlockTrainer(FeatureTrainer):
         rows, length = inputs["input_ids"].shape
 
         def sums() -> Tensor:
-            places = ChainPlaces(inputs, self.count)
-            p = LiveDistributions(places.teacher(target_states.hidden), self.target_head)
-            everywhere = torch.arange(length, device=places.flat.device).expand(rows, -1)
-            # The blocks of all places need a mask of their square: compute them in parts.
+            positions = ChainPositions(inputs, self.count)
+            p = LiveDistributions(positions.teacher(target_states.hidden), self.target_head)
+            everywhere = torch.arange(length, device=positions.flat.device).expand(rows, -1)
+            # The blocks of all positions need a mask of their square: compute them in parts.
             parts = everywhere.split(anchors_at_once(rows * length, self.heads.config.block_size), dim=1)
             hidden_XKH = torch.cat([self._hidden(target_states, inputs, part) for part in parts], dim=1).flatten(0, 1)
 
             def features(k: int, features_of: FeaturesOf) -> Tensor:
                 # Guess k of token c + 1 belongs to the block whose anchor is at c − k.
-                hidden = hidden_XKH[(places.flat - k).clamp(min=0), k]
-                states = self.heads.head_states(hidden, places.ids_N[places.flat])
+                hidden = hidden_XKH[(positions.flat - k).clamp(min=0), k]
+                states = self.heads.head_states(hidden, positions.ids_N[positions.flat])
                 return features_of(states, self.loss_head(self.heads.whole_head(self.frozen_head)))
 
-            return self._inside_head(lambda: self.chain_sums(places, chosen_BT, p, features))
+            return self._inside_head(lambda: self.chain_sums(positions, chosen_BT, p, features))
 
         return model(inside=sums)  # type: ignore[no-any-return]
 
     def _statistics(
-        self, blocks: BlockPlaces, target_states: TargetStates, states_ME: Tensor, head: OutputHead
+        self, blocks: BlockPositions, target_states: TargetStates, states_ME: Tensor, head: OutputHead
     ) -> GuessStats:
         """Return statistics of the finished guesses, a chunk at a time, without gradients."""
         sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
@@ -211,10 +213,10 @@ class BlockTrainer(FeatureTrainer):
         dtype = computing_dtype(self.heads.fc.weight)
         return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
 
-    def _hidden(self, target_states: TargetStates, inputs: dict[str, Any], places_BN: Tensor) -> Tensor:
+    def _hidden(self, target_states: TargetStates, inputs: dict[str, Any], indices_BN: Tensor) -> Tensor:
         """Return the output head's inputs for the guesses after some anchors, (B, N, K, H)."""
         batch = inputs["input_ids"], inputs.get("position_ids")
-        return states_of_blocks(self.heads, self.embed, target_states, *batch, places_BN)
+        return states_of_blocks(self.heads, self.embed, target_states, *batch, indices_BN)
 
     def trained_work(self) -> Work | None:
         """Return the arithmetic of the blocks; None if their share of the tokens depends on the rows' lengths."""

@@ -1,11 +1,12 @@
 """EAGLE-3 heads: one decoder layer that drafts from the target's features, or from its own last state.
 
-EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3): at place i the layer sees the embedding of token i + 1 next to a
-state of token i, and guesses token i + 2. If the target has seen token i, the state is `fuse`d from the target's
-features; for a drafted token it is the layer's own output at the place before. No loss ties that output to features, so
-heads may be trained through many such steps (the training-time test).
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3): at position i the layer sees the embedding of token i + 1 next to
+a state of token i, and guesses token i + 2. If the target has seen token i, the state is `fuse`d from the target's
+features; for a drafted token it is the layer's own output at the position before. No loss ties that output to features,
+so heads may be trained through many such steps (the training-time test).
 
-Shape suffixes: B rows, T places, S places with keys, F features, H hidden, V the target's vocabulary, D the heads'.
+Shape suffixes: B rows, T positions, S positions with keys, F features, H hidden, V the target's vocabulary, D the
+heads'.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from draftsmith.decode.cache.features import check_layers, decoder_layers, defau
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import FeatureHeads, LayersConfig, LMHead, Norm, check_named, layer_fields
-from draftsmith.medusa.seen import KeysValues
+from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 TREE = "eagle_tree"
@@ -81,7 +82,7 @@ class EagleAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
 
     def project(self, seen_BTE: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, KeysValues]:
-        """Return queries, (B, heads, T, width), and these places' keys and values, rotated to their positions."""
+        """Return queries, (B, heads, T, width), and these positions' keys and values, all rotated."""
         queries, keys, values = (
             project(seen_BTE).unflatten(-1, (project.out_features // self.head_dim, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -91,14 +92,14 @@ class EagleAttention(nn.Module):
 
 
 Attend = Callable[[Tensor, KeysValues], Tensor]
-"""A function from queries, and the same places' keys and values, to attended values, (B, heads, T, width)."""
+"""A function from queries, and the same positions' keys and values, to attended values, (B, heads, T, width)."""
 
 
 def attention(before: KeysValues | None, mask: Tensor | None) -> Attend:
-    """Return the attention of places to themselves and to `before`, the keys and values of other places.
+    """Return the attention of positions to themselves and to `before`, the keys and values of other positions.
 
-    The mask, (B or 1, 1, T, S), is added to the scores, or True where a query sees a key. Without one each place sees
-    itself and those before it.
+    The mask, (B or 1, 1, T, S), is added to the scores, or True where a query sees a key. Without one each position
+    sees itself and those before it.
     """
 
     def attend(queries: Tensor, current: KeysValues) -> Tensor:
@@ -123,7 +124,7 @@ class EagleLayer(GradientCheckpointingLayer):
     def forward(
         self, embeddings_BTH: Tensor, states_BTH: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
     ) -> tuple[Tensor, KeysValues]:
-        """Return the layer's output, (B, T, H), and these places' own keys and values."""
+        """Return the layer's output, (B, T, H), and these positions' own keys and values."""
         # Attention sees embedding and state, each with its own norm; the residual path has only the state.
         normed = self.hidden_norm(states_BTH)
         residual = normed if self.norm_before_residual else states_BTH
@@ -242,7 +243,7 @@ class EagleHeads(FeatureHeads):
         return OutputHead(self.lm_head.weight)
 
     def fuse(self, features_BTF: Tensor) -> Tensor:
-        """Return states, (B, T, H), from the target's features of the same places."""
+        """Return states, (B, T, H), from the target's features of the same positions."""
         config = self.config
         if config.norm_before_fc:
             features_BTF = self.input_norm(features_BTF)
@@ -261,13 +262,13 @@ class EagleHeads(FeatureHeads):
         mask: Tensor | None = None,
         attend: Attend | None = None,
     ) -> Step:
-        """Take one step at some places.
+        """Take one step at some positions.
 
         Args:
             embeddings: the target's embeddings of the next tokens, (B, T, H).
-            states: the states of these places' tokens, `fuse`d or from a step before, (B, T, H).
+            states: the states of these positions' tokens, `fuse`d or from a step before, (B, T, H).
             positions: in the text, (B, T) int64.
-            before: keys and values of other places.
+            before: keys and values of other positions.
             mask: see `attention`.
             attend: the attention, in place of these two.
         """

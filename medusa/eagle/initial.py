@@ -17,7 +17,7 @@ from draftsmith.medusa.base import begin_nearly_uniform
 from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import states_of_steps
-from draftsmith.medusa.seen import TargetStates, whole
+from draftsmith.medusa.target_states import TargetStates, gather_weights
 from draftsmith.train.data.first_look import Text, best_scale, choose_once
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.positions import IGNORED
@@ -91,7 +91,7 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
     last: Any = decoder_layers(target)[-1]
     decoder = decoder_of(target)
     layer, size = heads.midlayer, heads.config.hidden_size
-    with whole(last, decoder):
+    with gather_weights(last, decoder):
         for name in MAPS:
             ours, theirs = cast(nn.Linear, layer.get_submodule(name)), last.get_submodule(name).weight
             # Embeddings come first in the wide maps: pad their columns with zeros.
@@ -109,7 +109,7 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
 @torch.no_grad()
 def scale_logits(
     heads: EagleHeads,
-    seen_of: Callable[[Text], TargetStates],
+    states_of: Callable[[Text], TargetStates],
     texts: Sequence[Text],
     steps: int,
     tokens: int,
@@ -118,19 +118,19 @@ def scale_logits(
     """Scale the last norm of a copy of the target's last layer by the factor with the least loss of all K steps.
 
     The copy's inputs are not the layer's, and in later steps they are its own outputs: so it is too confident.
-    `seen_of` returns the target's states of a text. The target's head may have more rows than the tokenizer has
+    `states_of` returns the target's states of a text. The target's head may have more rows than the tokenizer has
     `tokens`.
     """
 
     def look() -> float:
         states, labels = [], []
         for text in texts:
-            target_states = seen_of(text)
+            target_states = states_of(text)
             nn.Module.to(heads, target_states.features.device)  # on the CPU a large layer is slow
-            places_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
-            places_N = places_N[places_N > steps].to(heads.device)  # where each step has a round that reaches
-            states += states_of_steps(heads, target_states, None, places_N, steps)
-            labels += [text.ids_T.to(heads.device)[places_N + 1]] * steps
+            indices_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
+            indices_N = indices_N[indices_N > steps].to(heads.device)  # where each step has a round that reaches
+            states += states_of_steps(heads, target_states, None, indices_N, steps)
+            labels += [text.ids_T.to(heads.device)[indices_N + 1]] * steps
         cut = None if heads.token_map is None else CutVocabulary(heads.token_map, heads.config.vocab_size)
         return best_scale(states, torch.cat(labels), heads.head, cut, tokens)
 

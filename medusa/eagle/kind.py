@@ -70,8 +70,8 @@ class Eagle(FeatureKind):
 
         heads: Any = model
         states = torch.zeros(1, 1, heads.config.hidden_size, dtype=model.dtype)
-        places = torch.arange(1)[None]
-        return lambda: heads.head(heads(states, states, places).hidden)
+        positions = torch.arange(1)[None]
+        return lambda: heads.head(heads(states, states, positions).hidden)
 
     def recognises_foreign(self, directory: Path) -> bool:
         """Return whether these are heads of the authors, SpecForge or speculators."""

@@ -13,7 +13,7 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import new_heads
 from draftsmith.medusa.eagle.unrolled import states_of_steps, work_of_steps
 from draftsmith.medusa.memory import FeaturePlan, fake_target_states, trace_losses
-from draftsmith.medusa.seen import TargetStates
+from draftsmith.medusa.target_states import TargetStates
 from draftsmith.train.job.flops import Work
 from draftsmith.train.memory.activations import Forward, precision_of
 from draftsmith.train.memory.setting import MemorySetting, Precision
@@ -38,8 +38,8 @@ class EaglePlan(FeaturePlan):
         """Return the heads' vocabulary size."""
         return heads.config.draft_vocab_size
 
-    def places(self, rows: int) -> int:
-        """Return the places with a loss, if all tokens but each row's first belong to a completion."""
+    def positions(self, rows: int) -> int:
+        """Return the positions with a loss, if all tokens but each row's first belong to a completion."""
         return rows * max(self.batch.length - 2, 1)
 
     def forward(self, dtype: str) -> Forward:
@@ -50,9 +50,9 @@ class EaglePlan(FeaturePlan):
             rows = len(inputs["input_ids"])
             states = fake_target_states(target, len(heads.layer_ids), rows, length)
             position_ids = self.batch.inputs(rows).get("position_ids")
-            # The places do not change the memory: take zeros.
-            places = torch.zeros(rows * max(length - 2, 1), dtype=torch.long)
-            return states_of_steps(heads, states, position_ids, places, num_steps), states
+            # The positions do not change the memory: take zeros.
+            positions = torch.zeros(rows * max(length - 2, 1), dtype=torch.long)
+            return states_of_steps(heads, states, position_ids, positions, num_steps), states
 
         return forward
 

@@ -1,11 +1,11 @@
 """EAGLE-3 heads as a drafter: one layer that sees the target's features, with a cache of its own.
 
-Place i holds token i + 1 and a state of token i (`medusa.eagle.heads`). In a text of T tokens the target has not seen
-the last one, so T − 1 places have features, and the last of them gives the first drafted token's logits. Drafted tokens
-follow, each with the layer's output for its parent. After verification, accepted places are fed again into the same
-slots, now with the target's features: no key made from the layer's own states stays.
+Position i holds token i + 1 and a state of token i (`medusa.eagle.heads`). In a text of T tokens the target has not
+seen the last one, so T − 1 positions have features, and the last of them gives the first drafted token's logits.
+Drafted tokens follow, each with the layer's output for its parent. After verification, accepted positions are fed again
+into the same slots, now with the target's features: no key made from the layer's own states stays.
 
-Shape suffixes: B rows, L places, F nodes fed together, H hidden, V vocabulary.
+Shape suffixes: B rows, L positions, F nodes fed together, H hidden, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
 from draftsmith.medusa.eagle.unrolled import logits_of_steps
-from draftsmith.medusa.on_features import FeatureProposer, StateFeeder, most_places
-from draftsmith.medusa.seen import KeysValues
+from draftsmith.medusa.on_features import FeatureProposer, StateFeeder, most_positions
+from draftsmith.medusa.target_states import KeysValues
 
 
 class EagleModel(PreTrainedModel):
@@ -62,14 +62,14 @@ class EagleModel(PreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Take a step on the next tokens, `input_ids` (B, L), and these places' states, (B, L, H); extend the cache.
+        """Take a step on the next tokens, `input_ids` (B, L), and these positions' states, (B, L, H); extend the cache.
 
-        `attention_mask` is additive, (B or 1, 1, L, S). `logits_to_keep` keeps the last places, or those it lists.
+        `attention_mask` is additive, (B or 1, 1, L, S). `logits_to_keep` keeps the last positions, or those it lists.
         """
 
         def attend(queries: Tensor, own: KeysValues) -> Tensor:
             keys_values = KeysValues(*past_key_values.update(own.keys, own.values, 0))
-            # A single place sees all keys in the cache: it needs no mask.
+            # A single position sees all keys in the cache: it needs no mask.
             if attention_mask is None and queries.shape[2] > 1:
                 return fused_attention(queries, *keys_values, is_causal=True)
             return in_groups(queries, *keys_values, attention_mask)
@@ -97,7 +97,7 @@ class EagleProposer(FeatureProposer):
 
     def make_feeder(self, task: DraftTask, block: int) -> "EagleFeeder":
         """Return what feeds the heads."""
-        return EagleFeeder(self.draft_model, task, block, most_places(task))
+        return EagleFeeder(self.draft_model, task, block, most_positions(task))
 
     def fits_programs(self, task: DraftTask) -> bool:
         """Return whether one program can draft all steps."""
@@ -117,22 +117,25 @@ class EagleProposer(FeatureProposer):
         heads = self.heads
 
         def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
-            lengths, places_T = lengths_to_read(wanted_BT), torch.arange(ids_BT.shape[1] - 1, device=heads.device)
+            lengths, order_T = lengths_to_read(wanted_BT), torch.arange(ids_BT.shape[1] - 1, device=heads.device)
             positions = own_positions(target, lengths, ids_BT[:, :-1])
             with collect_features(target, heads.layer_ids) as features, fixed_packing(False):
                 # Rows are single texts: the library need not look for packed ones, which would wait for the device.
                 decoder_of(target)(input_ids=ids_BT[:, :-1], use_cache=False, **positions)
             embed: Any = target.get_input_embeddings()
             embeddings = embed(ids_BT[:, 1:]).to(heads.device, heads.dtype)
-            places = own_positions(heads, lengths, embeddings[..., 0]).get("position_ids", places_T[None])
-            hidden_BLH = heads(embeddings, heads.fuse(features.pop().to(heads.device, heads.dtype)), places).hidden
+            own = own_positions(heads, lengths, embeddings[..., 0])
+            positions_BT = own.get("position_ids", order_T[None])
+            hidden_BLH = heads(
+                embeddings, heads.fuse(features.pop().to(heads.device, heads.dtype)), positions_BT
+            ).hidden
             for start in range(1, ids_BT.shape[1], columns):
                 at, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
                 at = at + start
                 logits = heads.widened(heads.head(hidden_BLH[rows, (at - 2).clamp(min=0)]))
-                logits = logits.masked_fill((at < 2)[:, None], 0.0)  # the first place has already seen that token
+                logits = logits.masked_fill((at < 2)[:, None], 0.0)  # the first position has already seen that token
                 pairs = [] if sampler.context_free else zip(rows, at, strict=True)
-                contexts = [ids_BT[row, :place] for row, place in pairs]
+                contexts = [ids_BT[row, :index] for row, index in pairs]
                 yield sampler.probabilities(logits, contexts) if len(at) else logits
 
         return distributions
@@ -142,23 +145,23 @@ class EagleFeeder(StateFeeder):
     """Keeps the heads fed with the target's states, and with their own for drafted tokens."""
 
     def feed_texts(self, texts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
-        """Feed the places that have features now; return the logits after each text, (B, 1, V).
+        """Feed the positions that have features now; return the logits after each text, (B, 1, V).
 
-        Rounds without drafts leave several blocks of `width` places.
+        Rounds without drafts leave several blocks of `width` positions.
         """
         if self.model.is_empty:
-            self.feed_places(texts, but=1)
+            self.feed_unfed(texts, but=1)
         counts = [len(states_LH) for states_LH in self.unfed]
         width = min(max(counts), self.width)
         last_BH: Tensor | None = None
         for first in range(0, max(counts), width):
-            tokens, places, further = self.block_from(texts, first, width)
-            outputs = self.model.feed(tokens, places, further=further)
+            tokens, slots, further = self.block_from(texts, first, width)
+            outputs = self.model.feed(tokens, slots, further=further)
             ends = [count - 1 - first for count in counts]
             if len(set(ends)) == 1 and 0 <= ends[0] < width:
                 last_BH = outputs[:, ends[0]]
                 continue
-            # Each row's last place is in one of the blocks: take it from there.
+            # Each row's last position is in one of the blocks: take it from there.
             at = torch.tensor(ends, device=outputs.device)
             here = outputs.take_along_dim(at.clamp(0, width - 1)[:, None, None], dim=1)[:, 0]
             inside = (at >= 0) & (at < width)
@@ -169,14 +172,14 @@ class EagleFeeder(StateFeeder):
         return logits
 
     def program_block(self, texts: Sequence[Tensor]) -> ProgramBlock | None:
-        """Return the places that have features now, if they fit in one block; rows end in different columns."""
+        """Return the positions that have features now, if they fit in one block; rows end in different columns."""
         if self.model.is_empty:
-            self.feed_places(texts, but=1)
+            self.feed_unfed(texts, but=1)
         elif max(map(len, self.unfed)) > self.width:
             return None
         ends = torch.tensor([len(states_LH) for states_LH in self.unfed], device=self.device) - 1
-        tokens, places, further = self.take_block(texts)
-        return ProgramBlock(tokens, places, torch.arange(tokens.shape[1], device=self.device), ends, ends, further)
+        tokens, slots, further = self.take_block(texts)
+        return ProgramBlock(tokens, slots, torch.arange(tokens.shape[1], device=self.device), ends, ends, further)
 
     def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Split the layer's outputs, (B, F, 2H), into logits, (B, F, V), and the next states, (B, F, H)."""

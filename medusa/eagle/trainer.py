@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftsmith.medusa.chains import ChainPlaces
+from draftsmith.medusa.chains import ChainPositions
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import states_of_steps, work_of_steps
-from draftsmith.medusa.seen import TargetStates
+from draftsmith.medusa.target_states import TargetStates
 from draftsmith.medusa.trainer import FeatureTrainer
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.distributions import LiveDistributions
@@ -42,34 +42,34 @@ class EagleTrainer(FeatureTrainer):
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_k decay^k · the objective summed over step k's tokens."""
-        target_states, places = self.target_states(inputs), ChainPlaces(inputs, self.count)
+        target_states, indices = self.target_states(inputs), ChainPositions(inputs, self.count)
         teacher = target_states.hidden, self.teacher_head
 
         def loss(states: Sequence[Tensor], head: OutputHead) -> Tensor:
-            return self.chain_loss(places, states, lambda _: head, teacher)
+            return self.chain_loss(indices, states, lambda _: head, teacher)
 
-        return model(inside=lambda: self._inside_head(target_states, inputs, places, loss))  # type: ignore[no-any-return]
+        return model(inside=lambda: self._inside_head(target_states, inputs, indices, loss))  # type: ignore[no-any-return]
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums for each step, (B, 3 + 3K)."""
-        target_states, places = self.target_states(inputs), ChainPlaces(inputs, self.count)
+        target_states, positions = self.target_states(inputs), ChainPositions(inputs, self.count)
 
         def sums(states: Sequence[Tensor], head: OutputHead) -> Tensor:
-            p = LiveDistributions(places.teacher(target_states.hidden), self.target_head)
-            return self.chain_sums(places, chosen_BT, p, lambda k, features_of: features_of(states[k], head))
+            p = LiveDistributions(positions.teacher(target_states.hidden), self.target_head)
+            return self.chain_sums(positions, chosen_BT, p, lambda k, features_of: features_of(states[k], head))
 
-        return model(inside=lambda: self._inside_head(target_states, inputs, places, sums))  # type: ignore[no-any-return]
+        return model(inside=lambda: self._inside_head(target_states, inputs, positions, sums))  # type: ignore[no-any-return]
 
     def _inside_head(
         self,
         target_states: TargetStates,
         inputs: dict[str, Any],
-        places: ChainPlaces,
+        positions: ChainPositions,
         function: Callable[[Sequence[Tensor], OutputHead], Tensor],
     ) -> Tensor:
         """Return a function of the steps' states and the head, called inside of the head's forward."""
         # The states are computed inside of the model's forward, and the loss inside of the head's.
-        states = states_of_steps(self.heads, target_states, inputs.get("position_ids"), places.flat, self.count)
+        states = states_of_steps(self.heads, target_states, inputs.get("position_ids"), positions.flat, self.count)
         inside = lambda *states: function(states, self.loss_head(self.heads.head))  # noqa: E731
         return self.heads.lm_head(*states, inside=inside)  # type: ignore[no-any-return]
 

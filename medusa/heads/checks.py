@@ -11,7 +11,7 @@ from draftsmith.medusa.checks import find_mismatch, shape, trained_on
 from draftsmith.medusa.heads.formats.importing import foreign_format, import_heads
 from draftsmith.medusa.heads.formats.writing import VLLM_READS
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
-from draftsmith.train.checkpoint import reading
+from draftsmith.train.checkpoint import reading_errors
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import STORED, Part, Side, load_part
@@ -67,7 +67,7 @@ def _empty(path: str) -> MedusaHeads:
     directory = Path(path)
     if not (directory / "config.json").is_file() and (directory.exists() or path.count("/") != 1):  # no hub id
         raise InputError(f"medusa: expected a directory of Medusa heads with config.json, found none in {path}")
-    with reading("medusa", f"Medusa heads in {path}"):
+    with reading_errors("medusa", f"Medusa heads in {path}"):
         config = MedusaConfig.from_pretrained(path)
     with torch.device("meta"):
         return MedusaHeads(config)

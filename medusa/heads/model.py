@@ -106,9 +106,9 @@ class MedusaBlock(nn.Module):
 
         Hydra heads need the `embeddings` of the next K tokens, (…, K, H).
         """
-        for place, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             # Only the first layer sees the embeddings.
-            wide = hidden if place or embeddings is None else torch.cat([hidden, embeddings], dim=-1)
+            wide = hidden if index or embeddings is None else torch.cat([hidden, embeddings], dim=-1)
             hidden = hidden + nn.functional.silu(layer(wide))
         return hidden
 

@@ -254,12 +254,12 @@ class MedusaProposer(TreeProposer):
             hidden_BTH = last_hidden(target, input_ids=ids_BT, **positions).to(heads.device, heads.dtype)
             embed: Any = target.get_input_embeddings()
             for start in range(1, ids_BT.shape[1], columns):
-                places, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
-                places = places + start
-                before = embed(ids_BT[rows, places - 1])[:, None].to(hidden_BTH)  # Hydra heads see it
-                logits = heads.logits(0, hidden_BTH[rows, (places - 2).clamp(min=0)], before)
-                pairs = [] if sampler.context_free else zip(rows, places, strict=True)
-                contexts = [ids_BT[row, :place] for row, place in pairs]
+                indices, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
+                indices = indices + start
+                before = embed(ids_BT[rows, indices - 1])[:, None].to(hidden_BTH)  # Hydra heads see it
+                logits = heads.logits(0, hidden_BTH[rows, (indices - 2).clamp(min=0)], before)
+                pairs = [] if sampler.context_free else zip(rows, indices, strict=True)
+                contexts = [ids_BT[row, :index] for row, index in pairs]
                 yield sampler.probabilities(logits, contexts) if len(rows) else logits
 
         return distributions

@@ -108,11 +108,11 @@ def _logits(target: PreTrainedModel, heads: MedusaHeads, hidden_NH: Tensor, text
     embed: Any = target.get_input_embeddings()
 
     def logits_at(i: int, first: int, end: int) -> Tensor:
-        places, embeddings = slice(first - 1, end - 1), None
+        positions, embeddings = slice(first - 1, end - 1), None
         if heads.config.hydra:
             # The tokens from s − 1 on, which the head saw as drafts: accepted drafts are the text's own tokens.
-            windows = tokens[: end + i - 1].unfold(0, i + 1, 1)[places]  # (C, i + 1)
+            windows = tokens[: end + i - 1].unfold(0, i + 1, 1)[positions]  # (C, i + 1)
             embeddings = embed(windows).to(heads.device, heads.dtype)
-        return heads.logits(i, hidden_NH[places].to(heads.device, heads.dtype), embeddings)
+        return heads.logits(i, hidden_NH[positions].to(heads.device, heads.dtype), embeddings)
 
     return logits_at

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import LMHead
-from draftsmith.medusa.chains import ChainPlaces
+from draftsmith.medusa.chains import ChainPositions
 from draftsmith.medusa.heads.backbone import Joint
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.model import MedusaHeads
@@ -143,29 +143,31 @@ class MedusaTrainer(HeadsTrainer):
 
         `hidden`, (B, T, H), is the heads' input; `teacher` is that of `chain_loss`.
         """
-        heads, places = self.heads, ChainPlaces(inputs, self.count)
+        heads, positions = self.heads, ChainPositions(inputs, self.count)
         states = [
-            heads.states(i, places.head_inputs(i, hidden, heads), places.embeddings(i, embed, heads))
+            heads.states(i, positions.head_inputs(i, hidden, heads), positions.embeddings(i, embed, heads))
             for i in range(self.count)
         ]
-        return heads.inside_lm_heads(states, lambda states: self.chain_loss(places, states, self._loss_head, teacher))
+        return heads.inside_lm_heads(
+            states, lambda states: self.chain_loss(positions, states, self._loss_head, teacher)
+        )
 
     def _replayed(
         self, inputs: dict[str, Tensor], chosen: Tensor, hidden: Tensor, backbone: PreTrainedModel, head: OutputHead
     ) -> Tensor:
         """Return the sums of `replay_sums`, from distributions over the whole vocabulary."""
         heads, embed = self.heads, backbone.get_input_embeddings()
-        places = ChainPlaces(inputs, self.count)
+        positions = ChainPositions(inputs, self.count)
 
         def features(index: int, features_of: FeaturesOf) -> Tensor:
             states = heads.states(
-                index, places.head_inputs(index, hidden, heads), places.embeddings(index, embed, heads)
+                index, positions.head_inputs(index, hidden, heads), positions.embeddings(index, embed, heads)
             )
             # Inside of the head's forward its weight is whole.
             inside = lambda states: features_of(states, self._loss_head(index))  # noqa: E731
             return heads.lm_head_of(index)(states, inside=inside)
 
-        return self.chain_sums(places, chosen, LiveDistributions(places.teacher(hidden), head), features)
+        return self.chain_sums(positions, chosen, LiveDistributions(positions.teacher(hidden), head), features)
 
     def _loss_head(self, index: int) -> OutputHead:
         """Return one head's map to logits over its vocabulary, inside of its language-model head's forward."""

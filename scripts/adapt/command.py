@@ -28,7 +28,7 @@ from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.files import move_link, require_writable
-from draftsmith.train.job.lock import locked
+from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.options import nondefault_fields, seconds_of
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_config(AdaptConfig, arguments, prog="draftsmith adapt")
     if config.watch is not None:
         return loop(arguments, seconds_of(config.watch, "watch"))
-    with locked(Path(config.output)):
+    with lock_directory(Path(config.output)):
         return _once(config, Path(config.output))
 
 

@@ -128,21 +128,21 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
         ]
         for name in ("old", "new")
     }
-    places: dict[str, list[int]] = {}
-    for place, category in enumerate(categories):
+    indices: dict[str, list[int]] = {}
+    for index, category in enumerate(categories):
         if category is not None:
-            places.setdefault(category, []).append(place)
+            indices.setdefault(category, []).append(index)
     return Comparison(
         ratio(*pooled["old"]),
         ratio(*pooled["new"]),
         _gain(pooled, range(len(categories))),
         {temperature: _gain(column, range(len(categories))) for temperature, column in columns.items()},
-        {category: _gain(pooled, members) for category, members in sorted(places.items())},
+        {category: _gain(pooled, members) for category, members in sorted(indices.items())},
         promised,
     )
 
 
-def _gain(columns: Mapping[str, Sequence[Sequence[float]]], places: Sequence[int]) -> Estimate:
+def _gain(columns: Mapping[str, Sequence[Sequence[float]]], indices: Sequence[int]) -> Estimate:
     """Return the gain in τ of the new drafter over the old one on some requests."""
-    selected: list[Any] = [[column[i] for i in places] for name in ("new", "old") for column in columns[name]]
+    selected: list[Any] = [[column[i] for i in indices] for name in ("new", "old") for column in columns[name]]
     return ratio_difference(*selected)

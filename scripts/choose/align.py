@@ -25,7 +25,7 @@ from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseCo
 from draftsmith.scripts.choose.run import checked_candidates, print_plan
 from draftsmith.scripts.kinds import kind_of, recipes
 from draftsmith.scripts.pair import require_rollback
-from draftsmith.scripts.serving.draft_lengths import of_drafter
+from draftsmith.scripts.serving.draft_lengths import drafter_entry
 from draftsmith.scripts.serving.engine.offline import engine_python
 from draftsmith.scripts.stages import NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
@@ -175,7 +175,7 @@ def _launch(config: AlignConfig, trained: TrainedDrafter, output: Path, draft_le
     lengths = output / "report/draft_lengths.json"
     # If the prediction says that nothing pays although something does, take the γ that passed the gate.
     table = config.server == "vllm" and not kind.tree_alone and lengths.is_file()
-    if table and of_drafter(str(lengths), trained.directory)["num_speculative_tokens"] > 0:
+    if table and drafter_entry(str(lengths), trained.directory)["num_speculative_tokens"] > 0:
         values["draft_lengths"] = lengths
     elif config.server in kind.launched and not kind.tree_alone and not kind.whole_blocks:
         values["draft_length"] = draft_length

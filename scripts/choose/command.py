@@ -38,10 +38,10 @@ from draftsmith.scripts.choose.result import (
 )
 from draftsmith.scripts.choose.rounds import kept_costs
 from draftsmith.scripts.choose.run import COSTS, MOST_SAMPLES, ChooseRun, SavedTrial, checked_candidates, print_plan
-from draftsmith.scripts.choose.schedule import LEAST_GROWTH, RUNGS, begins, best_names, growth, survivors
+from draftsmith.scripts.choose.schedule import LEAST_GROWTH, RUNGS, another_amount_fits, best_names, growth, survivors
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.pair import require_rollback
-from draftsmith.scripts.stages import Stages, flags_of, nested
+from draftsmith.scripts.stages import Stages, flags_of, nest
 from draftsmith.scripts.trials import CostFile
 from draftsmith.train.cli import OutOfTime, parse_config
 from draftsmith.train.data.corpus import write_prompts
@@ -136,7 +136,7 @@ def _halve(run: ChooseRun) -> Choice:
         # With less growth, candidates that are dropped now would have no forecast.
         least = 1.1 * LEAST_SPREAD if rung == 1 else LEAST_GROWTH
         paces = [run.paces[name] for name in names]
-        if not begins(left, rung, run.written, paces, num_candidates, run.write, least):
+        if not another_amount_fits(left, rung, run.written, paces, num_candidates, run.write, least):
             print("the time is spent: nothing more is trained", flush=True)
             break
         remaining = survivors(rung + 1, num_candidates)
@@ -258,7 +258,7 @@ def _next(run: ChooseRun, won: Standing) -> list[str]:
         if missing > 0.1 * run.written:
             commands.append(_more_text(run, missing))
             fields |= {"completions": [*fields["completions"], str(run.completions(MORE))], "dedup": "texts"}
-        text = yaml.safe_dump(as_json(nested(fields)), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(as_json(nest(fields)), sort_keys=False, allow_unicode=True)
         note = f"# {won.name} for {config.target}: what `draftsmith choose` found. It begins with the last trial.\n"
         write_atomically(output / "winner.yaml", note + text)
         commands.append(shell(["draftsmith", won.command, *config.launcher(), "--config", output / "winner.yaml"]))

@@ -13,7 +13,7 @@ import numpy as np
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.measurement.learning_curve import LUCK, learning_curve
-from draftsmith.scripts.choose.rounds import Replayed, Way
+from draftsmith.scripts.choose.rounds import ReplayedRounds, Way
 from draftsmith.scripts.choose.schedule import LEAST_AMOUNTS
 
 LEAST_SPREAD = 2.0
@@ -28,7 +28,7 @@ class Trial:
     drafter: str  # its directory; its kind if it is not trained
     tokens: int  # of text, in each epoch
     seconds: float  # of training
-    replayed: dict[str, Replayed]  # by temperature
+    replayed: dict[str, ReplayedRounds]  # by temperature
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedRounds:
     """The rounds of a candidate on the held-out texts of one temperature."""
 
     tokens: list[Count]  # of each text
@@ -90,9 +90,9 @@ class Replayed:
         return self.sizes[way.drafters][way.draft_length]
 
 
-def replayed(
+def replay_candidates(
     config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str]
-) -> dict[str, dict[str, Replayed]]:
+) -> dict[str, dict[str, ReplayedRounds]]:
     """Replay drafters, each alone and in a hybrid after copies, on the target's texts.
 
     `drafters` has directories, or kinds that need none, by name; `heldout` has directories of completions by
@@ -116,14 +116,14 @@ def replayed(
         for last in (last for last in LAST_LENGTHS if last <= most):
             ways[drafter.name, Way(1, last).drafters] = hybrid.with_switch(Switch(), last)
     draft_lengths = sorted({*config.draft_length, *(k for lengths in lengths_of.values() for k in lengths)})
-    results: dict[str, dict[str, Replayed]] = {drafter.name: {} for drafter in candidates}
+    results: dict[str, dict[str, ReplayedRounds]] = {drafter.name: {} for drafter in candidates}
     for temperature in config.temperature:
         samples = list(load_completions(heldout[temperature]).sort("id"))
         sampler = config.at(temperature).sampler()
         replays = replay_completions(pair, ways, samples, draft_lengths, sampler, config.max_new_tokens, ways)
         tokens = [len(sample["input_ids"]) - sample["prompt_length"] for sample in samples]
         for (name, drafters_of), replay in replays.items():
-            replayed_texts = results[name].setdefault(f"{temperature:g}", Replayed(tokens, {}))
+            replayed_texts = results[name].setdefault(f"{temperature:g}", ReplayedRounds(tokens, {}))
             first = 1 if drafters_of == ALONE and isinstance(ways[name, drafters_of], HybridProposer) else 0
             replayed_texts.sizes[drafters_of] = {
                 k: [text.sizes[k][first:].tolist() for text in replay.texts]

@@ -11,7 +11,7 @@ from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Amount, parse_json, read
 from draftsmith.scripts.choose.config import COPIES, ChooseConfig
 from draftsmith.scripts.choose.forecast import Trial
-from draftsmith.scripts.choose.rounds import Replayed, replayed
+from draftsmith.scripts.choose.rounds import ReplayedRounds, replay_candidates
 from draftsmith.scripts.choose.schedule import RUNGS, Pace, affordable, survivors
 from draftsmith.scripts.kinds import KINDS, recipes
 from draftsmith.scripts.stages import JUDGED_LATER, Stages, flags_of, interrupt_after
@@ -74,7 +74,7 @@ class SavedTrial:
 
     command: list[str]  # that trained the candidate; empty for copies
     training: Amount
-    replayed: dict[str, Replayed]
+    replayed: dict[str, ReplayedRounds]
     seconds: Amount
 
 
@@ -182,7 +182,7 @@ class ChooseRun:
         if record is None or record.command != argv:
             try:
                 with interrupt_after(until - self.spent):
-                    replays = replayed(self.config, {name: drafter}, self.heldout)[name]
+                    replays = replay_candidates(self.config, {name: drafter}, self.heldout)[name]
             except OutOfTime:
                 self.spend("replay", self.stages.lap())
                 raise

@@ -34,7 +34,7 @@ def survivors(rung: int, candidates: int) -> int:
     return min(candidates, max(FINALISTS, math.ceil(candidates / 2)) if rung < RUNGS else FINALISTS)
 
 
-def begins(
+def another_amount_fits(
     seconds: float, rung: int, tokens: float, paces: Sequence[Pace], candidates: int, write: float, least: float
 ) -> bool:
     """Return whether another amount of text fits the time if it grows by `least`; other arguments as for `growth`."""

@@ -141,7 +141,7 @@ def coloured(sample: MaskedSample, tokenizer: PreTrainedTokenizerBase) -> Text:
 
 def bracketed(text: Text) -> Text:
     """Return the text with its green stretches in ⟦⟧, for output without colours."""
-    green = {place for span in text.spans if "green" in str(span.style) for place in range(span.start, span.end)}
+    green = {index for span in text.spans if "green" in str(span.style) for index in range(span.start, span.end)}
     stretches = groupby(enumerate(text.plain), key=lambda item: item[0] in green)
     pieces = [(counts, "".join(character for _, character in stretch)) for counts, stretch in stretches]
     return Text("".join(f"⟦{piece}⟧" if counts else piece for counts, piece in pieces))

@@ -18,7 +18,7 @@ from draftsmith.scripts.measure.estimates import (
     Observation,
     Observations,
     emitted_and_rounds,
-    joined,
+    join_observations,
     rows_of,
     same_length,
 )
@@ -50,7 +50,7 @@ def build_report(
     baselines = [report.PlainRun(*setting, own.speed(), own.repeated()) for setting, own in plain.items()]
     gate, recommendation = partial(*verdict, failures)
     return report.Report(
-        baseline=report.Baseline(joined(plain.values()).speed(), baselines) if plain else None,
+        baseline=report.Baseline(join_observations(plain.values()).speed(), baselines) if plain else None,
         runs=runs,
         gate=gate,
         recommendation=recommendation,
@@ -68,9 +68,9 @@ def by_category(
     """Return a run's figures for each category of prompts; `length` returns τ of some prompts."""
     return {
         name: report.RunCategory(
-            len(places), length(places), own.within(places).speedup(plain and plain.within(places))
+            len(indices), length(indices), own.within(indices).speedup(plain and plain.within(indices))
         )
-        for name, places in categories.items()
+        for name, indices in categories.items()
     }
 
 
@@ -80,7 +80,7 @@ def measured_report(measured: Measured) -> report.Report:
     runs, observations = _runs(measured), _observations(measured)
     curves = [predictions.curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
     count = max(len(own.texts or ()) for (_, _, method), own in observations.items() if method == Method())
-    categories = {name: len(places) for name, places in measured.categories().items()}
+    categories = {name: len(indices) for name, indices in measured.categories().items()}
     return build_report(
         runs,
         observations,
@@ -106,7 +106,7 @@ def measured_report(measured: Measured) -> report.Report:
     )
 
 
-def recommended(measured: Measured) -> report.Recommendation:
+def recommend(measured: Measured) -> report.Recommendation:
     """Return the recommendation without advice, as if every sampled text's distribution had been tested."""
     return partial(*_verdict(measured, _runs(measured), (), require_law=False), measured.failures)[1]
 
@@ -142,7 +142,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
     alpha_replay = replay or measured.first_heads.get((temperature, drafter.name))
     prediction_key = temperature, drafter, method.draft_length, groups, plain_groups
     decoded = {row.prompt for row in rows}
-    categories = {name: decoded.intersection(places) for name, places in measured.categories().items()}
+    categories = {name: decoded.intersection(indices) for name, indices in measured.categories().items()}
 
     def length(prompts: Set[int]) -> Estimate:
         return intervals.ratio(*emitted_and_rounds([row for row in rows if row.prompt in prompts]))
@@ -167,7 +167,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         gain_over_baseline_draft=_gains(measured, setting, method),
         replay=None if replay is None else _replayed(measured, replay, rows, method.draft_length, temperature),
         lossless=measured.lossless[*setting, method],
-        by_category=by_category({name: places for name, places in categories.items() if places}, own, plain, length),
+        by_category=by_category({name: indices for name, indices in categories.items() if indices}, own, plain, length),
         repeated_ngram_share=own.repeated(),
         sources=_sources(drafter, rows),
         speedup_over=_speedup_over(measured, setting, drafter, own),
@@ -180,8 +180,8 @@ def _sources(drafter: Drafter, rows: Sequence[Row]) -> dict[str, Counts] | None:
         return None
     by_row = [row.sources or [row.counts] for row in rows]  # a row of a single drafter has no sources
     return {
-        name: Counts.total(counts[place] for counts in by_row if place < len(counts))
-        for place, name in enumerate(drafter.sources)
+        name: Counts.total(counts[index] for counts in by_row if index < len(counts))
+        for index, name in enumerate(drafter.sources)
     }
 
 
@@ -288,20 +288,20 @@ def rejections_of(measured: Measured) -> report.Rejections | None:
             rejected[token] += 1 - accepted
     most = sorted(rejected, key=lambda token: -rejected[token])[:TOKENS]
     # Texts of different categories first.
-    firsts = [places[0] for places in measured.categories().values()]
-    places = sorted(range(len(measured.prompts)), key=lambda i: (i not in firsts, i))[:TEXTS]
+    firsts = [indices[0] for indices in measured.categories().values()]
+    indices = sorted(range(len(measured.prompts)), key=lambda i: (i not in firsts, i))[:TEXTS]
     return report.Rejections(
         temperature,
         name,
-        [_text(measured, place, texts[place], replay.texts[place].acceptance) for place in places],
+        [_text(measured, index, texts[index], replay.texts[index].acceptance) for index in indices],
         [report.RejectedToken(str(measured.pair.tokenizer.decode([t])), occurrences[t], rejected[t]) for t in most],
     )
 
 
-def _text(measured: Measured, place: int, tokens: list[int], acceptance: tuple[float, ...]) -> report.TextAcceptance:
+def _text(measured: Measured, index: int, tokens: list[int], acceptance: tuple[float, ...]) -> report.TextAcceptance:
     return report.TextAcceptance(
-        measured.prompts[place].category,
-        str(measured.pair.tokenizer.decode(measured.prompt_ids[place])),
+        measured.prompts[index].category,
+        str(measured.pair.tokenizer.decode(measured.prompt_ids[index])),
         [report.TokenAcceptance(piece, a) for piece, a in zip(_pieces(measured, tokens), acceptance, strict=True)],
     )
 

@@ -1,14 +1,11 @@
 """The losslessness certificates of all runs."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
-
-from torch import Tensor
 
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, certify_sampled, unchecked
 from draftsmith.decode.progress import phase, track
-from draftsmith.scripts.measure.build import recommended
+from draftsmith.scripts.measure.build import recommend
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.state import Measured, Method
 from draftsmith.scripts.measure.unfinished import Unfinished
@@ -18,14 +15,12 @@ NOT_ASKED = unchecked("lossless_tokens is 0")
 UNTESTED = unchecked("without lossless_tokens, only what would be recommended is tested")
 
 
-def certify_runs(
-    measured: Measured, prompts: Sequence[Tensor], unfinished: Unfinished
-) -> dict[tuple[float, int, Method], Certificate]:
+def certify_runs(measured: Measured, unfinished: Unfinished) -> dict[tuple[float, int, Method], Certificate]:
     """Return the certificate of every run: greedy texts are compared with plain decoding's, sampled ones are tested.
 
-    Without `lossless_tokens` sampled runs stay `UNTESTED` until `certify_recommended`. `prompts` are (T,) each.
+    Without `lossless_tokens` sampled runs stay `UNTESTED` until `certify_recommended`.
     """
-    config, observations = measured.config, measured.observations
+    config, observations, prompts = measured.config, measured.observations, measured.decoded_prompts
     certificates: dict[tuple[float, int, Method], Certificate] = {}
     tested: dict[tuple[float, Method], Certificate] = {}  # the test samples batches of its own size
     for (temperature, rows, method), groups in track(observations.items(), "certificates", "runs"):
@@ -46,17 +41,17 @@ def certify_runs(
             certificates[key] = UNTESTED if config.lossless_tokens is None else NOT_ASKED
         else:
             if (temperature, method) not in tested:
-                tested[temperature, method] = _tested(measured, temperature, method, prompts, unfinished)
+                tested[temperature, method] = _tested(measured, temperature, method, unfinished)
             certificates[key] = tested[temperature, method]
     return certificates
 
 
-def certify_recommended(measured: Measured, prompts: Sequence[Tensor], unfinished: Unfinished) -> None:
+def certify_recommended(measured: Measured, unfinished: Unfinished) -> None:
     """Test the runs that would be recommended, in each setting and in all; where one fails, the next best."""
     # A failed test rules a method out and may recommend another one, which is then tested in turn.
     while any(certificate == UNTESTED for certificate in measured.lossless.values()):
         with phase("choosing what to test"):
-            best = recommended(measured)
+            best = recommend(measured)
         recommended_methods = {(v.temperature, v.proposer, v.draft_length) for v in best.settings if v.go}
         if best.go:
             recommended_methods |= {
@@ -70,14 +65,13 @@ def certify_recommended(measured: Measured, prompts: Sequence[Tensor], unfinishe
         if not waiting:
             break
         for temperature, method in dict.fromkeys((temperature, method) for temperature, _, method in waiting):
-            certificate = _tested(measured, temperature, method, prompts, unfinished)
+            certificate = _tested(measured, temperature, method, unfinished)
             measured.lossless |= {key: certificate for key in waiting if (key[0], key[2]) == (temperature, method)}
 
 
-def _tested(
-    measured: Measured, temperature: float, method: Method, prompts: Sequence[Tensor], unfinished: Unfinished
-) -> Certificate:
-    config, models = measured.config, (measured.pair.target, measured.pair.proposers[method.drafter])
+def _tested(measured: Measured, temperature: float, method: Method, unfinished: Unfinished) -> Certificate:
+    models = measured.pair.target, measured.pair.proposers[method.drafter]
+    config, prompts = measured.config, measured.decoded_prompts
     key = "certificate", temperature, method.drafter, method.draft_length
     with unfinished.attempt(f"the certificate of {method.at(temperature)}"):
         if (kept := unfinished.kept(Certificate, *key)) is not None:

@@ -15,11 +15,12 @@ from draftsmith.decode.progress import phase
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
 from draftsmith.scripts.measure.build import measured_report
+from draftsmith.scripts.measure.certify import certify_recommended
 from draftsmith.scripts.measure.config import MeasureConfig, measure_config
 from draftsmith.scripts.measure.cost_file import load_costs
 from draftsmith.scripts.measure.every_round import rounds_settings
 from draftsmith.scripts.measure.predictions import draft_lengths
-from draftsmith.scripts.measure.stages import observe
+from draftsmith.scripts.measure.stages import run_stages
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import DIRECTORY, SETTINGS, Unfinished
 from draftsmith.scripts.pair import read_tokens
@@ -83,7 +84,8 @@ def measure(config: MeasureConfig) -> Report:
         unfinished = Unfinished(config, pair, prompts, encoded)
         settings.to_file(unfinished.settings)
         measured = Measured(config, pair, settings, prompts, encoded, failures=unfinished.failures)
-        observe(measured, tables, unfinished)
+        run_stages(measured, tables, unfinished)
+        certify_recommended(measured, unfinished)
         with phase("report"):
             report = measured_report(measured)
             _write(report, output)
@@ -100,8 +102,8 @@ def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
     ngrams = f"{config.prompt_lookup_min}-{config.prompt_lookup_max}"
     specs = [replace(spec, path=spec.path or ngrams) if spec.kind == PromptLookup.name else spec for spec in specs]
     if config.baseline_draft is not None:
-        place = sum(spec.kind == DraftModel.name for spec in specs)
-        specs.insert(place, DrafterSpec(BASELINE, config.baseline_draft, STOCK, config.draft_length))
+        index = sum(spec.kind == DraftModel.name for spec in specs)
+        specs.insert(index, DrafterSpec(BASELINE, config.baseline_draft, STOCK, config.draft_length))
     by_name = config.draft_length_of
     if unknown := by_name.keys() - {spec.name for spec in specs}:
         names = ", ".join(str(spec.name) for spec in specs)

@@ -88,7 +88,7 @@ Observations = Mapping[tuple[float, int, Method], Observation]
 """Observations by temperature, batch size and method; a server without a baseline has no plain ones."""
 
 
-def joined(observations: Iterable[Observation]) -> Observation:
+def join_observations(observations: Iterable[Observation]) -> Observation:
     """Return the batches of several settings."""
     tokens, seconds = list[int](), list[float]()
     for observation in observations:

@@ -59,18 +59,18 @@ def expected_texts(measured: Measured, temperature: float) -> list[ExpectedText]
     by_tokens = {drafter.name: drafter.family.by_token for drafter in pair.drafters}
     margins = None if sampler.do_sample else _margins(pair.target, sequences, lengths, sampler)
     expected = []
-    for place, (prompt, ids, text, continued) in enumerate(zip(prompts, encoded, texts, longer, strict=True)):
+    for index, (prompt, ids, text, continued) in enumerate(zip(prompts, encoded, texts, longer, strict=True)):
         accepted: dict[str, dict[Verifier, list[Any]]] = {}
         drafted: dict[str, list[int]] = {}
         for (name, verifier), replay in replays.items():
-            rounds = replay.texts[place].rounds
+            rounds = replay.texts[index].rounds
             if rounds is not None:
                 values = rounds.astype(int) if not sampler.do_sample else rounds.round(DIGITS)
                 by_token = by_tokens[name]
                 accepted.setdefault(name, {})[verifier] = (values[:, 0] if by_token else values).tolist()
-                if (lengths_T := replay.texts[place].drafted) is not None:
+                if (lengths_T := replay.texts[index].drafted) is not None:
                     drafted[name] = lengths_T.tolist()
-        text_margins = None if margins is None else margins[place][: len(text)]
+        text_margins = None if margins is None else margins[index][: len(text)]
         expected.append(
             ExpectedText(prompt.id, temperature, ids, continued, len(text), text_margins, accepted, drafted)
         )

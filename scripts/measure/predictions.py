@@ -60,13 +60,13 @@ def predicted_speedup(
 
 
 def _replayed_seconds(
-    table: CostTable, drafter: Drafter, replay: Replay, places: Sequence[int], draft_length: int, prompt: int
+    table: CostTable, drafter: Drafter, replay: Replay, indices: Sequence[int], draft_length: int, prompt: int
 ) -> float:
     """Return the seconds that the replayed rounds of texts decoded together take.
 
     Where drafters take turns, each round costs what the drafter of that round costs.
     """
-    texts = [replay.texts[place] for place in places]
+    texts = [replay.texts[index] for index in indices]
     if drafter.members:
         names, sizes = _members(drafter), [text.sizes[draft_length] for text in texts]
         return table.taking_turns_seconds(names, sizes, drafter.lengths(draft_length), prompt)
@@ -85,9 +85,9 @@ def _with_prompts(
     """Return the speed-up by draft length of the replayed texts and their prompts, `rows` texts at a time."""
     count, prompts = len(replay.texts), measured.prompt_lengths
     batches = [range(first, first + rows) for first in range(0, count - rows + 1, rows)] or [range(count)]
-    longest = [(batch, max(prompts[place] for place in batch)) for batch in batches]
+    longest = [(batch, max(prompts[index] for index in batch)) for batch in batches]
     emitted = replay.tokens_and_rounds(lengths[0])[0]
-    plain = [table.plain_seconds([emitted[place] for place in batch], prompt) for batch, prompt in longest]
+    plain = [table.plain_seconds([emitted[index] for index in batch], prompt) for batch, prompt in longest]
     drafting = {
         k: [_replayed_seconds(table, drafter, replay, batch, k, prompt) for batch, prompt in longest] for k in lengths
     }
@@ -139,8 +139,8 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
         conditional_acceptance=replay.conditional_acceptance[lengths[-1]],
         by_category={
             category: CurveCategory(len(part.texts), part.alpha, {k: part.mean_acceptance_length[k] for k in lengths})
-            for category, places in measured.categories().items()
-            for part in [Replay([replay.texts[i] for i in places])]
+            for category, indices in measured.categories().items()
+            for part in [Replay([replay.texts[i] for i in indices])]
         },
         predicted_speedup=predicted,
         predicted_speedup_with_prompt=with_prompts,

@@ -73,7 +73,7 @@ def decode_side_by_side(
     batches = _Batches(measured, temperature, batch_size, unfinished)
     groups: dict[Method, list[Group]] = {method: [] for method in measured.methods}
     warm = False
-    firsts = range(0, len(measured.decoded_ids) - batch_size + 1, batch_size)
+    firsts = range(0, len(measured.prompt_ids[: measured.config.limit]) - batch_size + 1, batch_size)
     for turn, first in enumerate(track(firsts, f"T={temperature:g}, B={batch_size}", "batches")):
         key = "decoded", temperature, batch_size, first
         kept = unfinished.kept(list[Group], *key)

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.progress import track
 from draftsmith.decode.validation import TokenId
-from draftsmith.scripts.measure.certify import certify_recommended, certify_runs
+from draftsmith.scripts.measure.certify import certify_runs
 from draftsmith.scripts.measure.cost_file import measured_costs, priced_proposers
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.every_round import expected_texts
@@ -20,14 +19,13 @@ from draftsmith.scripts.measure.state import Measured, Method
 from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.train.data.decoding import complete
 from draftsmith.train.data.samples import Sample, ShardBatch, make_batches, mixed_seed
-from draftsmith.train.models import default_device
 
 COMPLETED_TOGETHER = 64
 REPLAYED_LENGTHS = 16
 """The longest γ replayed: replay of a longer one costs almost nothing."""
 
 
-def observe(measured: Measured, tables: list[CostTable] | None, unfinished: Unfinished) -> None:
+def run_stages(measured: Measured, tables: list[CostTable] | None, unfinished: Unfinished) -> None:
     """Do the unfinished work of a run; a stage that fails is recorded. `tables` None measures the costs."""
     for temperature in measured.config.temperature:
         for rows in measured.config.batch_size:
@@ -46,9 +44,7 @@ def observe(measured: Measured, tables: list[CostTable] | None, unfinished: Unfi
     if 0.0 in measured.texts and not measured.sampler(0.0).processors:
         with unfinished.attempt("drawing trees"):
             measured.trees = tree_pictures(measured)
-    prompts = [torch.tensor(ids, device=default_device()) for ids in measured.decoded_ids]
-    measured.lossless = certify_runs(measured, prompts, unfinished)
-    certify_recommended(measured, prompts, unfinished)
+    measured.lossless = certify_runs(measured, unfinished)
 
 
 def _complete(measured: Measured, temperature: float, unfinished: Unfinished) -> None:

@@ -78,9 +78,9 @@ def member_name(drafter: Drafter, source: str) -> str:
 def categories_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
     """Return the indices of each category's prompts, sorted by category."""
     categories: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         if prompt.category is not None:
-            categories.setdefault(prompt.category, []).append(place)
+            categories.setdefault(prompt.category, []).append(index)
     return dict(sorted(categories.items()))
 
 
@@ -117,9 +117,9 @@ class Measured:
         return [Method(), *(Method(d.name, k) for d in self.pair.drafters for k in d.draft_lengths)]
 
     @property
-    def decoded_ids(self) -> Sequence[list[int]]:
-        """The prompts that every method decodes."""
-        return self.prompt_ids[: self.config.limit]
+    def decoded_prompts(self) -> list[Tensor]:
+        """The prompts that every method decodes, (T,) int64 each."""
+        return [torch.tensor(ids, device=default_device()) for ids in self.prompt_ids[: self.config.limit]]
 
     @property
     def prompt_lengths(self) -> list[int]:

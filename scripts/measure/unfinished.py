@@ -31,7 +31,7 @@ MAY_CHANGE = (
 )
 """Settings that do not change what is decoded: the output, what is timed in addition, and the verdict."""
 IDENTIFIED = ("target", "prompts", "drafter", "baseline_draft", "dtype", "threads")
-"""Settings that name a place, or leave a choice open: the manifest compares the content or the choice itself."""
+"""Settings that name a file, or leave a choice open: the manifest compares the content or the choice itself."""
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,18 @@ from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure.estimates import Observation, Observations
 from draftsmith.scripts.measure.state import Method, Replays
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
-from draftsmith.scripts.report.types import Comparison, Failure, Gate, GatePart, Recommendation, Run, SettingVerdict
+from draftsmith.scripts.report.types import (
+    Comparison,
+    Failure,
+    Gate,
+    GatePart,
+    Recommendation,
+    Run,
+    Setting,
+    SettingVerdict,
+)
 from draftsmith.scripts.report.words import setting_names
 
-Setting = tuple[float, int]
 Configuration = tuple[str, int]
 Rivals = Mapping[Configuration, Sequence[Run]]
 """The configurations that the best one was chosen among, with their runs."""

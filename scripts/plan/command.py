@@ -36,7 +36,7 @@ def print_table(config: Machines, title: str, held: Mapping[str, float], peak: M
     console.print(table)
 
 
-def lasting(hours: float) -> str:
+def time_words(hours: float) -> str:
     """Format a time: in minutes below two hours, in seconds below two minutes."""
     unit, count = next(
         (pair for pair in (("hours", hours), ("minutes", 60 * hours)) if pair[1] >= 2), ("seconds", 3600 * hours)
@@ -54,7 +54,7 @@ def outlook(plan: MemoryPlan) -> list[str]:
     if hours is None:
         return [*lines, "no estimate of hours: a mixture of experts uses some of its weights a token"]
     assumptions, devices = ", and ".join(plan.assumptions()), f"{config.gpus} × {config.device}"
-    return [*lines, f"{config.tokens:,.0f} tokens on {devices}: about {lasting(hours)} ({assumptions})"]
+    return [*lines, f"{config.tokens:,.0f} tokens on {devices}: about {time_words(hours)} ({assumptions})"]
 
 
 def _dtype_note(plan: MemoryPlan) -> list[str]:

@@ -177,7 +177,7 @@ class PositionShares(Entry):
 
 @dataclass(frozen=True)
 class Departure(Entry):
-    """The first place where the server differs."""
+    """The first token where the server differs."""
 
     what: Literal["prompt", "text", "round"]
     prompt: str

@@ -21,7 +21,7 @@ from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.entries import Latency
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.types import Comparison, Report, Run
-from draftsmith.scripts.report.words import gated, headline, load_words, turns
+from draftsmith.scripts.report.words import gate_words, headline, load_words, turns
 from draftsmith.scripts.summary import DOUBTFUL
 from draftsmith.train.files import write_atomically
 from draftsmith.train.kinds.quantities import size
@@ -56,7 +56,7 @@ def render_page(report: Report) -> str:
         opening=opening,
         headline=headline(report),
         winners=report.winners(),
-        gated=gated(report),
+        gated=gate_words(report),
         repeated=_repeated(report),
         small_categories=figures.small_categories(report),
         least=LEAST,

@@ -5,7 +5,7 @@ import os
 
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report
-from draftsmith.scripts.report.words import gated, headline, load_words, turns
+from draftsmith.scripts.report.words import gate_words, headline, load_words, turns
 from draftsmith.train.kinds.quantities import count_of
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def markdown(report: Report) -> str:
     if gate is not None:
         required = " and ".join(part.what for part in gate.parts)
         result = "passed" if gate.passed else "failed"
-        lines += [f"Gate{gated(report)}: {required}, {gate.confidence:.0%} confidence: {result}."]
+        lines += [f"Gate{gate_words(report)}: {required}, {gate.confidence:.0%} confidence: {result}."]
         lines += [*(f"* {failure}" for failure in gate.failures), ""]
     lines += [
         "| T | B | drafter | γ | α | τ | speed-up | predicted | without prompts |",

@@ -31,6 +31,8 @@ from draftsmith.scripts.report.entries import (
 )
 
 SCHEMA: Literal["draftsmith.report/1"] = "draftsmith.report/1"
+Setting = tuple[float, int]
+"""A temperature and a batch size, of a server the requests at once."""
 Verifier = Literal["probabilistic", "greedy"]
 """probabilistic: drafts are drawn from q; greedy: they are the drafter's argmax, the default of servers. At T=0 the two
 are the same, listed as probabilistic."""
@@ -205,7 +207,7 @@ class Run(Entry):
         return self.proposer.name, self.draft_length, self.batch_size, self.temperature
 
     @property
-    def setting(self) -> tuple[float, int]:
+    def setting(self) -> Setting:
         """The temperature and the batch size."""
         return self.temperature, self.batch_size
 

@@ -14,7 +14,7 @@ def setting_names(
 ) -> dict[tuple[float, int], str]:
     """Name temperatures and batch sizes, such as "T = 0", as briefly as possible."""
     settings = list(settings)
-    temperatures, sizes = ({setting[place] for setting in settings} for place in (0, 1))
+    temperatures, sizes = ({setting[index] for setting in settings} for index in (0, 1))
     names = {}
     for temperature, rows in settings:
         parts = [f"T = {temperature:g}"] if len(temperatures) > 1 or len(sizes) == 1 else []
@@ -49,7 +49,7 @@ def headline(report: Report) -> str:
     return "; ".join(parts)
 
 
-def gated(report: Report) -> str:
+def gate_words(report: Report) -> str:
     """Name the settings that the gate depends on, unless it depends on all."""
     verdicts = report.recommendation.settings
     names = _verdict_names(report)

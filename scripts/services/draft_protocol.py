@@ -90,8 +90,8 @@ def decode_request(body: bytes) -> DraftRequest:
     if not (isinstance(client, str) and 0 < len(client) <= 64 and client.isascii() and client.isalnum()):
         raise ProtocolError(f"client: expected up to 64 letters and digits, found {_shown(client)}")
     rows = []
-    for place, row in enumerate(_list(message["rows"], "rows")):
-        name = f"rows[{place}]"
+    for index, row in enumerate(_list(message["rows"], "rows")):
+        name = f"rows[{index}]"
         _fields(row, name, ("id", "start", "tokens", "want"))
         id_, start = _number(row["id"], f"{name}.id", IDS), _number(row["start"], f"{name}.start")
         tokens = _numbers(row["tokens"], f"{name}.tokens", NUMBERS)
@@ -120,9 +120,9 @@ def decode_drafts(body: bytes, rows: Sequence[DraftRow]) -> list[list[int] | Non
     drafts = _list(message["drafts"], "drafts")
     if len(drafts) != len(rows):
         raise ProtocolError(f"drafts: expected {len(rows)}, found {len(drafts)}")
-    for place, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
-        if draft is not None and len(_numbers(draft, f"drafts[{place}]", NUMBERS)) > row.want:
-            raise ProtocolError(f"drafts[{place}]: expected at most {row.want} tokens, found {len(draft)}")
+    for index, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
+        if draft is not None and len(_numbers(draft, f"drafts[{index}]", NUMBERS)) > row.want:
+            raise ProtocolError(f"drafts[{index}]: expected at most {row.want} tokens, found {len(draft)}")
     return drafts
 
 

@@ -160,7 +160,7 @@ def bounded_server(app: Any, keep_alive: float, grace: float) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def listening(host: str, port: int, shared: bool = False) -> socket.socket:
+def open_socket(host: str, port: int, shared: bool = False) -> socket.socket:
     """Return a listening socket; port 0 takes a free one, and a `shared` port may have more sockets of the same user.
 
     Raises:

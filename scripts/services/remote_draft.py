@@ -151,7 +151,7 @@ class RemoteDraft:
 
     def _own(self, draft: list[int]) -> list[int]:
         """Return a draft cut at the first token that is outside the target's vocabulary."""
-        end = next((place for place, token in enumerate(draft) if token >= self._vocab_size), len(draft))
+        end = next((index for index, token in enumerate(draft) if token >= self._vocab_size), len(draft))
         return draft[:end]
 
 

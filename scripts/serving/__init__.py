@@ -1,1 +1,1 @@
-"""Servers seen from outside: their counters, what measures and tests them, and a vLLM in another Python."""
+"""Servers: exports for them, their counters, what measures and tests them, and a vLLM in another Python."""

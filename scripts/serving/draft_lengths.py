@@ -89,7 +89,7 @@ def entry(path: str | None, temperatures: Sequence[float], spans: Sequence[Range
     )
 
 
-def of_drafter(file: str, path: str) -> DrafterLengths:
+def drafter_entry(file: str, path: str) -> DrafterLengths:
     """Return the entry of the drafter in a directory, or the only entry; raise InputError without such an entry."""
     drafters = _drafters(file, "draft_lengths")
     if len(drafters) == 1:
@@ -101,7 +101,7 @@ def of_drafter(file: str, path: str) -> DrafterLengths:
     raise InputError(f"draft_lengths: expected a drafter at {path} in {file}, found {names}")
 
 
-def named(file: str, name: str, field: str) -> DrafterLengths:
+def named_entry(file: str, name: str, field: str) -> DrafterLengths:
     """Return the entry of a drafter by its name in reports, or the only entry; `field` names the file's option."""
     drafters = _drafters(file, field)
     if len(drafters) == 1:
@@ -126,7 +126,7 @@ def length_at(lengths: DrafterLengths, rows: int) -> int:
 
 def speculative_fields(file: str, path: str) -> dict[str, object]:
     """Return the fields of vLLM's speculative config for a drafter; raise InputError if it pays at no load."""
-    drafter = of_drafter(file, path)
+    drafter = drafter_entry(file, path)
     if drafter["num_speculative_tokens"] == 0:
         raise InputError(f"draft_lengths: expected a batch size at which the drafter pays in {file}, found none")
     ranges = drafter["num_speculative_tokens_per_batch_size"]

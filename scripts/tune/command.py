@@ -28,7 +28,7 @@ from draftsmith.scripts.tune.tradeoff import (
     RULES,
     Batch,
     DecodedPrompt,
-    Setting,
+    RuleSetting,
     choose,
     draw_tradeoff,
     figures,
@@ -57,15 +57,15 @@ class Task:
         """γ, or the depth of the heads' tree."""
         return self.pair.drafter.draft_lengths[0]
 
-    def setting(self, rule: str, level: float) -> Setting:
+    def setting(self, rule: str, level: float) -> RuleSetting:
         """Return a lossy rule at a level, with typical acceptance's δ at that level."""
         if rule != "typical":
-            return Setting(rule, level)
+            return RuleSetting(rule, level)
         delta = self.config.typical_delta
-        return Setting(rule, level, math.sqrt(level) if delta is None else delta)
+        return RuleSetting(rule, level, math.sqrt(level) if delta is None else delta)
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[RuleSetting]:
         """All lossy rules at all levels of the config."""
         return [self.setting(rule, level) for rule in RULES for level in getattr(self.config, f"{rule}_levels")]
 
@@ -134,12 +134,12 @@ def _load(config: TuneConfig) -> Task:
     return Task(config, pair, ids)
 
 
-def _decode_all(task: Task, settings: list[Setting]) -> dict[Setting, list[Batch]]:
+def _decode_all(task: Task, settings: list[RuleSetting]) -> dict[RuleSetting, list[Batch]]:
     """Decode every prompt in every setting, after a warm-up of each rule."""
     for setting in track({setting.rule: setting for setting in settings}.values(), "warm-up", "rules"):
         _decode(task, setting, 0)  # first calls allocate memory
     turns = len(settings)
-    batches: dict[Setting, list[Batch]] = {setting: [] for setting in settings}
+    batches: dict[RuleSetting, list[Batch]] = {setting: [] for setting in settings}
     with phase("tune", turns * len(task.prompts), "texts") as bar:
         for turn, first in enumerate(range(0, len(task.prompts), task.config.batch_size)):
             for setting in settings[turn % turns :] + settings[: turn % turns]:
@@ -149,7 +149,7 @@ def _decode_all(task: Task, settings: list[Setting]) -> dict[Setting, list[Batch
     return batches
 
 
-def _decode(task: Task, setting: Setting, first: int) -> Batch:
+def _decode(task: Task, setting: RuleSetting, first: int) -> Batch:
     """Decode the batch that starts at prompt number `first`."""
     config, pair = task.config, task.pair
     ids, mask = left_padded(task.prompts[first : first + config.batch_size], pair.target.device)

@@ -39,7 +39,7 @@ SHOWN = 10  # switches in the printed table
 
 
 @dataclass(frozen=True)
-class Setting:
+class SwitchSetting:
     """A switch with draft lengths of copies and of the last drafter; or a single drafter without a switch."""
 
     draft_length: int
@@ -55,7 +55,7 @@ class Setting:
 
 Method = tuple[Switch | None, int | None] | str
 """A switch with the last drafter's longest draft, or the name of a single drafter."""
-PLAIN = Setting(0)  # plain decoding
+PLAIN = SwitchSetting(0)  # plain decoding
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class Priced:
     """The replay of each method, and the predicted seconds of each text with each setting, without its prompt."""
 
     replays: Mapping[Method, Replay]
-    seconds: Mapping[Setting, list[float]]
+    seconds: Mapping[SwitchSetting, list[float]]
     costs: CostTable
 
-    def speedup(self, setting: Setting, places: Sequence[int], over: Setting = PLAIN) -> Estimate:
+    def speedup(self, setting: SwitchSetting, indices: Sequence[int], over: SwitchSetting = PLAIN) -> Estimate:
         """Return the ratio of another setting's time to this one's on some texts."""
-        return ratio(*([self.seconds[way][i] for i in places] for way in (over, setting)))
+        return ratio(*([self.seconds[way][i] for i in indices] for way in (over, setting)))
 
-    def best(self, settings: Iterable[Setting], places: Sequence[int]) -> Setting:
+    def best(self, settings: Iterable[SwitchSetting], indices: Sequence[int]) -> SwitchSetting:
         """Return the fastest setting on some texts."""
-        return min(settings, key=lambda setting: self.total(setting, places))
+        return min(settings, key=lambda setting: self.total(setting, indices))
 
-    def total(self, setting: Setting, places: Sequence[int]) -> float:
+    def total(self, setting: SwitchSetting, indices: Sequence[int]) -> float:
         """Return a setting's seconds on some texts together."""
-        return sum(self.seconds[setting][i] for i in places)
+        return sum(self.seconds[setting][i] for i in indices)
 
 
 def tune_switch(config: SwitchConfig) -> dict[str, Any]:
@@ -104,11 +104,11 @@ def _report(
         raise InputError(f"drafter: expected a hybrid, found {config.drafter[0]}")
     lengths = list(drafter.draft_lengths) if _has_tree(drafter) else config.draft_length
     by_switch = [
-        [Setting(k, switch, last) for k in lengths for last in _last_lengths(drafter, config) if (last or 0) <= k]
+        [SwitchSetting(k, switch, last) for k in lengths for last in _last_lengths(drafter, config) if (last or 0) <= k]
         for switch in _switches(config)
     ]
     by_drafter = {  # the last may draft a tree
-        name: [Setting(k, drafter=name) for k in (lengths if name == sources[-1] else config.draft_length)]
+        name: [SwitchSetting(k, drafter=name) for k in (lengths if name == sources[-1] else config.draft_length)]
         for name in sources
     }
     priced = _priced(config, pair, ids, compiled, chain(*by_switch, *by_drafter.values()))
@@ -145,7 +145,7 @@ def _report(
 
 
 def _priced(
-    config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compiled: bool, settings: Iterable[Setting]
+    config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compiled: bool, settings: Iterable[SwitchSetting]
 ) -> Priced:
     """Let the target write texts, replay every switch and drafter on them, measure costs, and price the settings."""
     hybrid, sources, rows = cast(HybridProposer, pair.drafter.proposer), pair.drafter.sources, config.batch_size
@@ -222,16 +222,16 @@ def _halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[int], list[int]]
     """Split prompts, as evenly as possible in each category, into those that choose and those that are reported on."""
     rng, choosing, reported = random.Random(seed), list[int](), list[int]()
     for category in sorted({str(prompt.category) for prompt in prompts}):
-        places = [i for i, prompt in enumerate(prompts) if str(prompt.category) == category]
-        rng.shuffle(places)
+        indices = [i for i, prompt in enumerate(prompts) if str(prompt.category) == category]
+        rng.shuffle(indices)
         larger, smaller = sorted((choosing, reported), key=len, reverse=True)
-        smaller += places[::2]
-        larger += places[1::2]
+        smaller += indices[::2]
+        larger += indices[1::2]
     return choosing, reported
 
 
-def _entry(setting: Setting, priced: Priced, places: Sequence[int], drafter: str = "") -> dict[str, Any]:
-    texts = [priced.replays[setting.method].texts[i] for i in places]
+def _entry(setting: SwitchSetting, priced: Priced, indices: Sequence[int], drafter: str = "") -> dict[str, Any]:
+    texts = [priced.replays[setting.method].texts[i] for i in indices]
     counts = [text.counts[setting.draft_length] for text in texts]
     entry: dict[str, Any] = {}
     if setting.switch is not None:
@@ -243,7 +243,7 @@ def _entry(setting: Setting, priced: Priced, places: Sequence[int], drafter: str
     return entry | {
         "draft_length": setting.draft_length,
         "mean_acceptance_length": ratio([c.num_emitted_tokens for c in counts], [c.num_drafts for c in counts]),
-        "predicted_speedup": priced.speedup(setting, places),
+        "predicted_speedup": priced.speedup(setting, indices),
         "rounds": by_source,
     }
 

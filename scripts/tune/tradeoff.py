@@ -33,7 +33,7 @@ MEASURES = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class RuleSetting:
     """A way of decoding: "plain", the "exact" rule, or a lossy rule at a level, with typical acceptance's δ."""
 
     rule: str
@@ -49,7 +49,7 @@ class Setting:
         return Threshold(self.level) if self.rule == "threshold" else Cascade(self.level)
 
 
-PLAIN, EXACT = Setting("plain"), Setting("exact")
+PLAIN, EXACT = RuleSetting("plain"), RuleSetting("exact")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class BoundedDeparture(Estimate):
 
 
 def figures(
-    setting: Setting, batches: Sequence[Batch], plain: Sequence[Batch], exact: Sequence[Batch], greedy: bool,
+    setting: RuleSetting, batches: Sequence[Batch], plain: Sequence[Batch], exact: Sequence[Batch], greedy: bool,
     confidence: float = 0.95,
 ) -> dict[str, Any]:  # fmt: skip
     """Return a setting's entry of tune.json: counts, and estimates with intervals over prompts, or batches for speeds.
@@ -141,13 +141,13 @@ def level_between(levels: Sequence[dict[str, Any]], most: float) -> float | None
 
     None if there are no such two, or if the latter does not gain on the exact rule: then no level between them would.
     """
-    rows, count = _strictest_first(levels), len(admitted(levels, most))
+    rows, count = _strictest_first(levels), len(admitted_levels(levels, most))
     if not 0 < count < len(rows) or not rows[count]["gain_over_exact"].value > 0:
         return None
     return (rows[count - 1]["level"] + rows[count]["level"]) / 2
 
 
-def admitted(levels: Sequence[dict[str, Any]], most: float) -> list[dict[str, Any]]:
+def admitted_levels(levels: Sequence[dict[str, Any]], most: float) -> list[dict[str, Any]]:
     """Return one rule's levels, from the strictest up to the last whose departure's bound is below `most`.
 
     Levels tested in a fixed order, each only if those before it passed, need no correction for their number (fixed
@@ -165,7 +165,7 @@ def choose(levels: Sequence[dict[str, Any]], most: float | None) -> tuple[dict[s
     """
     if most is None:
         return None, "no departure was asked for: give max_disagreement (T=0) or max_total_variation"
-    inside = [row for rule in RULES for row in admitted([r for r in levels if r["rule"] == rule], most)]
+    inside = [row for rule in RULES for row in admitted_levels([r for r in levels if r["rule"] == rule], most)]
     if not inside:
         nearest = min(levels, key=lambda row: row["departure"].upper_bound)
         message = f"none: keep exact. No level stays below {most:.2%}; the nearest is"

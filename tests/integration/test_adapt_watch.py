@@ -26,7 +26,7 @@ from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.adapt.traffic import Comparison, Traffic
 from draftsmith.scripts.adapt.watch import ServerState, acceptance_length, check, look, read_server_state, record_swap
 from draftsmith.train.cli import parse_config
-from draftsmith.train.job.lock import locked
+from draftsmith.train.job.lock import lock_directory
 
 POS = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{}"}} {}\n'
 
@@ -274,7 +274,7 @@ def test_a_restart_that_fails_is_tried_again_before_anything_is_checked(config, 
 
 
 def test_two_steps_at_a_time_are_refused(config, tmp_path, capsys):
-    with locked(tmp_path):
+    with lock_directory(tmp_path):
         assert cli.main(["adapt", *flags(config)]) == 2
     assert "output: expected a directory that no other run writes" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block import __main__ as command
 from draftsmith.medusa.block.blocks import Anchors, block_states
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.block.trainer import BlockPlaces, BlockTrainer
+from draftsmith.medusa.block.trainer import BlockPositions, BlockTrainer
 from draftsmith.train import launch
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.packing import pack
@@ -151,12 +151,12 @@ def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained):
 def test_anchors_are_drawn_alike_in_any_batch_and_anew_each_step(pipeline, tmp_path, untrained):
     trainer = untrained(block_configured(pipeline, tmp_path))
     samples = some_samples(pipeline)[4:]
-    together = BlockPlaces(batch_of(trainer, samples), 3, 2, step=5)
+    together = BlockPositions(batch_of(trainer, samples), 3, 2, step=5)
     for row, sample in enumerate(samples):
-        alone = BlockPlaces(batch_of(trainer, [sample]), 3, 2, step=5)
-        assert alone.places[0].tolist() == together.places[row].tolist()
+        alone = BlockPositions(batch_of(trainer, [sample]), 3, 2, step=5)
+        assert alone.indices[0].tolist() == together.indices[row].tolist()
         assert alone.weights_BNK[0].tolist() == together.weights_BNK[row].tolist()
-    drawn = {tuple(BlockPlaces(batch_of(trainer, samples), 3, 2, step).places[0].tolist()) for step in range(20)}
+    drawn = {tuple(BlockPositions(batch_of(trainer, samples), 3, 2, step).indices[0].tolist()) for step in range(20)}
     assert len(drawn) > 10
 
 
@@ -164,9 +164,9 @@ def test_a_few_anchors_stand_for_all(pipeline, tmp_path, untrained):
     """Over steps the mean of what few anchors count is what all do; 400 steps leave some 2 % of a guess's sum."""
     trainer = untrained(block_configured(pipeline, tmp_path))
     batch = batch_of(trainer, some_samples(pipeline)[4:])
-    every = BlockPlaces(batch, 3, ALL, step=0).weights_BNK.sum((0, 1))
+    every = BlockPositions(batch, 3, ALL, step=0).weights_BNK.sum((0, 1))
     assert every[0] > every[1] > every[2] > 0
-    few = torch.stack([BlockPlaces(batch, 3, 3, step).weights_BNK.sum((0, 1)) for step in range(400)]).mean(0)
+    few = torch.stack([BlockPositions(batch, 3, 3, step).weights_BNK.sum((0, 1)) for step in range(400)]).mean(0)
     torch.testing.assert_close(few, every, rtol=0.06, atol=0)
 
 

@@ -333,7 +333,7 @@ def config(**given):
 def test_each_prompt_is_asked_twice_in_a_row():
     greedy, again, sampled = stages(config(sampled_tokens=2000, max_new_tokens=200), 3)
     assert [request.prompt for request in greedy] == [0, 1, 2]
-    assert sorted((request.prompt, request.place) for request in again) == [(0, 3), (1, 4), (2, 5)]
+    assert sorted((request.prompt, request.index) for request in again) == [(0, 3), (1, 4), (2, 5)]
     assert [request.prompt for request in sampled] == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
     for kind, pairs in text_pairs(len(sampled)).items():
         same = [sampled[i].prompt == sampled[j].prompt for i, j in pairs]
@@ -346,7 +346,7 @@ def test_temperatures_can_be_mixed():
     for start in range(0, 30, 6):
         assert sorted(request.temperature for request in mixed[start : start + 6]) == [0, 0, 0.5, 0.5, 1, 1]
     assert [request.prompt for request in mixed if request.temperature == 0][:5] == [0, 1, 2, 3, 4]
-    assert [request.place for request in mixed if request.temperature == 1] == list(range(10))
+    assert [request.index for request in mixed if request.temperature == 1] == list(range(10))
 
 
 def test_a_line_that_was_cut_off_is_asked_for_again(tmp_path):

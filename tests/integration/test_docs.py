@@ -59,9 +59,9 @@ def check_line(words: list[str]) -> None:
     if program == "draftsmith":
         name, *argv = argv
         name = cli.RENAMED.get(name, name)
-        if name in cli.launched():
+        if name in cli.launched_commands():
             command, _ = cli.launch_command(name, argv)
-            check_fields(name, command[command.index(cli.launched()[name]) + 1 :])
+            check_fields(name, command[command.index(cli.launched_commands()[name]) + 1 :])
         elif name not in OPTIONS:
             assert name in cli.summaries(), f"there is no command {name!r}"
             check_fields(name, argv)

@@ -17,7 +17,7 @@ from draftsmith.medusa.eagle import __main__ as command
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.trainer import EagleTrainer
-from draftsmith.medusa.eagle.unrolled import unrolled
+from draftsmith.medusa.eagle.unrolled import unroll
 from draftsmith.train import launch
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.packing import pack
@@ -43,7 +43,7 @@ def rounds_of(trainer: EagleTrainer, sample: dict) -> tuple[Tensor, list[Tensor]
         embeddings = target.get_input_embeddings()(ids[:, 1:])
     count = ids.shape[1] - 1
     positions = torch.arange(count)[None]
-    steps = unrolled(heads, embeddings, features[0][:, :-1], positions, min(trainer.count, count))
+    steps = unroll(heads, embeddings, features[0][:, :-1], positions, min(trainer.count, count))
     return p_logits, [heads.head(step.hidden[0]).double() for step in steps]
 
 

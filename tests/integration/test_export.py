@@ -21,7 +21,8 @@ from draftsmith.medusa.eagle.formats import readers as eagle_readers
 from draftsmith.medusa.heads.formats import readers
 from draftsmith.medusa.heads.formats.export import FORMATS
 from draftsmith.medusa.heads.formats.importing import import_heads
-from draftsmith.scripts import cli, export
+from draftsmith.scripts import cli
+from draftsmith.scripts.serving import export
 from draftsmith.scripts.serving.draft_lengths import NUM, SCHEMA
 from draftsmith.train.kinds.export import vllm_command, vocabulary_override
 from draftsmith.train.kinds.quantities import size

@@ -21,7 +21,7 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts import cli
 from draftsmith.train.cli import run
 from draftsmith.train.data.generate import PrepareConfig, prepare
-from draftsmith.train.job.lock import locked
+from draftsmith.train.job.lock import lock_directory
 
 pytestmark = pytest.mark.slow
 
@@ -254,7 +254,7 @@ def test_one_process_trains_on_one_gpu(pipeline, tmp_path, monkeypatch, capsys):
 def test_a_second_run_in_a_directory_is_refused(pipeline, tmp_path, capsys):
     output = tmp_path / "out"
     found = "expected a directory that no other run writes, found one at work in"
-    with locked(output):
+    with lock_directory(output):
         assert run(lambda: command.main(arguments(pipeline, output, alone=True))) == 2
         with pytest.raises(InputError, match=f"^output: {found}"):
             prepare(PrepareConfig(str(pipeline / "target"), str(pipeline / "long.txt"), str(output)))

@@ -23,7 +23,7 @@ from draftsmith.decode import (
     autoregressive_generate,
     speculative_generate,
 )
-from draftsmith.decode.cache import CachedModel, Places, check_rollback, padded
+from draftsmith.decode.cache import CachedModel, Slots, check_rollback, pad_right
 from draftsmith.decode.rules import Rule
 
 NEW = 12
@@ -226,7 +226,7 @@ def test_a_threshold_of_zero_accepts_whole_chains(name, rows, options):
 
 def fresh(model: PreTrainedModel, texts: list[Tensor]) -> Tensor:
     """The logits after each text, by one forward without a cache, (N, V); padding on the right is never seen."""
-    logits = model(padded(texts, max(map(len, texts))), use_cache=False).logits
+    logits = model(pad_right(texts, max(map(len, texts))), use_cache=False).logits
     return logits[range(len(texts)), [len(text) - 1 for text in texts]]
 
 
@@ -249,7 +249,7 @@ def test_cached_forwards_are_fresh_ones(name, lengths):
     generator = torch.Generator().manual_seed(0)
     texts, ragged = prompts(*lengths), len(set(lengths)) > 1
     cached = CachedModel(model, len(texts), max_length=64, block=8)
-    logits = cached.prefill(padded([text[:-1] for text in texts], max(lengths) - 1), keep=2)
+    logits = cached.prefill(pad_right([text[:-1] for text in texts], max(lengths) - 1), keep=2)
     longest = [text for text in texts if len(text) == max(lengths)]
     assert_same(logits[[len(text) == max(lengths) for text in texts]], model, [[t[:-2], t[:-1]] for t in longest])
     trees = [Tree.chain(3), SHAPES["tree"], Tree.from_choices([(0,), (0, 0), (0, 1), (0, 1, 0), (0, 2), (0, 1, 1)])]
@@ -284,7 +284,7 @@ def test_cached_forwards_are_fresh_ones(name, lengths):
             assert_same(logits[row : row + 1, : 1 + len(tree)], model, [expected[row][: 1 + len(tree)]])
         # A leaf, an inner node or none at all, and a token that was not fed.
         kept = [t.path((len(t) - 1, 2, -1, 1)[(round + row * ragged) % 4]) for row, t in enumerate(shapes)]
-        cached.keep_paths(Places(starts, blocks.device), [[node + 1 for node in path] for path in kept])
+        cached.keep_paths(Slots(starts, blocks.device), [[node + 1 for node in path] for path in kept])
         for row, path in enumerate(kept):
             correction = torch.randint(1, VOCAB, (1,), generator=generator)
             texts[row] = torch.cat([texts[row], drafted[row, path], correction])

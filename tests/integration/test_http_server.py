@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.services import http_server
-from draftsmith.scripts.services.http_server import bounded_server, listening
+from draftsmith.scripts.services.http_server import bounded_server, open_socket
 
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
 HALF = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 9\r\n\r\nhalf"
@@ -29,7 +29,7 @@ async def app(scope, receive, send):
 
 @contextmanager
 def served() -> Iterator[int]:
-    door = listening("127.0.0.1", 0)
+    door = open_socket("127.0.0.1", 0)
     server = bounded_server(app, keep_alive=60, grace=60)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([door])), daemon=True)
     thread.start()
@@ -130,5 +130,5 @@ def test_half_a_request_does_not_hold_up_the_end():
 
 
 def test_a_port_that_is_taken_is_a_line():
-    with listening("127.0.0.1", 0) as door, pytest.raises(InputError, match=r"^port: expected a free one at 127"):
-        listening("127.0.0.1", door.getsockname()[1])
+    with open_socket("127.0.0.1", 0) as door, pytest.raises(InputError, match=r"^port: expected a free one at 127"):
+        open_socket("127.0.0.1", door.getsockname()[1])

@@ -126,7 +126,7 @@ def test_hours_are_the_arithmetic_at_the_speed_that_is_assumed(target):
 
 
 def test_short_times_are_said_in_smaller_units(target, capsys, monkeypatch):
-    assert [plan_command.lasting(h) for h in (1234.5, 2, 1.9, 0.05, 0.03, 1e-5)] == [
+    assert [plan_command.time_words(h) for h in (1234.5, 2, 1.9, 0.05, 0.03, 1e-5)] == [
         "1,234 hours", "2.0 hours", "114 minutes", "3.0 minutes", "108 seconds", "0.0 seconds",
     ]  # fmt: skip
 

@@ -29,7 +29,7 @@ def test_another_process_compiles_what_is_then_read(pair_dirs, monkeypatch):
     target, draft = map(str, pair_dirs)
     specs, options = drafter_specs([draft], [2]), {"do_sample": False}
     pair = load_pair(target, load_tokenizer(target), specs)
-    with programs.compiling(order_of(target, drafters=specs, options=[options])):
+    with programs.compile_meanwhile(order_of(target, drafters=specs, options=[options])):
         pass
     assert not programs.needs_compiling(pair.target)
     monkeypatch.setattr(program, "_write", lambda *_: pytest.fail("compiled again"))
@@ -50,7 +50,7 @@ def test_two_processes_share_out_what_drafters_need(pair_dirs, monkeypatch):
             here.append(options)
 
     monkeypatch.setattr(programs, "decode_briefly", decode)
-    monkeypatch.setattr(programs, "compiling", lambda order: there.append(order) or nullcontext())
+    monkeypatch.setattr(programs, "compile_meanwhile", lambda order: there.append(order) or nullcontext())
     programs.compile_side_by_side(pair, order_of(target), specs, options)  # all of it is on disk
     missing[0] = True
     with monkeypatch.context() as changed:
@@ -64,14 +64,14 @@ def test_two_processes_share_out_what_drafters_need(pair_dirs, monkeypatch):
 
 
 def test_an_order_that_fails_is_left_to_the_first_process(tmp_path, folder):
-    with programs.compiling(order_of(str(tmp_path / "nowhere"))):
+    with programs.compile_meanwhile(order_of(str(tmp_path / "nowhere"))):
         pass
     assert not folder.exists()
 
 
 def test_no_process_is_started_where_nothing_may_be_compiled(monkeypatch):
     monkeypatch.setattr(programs.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    with program.nothing_compiled(), programs.compiling(order_of("target")):
+    with program.nothing_compiled(), programs.compile_meanwhile(order_of("target")):
         pass
 
 
@@ -88,7 +88,7 @@ with terminable(), tempfile.TemporaryDirectory(dir=sys.argv[1]):
     popen = programs.subprocess.Popen
     command = [sys.executable, "-c", child, str(tmp_path)]
     monkeypatch.setattr(programs.subprocess, "Popen", lambda _, **options: popen(command, **options))
-    with pytest.raises(RuntimeError, match="out of memory"), programs.compiling(order_of("target")):
+    with pytest.raises(RuntimeError, match="out of memory"), programs.compile_meanwhile(order_of("target")):
         while not (tmp_path / "compiler").exists() or not (compiler := (tmp_path / "compiler").read_text()):
             time.sleep(0.05)
         raise RuntimeError("out of memory")
@@ -106,6 +106,6 @@ def test_a_block_that_fails_ends_the_other_process(monkeypatch):
         return started[0]
 
     monkeypatch.setattr(programs.subprocess, "Popen", sleeping)
-    with pytest.raises(RuntimeError, match="out of memory"), programs.compiling(order_of("target")):
+    with pytest.raises(RuntimeError, match="out of memory"), programs.compile_meanwhile(order_of("target")):
         raise RuntimeError("out of memory")
     assert started[0].returncode is not None and started[0].returncode < 0

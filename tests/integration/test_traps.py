@@ -546,7 +546,7 @@ def counts_past_the_end(draft, accepted, emitted):
 
 
 def on_host(starts) -> list[int]:
-    return starts.host if isinstance(starts, cache.Places) else list(starts)
+    return starts.host if isinstance(starts, cache.Slots) else list(starts)
 
 
 def feeds_one_slot_late(model, tokens, starts, *args, **kwargs):

@@ -52,9 +52,9 @@ class Specimen:
     save: Callable[[PreTrainedModel, PreTrainedTokenizerBase, Path], None] | None = None
     """Writes one into a directory; None where the kind is not stored."""
     argument: str = ""
-    """What stands behind the name of a kind that is not stored."""
+    """What follows the name of a kind that is not stored."""
     training: Callable[[Path], list[str]] = lambda pipeline: []
-    """What its recipe must be told beside target and completions, of the files of `pipeline`."""
+    """What its recipe must be told in addition to target and completions, of the files of `pipeline`."""
     confident: bool = True
     """Whether its drafts have a probability, which `Cascade` compares."""
     batched: bool = True

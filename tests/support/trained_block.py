@@ -28,10 +28,10 @@ def train_block(
         for features_BTF, ids_BT in examples:
             rows, length = ids_BT.shape
             positions = torch.arange(length)[None].expand(rows, -1)
-            places_BN = positions[:, 1 : length - guesses]
+            indices_BN = positions[:, 1 : length - guesses]
             context = drafter.context(drafter.fuse(features_BTF), positions)
-            hidden_BNKH = block_states(drafter, embed, context, Anchors.at(places_BN, ids_BT, positions))
-            behind_NK = places_BN[0][:, None] + torch.arange(guesses)
+            hidden_BNKH = block_states(drafter, embed, context, Anchors.at(indices_BN, ids_BT, positions))
+            behind_NK = indices_BN[0][:, None] + torch.arange(guesses)
             logits = drafter.widened(drafter.logits(hidden_BNKH, ids_BT[:, behind_NK], head))
             log_q = logits.log_softmax(-1).gather(-1, ids_BT[:, behind_NK + 1][..., None])
             # What a truncated vocabulary lacks cannot be learnt.

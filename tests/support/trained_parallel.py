@@ -24,13 +24,13 @@ def train_parallel(
     optimizer = torch.optim.Adam(draft.train().requires_grad_(True).parameters(), lr=rate)
     for step in range(steps):
         text = texts[step % len(texts)]
-        places = torch.arange(len(text) - length)
+        indices = torch.arange(len(text) - length)
         # The text, then the masks of every anchor.
-        anchors = torch.cat([places, places.repeat_interleave(length - 1)])
-        positions = torch.cat([places, (places[:, None] + torch.arange(1, length)).flatten()])
+        anchors = torch.cat([indices, indices.repeat_interleave(length - 1)])
+        positions = torch.cat([indices, (indices[:, None] + torch.arange(1, length)).flatten()])
         visible = visible_entries(positions[None], anchors[None])
         hidden = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[:, None]
-        ids = torch.cat([text[: len(places)], torch.full((len(anchors) - len(places),), mask)])
+        ids = torch.cat([text[: len(indices)], torch.full((len(anchors) - len(indices),), mask)])
         logits = draft(input_ids=ids[None], attention_mask=hidden, position_ids=positions[None], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[0], text[positions + 1])
         optimizer.zero_grad()

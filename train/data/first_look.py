@@ -85,10 +85,10 @@ def losses_of_scales(hidden_NH: Tensor, head: OutputHead, labels_NK: Tensor) -> 
     chunk = max(1, LOGITS // len(head.weight))
     for hidden, labels in zip(hidden_NH.split(chunk), labels_NK.split(chunk), strict=True):
         projected = torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight).float()
-        for place, scale in enumerate(SCALES):
+        for index, scale in enumerate(SCALES):
             logits = head.finish(projected * scale + (0.0 if head.bias is None else head.bias.float()))
             log_q = logits.gather(1, labels.clamp(min=0)) - logits.logsumexp(1, keepdim=True)
-            sums[place] -= log_q.where(labels != IGNORED, 0.0).sum(0).cpu()
+            sums[index] -= log_q.where(labels != IGNORED, 0.0).sum(0).cpu()
     return sums / counts.cpu()
 
 

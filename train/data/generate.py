@@ -49,7 +49,7 @@ from draftsmith.train.data.shards import (
 )
 from draftsmith.train.endpoint.completions import Vocabulary, complete_remotely, served_model
 from draftsmith.train.files import require_writable
-from draftsmith.train.job.processes import Processes, launched, terminable
+from draftsmith.train.job.processes import Processes, join_launched, terminable
 from draftsmith.train.models import (
     check_head,
     identity,
@@ -71,7 +71,7 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
     Raises:
         InputError: the prompts, target, server, output directory or disk cannot be used; finished shards are kept.
     """
-    with launched() as processes, terminable():
+    with join_launched() as processes, terminable():
         config.require_own_device(processes.count)
         if processes.first and config.answers == "target":
             target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
@@ -330,9 +330,9 @@ def _completed(
     kept = [list(text) for text in begun.texts]
     counted.take_up(begun.tokens)
 
-    def observe(place: int, tokens: list[int], ended: bool) -> None:
-        begun.texts[place] += tokens
-        counted.add(len(tokens), len(begun.texts[place]) if ended else None)
+    def observe(index: int, tokens: list[int], ended: bool) -> None:
+        begun.texts[index] += tokens
+        counted.add(len(tokens), len(begun.texts[index]) if ended else None)
 
     prompts, seed = [sample.ids for sample in batch.samples], mixed_seed(config.seed, batch.index)
     completions = complete(model, generation, prompts, seed, rows=config.batch_size, begun=kept, observer=observe)

@@ -64,16 +64,16 @@ def best_fit_decreasing(sizes: Sequence[int] | np.ndarray, capacity: int) -> tup
     for size, count in zip(*(array[::-1].tolist() for array in np.unique(items, return_counts=True)), strict=True):
         end = at + count
         while at < end:
-            place, space = bisect_left(spaces, size), capacity  # the least space that is large enough, or a new bin
-            if place < len(spaces):
-                space = spaces[place]
+            index, space = bisect_left(spaces, size), capacity  # the least space that is large enough, or a new bin
+            if index < len(spaces):
+                space = spaces[index]
             fitting = space // size  # items per bin
             needed = -(-(end - at) // fitting)
-            if place < len(spaces):
+            if index < len(spaces):
                 chosen = bins_with[space][: -needed - 1 : -1]
                 del bins_with[space][-needed:]
                 if not bins_with[space]:
-                    del spaces[place]
+                    del spaces[index]
             else:
                 chosen = list(range(bins, bins + needed))
                 bins += needed

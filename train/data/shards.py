@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Amount, Count, Share, read
 from draftsmith.train.files import DISK_FULL, remove, write_atomically
-from draftsmith.train.job.lock import locked
+from draftsmith.train.job.lock import lock_directory
 
 SCHEMA = "draftsmith.completions/1"
 MANIFEST = "manifest.json"
@@ -108,7 +108,7 @@ def output_directory(output: Path, kept: Callable[[], str], first: bool = True) 
     several processes, only the `first` makes and tidies the directory, before the others write.
     """
     try:
-        with locked(output) if first else nullcontext():
+        with lock_directory(output) if first else nullcontext():
             for leftover in output.glob(".*.partial") if first else ():
                 remove(leftover)
             yield

@@ -20,7 +20,7 @@ NAME = ".lock"
 
 
 @contextlib.contextmanager
-def locked(directory: Path, field: str = "output") -> Iterator[None]:
+def lock_directory(directory: Path, field: str = "output") -> Iterator[None]:
     """Keep other runs out of a directory while the block runs; the directory is made if it is missing.
 
     The kernel's lock ends with this process, even if it is killed. A disk without locks gives none. If another run

@@ -124,7 +124,7 @@ def end_session(process: "subprocess.Popen[bytes]") -> None:
 
 
 @contextmanager
-def launched() -> Iterator[Processes]:
+def join_launched() -> Iterator[Processes]:
     """Join the processes that torchrun or `accelerate launch` started with this one, if there are any.
 
     They part when the block ends well. If it raises, `ranks.run_rank` ends them all.

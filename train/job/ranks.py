@@ -208,7 +208,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def killed(who: str, how: str = "") -> str:
+def killed_message(who: str, how: str = "") -> str:
     """Return the error message for a process that was killed before it could report anything."""
     why = "for want of memory or by the scheduler; run the same command again"
     return f"error: {who} ended without a word: expected it to finish, found it killed{how}, {why}"
@@ -227,7 +227,7 @@ def _say(message: str, code: int) -> None:
 
 def _say_of_killed(who: str) -> None:
     time.sleep(GRACE / 2)  # a launcher on the same machine ends this process first, and reports more
-    _print(killed(who))
+    _print(killed_message(who))
 
 
 def _print(message: str) -> None:

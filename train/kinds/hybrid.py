@@ -112,6 +112,6 @@ class Hybrid(DrafterKind):
 def _distinct(names: Sequence[str]) -> list[str]:
     """Number repeated names, so that they are unique."""
     return [
-        name if names.index(name) == place else f"{name} {names[: place + 1].count(name)}"
-        for place, name in enumerate(names)
+        name if names.index(name) == index else f"{name} {names[: index + 1].count(name)}"
+        for index, name in enumerate(names)
     ]

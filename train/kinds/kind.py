@@ -147,7 +147,7 @@ class DrafterKind(ABC):
         try:
             # The training may run on another machine; without this, bf16 would require a GPU here.
             config = parse_config(recipe.config_class(), ["--config", file, "--training.use_cpu", "true"])
-            text, findings = self.begins(target, config)
+            text, findings = self.describe_run(target, config)
         except InputError as error:
             yield Finding("error", name, str(error).removeprefix(f"{self.name}: "), f"mend {file}")
             return
@@ -157,7 +157,7 @@ class DrafterKind(ABC):
             yield Finding("warning", name, f"{text}; its target is {config.target}", "give the target of that run")
         yield from findings
 
-    def begins(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
+    def describe_run(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
         """Describe the drafter that a run trains, with findings; raise InputError if it cannot start on this target."""
         return self.title, []
 

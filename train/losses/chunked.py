@@ -197,8 +197,8 @@ class _Learner(NamedTuple):
         at = [tensors[self.weight].shape[1]]
         parts = [(None, None) if row is None else row.tensor_split(at, dim=1) for row in rows]
         return [
-            (place, *part)
-            for place, part in zip((self.weight, self.side_weight), zip(*parts, strict=True), strict=True)
+            (index, *part)
+            for index, part in zip((self.weight, self.side_weight), zip(*parts, strict=True), strict=True)
         ]
 
 
@@ -213,7 +213,7 @@ def _chunked(
     tensors = list[Tensor]()
 
     # A tensor that several learners share enters once, so that autograd gets one gradient for it.
-    def place(tensor: Tensor) -> int:
+    def share(tensor: Tensor) -> int:
         for index, other in enumerate(tensors):
             if other is tensor:
                 return index
@@ -221,10 +221,10 @@ def _chunked(
         return len(tensors) - 1
 
     def optional(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else place(tensor)
+        return None if tensor is None else share(tensor)
 
     placed = [
-        _Learner(head, weights_NK, place(states), place(head.weight), optional(head.bias), optional(head.side_weight))
+        _Learner(head, weights_NK, share(states), share(head.weight), optional(head.bias), optional(head.side_weight))
         for states, head, weights_NK in learners
     ]
     sizes = sizes or ChunkSizes.of(labels_N.device)

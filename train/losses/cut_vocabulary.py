@@ -39,9 +39,9 @@ class CutVocabulary:
 
     def __init__(self, tokens_D: Tensor, vocab_size: int):
         self.tokens_D, self.vocab_size = tokens_D, vocab_size
-        self.places_V = torch.full((vocab_size,), len(tokens_D), device=tokens_D.device)
+        self.indices_V = torch.full((vocab_size,), len(tokens_D), device=tokens_D.device)
         """Each token's index among the D, or D if it is not drafted."""
-        self.places_V[tokens_D] = torch.arange(len(tokens_D), device=tokens_D.device)
+        self.indices_V[tokens_D] = torch.arange(len(tokens_D), device=tokens_D.device)
 
     def of_head(self, head: OutputHead) -> OutputHead:
         """Return the D rows of a head, a copy; gradients flow to the whole head."""
@@ -49,12 +49,12 @@ class CutVocabulary:
 
     def labels(self, labels_N: Tensor) -> Tensor:
         """Return the indices of the text's tokens among the D, −100 for tokens that cannot be drafted."""
-        places_N = self.places_V[labels_N]
-        return places_N.masked_fill(places_N == len(self.tokens_D), IGNORED)
+        indices_N = self.indices_V[labels_N]
+        return indices_N.masked_fill(indices_N == len(self.tokens_D), IGNORED)
 
     def of_cached(self, p: CachedDistributions) -> CachedDistributions:
         """Return cached distributions over the D tokens."""
-        return p.among(self.places_V, len(self.tokens_D))
+        return p.among(self.indices_V, len(self.tokens_D))
 
     def of_distributions(self, p: Tensor | CachedDistributions) -> WholeLogits | CachedDistributions:
         """Return p as an objective takes it, from logits (N, V) or cached distributions."""

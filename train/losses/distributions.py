@@ -123,14 +123,14 @@ class CachedDistributions:
         tail_N1 = log_q_NV.scatter(1, ids_Nk, LOWEST).logsumexp(-1, keepdim=True)
         return torch.cat([log_q_NV.gather(1, ids_Nk), tail_N1], dim=1)
 
-    def among(self, places_V: Tensor, count: int) -> "CutDistributions":
+    def among(self, indices_V: Tensor, count: int) -> "CutDistributions":
         """Return the distributions over the D tokens (`count`) of a cut vocabulary, renormalised.
 
-        `places_V` maps each token to its index among the D, or to D if it has none. The D tokens' share of the tail is
+        `indices_V` maps each token to its index among the D, or to D if it has none. The D tokens' share of the tail is
         unknown. It is taken as its largest possible value: the whole tail, or, if less, the least of the k
         probabilities for each D token outside the k. If nothing is left, p is the tail, which teaches next to nothing.
         """
-        ids_Nk = places_V[self.ids.long()]
+        ids_Nk = indices_V[self.ids.long()]
         inside_Nk = ids_Nk < count
         log_p_Nk, log_tail_N = self.log_p.float(), self.log_tail.float()
         others_N = (count - inside_Nk.sum(1)).float()
@@ -167,15 +167,15 @@ class GatheredDistributions:
     """
 
     distributions: LiveDistributions | WholeDistributions | CachedDistributions  # the distributions of N positions
-    places: Tensor  # indices of the positions, (E,) int64, on their device
+    indices: Tensor  # indices of the positions, (E,) int64, on their device
     spans: Tensor  # the same indices on the CPU, to read them without waiting for the device
 
     def chunk(self, at: slice) -> Callable[[slice], Any]:
         """Compute the matrix product for a slice of positions; return a function from a part of it to logits."""
-        places_C, spanned = self.places[at], self.spans[at]
+        indices_C, spanned = self.indices[at], self.spans[at]
         first, last = (int(spanned.min()), int(spanned.max())) if len(spanned) else (0, -1)
         chunk_of: Any = self.distributions.chunk(slice(first, last + 1))
-        return lambda part: chunk_of(places_C[part] - first)
+        return lambda part: chunk_of(indices_C[part] - first)
 
 
 TeacherDistributions = LiveDistributions | WholeDistributions | CachedDistributions | GatheredDistributions

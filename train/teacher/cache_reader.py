@@ -38,7 +38,7 @@ class CacheManifest(BaseManifest):
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """The places of samples in caches, by text: samples with equal tokens and loss masks share a place.
+    """The shard and row of samples in caches, by text: samples with equal tokens and loss masks share an entry.
 
     `texts` has the hashes of tokens and masks, ascending, uint64; `places` each one's shard and row, (N, 2).
     """
@@ -55,7 +55,7 @@ class SampleIndex:
 
 @dataclass(frozen=True)
 class DistributionIndex(SampleIndex):
-    """The places of samples' distributions."""
+    """The shard and row of samples' distributions."""
 
     k: int
     vocab_size: int
@@ -185,11 +185,11 @@ def read_cached(
     """Read a shard of a cache, or only one row group or some columns of it; raise InputError if it is damaged."""
     shard = read_shard(file, columns, row_group=row_group, columns=names)
     if shard is None:
-        raise damaged(file)
+        raise damage_error(file)
     return shard
 
 
-def damaged(file: Path) -> InputError:
+def damage_error(file: Path) -> InputError:
     """Return the error of a damaged shard."""
     return InputError(f"{file}: expected a shard of a teacher cache, found a damaged file; run draftsmith cache again")
 
@@ -237,14 +237,14 @@ class CachedCollator:
         values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
         k, positions = self.distributions.k, len(values["log_tail"])
         if any(len(values[name]) != positions * width for name, width in {**SINGLE, "ids": k, "log_p": k}.items()):
-            raise damaged(file)
+            raise damage_error(file)
         for column in ("ids", "log_p"):
             values[column] = values[column].reshape(-1, k)
         ids = values["ids"]
         if positions < count or (ids < 0).any() or (ids >= self.distributions.vocab_size).any():
-            raise damaged(file)
+            raise damage_error(file)
         if any(not (values[column] <= MOST_LOG_P).all() for column in NUMBERS if column != "ids"):
-            raise damaged(file)
+            raise damage_error(file)
         return {column: value[:count] for column, value in values.items()}
 
 

@@ -26,7 +26,7 @@ from draftsmith.train import models
 from draftsmith.train.data.mapped import Texts, checksum, map_completions
 from draftsmith.train.data.shards import MANIFEST, completion_files, output_directory, read_shard, settle_manifest
 from draftsmith.train.files import remove, write_atomically
-from draftsmith.train.job.processes import Processes, launched
+from draftsmith.train.job.processes import Processes, join_launched
 from draftsmith.train.losses.output_head import require_split
 from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
@@ -82,7 +82,7 @@ def make_cache(config: CacheConfig) -> CacheSummary:
     Processes that were launched together share the shards. Space that runs out raises InputError, before the run by an
     estimate, or during it, when finished shards are kept.
     """
-    with launched() as processes:
+    with join_launched() as processes:
         config.require_own_device(processes.count)
         return _make_cache(config, processes)
 

@@ -24,7 +24,7 @@ from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.teacher.cache_config import CacheConfig
-from draftsmith.train.teacher.sources import Source, Text, batches_of, padded
+from draftsmith.train.teacher.sources import Source, Text, batches_of, pad_rows
 
 SCHEMA = "draftsmith.teacher/1"
 COLUMNS = pa.schema(
@@ -116,7 +116,7 @@ def distributions_of(
 
     A distribution is taken before each token with mask 1, except the first. `head` is cut to the target's tokens.
     """
-    ids_BT, mask_BT = (padded([text[part] for text in texts], model.device) for part in (0, 1))
+    ids_BT, mask_BT = (pad_rows([text[part] for text in texts], model.device) for part in (0, 1))
     chosen_BT = mask_BT[:, 1:].bool()
     positions = own_positions(model, [len(ids) for ids, _ in texts], ids_BT)
     # Padding follows the texts, so causal attention never reads it.

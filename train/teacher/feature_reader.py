@@ -22,7 +22,7 @@ from draftsmith.train.teacher.cache_reader import (
     CacheManifest,
     SampleIndex,
     Size,
-    damaged,
+    damage_error,
     locate,
     read_cached,
     read_manifests,
@@ -41,7 +41,7 @@ EXPONENTS = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 
 @dataclass(frozen=True)
 class FeatureIndex(SampleIndex):
-    """The places of samples' features, and the cached ends of their target.
+    """The shard and row of samples' features, and the cached ends of their target.
 
     `layer_ids` are the layers to look up, of those in the cache; all if empty. `window` has the samples that no whole
     cache has.
@@ -179,7 +179,7 @@ class FeatureCollator:
             bits = np.frombuffer(values.buffers()[1] or b"", BITS[layout.dtype]).reshape(-1, width)
             states[name] = bits[values.offset : values.offset + len(values)]
             if (states[name] & EXPONENTS[layout.dtype] == EXPONENTS[layout.dtype]).any():
-                raise damaged(file)  # not finite
+                raise damage_error(file)  # not finite
         return states | {"features": self.features.picked(states["features"])}
 
 

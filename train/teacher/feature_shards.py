@@ -8,7 +8,7 @@ compressed: zstd saves a fifth, but is slower than disks.
 
 Each sample is a row group of its own, to be read and written alone: at 32k tokens it has a GiB.
 
-Shape suffixes: B texts, T tokens, P places (T − 1), F features, H hidden.
+Shape suffixes: B texts, T tokens, P positions (T − 1), F features, H hidden.
 """
 
 import os
@@ -33,7 +33,7 @@ from draftsmith.train.files import atomic_path
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import DTYPES, load_config
 from draftsmith.train.teacher.cache_config import CacheConfig
-from draftsmith.train.teacher.sources import Source, Text, batches_of, padded
+from draftsmith.train.teacher.sources import Source, Text, batches_of, pad_rows
 
 SCHEMA = "draftsmith.features/1"
 STATES = ("features", "hidden")
@@ -156,7 +156,7 @@ class FeatureShards:
 @torch.inference_mode()
 def states_of(model: PreTrainedModel, layout: Layout, texts: Sequence[list[int]]) -> list[dict[str, Tensor]]:
     """Return the `STATES` of a batch of texts, (T − 1, F) and (T − 1, H) for a text of T tokens, on the CPU."""
-    ids_BT = padded(texts, model.device)
+    ids_BT = pad_rows(texts, model.device)
     with collect_features(model, layout.layer_ids) as features:
         # Padding follows the texts, so causal attention never reads it.
         hidden_BTH = last_hidden(model, input_ids=ids_BT, **own_positions(model, list(map(len, texts)), ids_BT))

@@ -36,6 +36,6 @@ def batches_of(texts: list[Text], size: int) -> list[list[int]]:
     return [order[at : at + size] for at in range(0, len(order), size)]
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Return rows of different lengths as one tensor, (B, T) int64, padded with zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)

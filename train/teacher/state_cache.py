@@ -36,12 +36,12 @@ class StateCache:
         places_T = torch.arange(1, ids_BT.shape[1] + 1, device=ids_BT.device)
         lengths = (inside_BT * places_T).amax(1).clamp(min=1).tolist()
         keys = [row[:length].cpu().numpy().tobytes() for row, length in zip(ids_BT, lengths, strict=True)]
-        new = [place for place, key in enumerate(keys) if key not in self._rows]
+        new = [index for index, key in enumerate(keys) if key not in self._rows]
         if new:
-            longest = max(lengths[place] for place in new)
+            longest = max(lengths[index] for index in new)
             computed = states_of(ids_BT[new, :longest])
-            for place, states_TH in zip(new, computed, strict=True):  # a clone frees the padded batch
-                self._rows[keys[place]] = states_TH[: lengths[place]].clone()
+            for index, states_TH in zip(new, computed, strict=True):  # a clone frees the padded batch
+                self._rows[keys[index]] = states_TH[: lengths[index]].clone()
         rows = [self._rows[key] for key in keys]
         states_BTH = rows[0].new_zeros(*ids_BT.shape, rows[0].shape[-1])
         for states_TH, row in zip(states_BTH, rows, strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers, last_norm
-from draftsmith.train.checkpoint import check_finite, is_quantized, reading
+from draftsmith.train.checkpoint import check_finite, is_quantized, reading_errors
 from draftsmith.train.files import atomic_path
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, empty_model
@@ -45,7 +45,7 @@ def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> Pr
 
     Only the config of `target` is read. Raise InputError if the file is missing, damaged or another target's.
     """
-    with reading("teacher_cache", f"what draftsmith cache --features keeps of a target in {path}"):
+    with reading_errors("teacher_cache", f"what draftsmith cache --features keeps of a target in {path}"):
         tensors = load_file(path)
         with safe_open(path, "pt") as file:
             written = (file.metadata() or {}).get(SHA256)

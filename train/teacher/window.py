@@ -196,7 +196,7 @@ class WindowReader:
 
     def at(self, step: int) -> None:
         """Move to a step of training, so that the portions before it may be removed."""
-        epoch, place = divmod(step, self._steps)
+        epoch, index = divmod(step, self._steps)
         if epoch >= self._epochs:
             return  # after the last step: `end` follows
         self.epoch = epoch
@@ -206,7 +206,7 @@ class WindowReader:
             if number < self._epochs and number not in self.orders:
                 assert self._make is not None
                 self.orders[number] = self._make(number)
-        self._say(int(np.searchsorted(self.orders[epoch].steps, place, side="right")))
+        self._say(int(np.searchsorted(self.orders[epoch].steps, index, side="right")))
 
     def end(self) -> None:
         """Announce that nothing more is read."""

@@ -1,8 +1,8 @@
-"""An index of tokens: all places, sorted by the tokens before them, read backwards.
+"""An index of tokens: all positions, sorted by the tokens before them, read backwards.
 
-It is a suffix array of the reversed text: places with equal last tokens are adjacent, so binary searches find the
+It is a suffix array of the reversed text: positions with equal last tokens are adjacent, so binary searches find the
 longest match and its occurrences. Tokens are stored from the last to the first, as their ids plus one in 4 big-endian
-bytes, so that a place's sort key is a slice of the bytes. 0 marks the end of a text.
+bytes, so that a position's sort key is a slice of the bytes. 0 marks the end of a text.
 
 Shape suffixes: N tokens, R occurrences.
 """
@@ -15,18 +15,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-DEPTH = 32  # the number of tokens before a place that it is sorted by, hence the greatest match length
+DEPTH = 32  # the number of tokens before a position that it is sorted by, hence the greatest match length
 BYTES = 4  # the size of a token
 WIDTH = BYTES * DEPTH
 Bytes: TypeAlias = Any  # `bytes` or a `bytearray`, which compare with each other
-STRIDE, SAMPLED = 256, 4 * BYTES  # a read-only index keeps the first SAMPLED bytes of every STRIDE-th place together
-AT_ONCE = 8  # all places are sorted anew when at least one token in AT_ONCE is new
+STRIDE, SAMPLED = 256, 4 * BYTES  # a read-only index keeps the first SAMPLED bytes of every STRIDE-th position together
+AT_ONCE = 8  # all positions are sorted anew when at least one token in AT_ONCE is new
 LARGEST = 2**32 - 2  # the greatest token id
 
 
 @dataclass(frozen=True)
 class Match:
-    """The places of an index that share the most last tokens with a text: `first` … `end` − 1 in the index's order."""
+    """The positions that share the most last tokens with a text: `first` … `end` − 1 in the index's order."""
 
     length: int  # the number of shared tokens, at most `DEPTH`
     first: int
@@ -37,7 +37,7 @@ class Match:
         return self.end - self.first
 
 
-def written(tokens: np.ndarray) -> bytes:
+def to_bytes(tokens: np.ndarray) -> bytes:
     """Return tokens, (N,), in the format of an index, from the last to the first."""
     return (tokens[::-1].astype(np.uint32) + np.uint32(1)).astype(">u4").tobytes()
 
@@ -45,7 +45,7 @@ def written(tokens: np.ndarray) -> bytes:
 class Index:
     """A sorted index with room for a number of tokens; a read-only one if it begins with tokens and their order.
 
-    `tokens` are bytes in the format of `written`, and `order` is the result of `sort_places`.
+    `tokens` are bytes in the format of `to_bytes`, and `order` is the result of `sort_positions`.
     """
 
     def __init__(self, room: int, tokens: bytes | None = None, order: "array[int] | None" = None):
@@ -54,11 +54,11 @@ class Index:
         self._bytes: Bytes = bytearray(BYTES * self._slots) if tokens is None else tokens
         self._all = np.frombuffer(self._bytes, dtype=">u4")  # shares memory with the bytes
         self._length = 0 if tokens is None else room
-        self.order = array("i") if order is None else order  # the offset of each place's key in the bytes
+        self.order = array("i") if order is None else order  # the offset of each position's key in the bytes
         # A closure is faster than a method; it is called about twenty times a token.
         key_bytes = self._bytes
         self._key: Callable[[int], Any] = lambda at: key_bytes[at : at + WIDTH]
-        # A search over millions of places misses the cache at each step; the sample narrows it first.
+        # A search over millions of positions misses the cache at each step; the sample narrows it first.
         self._sample = [] if tokens is None else [tokens[at : at + SAMPLED] for at in self.order[::STRIDE]]
 
     def __len__(self) -> int:
@@ -72,24 +72,24 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of tokens and places; the sample of a read-only index takes about 3 % more."""
+        """The bytes of tokens and positions; the sample of a read-only index takes about 3 % more."""
         return len(self._bytes) + self.order.itemsize * len(self.order)
 
     def extend(self, text: np.ndarray, sort: bool = True) -> None:
         """Append token ids, (N,); searches find them unless `sort` is false."""
         assert isinstance(self._bytes, bytearray)
         before, self._length = self._length, self._length + len(text)
-        self._bytes[BYTES * (self._slots - self._length) : BYTES * (self._slots - before)] = written(text)
+        self._bytes[BYTES * (self._slots - self._length) : BYTES * (self._slots - before)] = to_bytes(text)
         if not sort:
             return
-        # Inserting a place moves all later ones, so a large share of new tokens is sorted at once.
+        # Inserting a position moves all later ones, so a large share of new tokens is sorted at once.
         if AT_ONCE * len(text) >= self._length:
             first = BYTES * (self._slots - self._length)
-            self.order = array("i", (first + np.array(sort_places(self.tokens), dtype=np.int32)).tobytes())
+            self.order = array("i", (first + np.array(sort_positions(self.tokens), dtype=np.int32)).tobytes())
             return
         tokens, order, key = self._bytes, self.order, self._key
-        for place in range(max(before, 1), self._length):
-            at = BYTES * (self._slots - place)
+        for position in range(max(before, 1), self._length):
+            at = BYTES * (self._slots - position)
             order.insert(bisect_left(order, tokens[at : at + WIDTH], key=key), at)
 
     def end_text(self) -> None:
@@ -97,7 +97,7 @@ class Index:
         self._length += 1
 
     def last(self) -> bytes:
-        """Return the key of a search: the last `DEPTH` tokens in the format of `written`."""
+        """Return the key of a search: the last `DEPTH` tokens in the format of `to_bytes`."""
         at = BYTES * (self._slots - self._length)
         return bytes(self._bytes[at : at + WIDTH])
 
@@ -110,7 +110,7 @@ class Index:
             low = STRIDE * max(0, bisect_left(sample, begins) - 1)
             high = min(high, STRIDE * bisect_right(sample, begins))
         at = bisect_left(order, last, low, high, key=key)
-        # The most similar places are next to where the key would be inserted.
+        # The most similar positions are next to where the key would be inserted.
         sides = [_shared(last, tokens[near : near + WIDTH]) for near in order[max(0, at - 1) : at + 1]]
         length = max(sides, default=0)
         if not length:
@@ -124,10 +124,10 @@ class Index:
         return Match(length, first, end)
 
     def following(self, match: Match, most: int, depth: int) -> list[list[int]]:
-        """Return the tokens that follow each place of a match, plus one, R lists of `depth`, the latest place first.
+        """Return the tokens after each position of a match, plus one, R lists of `depth`, the latest position first.
 
-        If there are more than `most` places, at least half of `most` are returned, evenly spaced. Entries after the 0
-        at a text's end are undefined.
+        If there are more than `most` positions, at least half of `most` are returned, evenly spaced. Entries after the
+        0 at a text's end are undefined.
         """
         step = -(-len(match) // most)
         offsets = np.array(self.order[match.first : match.end : step], dtype=np.int64)
@@ -137,8 +137,8 @@ class Index:
         return self._all.take(slots, mode="clip").tolist()  # type: ignore[no-any-return]
 
 
-def sort_places(tokens: np.ndarray) -> "array[int]":
-    """Return the sorted key offsets of the places 1 … N − 1 of an index's tokens, (N,).
+def sort_positions(tokens: np.ndarray) -> "array[int]":
+    """Return the sorted key offsets of the positions 1 … N − 1 of an index's tokens, (N,).
 
     Prefix doubling (Larsson and Sadakane 2007): suffixes sorted by their first k tokens are sorted by 2k by the ranks
     of the suffixes that begin k tokens later.

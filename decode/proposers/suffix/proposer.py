@@ -105,8 +105,8 @@ class SuffixProposer(CopyProposer):
         for depth in range(self.max_draft):
             if len(following) == 1:  # the usual case
                 (tokens,) = following
-                for place in range(depth, tokens.index(0) if 0 in tokens else len(tokens)):
-                    draft.add(tokens[place] - 1, place - 1, score)
+                for position in range(depth, tokens.index(0) if 0 in tokens else len(tokens)):
+                    draft.add(tokens[position] - 1, position - 1, score)
                 break
             # `max` returns the first of equally frequent tokens, which is the latest.
             token, count = max(Counter(tokens[depth] for tokens in following).items(), key=lambda item: item[1])

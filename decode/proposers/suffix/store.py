@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.suffix.index import BYTES, LARGEST, Index, sort_places
+from draftsmith.decode.proposers.suffix.index import BYTES, LARGEST, Index, sort_positions
 
 PER_TOKEN = 2 * BYTES  # the bytes of a token and its place
 FEWEST = 4096  # the least capacity of a store in tokens
@@ -139,4 +139,4 @@ class SuffixStore:
         # Tokens are stored from the last to the first, so a cut at the end drops the oldest.
         most = self._capacity - self._fresh.room
         tokens = np.concatenate([last.tokens, self._fresh.tokens, self._sorted.tokens])[:most]
-        self._begin(tokens.astype(">u4").tobytes(), sort_places(tokens))
+        self._begin(tokens.astype(">u4").tobytes(), sort_positions(tokens))

@@ -4,7 +4,7 @@ Run as a file, in another process, it imports nothing of this package, so that s
 
     python readers.py block DIRECTORY INPUTS.safetensors OUTPUT.safetensors
 
-Shape suffixes: T places, F features, S slots, K guesses, H hidden, D tokens that are drafted.
+Shape suffixes: T positions, F features, S slots, K guesses, H hidden, D tokens that are drafted.
 """
 
 import json
@@ -21,12 +21,12 @@ from torch.nn.functional import linear, silu
 def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tensor:
     """Read as vLLM 0.32 does: `model_executor/models/qwen3_dflash.py` and `qwen3_dspark.py`.
 
-    A block begins at each of T places, and sees the features before it; `before` gives the tokens before its guesses.
-    For each guess the result, (T, K, H + D + 1), holds its state after the last norm, the logits that the Markov head
-    adds, and the confidence head's logit; zeros without these heads.
+    A block begins at each of T positions, and sees the features before it; `before` gives the tokens before its
+    guesses. For each guess the result, (T, K, H + D + 1), holds its state after the last norm, the logits that the
+    Markov head adds, and the confidence head's logit; zeros without these heads.
     """
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    config = flattened(raw)
+    config = flatten_fields(raw)
     tensors = {
         name: tensor.float() if tensor.is_floating_point() else tensor
         for path in directory.glob("model*.safetensors")
@@ -37,19 +37,19 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
         assert tensors["lm_head.weight"].shape == (drafted, size) and tensors["d2t"].shape == (drafted,)
     seen_TH = rms_norm(linear(features_TF, tensors["fc.weight"]), tensors["hidden_norm.weight"], config)
     outputs = []
-    for place, embeddings_SH in enumerate(embeddings_TSH):
+    for index, embeddings_SH in enumerate(embeddings_TSH):
         states_SH = embeddings_SH
         for layer in range(config["num_hidden_layers"]):
             prefix = f"layers.{layer}."
             weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            states_SH = block_layer(config, weights, states_SH, seen_TH[:place])
+            states_SH = block_layer(config, weights, states_SH, seen_TH[:index])
         # DFlash's anchor guesses nothing: leave out its slot.
         states_KH = rms_norm(states_SH, tensors["norm.weight"], config)[0 if config["sample_from_anchor"] else 1 :]
         added_KD, sure_K1 = torch.zeros(len(states_KH), drafted), torch.zeros(len(states_KH), 1)
         markov_KR = None
         if config.get("markov_rank"):
             assert config["markov_head_type"] == "vanilla"
-            tokens_K = torch.tensor([before(place, guess, config["vocab_size"]) for guess in range(len(states_KH))])
+            tokens_K = torch.tensor([before(index, guess, config["vocab_size"]) for guess in range(len(states_KH))])
             markov_KR = tensors["markov_head.markov_w1.weight"][tokens_K]
             added_KD = linear(markov_KR, tensors["markov_head.markov_w2.weight"])
         if config.get("enable_confidence_head"):
@@ -62,7 +62,7 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
     return torch.stack(outputs)
 
 
-def flattened(raw: dict[str, Any]) -> dict[str, Any]:
+def flatten_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """Return all fields at the top, with DeepSpec's names; target layers are counted from 0."""
     if "speculators_model_type" in raw:
         fields = raw["transformer_layer_config"] | {name: value for name, value in raw.items() if name != "model_type"}
@@ -75,16 +75,16 @@ def flattened(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"sample_from_anchor": anchored, "markov_head_type": "vanilla", "for_servers": not own}
 
 
-def before(place: int, guess: int, vocab_size: int) -> int:
-    """Return an arbitrary token before a guess of the block at a place."""
-    return (7 * place + 3 * guess + 1) % vocab_size
+def before(index: int, guess: int, vocab_size: int) -> int:
+    """Return an arbitrary token before a guess of the block at a position."""
+    return (7 * index + 3 * guess + 1) % vocab_size
 
 
 def block_layer(config: dict[str, Any], weights: dict[str, Tensor], states_SH: Tensor, seen_TH: Tensor) -> Tensor:
-    """Return a layer's outputs for a block's slots, (S, H); they begin at the place after those in `seen_TH`."""
+    """Return a layer's outputs for a block's slots, (S, H); they begin at the position after those in `seen_TH`."""
     heads, key_heads, width = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     normed = rms_norm(states_SH, weights["input_layernorm.weight"], config)
-    places = torch.arange(len(seen_TH) + len(states_SH))
+    positions = torch.arange(len(seen_TH) + len(states_SH))
 
     def projected(name: str, states: Tensor) -> Tensor:
         return linear(states, weights[f"self_attn.{name}_proj.weight"], weights.get(f"self_attn.{name}_proj.bias"))
@@ -97,8 +97,8 @@ def block_layer(config: dict[str, Any], weights: dict[str, Tensor], states_SH: T
         return ((by_head * angles.cos() + half * angles.sin()) * scale).transpose(0, 1)
 
     everything = torch.cat([seen_TH, normed])  # all slots of a block see each other, so there is no mask
-    queries = turned("q", normed, heads, places[len(seen_TH) :])
-    keys = turned("k", everything, key_heads, places).repeat_interleave(heads // key_heads, 0)
+    queries = turned("q", normed, heads, positions[len(seen_TH) :])
+    keys = turned("k", everything, key_heads, positions).repeat_interleave(heads // key_heads, 0)
     values = projected("v", everything).unflatten(-1, (key_heads, width)).transpose(0, 1)
     values = values.repeat_interleave(heads // key_heads, 0)
     attended = ((queries @ keys.transpose(1, 2) / width**0.5).softmax(-1) @ values).transpose(0, 1).flatten(1)
@@ -108,8 +108,8 @@ def block_layer(config: dict[str, Any], weights: dict[str, Tensor], states_SH: T
     return hidden + linear(silu(gate) * up, weights["mlp.down_proj.weight"])
 
 
-def rotation(config: dict[str, Any], places: Tensor) -> tuple[Tensor, float]:
-    """Return the rotary angles of places, (T, 1, width), and the scale of rotated numbers."""
+def rotation(config: dict[str, Any], positions: Tensor) -> tuple[Tensor, float]:
+    """Return the rotary angles of positions, (T, 1, width), and the scale of rotated numbers."""
     width = config["head_dim"]
     if config["rope_parameters"].get("rope_type", "default") == "default":
         turns, scale = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, width, 2) / width), 1.0
@@ -119,7 +119,7 @@ def rotation(config: dict[str, Any], places: Tensor) -> tuple[Tensor, float]:
 
         rotary = Qwen3RotaryEmbedding(Qwen3Config(**config))
         turns, scale = rotary.inv_freq, rotary.attention_scaling
-    return torch.cat([places[:, None] * turns] * 2, dim=-1)[:, None], scale
+    return torch.cat([positions[:, None] * turns] * 2, dim=-1)[:, None], scale
 
 
 def rms_norm(x: Tensor, weight: Tensor, config: dict[str, Any]) -> Tensor:

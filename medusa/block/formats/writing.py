@@ -46,7 +46,7 @@ SIZES = [
 MARKOV = "vanilla"
 """DeepSpec's name for our Markov head."""
 PLACES = 4
-"""The places whose blocks the proof compares."""
+"""The positions whose blocks the proof compares."""
 
 
 def is_dflash(config: Any) -> bool:
@@ -180,10 +180,10 @@ def prove_block(drafter: BlockDrafter, directory: Path, *_: Any) -> None:
     features_TF = torch.randn(PLACES, wide, generator=generator)
     embeddings_TSH = torch.randn(PLACES, slots, config.hidden_size, generator=generator)
     outputs_TKX = run_reader(readers, "block", directory, features_TF, embeddings_TSH)
-    exact, places_1T = copy.deepcopy(drafter).float(), torch.arange(PLACES)[None]
-    context = exact.context(exact.fuse(features_TF[None]), places_1T)
-    # Only the anchors' places count: the slots' embeddings are random, not the tokens'.
-    attend, positions_1Q = attend_to(exact, context, Anchors(places_1T, places_1T, places_1T))
+    exact, indices_1T = copy.deepcopy(drafter).float(), torch.arange(PLACES)[None]
+    context = exact.context(exact.fuse(features_TF[None]), indices_1T)
+    # Only the anchors' positions count: the slots' embeddings are random, not the tokens'.
+    attend, positions_1Q = attend_to(exact, context, Anchors(indices_1T, indices_1T, indices_1T))
     hidden_TSH = exact(embeddings_TSH.flatten(0, 1)[None], positions_1Q, attend)[0].unflatten(0, (PLACES, slots))
     hidden_TKH = exact.guessing(hidden_TSH)
     guesses, vocab_size, drafted = config.guesses, config.vocab_size, config.draft_vocab_size

@@ -22,8 +22,8 @@ from torch.nn.functional import linear, silu
 def eagle3(directory: Path, features_TF: Tensor, embeddings_TKH: Tensor) -> Iterator[Tensor]:
     """Read as vLLM 0.32 does: `model_executor/models/llama_eagle3.py`. Nothing is cached between steps.
 
-    A round begins at each of T places: step 0 sees the features up to there, and step k also the layer's own k states.
-    Embeddings are those of the next tokens; T takes the place of N.
+    A round begins at each of T positions: step 0 sees the features up to there, and step k also the layer's own k
+    states. Embeddings are those of the next tokens; T takes the place of N.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     tensors = {
@@ -57,11 +57,11 @@ def eagle3(directory: Path, features_TF: Tensor, embeddings_TKH: Tensor) -> Iter
 
 
 def eagle3_layer(config: dict[str, Any], layer: dict[str, Tensor], states_TH: Tensor, embeddings_TH: Tensor) -> Tensor:
-    """Return the layer's outputs at all places of a text, (T, H)."""
+    """Return the layer's outputs at all positions of a text, (T, H)."""
     eps, heads, key_heads = (config[name] for name in ("rms_norm_eps", "num_attention_heads", "num_key_value_heads"))
     normed = rms_norm(states_TH, layer["hidden_norm.weight"], eps)
     inputs = torch.cat([rms_norm(embeddings_TH, layer["input_layernorm.weight"], eps), normed], dim=-1)
-    places, width = torch.arange(len(inputs)), config["head_dim"]
+    positions, width = torch.arange(len(inputs)), config["head_dim"]
 
     def projected(name: str, count: int) -> Tensor:
         states = linear(inputs, layer[f"self_attn.{name}_proj.weight"], layer.get(f"self_attn.{name}_proj.bias"))
@@ -78,12 +78,12 @@ def eagle3_layer(config: dict[str, Any], layer: dict[str, Tensor], states_TH: Te
 
         rotary = LlamaRotaryEmbedding(LlamaConfig(**config))
         turns, scale = rotary.inv_freq, rotary.attention_scaling
-    angles = torch.cat([places[:, None] * turns] * 2, dim=-1)
+    angles = torch.cat([positions[:, None] * turns] * 2, dim=-1)
     queries, keys = (
         (x * angles.cos() + torch.cat([-x[..., width // 2 :], x[..., : width // 2]], dim=-1) * angles.sin()) * scale
         for x in (queries, keys)
     )
-    scores = (queries @ keys.transpose(1, 2) / width**0.5).masked_fill(places > places[:, None], float("-inf"))
+    scores = (queries @ keys.transpose(1, 2) / width**0.5).masked_fill(positions > positions[:, None], float("-inf"))
     attended = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
     residual = normed if config["norm_before_residual"] else states_TH
     hidden = residual + linear(attended, layer["self_attn.o_proj.weight"])

@@ -18,7 +18,7 @@ from draftsmith.medusa.checkpoint_files import dtype_name
 from draftsmith.medusa.eagle.formats import readers
 from draftsmith.medusa.eagle.heads import EagleHeads, Step
 from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
-from draftsmith.medusa.seen import KeysValues
+from draftsmith.medusa.target_states import KeysValues
 
 EAGLE_FORMATS = ("own", "vllm", "sglang")
 STEPS = 3
@@ -106,8 +106,8 @@ def prove_eagle(heads: EagleHeads, directory: Path, *_: Any) -> None:
     features_TF = torch.randn(4, wide, generator=generator)
     embeddings_TKH = torch.randn(4, STEPS, config.hidden_size, generator=generator)
     logits_TKV = run_reader(readers, "eagle3", directory, features_TF, embeddings_TKH)
-    exact, places = copy.deepcopy(heads).float(), torch.arange(4 + STEPS)[None]
-    first = exact(embeddings_TKH[None, :, 0], exact.fuse(features_TF[None]), places[:, :4])
+    exact, positions = copy.deepcopy(heads).float(), torch.arange(4 + STEPS)[None]
+    first = exact(embeddings_TKH[None, :, 0], exact.fuse(features_TF[None]), positions[:, :4])
     for start in range(4):
         # The round from `start` sees the features up to there, then one key for each of its own steps.
         step = Step(first.states[:, start : start + 1], first.hidden[:, start : start + 1], first.own)
@@ -115,7 +115,7 @@ def prove_eagle(heads: EagleHeads, directory: Path, *_: Any) -> None:
         for k in range(STEPS):
             if k > 0:
                 everything = torch.ones(1, 1, 1, context.keys.shape[2] + 1, dtype=torch.bool)
-                at = places[:, start + k : start + k + 1]
+                at = positions[:, start + k : start + k + 1]
                 step = exact(embeddings_TKH[None, None, start, k], step.states, at, context, everything)
                 context = KeysValues(*(torch.cat(pair, 2) for pair in zip(context, step.own, strict=True)))
             expected_V = exact.widened(exact.head(step.hidden))[0, 0]

@@ -15,11 +15,11 @@ from ray.serve.handle import DeploymentHandle
 
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, Log
 from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
-from draftsmith.scripts.services.coordinate.ingress import Entry, Ingress, Wanted, ingress_app
+from draftsmith.scripts.services.coordinate.ingress import Ingress, LogEntry, ServerRequest, ingress_app
 from draftsmith.scripts.services.coordinate.relay import LeaseOutcome
 from draftsmith.scripts.services.coordinate.request_log import LogWriter, record, redactor
 from draftsmith.scripts.services.coordinate.routing import Lease, Rates, Refusal
-from draftsmith.scripts.services.http_server import bounded_server, listening
+from draftsmith.scripts.services.http_server import bounded_server, open_socket
 from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.http import api_key
 
@@ -41,7 +41,7 @@ class DispatcherDeployment:
         await self.dispatcher.start()
 
     async def exchange(
-        self, holder: str, ended: list[LeaseOutcome], requests: list[Wanted], held: list[Lease] | None
+        self, holder: str, ended: list[LeaseOutcome], requests: list[ServerRequest], held: list[Lease] | None
     ) -> list[Lease | Refusal]:
         """Exchange news with an ingress: see `Dispatcher.exchange`."""
         return self.dispatcher.exchange(holder, ended, requests, held)
@@ -66,7 +66,7 @@ class LogDeployment:
     def __init__(self, log: Log):
         self.writer, self.redact, self._lock = LogWriter(log), redactor(log), asyncio.Lock()
 
-    async def write(self, entry: Entry) -> None:
+    async def write(self, entry: LogEntry) -> None:
         """Redact an entry and write it."""
         async with self._lock:
             await asyncio.to_thread(lambda: self.writer.write(record(*entry, self.redact)))
@@ -87,11 +87,11 @@ class IngressDeployment:
         begun: int,
     ):
         async def exchange(
-            holder: str, ended: list[LeaseOutcome], requests: list[Wanted], held: list[Lease] | None
+            holder: str, ended: list[LeaseOutcome], requests: list[ServerRequest], held: list[Lease] | None
         ) -> list[Lease | Refusal]:
             return await dispatcher.exchange.remote(holder, ended, requests, held)
 
-        async def write(entry: Entry) -> None:
+        async def write(entry: LogEntry) -> None:
             if log is not None:
                 await log.write.remote(entry)
 
@@ -103,7 +103,7 @@ class IngressDeployment:
 
         ingress = Ingress(config, exchange, None if log is None else write, begun)
         self.server = bounded_server(ingress_app(ingress, well, metrics), KEEP_ALIVE, config.timeout)
-        socket = listening(config.host, config.port, shared=True)
+        socket = open_socket(config.host, config.port, shared=True)
         self.serving = asyncio.create_task(self.server.serve([socket]))
 
     async def check_health(self) -> None:

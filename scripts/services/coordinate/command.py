@@ -30,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from draftsmith.scripts.services.coordinate.application import DISPATCHER, INGRESS, application
         from draftsmith.scripts.services.coordinate.watch import AWAY, answers, watch
-        from draftsmith.scripts.services.http_server import listening
+        from draftsmith.scripts.services.http_server import open_socket
     except ImportError as error:
         raise InputError(
             f"coordinate: expected Ray Serve, found none ({error}): pip install -e '.[coordinator]' in the clone"
         ) from error
     built = application(config)
-    listening(config.host, config.port).close()  # fails seconds before Ray is up and a replica would fail
+    open_socket(config.host, config.port).close()  # fails seconds before Ray is up and a replica would fail
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     stopped = threading.Event()
 

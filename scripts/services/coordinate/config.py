@@ -192,6 +192,6 @@ class CoordinatorConfig:
 
 
 def _require_once(names: Sequence[str], what: str) -> None:
-    twice = [name for place, name in enumerate(names) if name in names[:place]]
+    twice = [name for index, name in enumerate(names) if name in names[:index]]
     if twice:
         raise InputError(f"{what}: expected each once, found {twice[0]} again")

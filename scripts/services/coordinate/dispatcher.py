@@ -103,9 +103,9 @@ class Dispatcher:
         try:
             await self.clients[url].get_text(self.config.health_path)
         except (ServerFailure, InputError):  # the latter is a refusal, such as 404
-            breaker.looked_at(well=False)
+            breaker.count_check(well=False)
         else:
-            breaker.looked_at(well=True)
+            breaker.count_check(well=True)
 
 
 class _Metrics:

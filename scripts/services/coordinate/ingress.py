@@ -40,9 +40,11 @@ BODIES = 2**28  # bytes of requests' bodies that an ingress reads at once; furth
 HEALTH_SECONDS, METRICS_SECONDS = 0.5, 5.0  # wait for the dispatcher; callers of /health have short timeouts too
 LOGGER = logging.getLogger(__name__)
 
-Wanted = tuple[Facts, list[str]]  # a request that needs a server, and the servers that have failed it
-Exchange = Callable[[str, list[LeaseOutcome], list[Wanted], list[Lease] | None], Awaitable[list[Lease | Refusal]]]
-Entry = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # of the log: request, answer, further facts
+ServerRequest = tuple[Facts, list[str]]  # a request that needs a server, and the servers that have failed it
+Exchange = Callable[
+    [str, list[LeaseOutcome], list[ServerRequest], list[Lease] | None], Awaitable[list[Lease | Refusal]]
+]
+LogEntry = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # of the log: request, answer, further facts
 
 
 class Line:
@@ -55,7 +57,7 @@ class Line:
     def __init__(self, exchange: Exchange):
         self.holder, self.held = uuid4().hex, dict[str, Lease]()
         self._exchange, self._outcomes, self._news = exchange, list[LeaseOutcome](), asyncio.Event()
-        self._wanted: list[tuple[Wanted, asyncio.Future[Lease | Refusal]]] = []
+        self._wanted: list[tuple[ServerRequest, asyncio.Future[Lease | Refusal]]] = []
         self._talking = asyncio.create_task(self._talk_on())
 
     async def acquire(self, facts: Facts, failed_urls: list[str]) -> Lease | Refusal:
@@ -120,7 +122,7 @@ class Ingress:
         self,
         config: CoordinatorConfig,
         exchange: Exchange,
-        write: Callable[[Entry], Awaitable[None]] | None,
+        write: Callable[[LogEntry], Awaitable[None]] | None,
         begun: int,
     ):
         self.config, self._write = config, write

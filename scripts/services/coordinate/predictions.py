@@ -15,7 +15,7 @@ from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.validation import MOST, Amount, Count, ServerMessage, read
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.routing import Rates
-from draftsmith.scripts.serving.draft_lengths import length_at, named
+from draftsmith.scripts.serving.draft_lengths import length_at, named_entry
 
 MOST_ROWS = 1024
 """The most concurrent requests with a tabled speed; beyond the measured batch sizes costs are extrapolated linearly."""
@@ -97,7 +97,10 @@ def _speculative(pair: ServedPair, report: _Report, tables: Sequence[CostTable],
     field = "draft_length"
     by_rows = [length or 0] * MOST_ROWS
     if pair.draft_lengths is not None:
-        field, table_of_lengths = "draft_lengths", named(pair.draft_lengths, name, f"pairs.{pair.name}.draft_lengths")
+        field, table_of_lengths = (
+            "draft_lengths",
+            named_entry(pair.draft_lengths, name, f"pairs.{pair.name}.draft_lengths"),
+        )
         by_rows = [length_at(table_of_lengths, rows) for rows in range(1, MOST_ROWS + 1)]
     by_temperature = {}
     for temperature in dict.fromkeys(curve.temperature for curve in curves):

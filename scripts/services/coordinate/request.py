@@ -90,8 +90,8 @@ class Keywords:
 
     def __init__(self, rules: Sequence[RoutingRule]):
         self.patterns: dict[int, list[Pattern]] = {
-            place: [Pattern(pattern, "rules.keywords", case=False) for pattern in rule.keywords]
-            for place, rule in enumerate(rules)
+            index: [Pattern(pattern, "rules.keywords", case=False) for pattern in rule.keywords]
+            for index, rule in enumerate(rules)
             if rule.keywords
         }
 

@@ -80,7 +80,7 @@ class Breaker:
         """Count a failed request; an answered one resets the count."""
         self.requests = self.requests + 1 if failed else 0
 
-    def looked_at(self, well: bool) -> None:
+    def count_check(self, well: bool) -> None:
         """Count a failed health check; a successful one takes back a failed request, and so allows one more attempt."""
         self.looks = 0 if well else self.looks + 1
         if well:
@@ -164,15 +164,15 @@ class Router:
 
     def _wanted(self, facts: Facts, room: Mapping[str, Sequence[str]]) -> Iterator[str]:
         """Yield the pairs with room that the rules name for a request, in order."""
-        for place, rule in enumerate(self.rules):
+        for index, rule in enumerate(self.rules):
             names = [name for name in rule.pairs if name in room]
-            if names and self._meets(facts, rule, place):
+            if names and self._meets(facts, rule, index):
                 yield max(names, key=lambda name: self._rate(name, facts, room[name])) if rule.best else names[0]
 
-    def _meets(self, facts: Facts, rule: RoutingRule, place: int) -> bool:
+    def _meets(self, facts: Facts, rule: RoutingRule, index: int) -> bool:
         if rule.model is not None and not fnmatchcase(facts.model, rule.model):
             return False
-        if (rule.category and facts.category not in rule.category) or (rule.keywords and place not in facts.keywords):
+        if (rule.category and facts.category not in rule.category) or (rule.keywords and index not in facts.keywords):
             return False
         if rule.load_of is None:
             return True

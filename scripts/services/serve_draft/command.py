@@ -28,7 +28,7 @@ from draftsmith.scripts.services.serve_draft.follow import Follower, warm_up
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import Worker
-from draftsmith.scripts.serving.draft_lengths import length_at, of_drafter
+from draftsmith.scripts.serving.draft_lengths import drafter_entry, length_at
 from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.http import api_key
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
@@ -128,19 +128,19 @@ def load_texts(config: ServeDraftConfig, directory: str | None = None, copying: 
 def serve(config: ServeDraftConfig) -> int:
     """Load the drafter, listen, and draft until SIGTERM or SIGINT."""
     try:
-        from draftsmith.scripts.services.http_server import bounded_server, listening
+        from draftsmith.scripts.services.http_server import bounded_server, open_socket
         from draftsmith.scripts.services.serve_draft.app import DraftApp
     except ModuleNotFoundError as error:
         raise InputError(f"serve-draft: expected `pip install -e '.[serve]'`, found no {error.name}") from error
     key = api_key(config.key_env, "key_env") or ""
     if config.threads:
         torch.set_num_threads(config.threads)
-    listener = listening(config.host, config.port)
+    listener = open_socket(config.host, config.port)
     served, metrics = _served(config), ServiceMetrics()
     directory = os.path.realpath(served.path) if os.path.isdir(served.path) else None  # None for a hub id
     most = None
     if config.draft_lengths is not None:
-        most = partial(length_at, of_drafter(config.draft_lengths, str(served.spec.path)))
+        most = partial(length_at, drafter_entry(config.draft_lengths, str(served.spec.path)))
     texts = load_texts(config, directory)
     warm_up(texts)
     worker = Worker(texts, config.max_batch, config.max_waiting, metrics, most)

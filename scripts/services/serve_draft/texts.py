@@ -152,7 +152,7 @@ class DraftTexts:
             text.copies = self.copies.of_text(max(LEAST_ROOM, 2 * len(text.tokens)))
         draft = text.copies.find(text.tokens, length)
         # The target may have tokens that the draft does not; the protocol forbids them in drafts.
-        end = next((place for place, token in enumerate(draft) if token >= self.vocab_size), len(draft))
+        end = next((index for index, token in enumerate(draft) if token >= self.vocab_size), len(draft))
         return draft[:end]
 
     def _make_room(self, draft_lengths: dict[Hashable, int]) -> dict[Hashable, int]:

@@ -20,11 +20,11 @@ FURTHER = 16
 class TextRequest:
     """One text to request.
 
-    `place` is its index among its temperature's texts, and `prompt` the index of its prompt.
+    `index` is its own among its temperature's texts, and `prompt` the index of its prompt.
     """
 
     temperature: float
-    place: int
+    index: int
     prompt: int
 
 
@@ -77,7 +77,7 @@ def text_pairs(count: int) -> dict[str, list[tuple[int, int]]]:
 
 
 LINE: Any = tuple[Amount, Count, list[TokenId], Literal["stop", "length"]]
-"""A text's temperature and place, its tokens, and why it ended."""
+"""A text's temperature and index, its tokens, and why it ended."""
 
 
 class TextStore:
@@ -92,19 +92,19 @@ class TextStore:
         self.texts: dict[tuple[float, int], tuple[list[int], str]] = {}
         for line in file_bytes(path).split(b"\n") if path.exists() else []:
             try:
-                temperature, place, tokens, reason = parse(LINE, line, str(path))
+                temperature, index, tokens, reason = parse(LINE, line, str(path))
             except InputError:
                 continue
             if len(tokens) <= most and (vocab_size is None or max(tokens, default=0) < vocab_size):
-                self.texts[temperature, place] = tokens, reason
+                self.texts[temperature, index] = tokens, reason
 
     def add(self, request: TextRequest, tokens: list[int], reason: str) -> None:
         """Store one text."""
-        self.texts[request.temperature, request.place] = tokens, reason
+        self.texts[request.temperature, request.index] = tokens, reason
         with self._path.open("a", encoding="utf-8") as file:
             # A newline first ends a line that a kill cut off.
-            file.write("\n" + json.dumps([request.temperature, request.place, tokens, reason]))
+            file.write("\n" + json.dumps([request.temperature, request.index, tokens, reason]))
 
     def of(self, temperature: float) -> list[tuple[list[int], str]]:
-        """Return the texts of a temperature, in the order of their places."""
+        """Return the texts of a temperature, in the order of their indices."""
         return [self.texts[key] for key in sorted(key for key in self.texts if key[0] == temperature)]

@@ -22,7 +22,7 @@ from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.endpoint.client import SentPrompt
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove, require_writable
-from draftsmith.train.job.lock import locked
+from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment, git_sha, write_json
 from draftsmith.train.runs import note_on_interrupt
@@ -45,7 +45,7 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
     ends = [] if pair is None else end_of_sequence_ids(pair.target.generation_config, pair.tokenizer)
     judge = verdicts.Judge(config, pair, questions, ends)
     judge.require()
-    with locked(output):
+    with lock_directory(output):
         size = None if pair is None else pair.target.config.get_text_config().vocab_size
         servers = Servers(config, questions, ends, size, output / KEPT)
         servers.begin()

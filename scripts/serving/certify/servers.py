@@ -27,7 +27,7 @@ from draftsmith.train.provenance import git_sha
 SCHEMA = "draftsmith.certify/1"
 SERVERS = ("server", "plain_server")
 ELSEWHERE = ("output", "target", "drafter", "prompts", "timeout", "threads", "trust_remote_code", "false_alarm")
-"""Settings that do not shape the texts, or that name a place whose content is compared."""
+"""Settings that do not shape the texts, or that name a file or server whose content is compared."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Servers:
 
     def _request(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
         kept = self._store(name)
-        if all((request.temperature, request.place) in kept.texts for stage in stages for request in stage):
+        if all((request.temperature, request.index) in kept.texts for stage in stages for request in stage):
             self.counters[name] = None
             return kept
 
@@ -98,7 +98,7 @@ class Servers:
             question, temperature, seed = self.questions[request.prompt], request.temperature, None
             if config.seeded:
                 # With the same seeds two servers would draw the same texts, which are no independent samples.
-                seed = request_seed(config.seed, client.name, f"{temperature:g}", request.place)
+                seed = request_seed(config.seed, client.name, f"{temperature:g}", request.index)
             sent = question, self.models[client.name], config, temperature, config.max_new_tokens, seed
             body, path = completion_request(*sent, skip_special_tokens=False, **options)
             answer = await client.complete(body, path)
@@ -108,7 +108,7 @@ class Servers:
             kept.add(request, tokens, answer.finish_reason or "")
             finished(len(tokens))
 
-        missing = [request for request in requests if (request.temperature, request.place) not in kept.texts]
+        missing = [request for request in requests if (request.temperature, request.index) not in kept.texts]
         await ask_all(missing, answer_to, Window(config.concurrency))
 
     def _tokens(self, client: Client, question: SentPrompt, answer: ServedCompletion) -> list[int]:

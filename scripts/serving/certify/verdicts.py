@@ -19,9 +19,9 @@ from draftsmith.train.endpoint.client import SentPrompt
 from draftsmith.train.kinds.drafter import Pair
 
 Texts = Sequence[tuple[list[int], str]]
-"""Token ids and why each text ended, in the order of their places."""
+"""Token ids and why each text ended, in the order of their indices."""
 BATCH = 16
-PLACES_NAMED = 3
+MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ class Judge:
         result = tie_tolerant_test(target, written, sampler, drafter, self.config.seed, BATCH, text_pairs(len(texts)))
         tests, reason = {name: asdict(test) for name, test in result.tests.items()}, result.worst()
         if result.impossible:
-            text, place = result.impossible[0]
-            token = int(written[text][0][place])
-            reason += f", the first in text {text}, token {place - written[text][1]}: {token}"
+            text, index = result.impossible[0]
+            token = int(written[text][0][index])
+            reason += f", the first in text {text}, token {index - written[text][1]}: {token}"
         return result.p_value, tests, result.num_impossible, reason
 
 
@@ -182,19 +182,19 @@ def _with_end(tokens: list[int], reason: str, ends: Sequence[int]) -> list[int]:
 
 def _compared(texts: Sequence[list[int]], plain: Sequence[list[int]]) -> Certificate:
     """Compare texts without the target, which could tell a tie from a mistake."""
-    places = {}
+    indices = {}
     for i, (text, expected) in enumerate(zip(texts, plain, strict=True)):
         position = first_difference(text, expected)
         if position is not None:
-            places[i] = position
-    named = " | ".join(f"prompt {i}, token {position}" for i, position in list(places.items())[:PLACES_NAMED])
-    reason = f"{len(places)} texts differ: {named}; whether these are ties, the target (--target) would tell"
+            indices[i] = position
+    named = " | ".join(f"prompt {i}, token {position}" for i, position in list(indices.items())[:MOST_NAMED])
+    reason = f"{len(indices)} texts differ: {named}; whether these are ties, the target (--target) would tell"
     return Certificate(
-        identical=not places,
-        prompts_identical=len(texts) - len(places),
-        departures=len(places),
-        passed=not places,
-        reason=reason if places else None,
+        identical=not indices,
+        prompts_identical=len(texts) - len(indices),
+        departures=len(indices),
+        passed=not indices,
+        reason=reason if indices else None,
     )
 
 

@@ -14,10 +14,11 @@ from draftsmith.scripts.measure.state import Method, categories_of
 from draftsmith.scripts.measure.verdict import SPEEDUP, bounds_of, judge, level_words
 from draftsmith.scripts.report import types as report
 from draftsmith.scripts.report.entries import Counted, Latency, Reconciliation, Role, ServedBy, Serving
+from draftsmith.scripts.report.types import Setting
 from draftsmith.scripts.serving.measure import estimates
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
-from draftsmith.scripts.serving.measure.expectation import Expectation, reconciled
-from draftsmith.scripts.serving.measure.observe import Observed, Setting
+from draftsmith.scripts.serving.measure.expectation import Expectation, reconcile_settings
+from draftsmith.scripts.serving.measure.observe import Observed
 from draftsmith.scripts.serving.measure.warnings import warnings_of
 from draftsmith.train.provenance import environment
 
@@ -30,16 +31,16 @@ def server_report(observed: Observed, expectation: Expectation | None = None) ->
     config = observed.config
     accepted = {setting: estimates.acceptance(observed, setting) for setting in observed.blocks}
     _require_drafts(observed, list(accepted.values()))
-    places = categories_of([entry.prompt for entry in observed.prompts])
+    indices = categories_of([entry.prompt for entry in observed.prompts])
     runs, observations = list[report.Run](), dict[tuple[float, int, Method], Observation]()
     for setting, figures in accepted.items():
         own = estimates.observation(observed, setting, "server")
         plain = None
         if config.baseline_server is not None:
             plain = observations[*setting, Method()] = estimates.observation(observed, setting, "baseline_server")
-        runs.append(_run(observed, setting, figures, own, plain, {name: set(of) for name, of in places.items()}))
+        runs.append(_run(observed, setting, figures, own, plain, {name: set(of) for name, of in indices.items()}))
         observations[*setting, Method(*runs[-1].key[:2])] = own
-    reconciliations = reconciled(expectation, observed, accepted)
+    reconciliations = reconcile_settings(expectation, observed, accepted)
     failures = []
     if observed.failure is not None and observed.failed is not None:
         temperature, concurrency = observed.failed
@@ -52,7 +53,7 @@ def server_report(observed: Observed, expectation: Expectation | None = None) ->
         environment=report.Environment(**environment(None)),
         target=report.Target(observed.servers["server"].model, None, None, config.filters()),
         prompts=report.Prompts(
-            config.prompts, len(observed.prompts), None, {name: len(of) for name, of in places.items()}
+            config.prompts, len(observed.prompts), None, {name: len(of) for name, of in indices.items()}
         ),
         server=_serving(observed, accepted, reconciliations),
     )
@@ -238,7 +239,7 @@ def _compared(observed: Observed, setting: Setting) -> Certificate:
         role: {record.prompt: record.token_ids if with_ids else record.text or "" for record in records}
         for role, records in answers.items()
     }
-    same = sum(texts["baseline_server"][place] == text for place, text in texts["server"].items())
+    same = sum(texts["baseline_server"][index] == text for index, text in texts["server"].items())
     if same == len(observed.prompts):
         return Certificate(identical=True, prompts_identical=same, near_ties=0, departures=0, passed=True)
     return replace(

@@ -9,8 +9,9 @@ from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
 from draftsmith.scripts.measure.estimates import Observation
 from draftsmith.scripts.report.entries import Percentiles, Role, Source
+from draftsmith.scripts.report.types import Setting
 from draftsmith.scripts.serving.measure.load import RequestRecord
-from draftsmith.scripts.serving.measure.observe import Observed, ServerTurn, Setting
+from draftsmith.scripts.serving.measure.observe import Observed, ServerTurn
 from draftsmith.scripts.serving.server_steps import CountedTexts, ServerSteps, server_steps
 
 

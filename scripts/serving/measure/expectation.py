@@ -9,10 +9,10 @@ from draftsmith.decode.measurement.intervals import LEAST
 from draftsmith.decode.measurement.server_counts import VLLM
 from draftsmith.decode.validation import ServerMessage, read
 from draftsmith.scripts.report.entries import Reconciliation, Role
-from draftsmith.scripts.report.types import Verifier
+from draftsmith.scripts.report.types import Setting, Verifier
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.serving.measure.estimates import Acceptance
-from draftsmith.scripts.serving.measure.observe import Observed, Setting
+from draftsmith.scripts.serving.measure.observe import Observed
 from draftsmith.scripts.serving.reconcile import pairing
 from draftsmith.scripts.serving.reconcile.compare import reconcile
 from draftsmith.scripts.serving.reconcile.pairing import ServedText, texts_of, too_few
@@ -87,7 +87,7 @@ def require_known(expectation: Expectation, config: MeasureServerConfig, prompts
             raise too_few(answers)
 
 
-def reconciled(
+def reconcile_settings(
     expectation: Expectation | None, observed: Observed, accepted: Mapping[Setting, Acceptance]
 ) -> list[Reconciliation]:
     """Compare each measured setting with its expectation; raise InputError where they cannot be compared."""

@@ -108,31 +108,31 @@ async def records_of(
         ServerFailure: one fails; the others are cancelled.
     """
     records, start = dict[int, RequestRecord](), time.perf_counter()
-    due = None if arrivals is None else {place: start + at for place, at in zip(prompts, arrivals, strict=True)}
+    due = None if arrivals is None else {index: start + at for index, at in zip(prompts, arrivals, strict=True)}
     native = door.engine.kind == "sglang"
 
-    async def record(place: int) -> None:
-        seed = request_seed(door.config.seed, prompts[place].prompt.id, repeat)
-        sent = prompts[place], door.model, door.config, temperature, door.config.max_new_tokens, seed
+    async def record(index: int) -> None:
+        seed = request_seed(door.config.seed, prompts[index].prompt.id, repeat)
+        sent = prompts[index], door.model, door.config, temperature, door.config.max_new_tokens, seed
         body, path = completion_request(*sent, native, ignore_eos=door.config.ignore_eos)
         answer = await door.client.complete(body, path, token_ids=not native)
         # With a rate, latency counts from the arrival: the wait for a free slot is part of it.
-        records[place] = _record(place, answer, answer.sent if due is None else due[place], door)
+        records[index] = _record(index, answer, answer.sent if due is None else due[index], door)
 
     await ask_all(prompts, record, Window(concurrency), None if due is None else list(due.values()))
-    return [records[place] for place in prompts], time.perf_counter() - start
+    return [records[index] for index in prompts], time.perf_counter() - start
 
 
-def _record(place: int, answer: ServedCompletion, due: float, door: MeasuredServer) -> RequestRecord:
+def _record(index: int, answer: ServedCompletion, due: float, door: MeasuredServer) -> RequestRecord:
     tokens = answer.completion_tokens
     if tokens is None:
         tokens = None if answer.token_ids is None else len(answer.token_ids)
     if not tokens:
         content = "none" if tokens is None else "no token"
         raise ServerFailure(f"{door.client.name}: expected tokens and their number in each answer, found {content}")
-    first, last = (answer.arrivals[place][0] - due if answer.arrivals else None for place in (0, -1))
+    first, last = (answer.arrivals[index][0] - due if answer.arrivals else None for index in (0, -1))
     return RequestRecord(
-        prompt=place,
+        prompt=index,
         tokens=tokens,
         sent=answer.sent - due,
         first=first,

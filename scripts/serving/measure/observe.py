@@ -17,6 +17,7 @@ from draftsmith.decode.progress import track
 from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.unfinished import SCHEMA, Kept, identified_prompts
 from draftsmith.scripts.report.entries import Role
+from draftsmith.scripts.report.types import Setting
 from draftsmith.scripts.serving.client import ServerMetrics
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.serving.measure.load import MeasuredServer, RequestRecord, records_of
@@ -28,7 +29,6 @@ from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import git_sha
 
-Setting = tuple[float, int]
 BLOCKS, BLOCKS_WITH_RATE = 10, 2
 """Turns of a setting, enough for an interval over them; few with a rate, because each begins with an idle server."""
 READ_AGAIN, READ_FOR = 0.1, 5.0
@@ -38,7 +38,7 @@ FREE_TO_CHANGE = (
     *("drafter", "draft_length", "timeout", "gate_temperature", "gate_batch_size"),
 )
 UNNAMED = ("server", "baseline_server", "server_key_env", "baseline_server_key_env", "prompts", "target")
-"""Settings that name a place: the manifest compares its content."""
+"""Settings that name a file or server: the manifest compares its content."""
 
 logger = logging.getLogger(__name__)
 
@@ -137,21 +137,21 @@ async def _setting(setting: Setting, observed: Observed, kept: Kept) -> dict[Rol
     # Each turn has at least as many prompts as requests at once, if there are enough.
     most = BLOCKS if config.rate is None else BLOCKS_WITH_RATE
     count = len(observed.prompts)
-    places = np.array_split(np.arange(count), max(1, min(most, count // concurrency)))
+    indices = np.array_split(np.arange(count), max(1, min(most, count // concurrency)))
     done: dict[Role, list[ServerTurn]] = {role: [] for role in doors}
     warm = False
-    turns = [(repeat, i) for repeat in range(config.repeats) for i in range(len(places))]
+    turns = [(repeat, i) for repeat in range(config.repeats) for i in range(len(indices))]
     title = f"T={temperature:g}, {concurrency} at once"
     for repeat, i in track(turns, title, "blocks"):
         key = "server", temperature, concurrency, repeat, i
         before = kept.kept(dict[Role, ServerTurn], *key)
-        if before is None or not _is_of(before, doors, places[i]):
+        if before is None or not _is_of(before, doors, indices[i]):
             if not warm and config.warm_up:  # the first requests compile, and fill caches
                 last = {i: observed.prompts[-1 - i % count] for i in range(config.warm_up)}
                 for door in doors.values():
                     await records_of(door, last, *setting)
             warm = True
-            prompts = {int(place): observed.prompts[place] for place in places[i]}
+            prompts = {int(index): observed.prompts[index] for index in indices[i]}
             blocks: dict[Role, ServerTurn] = {}
             # The order alternates, so that a machine that slows down slows both servers alike.
             for role in list(doors)[:: 1 if i % 2 == 0 else -1]:
@@ -164,9 +164,9 @@ async def _setting(setting: Setting, observed: Observed, kept: Kept) -> dict[Rol
     return done
 
 
-def _is_of(blocks: Mapping[Role, ServerTurn], roles: Collection[Role], places: np.ndarray) -> bool:
+def _is_of(blocks: Mapping[Role, ServerTurn], roles: Collection[Role], indices: np.ndarray) -> bool:
     return blocks.keys() == set(roles) and all(
-        [record.prompt for record in block.records] == places.tolist() for block in blocks.values()
+        [record.prompt for record in block.records] == indices.tolist() for block in blocks.values()
     )
 
 

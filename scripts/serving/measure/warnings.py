@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from itertools import combinations
 
 from draftsmith.decode.measurement.intervals import format_estimate
+from draftsmith.scripts.report.types import Setting
 from draftsmith.scripts.serving.measure.estimates import Acceptance, written_by_us
-from draftsmith.scripts.serving.measure.observe import Observed, Setting
+from draftsmith.scripts.serving.measure.observe import Observed
 
 COUNTED_BY = {
     "counters": "the server counts all requests together, so that τ and α have no interval over prompts, and "

@@ -63,11 +63,11 @@ def causes_of(
 
 
 def _template(pairing: Pairing) -> Cause:
-    place, at = next(iter(pairing.prompt_departures.items()))
-    sent, ids = pairing.expected[place].prompt_ids, pairing.served[place].prompt_ids or ()
+    index, at = next(iter(pairing.prompt_departures.items()))
+    sent, ids = pairing.expected[index].prompt_ids, pairing.served[index].prompt_ids or ()
     evidence = (
         f"{len(pairing.prompt_departures)} of {len(pairing.served)} prompts have other tokens on the server; prompt "
-        f"{pairing.served[place].prompt!r} has {len(ids)} there and {len(sent)} here, and differs at its token {at}"
+        f"{pairing.served[index].prompt!r} has {len(ids)} there and {len(sent)} here, and differs at its token {at}"
     )
     return Cause(
         "template",
@@ -80,7 +80,7 @@ def _template(pairing: Pairing) -> Cause:
 def _texts(pairing: Pairing, settings: RoundsSettings) -> list[Cause]:
     departures = pairing.text_departures
     share = f"{len(departures)} of {len(pairing.served)} texts differ at T = 0"
-    right_plain = [place for place in departures if _is_text(pairing.plain[place], pairing.expected[place])]
+    right_plain = [index for index in departures if _is_text(pairing.plain[index], pairing.expected[index])]
     causes = []
     if right_plain:
         causes.append(
@@ -91,7 +91,7 @@ def _texts(pairing: Pairing, settings: RoundsSettings) -> list[Cause]:
             )
         )
     # The margin is known for the text's own tokens; an early end has none.
-    margins_or_none = (pairing.margin(place, at) for place, at in departures.items())
+    margins_or_none = (pairing.margin(index, at) for index, at in departures.items())
     margins = [margin for margin in margins_or_none if margin is not None]
     if not margins:
         return [*causes, Cause("target", f"{share}", "compare the server's target with the report's, file by file")]

@@ -25,7 +25,7 @@ from draftsmith.decode.measurement.server_counts import VLLM, Convention, Server
 from draftsmith.scripts.report.entries import Departure, PositionShares, Reconciliation, SeenCounts
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.scripts.serving.reconcile.causes import causes_of
-from draftsmith.scripts.serving.reconcile.pairing import Pairing, ServedSetting, ServedText, paired, too_few
+from draftsmith.scripts.serving.reconcile.pairing import Pairing, ServedSetting, ServedText, pair_texts, too_few
 from draftsmith.scripts.serving.reconcile.rounds import ExpectedText, RoundsSettings
 
 FALSE_ALARM = 0.01
@@ -53,7 +53,7 @@ def reconcile(
     """
     results = list[Reconciliation]()
     for convention in conventions:
-        pairing = paired(settings, texts, replace(setting, convention=convention), served, plain)
+        pairing = pair_texts(settings, texts, replace(setting, convention=convention), served, plain)
         results.append(_reconciled(report, settings, pairing, total))
         if results[-1].agrees:
             return results[-1]
@@ -128,16 +128,16 @@ def first_departure(pairing: Pairing) -> Departure | None:
     """
     for what, departures in (("prompt", pairing.prompt_departures), ("text", pairing.text_departures)):
         if departures and (what == "prompt" or pairing.setting.temperature == 0):
-            place, at = next(iter(departures.items()))
-            answer, text = pairing.served[place], pairing.expected[place]
+            index, at = next(iter(departures.items()))
+            answer, text = pairing.served[index], pairing.expected[index]
             expected_ids, server_ids = text.prompt_ids, answer.prompt_ids
             if what == "text":
                 expected_ids, server_ids = text.tokens[: text.length], answer.token_ids
             where: Literal["prompt", "text"] = "prompt" if what == "prompt" else "text"
             return Departure(where, answer.prompt, at, _token(expected_ids, at), _token(server_ids or (), at))
     if pairing.setting.temperature == 0:
-        for place, (answer, text) in enumerate(zip(pairing.served, pairing.expected, strict=True)):
-            if place in pairing.near_ties:
+        for index, (answer, text) in enumerate(zip(pairing.served, pairing.expected, strict=True)):
+            if index in pairing.near_ties:
                 continue
             a_TK = text.acceptance(pairing.setting.drafter, pairing.setting.verifier, pairing.setting.draft_length)
             assert a_TK is not None

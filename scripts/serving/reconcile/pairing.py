@@ -82,44 +82,44 @@ class Pairing:
 
     @cached_property
     def prompt_departures(self) -> dict[int, int]:
-        """The first differing token of each prompt that differs, by place."""
+        """The first differing token of each prompt that differs, by its index."""
         return {
-            place: at
-            for place, (answer, text) in enumerate(zip(self.served, self.expected, strict=True))
+            index: at
+            for index, (answer, text) in enumerate(zip(self.served, self.expected, strict=True))
             if answer.prompt_ids is not None
             and (at := first_difference(text.prompt_ids, answer.prompt_ids)) is not None
         }
 
     @cached_property
     def other_texts(self) -> dict[int, int]:
-        """The first differing token of each text that differs, by place."""
+        """The first differing token of each text that differs, by its index."""
         return {
-            place: at
-            for place, (answer, text) in enumerate(zip(self.served, self.expected, strict=True))
+            index: at
+            for index, (answer, text) in enumerate(zip(self.served, self.expected, strict=True))
             if answer.token_ids is not None
             and (at := first_difference(text.tokens[: text.length], answer.token_ids)) is not None
         }
 
     @cached_property
     def near_ties(self) -> set[int]:
-        """The places of texts whose first difference rounding decides."""
+        """The indices of texts whose first difference rounding decides."""
         if self.tie is None:
             return set()
-        margins = {place: self.margin(place, at) for place, at in self.other_texts.items()}
-        return {place for place, margin in margins.items() if margin is not None and margin <= self.tie}
+        margins = {index: self.margin(index, at) for index, at in self.other_texts.items()}
+        return {index for index, margin in margins.items() if margin is not None and margin <= self.tie}
 
     @cached_property
     def text_departures(self) -> dict[int, int]:
         """The `other_texts` that rounding does not explain."""
-        return {place: at for place, at in self.other_texts.items() if place not in self.near_ties}
+        return {index: at for index, at in self.other_texts.items() if index not in self.near_ties}
 
-    def margin(self, place: int, at: int) -> float | None:
+    def margin(self, index: int, at: int) -> float | None:
         """Return an expected token's margin as a share of the largest logit; None past the text, or if unknown."""
-        margins = self.expected[place].margins
+        margins = self.expected[index].margins
         return margins[at] if margins is not None and at < len(margins) else None
 
 
-def paired(
+def pair_texts(
     settings: RoundsSettings,
     texts: Sequence[ExpectedText],
     case: ServedSetting,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.decode.errors import InputError, lacks_memory
 from draftsmith.medusa import MedusaHeads
-from draftsmith.train.checkpoint import check_rope, check_rope_keys, integer_weight, reading, stored_tensors
+from draftsmith.train.checkpoint import check_rope, check_rope_keys, integer_weight, reading_errors, stored_tensors
 from draftsmith.train.models import empty_model, load_model, load_tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -176,7 +176,7 @@ def test_heads_that_are_not_finite_are_refused(target, tmp_path):
 
 
 def test_a_lack_of_memory_is_no_damage():
-    with pytest.raises(RuntimeError) as error, reading("target", "a causal LM"):
+    with pytest.raises(RuntimeError) as error, reading_errors("target", "a causal LM"):
         torch.empty(1 << 60)
     assert lacks_memory(error.value) and lacks_memory(MemoryError()) and not lacks_memory(ValueError("x"))
 

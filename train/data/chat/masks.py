@@ -148,7 +148,7 @@ def has_generation_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class _Turn(NamedTuple):
-    """The place of an assistant's turn in a text; its own text ends at `text_end`, the template's may continue."""
+    """The characters of an assistant's turn in a text; its own text ends at `text_end`, the template's may continue."""
 
     begin: int
     end: int
@@ -179,7 +179,7 @@ class _Encoded:
 def _locate(
     messages: Sequence[Message], turns: list[int], template: ChatTemplate
 ) -> tuple[str, dict[int, _Turn], dict[int, str]]:
-    """Return the text, the places of the assistant's turns in it, and the reasons why some are left out."""
+    """Return the text, where the assistant's turns are in it, and the reasons why some are left out."""
     marked = MARKER.search(template.source) is not None
     text, spans = template.render(messages, marked=marked)
     if marked and len(spans) == len(turns):

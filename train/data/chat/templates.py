@@ -27,7 +27,7 @@ from transformers.utils import logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.checkpoint import reading
+from draftsmith.train.checkpoint import reading_errors
 from draftsmith.train.data.chat.messages import REASONING, Message, function_of, is_model_field, with_arguments
 
 TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
@@ -101,7 +101,7 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         rendered: Any
         tools: Any = self.tools
-        with reading(self.name, "messages that the chat template renders"):
+        with reading_errors(self.name, "messages that the chat template renders"):
             rendered = render_jinja_template(
                 conversations=[conversation],
                 tools=tools,
@@ -258,7 +258,7 @@ def for_template(
     own = variables.pop("tools", None)
     template = ChatTemplate(tokenizer, f"{place}{name}", tools or own, variables)
     if variables:
-        with reading(template.name, "messages that the chat template renders"):
+        with reading_errors(template.name, "messages that the chat template renders"):
             known = _variables(template.source)
         if unknown := [variable for variable in variables if variable not in known]:
             raise InputError(
@@ -356,7 +356,7 @@ def read_variables(
     tokenizer: PreTrainedTokenizerBase, tools: Tools | None, variables: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a record's variables that the chat template reads; others did not change the server's text either."""
-    with reading("the chat template", "a template"):
+    with reading_errors("the chat template", "a template"):
         known = _variables(tokenizer.get_chat_template(tools=tools)) | {"tools"} if variables else frozenset[str]()
     for name in variables.keys() - known:
         warn_unread(f"chat_template_kwargs.{name}")

@@ -59,7 +59,7 @@ class Graphed(Untraced):
     def __init__(self, model, forward, example, weights):
         super().__init__(model, forward, example, weights)
         self._counts = [len(given) if isinstance(given, list) else None for given in example]
-        stays = ["s" in axes.values() for axes in program.flattened(forward.axes(example))]
+        stays = ["s" in axes.values() for axes in program.flatten(forward.axes(example))]
         self._graphs = graphs.Graphs(self._nested, stays, repeated)
 
     def _nested(self, flat):
@@ -68,7 +68,7 @@ class Graphed(Untraced):
         return self._forward(*nested)
 
     def _run(self, *inputs):
-        return self._graphs(program.flattened(inputs))
+        return self._graphs(program.flatten(inputs))
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -12,7 +12,7 @@ from draftsmith.distill.parallel.model import parallel_hidden
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.medusa.eagle.unrolled import states_of_steps
-from draftsmith.medusa.seen import TargetStates
+from draftsmith.medusa.target_states import TargetStates
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 VOCAB = 23

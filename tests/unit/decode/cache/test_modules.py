@@ -11,10 +11,10 @@ from transformers import GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftsmith.decode import InputError, autoregressive_generate
-from draftsmith.decode.cache import CachedModel, Places, attention, check_rollback, layers, program
+from draftsmith.decode.cache import CachedModel, Slots, attention, check_rollback, layers, program
 from draftsmith.decode.cache.attention import attends_in_groups, grouped_attention
 from draftsmith.decode.cache.layers import Block, Layer, Moves
-from draftsmith.decode.cache.product import block_product, packed, packs
+from draftsmith.decode.cache.product import block_product, can_pack, pack_weight
 from draftsmith.decode.cache.weights import groups, lay_out_weights, lend_weights, tensors
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.rules import judged
@@ -93,7 +93,7 @@ def filled(rows: int = 2, slots: int = 12) -> Layer:
 
 
 def test_moves_on_the_host_are_those_on_the_device(monkeypatch):
-    moves = Moves(Places([3, 7], torch.device("cpu")), [[1, 3, 4], [2]], None, torch.arange(12))
+    moves = Moves(Slots([3, 7], torch.device("cpu")), [[1, 3, 4], [2]], None, torch.arange(12))
     here, there, before = filled(), filled(), filled()
     here.move(moves)
     monkeypatch.setattr(layers, "READ_AT_ONCE", set())
@@ -115,25 +115,29 @@ def test_a_saved_row_begins_another_layer_as_it_was():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_packed_weight_gives_the_same_products(outputs, dtype):
     weight, rows = torch.randn(outputs, 7).to(dtype), torch.randn(2, 3, 7).to(dtype)
-    product = block_product(rows, packed(weight), outputs)
+    product = block_product(rows, pack_weight(weight), outputs)
     assert product.dtype == dtype
     torch.testing.assert_close(product, torch.nn.functional.linear(rows, weight))
 
 
 def test_float32_takes_half_the_bytes_where_that_changes_no_number():
     weight = torch.randn(16, 8)
-    assert packed(weight).dtype == torch.float32
-    halved = packed(weight.bfloat16().float())
+    assert pack_weight(weight).dtype == torch.float32
+    halved = pack_weight(weight.bfloat16().float())
     assert halved.dtype == torch.bfloat16 and halved.shape == (1, 8, 16)
     assert torch.equal(halved[0].T.float(), weight.bfloat16().float())
     weight = weight.bfloat16().float()
     weight[3, 2] += 1e-6
-    assert packed(weight).dtype == torch.float32
+    assert pack_weight(weight).dtype == torch.float32
 
 
 def test_what_the_kernel_does_not_know_is_the_librarys():
-    assert packs(torch.zeros(1, 1)) and not packs(torch.zeros(1, 1).half()) and not packs(torch.zeros(1, 1).double())
-    assert not packs(torch.zeros(1, 1, device="meta"))
+    assert (
+        can_pack(torch.zeros(1, 1))
+        and not can_pack(torch.zeros(1, 1).half())
+        and not can_pack(torch.zeros(1, 1).double())
+    )
+    assert not can_pack(torch.zeros(1, 1, device="meta"))
 
 
 def test_a_program_that_is_not_on_disk_is_not_compiled_where_nothing_may_be(tmp_path, monkeypatch):

@@ -44,8 +44,8 @@ def test_chains_end_with_the_tokens_that_carry_a_loss_and_with_the_row():
     assert flat.tolist() == [2, 3, 4, 5, 9, 10, 12, 13]
     chains = make_chains(flat, (2, 8), torch.tensor([3, 1, 5, 5, 0, 4, 4, 4]))
     assert chains.offsets_E.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 0, 0, 0, 0, 1, 0]
-    assert chains.places_E.tolist() == [0, 1, 2, 3, 1, 2, 2, 3, 3, 4, 5, 6, 7, 7]
-    assert chains.spans_E.tolist() == chains.places_E.tolist()
+    assert chains.indices_E.tolist() == [0, 1, 2, 3, 1, 2, 2, 3, 3, 4, 5, 6, 7, 7]
+    assert chains.spans_E.tolist() == chains.indices_E.tolist()
     masks = chains.positions_BM.shape[1]
     assert masks == 8 and (8 + masks) % ALIGNED == 0  # five of them, filled up
     assert chains.positions_BM.tolist() == [[3, 4, 5, 4, 5, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0]]
@@ -57,7 +57,7 @@ def test_chains_end_with_the_tokens_that_carry_a_loss_and_with_the_row():
 
 def test_places_that_are_left_out_have_no_entry():
     chains = make_chains(torch.tensor([1, 2, 3]), (1, 8), torch.tensor([-1, 2, -1]))
-    assert chains.places_E.tolist() == [1, 2] and chains.offsets_E.tolist() == [0, 1]
+    assert chains.indices_E.tolist() == [1, 2] and chains.offsets_E.tolist() == [0, 1]
 
 
 def test_masks_of_packed_rows_stand_in_their_texts():

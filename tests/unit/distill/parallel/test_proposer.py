@@ -81,8 +81,8 @@ class Watched(ParallelDraftProposer):
             else:
                 for parent, at in enumerate((0, *draft.tree.depths)):
                     if draft.tree.children[parent]:
-                        place = draft.siblings.of[parent]
-                        q = torch.zeros(VOCAB).scatter(0, draft.siblings.support[place], draft.siblings.q[place])
+                        index = draft.siblings.distribution[parent]
+                        q = torch.zeros(VOCAB).scatter(0, draft.siblings.support[index], draft.siblings.q[index])
                         torch.testing.assert_close(q, logits[at].softmax(-1), atol=1e-5, rtol=1e-4)
             self.seen += 1
         return drafts

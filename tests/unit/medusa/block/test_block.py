@@ -51,7 +51,7 @@ def naive(drafter, embed, features, token, anchor, start):
     for layer in range(config.num_hidden_layers):
         of = {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"layers.{layer}.")}
         normed = [rms(x, of["input_layernorm.weight"], eps) for x in states]
-        places = [*enumerate(fused), *((anchor - start + slot, x) for slot, x in enumerate(normed))]
+        positions = [*enumerate(fused), *((anchor - start + slot, x) for slot, x in enumerate(normed))]
         attended = []
         for slot, x in enumerate(normed):
             heads = []
@@ -62,10 +62,10 @@ def naive(drafter, embed, features, token, anchor, start):
                 q = turned(q, anchor - start + slot, theta)
                 keys = [
                     turned(rms(of["self_attn.k_proj.weight"][key] @ y, of["self_attn.k_norm.weight"], eps), at, theta)
-                    for at, y in places
+                    for at, y in positions
                 ]
                 shares = torch.stack([q @ k for k in keys]).div(config.head_dim**0.5).softmax(0)
-                values = torch.stack([of["self_attn.v_proj.weight"][key] @ y for _, y in places])
+                values = torch.stack([of["self_attn.v_proj.weight"][key] @ y for _, y in positions])
                 heads.append(shares @ values)
             attended.append(of["self_attn.o_proj.weight"] @ torch.cat(heads))
         states = [x + y for x, y in zip(states, attended, strict=True)]
@@ -94,13 +94,13 @@ def test_blocks_are_those_of_a_naive_reimplementation(target, shape, monkeypatch
     with torch.no_grad(), collect_features(target, drafter.layer_ids) as features:
         target.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
     (features,) = features
-    places = torch.tensor([[1, 5, 9, 16]])
+    indices = torch.tensor([[1, 5, 9, 16]])
     embed = target.get_input_embeddings()
     with torch.no_grad():
         context = drafter.context(drafter.fuse(features), positions)
-        anchors = Anchors.at(places, ids, positions, texts)
+        anchors = Anchors.at(indices, ids, positions, texts)
         hidden = block_states(drafter, embed, context, anchors, texts)
-        for n, anchor in enumerate(places[0].tolist()):
+        for n, anchor in enumerate(indices[0].tolist()):
             start = 0 if anchor < lengths[0] else lengths[0]
             expected = naive(drafter, embed, features[0], int(ids[0, anchor]), anchor, start)
             torch.testing.assert_close(

@@ -14,7 +14,7 @@ from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.initial import begin_as_last_layers, choose_init
 from draftsmith.medusa.block.look_back import begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.seen import TargetStates, states_from_forward
+from draftsmith.medusa.target_states import TargetStates, states_from_forward
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.losses.positions import IGNORED
@@ -53,8 +53,8 @@ def drafter_of(target, texts, **shape) -> BlockDrafter:
 
 def begun(target, texts, **shape) -> BlockDrafter:
     drafter = drafter_of(target, texts, **shape)
-    seen_of = partial(states_from_forward, target, drafter.layer_ids)
-    begin_looking_back(drafter, target, seen_of, texts, target.config.vocab_size)
+    states_of = partial(states_from_forward, target, drafter.layer_ids)
+    begin_looking_back(drafter, target, states_of, texts, target.config.vocab_size)
     return drafter
 
 
@@ -70,17 +70,17 @@ def test_it_attends_to_the_nearest_place_and_hands_on_its_features(target, texts
     anchors = Anchors.at(torch.arange(2, length)[None], text.ids_T[None], positions)
     context = drafter.context(fused, positions)[0]
     slots = drafter.block(anchors.tokens, target.get_input_embeddings()).flatten(1, 2)
-    places = (anchors.positions[..., None] + torch.arange(SLOTS)).flatten(1)
-    rotation = drafter.rotary_emb(slots, places)
+    indices = (anchors.positions[..., None] + torch.arange(SLOTS)).flatten(1)
+    rotation = drafter.rotary_emb(slots, indices)
     normed = drafter.layers[0].input_layernorm(slots)
     queries, own = attention.queries(normed, rotation), attention.keys_values(normed, rotation)
     keys = torch.cat([context.keys, own.keys], dim=2)[:, 0]
     scores = queries[:, 0] @ keys.transpose(1, 2) / attention.head_dim**0.5
     weights = scores.masked_fill(~visible(anchors, length, SLOTS)[:, 0], -torch.inf).softmax(-1)[0]
     weights = weights.unflatten(0, (-1, SLOTS))  # anchors, slots, keys
-    nearest = weights[..., :length].gather(-1, (anchors.places[0] - 1)[:, None, None].expand(-1, SLOTS, 1))
+    nearest = weights[..., :length].gather(-1, (anchors.indices[0] - 1)[:, None, None].expand(-1, SLOTS, 1))
     assert (nearest[:, 0] > 0.5).all() and nearest[:, 0].mean() > 0.8
-    assert (weights[..., :length].argmax(-1) == anchors.places[0][:, None] - 1).all()
+    assert (weights[..., :length].argmax(-1) == anchors.indices[0][:, None] - 1).all()
     assert weights[..., length:].sum(-1).max() < 1e-3
 
     width, group = attention.head_dim, attention.q_proj.out_features // attention.k_proj.out_features
@@ -95,10 +95,10 @@ def test_the_first_guess_is_better_before_any_training(target, texts):
         found = []
         for text in texts:
             seen = states_from_forward(target, drafter.layer_ids, text)
-            places = torch.arange(PROMPT, len(text.ids_T) - 1)[None]
-            hidden = states_of_blocks(drafter, target.get_input_embeddings(), seen, text.ids_T[None], None, places)
+            positions = torch.arange(PROMPT, len(text.ids_T) - 1)[None]
+            hidden = states_of_blocks(drafter, target.get_input_embeddings(), seen, text.ids_T[None], None, positions)
             logits = drafter.head_for(target).project(hidden[0, :, 0])
-            found.append(torch.nn.functional.cross_entropy(logits, text.ids_T[places[0] + 1]))
+            found.append(torch.nn.functional.cross_entropy(logits, text.ids_T[positions[0] + 1]))
         return float(torch.stack(found).mean())
 
     plain = drafter_of(target, texts)

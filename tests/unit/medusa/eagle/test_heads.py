@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.decode.cache.features import collect_features, default_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.seen import KeysValues
+from draftsmith.medusa.target_states import KeysValues
 
 VOCAB = 31
 
@@ -51,17 +51,17 @@ def test_depths_that_the_target_does_not_have_are_refused(target, depths):
 def test_places_one_by_one_are_all_places_at_once(target, options):
     torch.manual_seed(0)
     heads = EagleHeads.of_target(target, **options).double()
-    ids, places = torch.randint(VOCAB, (2, 7)), torch.arange(6)
+    ids, positions = torch.randint(VOCAB, (2, 7)), torch.arange(6)
     embeddings = target.get_input_embeddings()(ids[:, 1:]).double()
     with collect_features(target, heads.layer_ids) as features:
         target(ids[:, :-1])
     states = heads.fuse(features[0].double())
-    whole = heads(embeddings, states, places[None])
+    whole = heads(embeddings, states, positions[None])
     before, parts = None, []
-    for place in range(6):
-        at = slice(place, place + 1)
-        mask = torch.ones(1, 1, 1, place + 1, dtype=torch.bool)
-        step = heads(embeddings[:, at], states[:, at], places[None, at], before, mask)
+    for index in range(6):
+        at = slice(index, index + 1)
+        mask = torch.ones(1, 1, 1, index + 1, dtype=torch.bool)
+        step = heads(embeddings[:, at], states[:, at], positions[None, at], before, mask)
         before = (
             step.own if before is None else KeysValues(*(torch.cat(p, 2) for p in zip(before, step.own, strict=True)))
         )

@@ -120,7 +120,7 @@ def test_drafts_are_those_of_the_reference_without_a_cache(target, trained, opti
 
 
 def test_rounds_that_draft_nothing_are_made_up_for(target, trained):
-    """Places of many rounds, more than fit in one block, are fed when something is drafted again."""
+    """Slots of many rounds, more than fit in one block, are fed when something is drafted again."""
 
     class ThrottledLog(Checked):
         def propose(self, contexts, draft_lengths):

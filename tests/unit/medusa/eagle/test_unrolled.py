@@ -6,8 +6,8 @@ from conftest import tiny_llama
 
 from draftsmith.decode.cache.features import collect_features
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import unrolled
-from draftsmith.medusa.seen import KeysValues
+from draftsmith.medusa.eagle.unrolled import unroll
+from draftsmith.medusa.target_states import KeysValues
 
 VOCAB, STEPS = 31, 4
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -37,13 +37,13 @@ def seen_of(target, heads: EagleHeads, ids: torch.Tensor) -> tuple[torch.Tensor,
 
 def of_one_round(heads: EagleHeads, embeddings: torch.Tensor, features: torch.Tensor, start: int) -> list[torch.Tensor]:
     """What a decoder computes: features up to a place, then its own states token by token."""
-    states, places = heads.fuse(features[:, : start + 1]), torch.arange(embeddings.shape[1])[None]
-    step = heads(embeddings[:, : start + 1], states, places[:, : start + 1])
+    states, positions = heads.fuse(features[:, : start + 1]), torch.arange(embeddings.shape[1])[None]
+    step = heads(embeddings[:, : start + 1], states, positions[:, : start + 1])
     before, hidden = step.own, [step.hidden[:, -1]]
-    for place in range(start + 1, min(start + STEPS, embeddings.shape[1])):
-        at = slice(place, place + 1)
-        all_seen = torch.ones(1, 1, 1, place + 1, dtype=torch.bool)
-        step = heads(embeddings[:, at], step.states[:, -1:], places[:, at], before, all_seen)
+    for index in range(start + 1, min(start + STEPS, embeddings.shape[1])):
+        at = slice(index, index + 1)
+        all_seen = torch.ones(1, 1, 1, index + 1, dtype=torch.bool)
+        step = heads(embeddings[:, at], step.states[:, -1:], positions[:, at], before, all_seen)
         before = KeysValues(*(torch.cat(pair, 2) for pair in zip(before, step.own, strict=True)))
         hidden.append(step.hidden[:, -1])
     return hidden
@@ -55,7 +55,7 @@ def of_one_round(heads: EagleHeads, embeddings: torch.Tensor, features: torch.Te
 def test_each_round_is_what_a_decoder_computes(target, options):
     heads = heads_of(target, **options)
     embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (2, 10)))
-    steps = unrolled(heads, embeddings, features, torch.arange(9).expand(2, 9), STEPS)
+    steps = unroll(heads, embeddings, features, torch.arange(9).expand(2, 9), STEPS)
     assert [step.hidden.shape[1] for step in steps] == [9, 8, 7, 6]
     for start in range(9):
         for k, expected in enumerate(of_one_round(heads, embeddings, features, start)):
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_the_rounds_one_by_one(target):
         return torch.autograd.grad(total, [p for name, p in heads.named_parameters() if "lm_head" not in name])
 
     one_by_one = [of_one_round(heads, embeddings, features, start) for start in range(6)]
-    steps = unrolled(heads, embeddings, features, torch.arange(6)[None], STEPS)
+    steps = unroll(heads, embeddings, features, torch.arange(6)[None], STEPS)
     at_once = [[step.hidden[:, s] for step in steps if s < step.hidden.shape[1]] for s in range(6)]
     torch.testing.assert_close(gradients(at_once), gradients(one_by_one), **CLOSE)
 
@@ -85,10 +85,10 @@ def test_packed_and_padded_texts_are_what_they_are_alone(target):
     packed = [torch.cat([torch.cat([each, each[:, :1]], 1) for each in part], 1) for part in zip(*alone, strict=True)]
     positions = torch.cat([torch.arange(5), torch.arange(7), torch.zeros(2, dtype=torch.long)])[None]
     padded = [torch.nn.functional.pad(each, (0, 0, 0, 2)) for each in packed]
-    steps = unrolled(heads, *padded, positions, STEPS, (positions == 0).cumsum(1))
+    steps = unroll(heads, *padded, positions, STEPS, (positions == 0).cumsum(1))
     for (embeddings, features), begin in zip(alone, (0, 5), strict=True):
         length = embeddings.shape[1]
-        expected = unrolled(heads, embeddings, features, torch.arange(length)[None], STEPS)
+        expected = unroll(heads, embeddings, features, torch.arange(length)[None], STEPS)
         for k in range(STEPS):
             torch.testing.assert_close(steps[k].hidden[:, begin : begin + length - k], expected[k].hidden, **CLOSE)
     assert all(step.hidden.isfinite().all() for step in steps)
@@ -99,10 +99,10 @@ def test_packed_and_padded_texts_are_what_they_are_alone(target):
 def test_half_precision_rounds_and_no_more(target, autocast):
     heads = heads_of(target)
     embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (1, 40)))
-    expected = unrolled(heads, embeddings, features, torch.arange(39)[None], STEPS)
+    expected = unroll(heads, embeddings, features, torch.arange(39)[None], STEPS)
     half = heads.float() if autocast else heads.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = unrolled(half, embeddings.to(half.dtype), features.to(half.dtype), torch.arange(39)[None], STEPS)
+        found = unroll(half, embeddings.to(half.dtype), features.to(half.dtype), torch.arange(39)[None], STEPS)
     errors = [
         float((f.hidden.double() - e.hidden).norm() / e.hidden.norm()) for f, e in zip(found, expected, strict=True)
     ]
@@ -112,5 +112,5 @@ def test_half_precision_rounds_and_no_more(target, autocast):
 def test_a_text_shorter_than_the_steps(target):
     heads = heads_of(target)
     embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (1, 3)))
-    steps = unrolled(heads, embeddings, features, torch.arange(2)[None], STEPS)
+    steps = unroll(heads, embeddings, features, torch.arange(2)[None], STEPS)
     assert [step.hidden.shape[1] for step in steps] == [2, 1, 0, 0]

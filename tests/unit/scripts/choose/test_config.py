@@ -141,5 +141,5 @@ def test_the_plan_counts_the_candidates_that_were_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(ChooseRun, "rung", lambda self, rung, names: names[:4])
     monkeypatch.setattr(command, "_costs", lambda run: {})
     monkeypatch.setattr(command, "_chosen", lambda run, tables: "chosen")
-    monkeypatch.setattr(command, "begins", lambda left, rung, written, paces, candidates, *_: seen.append(candidates))
+    monkeypatch.setattr(command, "another_amount_fits", lambda left, rung, written, paces, n, *_: seen.append(n))
     assert command._halve(run) == "chosen" and seen == [4]

@@ -8,7 +8,7 @@ from draftsmith.decode.measurement.costs import CostTable, DraftCosts
 from draftsmith.scripts.choose import result
 from draftsmith.scripts.choose.forecast import Trial, outlook, outlooks, score
 from draftsmith.scripts.choose.result import Standing
-from draftsmith.scripts.choose.rounds import Replayed, Way
+from draftsmith.scripts.choose.rounds import ReplayedRounds, Way
 
 TABLE = CostTable(
     context=50,
@@ -26,9 +26,9 @@ def alone(rounds: float, nodes: int) -> list[list[float]]:
     return [[0.0] * nodes + [rounds]]
 
 
-def replayed(tau: float, texts: int = 12) -> Replayed:
+def replayed(tau: float, texts: int = 12) -> ReplayedRounds:
     """Texts of 30 tokens that one token at a time drafts at this τ, and three at a time no better."""
-    return Replayed(
+    return ReplayedRounds(
         [30] * texts,
         {
             "alone": {1: [alone(30 / tau, 1)] * texts, 3: [alone(30 / tau, 3)] * texts},
@@ -82,7 +82,7 @@ def test_the_score_is_the_geometric_mean_over_settings():
 
 def standing(name: str, taus: list[float]) -> Standing:
     """A candidate of which each held-out text is drafted at its own τ, one token at a time."""
-    texts = Replayed([30] * len(taus), {"alone": {1: [alone(30 / tau, 1) for tau in taus]}})
+    texts = ReplayedRounds([30] * len(taus), {"alone": {1: [alone(30 / tau, 1) for tau in taus]}})
     trials = [Trial("dir", 1000, 1.0, {"0": texts})]
     return Standing(name, "distill", {}, trials, None, outlooks("draft", trials, {"0": TABLE}, [1], 1e3), 0.1)
 

@@ -8,7 +8,7 @@ from draftsmith.scripts.choose.schedule import (
     RUNGS,
     Pace,
     affordable,
-    begins,
+    another_amount_fits,
     best_names,
     growth,
     survivors,
@@ -60,9 +60,9 @@ def test_all_that_go_on_are_counted_where_some_were_dropped():
 @pytest.mark.parametrize("rung", [1, 2, 3])
 def test_an_amount_that_does_not_fit_is_not_begun(rung):
     needed = 0.002 * 300.0 + survivors(rung + 1, 6) * sum(pace.trial(1300.0) for pace in PACES) / 3
-    assert not begins(needed - 1, rung, 1000.0, PACES, 6, 0.002, 1.3)
-    assert begins(needed + 1, rung, 1000.0, PACES, 6, 0.002, 1.3)
-    assert not begins(needed + 1, rung, 1000.0, PACES, 6, 0.002, 2.0)
+    assert not another_amount_fits(needed - 1, rung, 1000.0, PACES, 6, 0.002, 1.3)
+    assert another_amount_fits(needed + 1, rung, 1000.0, PACES, 6, 0.002, 1.3)
+    assert not another_amount_fits(needed + 1, rung, 1000.0, PACES, 6, 0.002, 2.0)
 
 
 def test_what_a_time_buys_is_training_and_the_text_that_is_missing():

@@ -17,7 +17,7 @@ def test_the_law_of_each_settings_winner_is_tested(monkeypatch):
     lossless = {(t, rows, method): UNTESTED for t in (0.5, 1.0) for rows in (1, 8) for method in (DRAFT, COPIES, HEADS)}
     tested = []
 
-    def recommended(measured):
+    def recommend(measured):
         at_one = HEADS if measured.lossless[1.0, 1, COPIES].passed is False else COPIES
         winners = {0.5: DRAFT, 1.0: at_one}
         verdicts = [
@@ -27,13 +27,13 @@ def test_the_law_of_each_settings_winner_is_tested(monkeypatch):
         ]
         return Recommendation(False, "none for all", "draft", 4, settings=verdicts)
 
-    def certified(measured, temperature, method, prompts, unfinished):
+    def certified(measured, temperature, method, unfinished):
         tested.append((temperature, method))
         return Certificate(p_value=0.5, tokens=2000, passed=method != COPIES)
 
-    monkeypatch.setattr(certify, "recommended", recommended)
+    monkeypatch.setattr(certify, "recommend", recommend)
     monkeypatch.setattr(certify, "_tested", certified)
-    certify_recommended(SimpleNamespace(lossless=lossless), [], SimpleNamespace(attempt=lambda what: nullcontext()))
+    certify_recommended(SimpleNamespace(lossless=lossless), SimpleNamespace(attempt=lambda what: nullcontext()))
     assert tested == [(0.5, DRAFT), (1.0, COPIES), (1.0, HEADS)]
     # A test at one temperature is for all batch sizes there, and for no other temperature.
     assert {key for key, of in lossless.items() if of != UNTESTED} == {

@@ -25,7 +25,7 @@ from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 from draftsmith.scripts.report import summary
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.types import Curve, Failure, Gate, GatePart, ProposerEntry, RejectedToken, Run, Speed
-from draftsmith.scripts.report.words import gated, headline
+from draftsmith.scripts.report.words import gate_words, headline
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair
@@ -292,9 +292,9 @@ def test_the_settings_of_a_servers_gate_are_named_as_those_of_its_headline():
     case = Case().add("draft", 1.4).add("draft", 1.3, rows=8)
     gate, verdict = case.judge(min_speedup=1.0, decides=lambda setting: setting[1] == 8)
     report = SimpleNamespace(recommendation=verdict, gate=gate, verdict="GO", server=None)
-    assert gated(report) == " at batch size 8"
+    assert gate_words(report) == " at batch size 8"
     report.server = object()
-    assert gated(report) == " at 8 at once" and "8 at once" in headline(report)
+    assert gate_words(report) == " at 8 at once" and "8 at once" in headline(report)
 
 
 def test_the_gate_of_a_partial_report_says_which_part_is_missing():

@@ -9,9 +9,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.scripts.serving.draft_lengths import (
     SCHEMA,
     chosen_lengths,
+    drafter_entry,
     length_at,
-    named,
-    of_drafter,
+    named_entry,
     ranges,
     speculative_fields,
     with_speculative,
@@ -94,7 +94,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def test_a_load_has_the_length_of_its_range_and_the_last_one_beyond(tmp_path):
     file = written(tmp_path, draft=("here", RANGES), other=("elsewhere", [[1, 1, 2]]))
-    assert [length_at(of_drafter(file, "here"), rows) for rows in (1, 4, 5, 8, 9, 16, 99)] == [3, 3, 1, 1, 0, 0, 0]
-    assert length_at(named(file, "other", "x"), 7) == 2
+    assert [length_at(drafter_entry(file, "here"), rows) for rows in (1, 4, 5, 8, 9, 16, 99)] == [3, 3, 1, 1, 0, 0, 0]
+    assert length_at(named_entry(file, "other", "x"), 7) == 2
     with pytest.raises(InputError, match=r"x: expected third in .*, found draft, other"):
-        named(file, "third", "x")
+        named_entry(file, "third", "x")

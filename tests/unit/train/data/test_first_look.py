@@ -12,7 +12,7 @@ from draftsmith.medusa.eagle import initial as eagle_initial
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import begin_as_last_layer
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.medusa.seen import states_from_forward
+from draftsmith.medusa.target_states import states_from_forward
 from draftsmith.train.data import first_look
 from draftsmith.train.data.first_look import SCALES, Text, few_texts, losses_of_scales, stack_guesses
 from draftsmith.train.losses.output_head import OutputHead

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.job import lock, step_checks
-from draftsmith.train.job.lock import locked
+from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.job.step_checks import Deadline
 
 MANY_SHAPES = """
@@ -52,7 +52,7 @@ fork = multiprocessing.get_context("fork")
 
 def holding(directory, held, heir) -> None:
     """Hold the lock, and start what inherits it and outlives this process, if it is asked to."""
-    with locked(directory):
+    with lock_directory(directory):
         if heir and os.fork() == 0:
             time.sleep(5)
             os._exit(0)
@@ -83,7 +83,7 @@ def test_a_second_run_is_refused_by_the_name_of_the_first(tmp_path, holder):
     expected = f"training.output_dir: expected a directory that no other run writes, found one at work in {tmp_path}: "
     with (
         pytest.raises(InputError, match=f"^{expected}process {process.pid} on {socket.gethostname()}, {begun}$"),
-        locked(tmp_path, "training.output_dir"),
+        lock_directory(tmp_path, "training.output_dir"),
     ):
         pass
     assert (tmp_path / lock.NAME).is_file()
@@ -95,20 +95,20 @@ def test_a_killed_run_keeps_nobody_out(tmp_path, holder, heir):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert (tmp_path / lock.NAME).is_file()
-    with locked(tmp_path):
+    with lock_directory(tmp_path):
         assert str(os.getpid()) in (tmp_path / lock.NAME).read_text()
     assert not list(tmp_path.iterdir())
 
 
 def test_the_lock_ends_with_the_block(tmp_path):
-    with pytest.raises(KeyError), locked(tmp_path / "new"):
+    with pytest.raises(KeyError), lock_directory(tmp_path / "new"):
         raise KeyError
-    with locked(tmp_path / "new"):
+    with lock_directory(tmp_path / "new"):
         pass
     with (
-        locked(tmp_path / "new"),
+        lock_directory(tmp_path / "new"),
         pytest.raises(InputError, match=f"process {os.getpid()} on"),
-        locked(tmp_path / "new"),
+        lock_directory(tmp_path / "new"),
     ):
         pass
 

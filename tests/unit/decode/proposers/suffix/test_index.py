@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from draftsmith.decode.proposers.suffix import index as index_module
-from draftsmith.decode.proposers.suffix.index import BYTES, DEPTH, Index, sort_places, written
+from draftsmith.decode.proposers.suffix.index import BYTES, DEPTH, Index, sort_positions, to_bytes
 
 
 def query(tokens):
     """What an index that holds these tokens looks for."""
-    return written(tokens[-DEPTH:])
+    return to_bytes(tokens[-DEPTH:])
 
 
 def searched(text, wanted):
@@ -95,7 +95,7 @@ def test_sorting_all_places_is_putting_each_into_its_place(seed):
 
 
 def test_nothing_has_no_places():
-    assert list(sort_places(np.zeros(0, dtype=">u4"))) == []
+    assert list(sort_positions(np.zeros(0, dtype=">u4"))) == []
     assert Index(0, b"").longest(query(np.array([1]))) is None
 
 
@@ -106,7 +106,7 @@ def test_a_sample_of_the_places_changes_nothing(seed, monkeypatch):
     text = rng.integers(0, rng.integers(1, 5), 400)
     grown = Index(400)
     grown.extend(text)
-    fixed = Index(400, grown.tokens.tobytes(), sort_places(grown.tokens))
+    fixed = Index(400, grown.tokens.tobytes(), sort_positions(grown.tokens))
     assert fixed._sample
     for _ in range(60):
         start = rng.integers(0, 390)

@@ -5,11 +5,11 @@ import pytest
 
 from draftsmith.decode import InputError, SuffixStore
 from draftsmith.decode.proposers.suffix import store as module
-from draftsmith.decode.proposers.suffix.index import written
+from draftsmith.decode.proposers.suffix.index import to_bytes
 
 
 def longest(store, tokens):
-    matches = [index.longest(written(np.array(tokens))) for index in store.indexes]
+    matches = [index.longest(to_bytes(np.array(tokens))) for index in store.indexes]
     return max((match.length for match in matches if match), default=0)
 
 

@@ -98,10 +98,10 @@ def test_servers_that_were_tried_or_are_not_well_are_not_asked():
         of.breakers[url].ended(failed=True)
         assert of.breakers[url].open
     assert chosen(of).url == C
-    of.breakers[C].looked_at(well=False)
-    of.breakers[C].looked_at(well=False)
+    of.breakers[C].count_check(well=False)
+    of.breakers[C].count_check(well=False)
     assert chosen(of) == Refusal(DOWN)
-    of.breakers[B].looked_at(well=True)
+    of.breakers[B].count_check(well=True)
     assert chosen(of).url == B
 
 
@@ -110,9 +110,9 @@ def test_failures_among_good_answers_do_not_add_up():
     for failed in (True, False, True, False):
         of.ended(failed)
         assert not of.open
-    of.looked_at(well=False)
+    of.count_check(well=False)
     of.ended(failed=False)  # what it had begun: it is about to end all the same
-    of.looked_at(well=False)
+    of.count_check(well=False)
     assert of.open
 
 
@@ -129,7 +129,7 @@ def test_a_server_that_fails_at_once_is_not_rewarded_for_having_nothing_under_wa
         elif sum(of.loads().values()) > 2:
             of.ended(HOLDER, [lease.id], 0.0)
         if turn % 30 == 0:
-            of.breakers[A].looked_at(well=True)  # it says that it is well
+            of.breakers[A].count_check(well=True)  # it says that it is well
     assert asked[A] <= 3 + 10  # until it is passed over, and one for each look
 
 
@@ -138,11 +138,11 @@ def test_after_a_good_look_one_more_failure_is_enough():
     for _ in range(3):
         of.ended(failed=True)
     assert of.open
-    of.looked_at(well=True)
+    of.count_check(well=True)
     assert not of.open
     of.ended(failed=True)
     assert of.open
-    of.looked_at(well=True)
+    of.count_check(well=True)
     of.ended(failed=False)
     of.ended(failed=True)
     assert not of.open

@@ -47,8 +47,8 @@ def export(config: ExportConfig) -> list[str]:
     if kept is not None:
         lines = [f"# {path} holds {kept}", *lines]
     if by_load:
-        place = max(i for i, line in enumerate(lines) if not line.startswith("#"))
-        lines[place] = with_speculative(lines[place], by_load)
+        index = max(i for i, line in enumerate(lines) if not line.startswith("#"))
+        lines[index] = with_speculative(lines[index], by_load)
     return lines
 
 

@@ -1,6 +1,6 @@
 """The target's states that drafters on features see: of a batch, of a text, live or from a cache.
 
-Shape suffixes: B rows, T positions, S places with keys, F features, H hidden.
+Shape suffixes: B rows, T positions, S positions with keys, F features, H hidden.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from draftsmith.train.teacher.feature_reader import FeatureIndex
 
 
 class KeysValues(NamedTuple):
-    """Keys and values of some places, (B, key-value heads, S, head width)."""
+    """Keys and values of some positions, (B, key-value heads, S, head width)."""
 
     keys: Tensor
     values: Tensor
@@ -61,7 +61,7 @@ def states_from_cache(target: PreTrainedModel, index: FeatureIndex, text: Text) 
 
 
 @contextmanager
-def whole(*modules: nn.Module) -> Iterator[None]:
+def gather_weights(*modules: nn.Module) -> Iterator[None]:
     """Gather the weights of modules that FSDP shards, while the block runs."""
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     for module in sharded:
