@@ -21,7 +21,7 @@ from draftsmith.train.job.step_checks import Deadline
 
 MANY_SHAPES = """
 import sys, torch
-from draftsmith.train.job.processes import launched
+from draftsmith.train.job.processes import join_launched
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
@@ -33,7 +33,7 @@ def steps(shapes):
 
 torch.set_num_threads(1)
 layer = torch.nn.Linear(64, 64)
-with launched():
+with join_launched():
     steps(range(1, 41))
     before = resident()
     steps(range(41, 121))
