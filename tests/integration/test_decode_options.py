@@ -158,8 +158,10 @@ def test_planned_lengths_follow_costs_and_acceptance(target, draft):
     assert torch.equal(measured.sequences, plain)
 
 
-@pytest.mark.parametrize(("tree", "do_sample"), [(None, True), (TREES[1], False)])
-def test_compiled_forwards_change_nothing_and_are_few(tree, do_sample, traced):
+@pytest.mark.parametrize(("tree", "do_sample", "kind"), [(None, True, "traced"), (TREES[1], False, "untraced")])
+def test_compiled_forwards_change_nothing_and_are_few(tree, do_sample, kind, request):
+    """Traces of trees are those of `test_families` and of EAGLE's proposer."""
+    made = request.getfixturevalue(kind)
     target = tiny_llama(0, layers=1)
     draft = perturbed(target, 0.05)
     ids, mask = batch(3, 7, 5)
@@ -171,14 +173,14 @@ def test_compiled_forwards_change_nothing_and_are_few(tree, do_sample, traced):
     assert torch.equal(out.sequences, eager.sequences) and out.row_counts == eager.row_counts
     # A program of each model, for blocks of all sizes behind texts of all lengths in batches. Top-k, which sampling has
     # by default, leaves the draft's steps to the host.
-    assert len(traced) == 2
+    assert len(made) == 2
     for length in (9, 6, 12):
         (ids, _), greedy = batch(length), {**GREEDY, "compiled": True}
         plain = autoregressive_generate(target, ids, **GREEDY).sequences
         assert torch.equal(autoregressive_generate(target, ids, **greedy).sequences, plain)
         out = speculative_generate(target, DraftModelProposer(draft, tree), ids, draft_length=3, **greedy)
         assert torch.equal(out.sequences, plain)
-    assert len(traced) == 2 + do_sample
+    assert len(made) == 2 + do_sample
 
 
 def test_row_counts_add_up(target, draft):

@@ -251,7 +251,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(("accepted", "draft_length"), [(True, 16), (False, 4)])
 def test_each_part_gets_back_the_time_that_it_took(clock, monkeypatch, accepted, draft_length):
     monkeypatch.setattr(turns, "WRITTEN", 12)
-    target = tiny_llama(0)
+    target = tiny_llama(0, layers=1)
     target.lm_head.weight.zero_()  # it always writes token 0, which would end the text
     target.generation_config.eos_token_id = 0
     sampler = Sampler(LogitsProcessorList([Warper(clock)]), do_sample=False)
@@ -271,7 +271,7 @@ def test_each_part_gets_back_the_time_that_it_took(clock, monkeypatch, accepted,
 
 def test_a_slow_prompt_takes_no_time_from_the_tokens_behind_it(clock, monkeypatch):
     monkeypatch.setattr(turns, "WRITTEN", 12)
-    target, calls, own = tiny_llama(0), itertools.count(), CachedModel.prefill
+    target, calls, own = tiny_llama(0, layers=1), itertools.count(), CachedModel.prefill
 
     def noisy(self, tokens, *args, **kwargs):
         clock.seconds += 1000.0 * (next(calls) % 2)
@@ -307,7 +307,7 @@ def test_a_drafter_whose_rounds_are_dearer_at_one_temperature_is_measured_again_
     monkeypatch.setattr(turns, "WRITTEN", 12)
     forwards, own = [], costs.verification_costs
     monkeypatch.setattr(costs, "verification_costs", lambda *args: forwards.append(args[1]) or own(*args))
-    target = tiny_llama(0)
+    target = tiny_llama(0, layers=1)
     slow = Slow(clock, 1)
     slow.rounds = rounds
     samplers = {0.0: Sampler.of(0.0), 1.0: Sampler.of(1.0)}
@@ -336,33 +336,21 @@ def test_plain_decoding_after_the_rounds_takes_what_it_took_before(clock, monkey
         return own(*args)
 
     monkeypatch.setattr(costs, "verification_costs", slowed)
-    (table,) = measure_costs(tiny_llama(0), {}, {}, torch.arange(60), {0.0: Sampler.of(0.0)}, [1], 30, 12, (1, 4), 2)
+    (table,) = measure_costs(tiny_llama(0, layers=1), {}, {}, torch.arange(60), {0.0: Sampler.of(0.0)}, [1], 30, 12, (1, 4), 2)
     assert len(table.doubts) == doubts
     assert all(" a token of plain decoding takes " in line for line in table.doubts)
 
 
 def test_little_time_makes_few_turns_and_no_second_attempt(clock, monkeypatch):
-    monkeypatch.setattr(turns, "WRITTEN", 12)
-    slow, texts, own = Slow(clock, 1), [], turns.autoregressive_generate
+    monkeypatch.setattr(turns, "WRITTEN", 4)
+    target, slow, texts, own = tiny_llama(0, layers=1), Slow(clock, 1), [], turns.autoregressive_generate
     monkeypatch.setattr(turns, "autoregressive_generate", lambda *args, **kw: texts.append(1) or own(*args, **kw))
     samplers = {0.0: Sampler.of(0.0), 1.0: Sampler.of(1.0)}
 
     def measured(seconds):
         texts.clear()
-        measure_costs(
-            tiny_llama(0),
-            {"slow": slow},
-            {"slow": 3},
-            torch.arange(60),
-            samplers,
-            [1],
-            30,
-            12,
-            (1, 4),
-            5,
-            False,
-            seconds,
-        )
+        text = torch.arange(60)
+        measure_costs(target, {"slow": slow}, {"slow": 3}, text, samplers, [1], 30, 12, (1, 4), 5, False, seconds)
         return len(texts)
 
     # Of each temperature one to warm up and two or five, before the parts and after them.
@@ -388,7 +376,7 @@ def test_forwards_of_many_tokens_are_priced_block_by_block(clock, monkeypatch):
     """Were the mean block priced, what its forwards take beyond it would pass for work beside them."""
     monkeypatch.setattr(turns, "WRITTEN", 12)
     monkeypatch.setitem(globals(), "forward", lambda rows, tokens: 2.0 if tokens < 4 else 5.0)
-    target = tiny_llama(0)
+    target = tiny_llama(0, layers=1)
     target.lm_head.weight.zero_()
     sampler = Sampler(LogitsProcessorList([Warper(clock)]), do_sample=False)
     proposers, text = {"now": Now(clock, 1)}, torch.arange(60)
