@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -209,9 +209,11 @@ class Oracle:
             shares = p_V.double() / p_V.double().sum()
             low, high = _ends(shares)
 
+            @cache  # asked of each outcome again and again
             def tokens(i: int) -> int:
-                assert shares[i] < MARGIN or token(float(low[i])) == token(float(high[i]))
-                return token(float(low[i]))
+                lowest = token(float(low[i]))
+                assert shares[i] < MARGIN or lowest == token(float(high[i]))
+                return lowest
 
             return torch.tensor([tokens(self.row_of(generator).choose(shares.tolist(), tokens))])
 

@@ -336,7 +336,9 @@ def test_plain_decoding_after_the_rounds_takes_what_it_took_before(clock, monkey
         return own(*args)
 
     monkeypatch.setattr(costs, "verification_costs", slowed)
-    (table,) = measure_costs(tiny_llama(0, layers=1), {}, {}, torch.arange(60), {0.0: Sampler.of(0.0)}, [1], 30, 12, (1, 4), 2)
+    (table,) = measure_costs(
+        tiny_llama(0, layers=1), {}, {}, torch.arange(60), {0.0: Sampler.of(0.0)}, [1], 30, 12, (1, 4), 2
+    )
     assert len(table.doubts) == doubts
     assert all(" a token of plain decoding takes " in line for line in table.doubts)
 
