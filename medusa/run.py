@@ -19,7 +19,8 @@ from draftsmith.train.data.first_look import Text
 from draftsmith.train.launch import TrainingRun
 from draftsmith.train.models import check_head, whole_weights
 from draftsmith.train.runs import hub_name
-from draftsmith.train.teacher.feature_reader import FeatureCollator, FeatureIndex, find_features
+from draftsmith.train.teacher.cache_reader import CachedCollator
+from draftsmith.train.teacher.feature_reader import FeatureIndex, find_features
 
 Config = TypeVar("Config", bound=HeadsConfig)
 
@@ -120,7 +121,7 @@ class FeatureRun(HeadsRun[FeatureConfig]):
         """Return the trainer; with a cache its batches hold the cached states."""
         trainer = super().make_trainer(model)
         if self.features is not None:
-            trainer.data_collator = FeatureCollator(trainer.data_collator, self.features)
+            trainer.data_collator = CachedCollator(trainer.data_collator, self.features)
             if self.features.window is not None:
                 # The process that fills a window must know in which order training reads.
                 trainer.known_order = True

@@ -62,7 +62,7 @@ from draftsmith.train.job.resume import JobRecord
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
-from draftsmith.train.teacher.feature_reader import FeatureCollator, find_features
+from draftsmith.train.teacher.feature_reader import find_features
 from draftsmith.train.teacher.target_ends import ENDS, load_ends, save_ends
 
 FAULTS = int(os.environ.get("FAULTS", "500"))
@@ -319,7 +319,7 @@ def directories(pipeline, tokenizer, tmp_path_factory) -> dict[str, Reader]:
         return CachedCollator(batch, find_distributions([str(root / "laws")], recipe, 300))([row])
 
     def states(path: Path) -> Any:
-        return FeatureCollator(batch, find_features([str(root / "features")], recipe, 300))([row])
+        return CachedCollator(batch, find_features([str(root / "features")], recipe, 300))([row])
 
     def texts(path: Path) -> Any:
         found = Texts({"": [path]})

@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 8_400,
     "scripts": 18_750,
     "benchmarks": 2_500,
-    "tests": 51_300,
+    "tests": 51_200,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

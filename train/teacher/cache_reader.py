@@ -1,5 +1,6 @@
 """Training from a teacher cache: an index of its samples, and the distributions of each batch."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,6 +53,28 @@ class SampleIndex:
         shard, row = self.places[np.searchsorted(self.texts, np.uint64(text))].tolist()
         return self.shards[shard], row
 
+    @abstractmethod
+    def columns(self, samples: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Return what is cached of rows of `TrainingData`, collated to `shape`, (B, T), with floats as integers."""
+
+
+class CachedCollator:
+    """A collator that adds what a cache has of a batch, under `teacher`.
+
+    It travels as integers, because a Trainer under DeepSpeed rounds floats to its training dtype.
+    """
+
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], index: SampleIndex):
+        self.collator, self.index = collator, index
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collate rows of `TrainingData`."""
+        batch = self.collator(samples)
+        columns = self.index.columns(samples, batch["input_ids"].shape)
+        # The last entry: the Trainer takes the first tensor's length as the number of rows.
+        batch["teacher"] = {name: torch.from_numpy(column) for name, column in columns.items()}
+        return batch
+
 
 @dataclass(frozen=True)
 class DistributionIndex(SampleIndex):
@@ -59,6 +82,36 @@ class DistributionIndex(SampleIndex):
 
     k: int
     vocab_size: int
+
+    def columns(self, samples: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Return the bits of the distributions of all N loss positions, in order, also of packed rows' samples.
+
+        `ids` are (N, k) int32, `log_p` (N, k) int16, `log_tail` and `log_p_of_text` (N,) int32; `cached_distributions`
+        reads them as floats.
+        """
+        parts = [
+            self._distributions(text, sum(label != IGNORED for label in sample["labels"][start + 1 : end]))
+            for sample in samples
+            for text, start, end in texts_of_row(sample)
+        ]
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in NUMBERS}
+        return {name: column.view(f"int{8 * column.itemsize}") for name, column in columns.items()}
+
+    def _distributions(self, text: int, count: int) -> dict[str, np.ndarray]:
+        file, row = self.find(text)
+        table = _read_group(file, row // ROW_GROUP)
+        values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
+        k, positions = self.k, len(values["log_tail"])
+        if any(len(values[name]) != positions * width for name, width in {**SINGLE, "ids": k, "log_p": k}.items()):
+            raise damage_error(file)
+        for column in ("ids", "log_p"):
+            values[column] = values[column].reshape(-1, k)
+        ids = values["ids"]
+        if positions < count or (ids < 0).any() or (ids >= self.vocab_size).any():
+            raise damage_error(file)
+        if any(not (values[column] <= MOST_LOG_P).all() for column in NUMBERS if column != "ids"):
+            raise damage_error(file)
+        return {column: value[:count] for column, value in values.items()}
 
 
 class DistributionSettings(TypedDict):
@@ -204,51 +257,7 @@ def _read_group(file: Path, row_group: int) -> pa.Table:
     return read_cached(file, COLUMNS, row_group=row_group)
 
 
-class CachedCollator:
-    """A collator that adds the cached distributions of a batch's loss positions, under `teacher`.
-
-    The N positions are those of all rows, and of all samples of packed rows, in order: `ids` (N, k) int32, `log_p`
-    (N, k) int16, `log_tail` and `log_p_of_text` (N,) int32. They travel as integers, because a Trainer under DeepSpeed
-    rounds floats to the draft's dtype; `cached_distributions` reads the bits as floats again.
-    """
-
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], distributions: DistributionIndex):
-        self.collator = collator
-        self.distributions = distributions
-
-    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate rows of `TrainingData`."""
-        batch = self.collator(samples)
-        parts = [
-            self._distributions(text, sum(label != IGNORED for label in sample["labels"][start + 1 : end]))
-            for sample in samples
-            for text, start, end in texts_of_row(sample)
-        ]
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in NUMBERS}
-        # The last entry: the Trainer takes the first tensor's length as the number of rows.
-        batch["teacher"] = {
-            name: torch.from_numpy(column.view(f"int{8 * column.itemsize}")) for name, column in columns.items()
-        }
-        return batch
-
-    def _distributions(self, text: int, count: int) -> dict[str, np.ndarray]:
-        file, row = self.distributions.find(text)
-        table = _read_group(file, row // ROW_GROUP)
-        values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
-        k, positions = self.distributions.k, len(values["log_tail"])
-        if any(len(values[name]) != positions * width for name, width in {**SINGLE, "ids": k, "log_p": k}.items()):
-            raise damage_error(file)
-        for column in ("ids", "log_p"):
-            values[column] = values[column].reshape(-1, k)
-        ids = values["ids"]
-        if positions < count or (ids < 0).any() or (ids >= self.distributions.vocab_size).any():
-            raise damage_error(file)
-        if any(not (values[column] <= MOST_LOG_P).all() for column in NUMBERS if column != "ids"):
-            raise damage_error(file)
-        return {column: value[:count] for column, value in values.items()}
-
-
-def texts_of_row(row: dict[str, Any]) -> list[tuple[int, int, int]]:
+def texts_of_row(row: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """Return the hash of each sample in a row of `TrainingData`, and the bounds of its tokens there."""
     starts = [at for at, position in enumerate(row.get("position_ids", [0])) if position == 0]
     return list(zip(row["texts"], starts, [*starts[1:], len(row["labels"])], strict=True))

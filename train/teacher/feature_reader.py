@@ -3,7 +3,7 @@
 Shape suffixes: B rows, T tokens of a row.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -34,7 +34,7 @@ from draftsmith.train.teacher.target_ends import ENDS, load_ends
 from draftsmith.train.teacher.window import WindowReader
 
 BITS: dict[torch.dtype, np.dtype[Any]] = {torch.bfloat16: np.dtype(np.int16), torch.float32: np.dtype(np.int32)}
-"""Integers of a dtype's size: under DeepSpeed a Trainer rounds the floats of a batch to its training dtype."""
+"""Integers of a dtype's size, which a `CachedCollator` needs."""
 EXPONENTS = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 """The exponent bits, all set in NaN and infinity."""
 
@@ -77,8 +77,34 @@ class FeatureIndex(SampleIndex):
 
     def states_of(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the states of one row of `TrainingData`, (1, T, …), like `cached_states` for a batch."""
-        alone = FeatureCollator(lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"]])}, self)
-        return cached_states(alone([dict(sample)])["teacher"])
+        columns = self.columns([sample], (1, len(sample["input_ids"])))
+        return cached_states({name: torch.from_numpy(column) for name, column in columns.items()})
+
+    def columns(self, samples: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Return the bits of the `STATES` of a batch's tokens, `features` (B, T, F) and `hidden` (B, T, H).
+
+        They are zeros at a text's last token and at padding. `cached_states` reads them as floats.
+        """
+        states = {name: np.zeros((*shape, width), BITS[self.layout.dtype]) for name, width in self.widths.items()}
+        for row, sample in enumerate(samples):
+            for text, start, end in texts_of_row(sample):
+                for name, values in self._states(text).items():
+                    count = min(len(values), end - start)  # a text may have been cut after the cache was written
+                    states[name][row, start : start + count] = values[:count]
+        return states
+
+    def _states(self, text: int) -> dict[str, np.ndarray]:
+        file, row = self.find(text)
+        layout, states = self.layout, dict[str, np.ndarray]()
+        table = read_cached(file, layout.columns, row_group=row, names=list(STATES))
+        for name, width in layout.widths.items():
+            values = table[name][0].values
+            # A view of Arrow's buffer, which may begin before the values.
+            bits = np.frombuffer(values.buffers()[1] or b"", BITS[layout.dtype]).reshape(-1, width)
+            states[name] = bits[values.offset : values.offset + len(values)]
+            if (states[name] & EXPONENTS[layout.dtype] == EXPONENTS[layout.dtype]).any():
+                raise damage_error(file)  # not finite
+        return states | {"features": self.picked(states["features"])}
 
     def of_layers(self, layer_ids: Sequence[int]) -> "FeatureIndex":
         """Return this index restricted to the features after some layers, which must all be cached."""
@@ -143,47 +169,7 @@ def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) 
     return replace(index, window=WindowReader(Path(path), layout, int(gigabytes * 1e9)))
 
 
-class FeatureCollator:
-    """A collator that adds the cached `STATES` of a batch's tokens, under `teacher`.
-
-    `features` are (B, T, F) and `hidden` (B, T, H), the bits of bfloat16 as int16 or of float32 as int32; zeros at a
-    text's last token and at padding. `cached_states` reads them as floats.
-    """
-
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], features: FeatureIndex):
-        self.collator = collator
-        self.features = features
-
-    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate rows of `TrainingData`."""
-        batch = self.collator(samples)
-        layout, shape = self.features.layout, batch["input_ids"].shape
-        states = {name: np.zeros((*shape, width), BITS[layout.dtype]) for name, width in self.features.widths.items()}
-        for row, sample in enumerate(samples):
-            for text, start, end in texts_of_row(sample):
-                for name, values in self._states(text).items():
-                    count = min(len(values), end - start)  # a text may have been cut after the cache was written
-                    states[name][row, start : start + count] = values[:count]
-        # The last entry: the Trainer takes the first tensor's length as the number of rows.
-        batch["teacher"] = {name: torch.from_numpy(values) for name, values in states.items()}
-        return batch
-
-    def _states(self, text: int) -> dict[str, np.ndarray]:
-        file, row = self.features.find(text)
-        layout = self.features.layout
-        table = read_cached(file, layout.columns, row_group=row, names=list(STATES))
-        states = {}
-        for name, width in layout.widths.items():
-            values = table[name][0].values
-            # A view of Arrow's buffer, which may begin before the values.
-            bits = np.frombuffer(values.buffers()[1] or b"", BITS[layout.dtype]).reshape(-1, width)
-            states[name] = bits[values.offset : values.offset + len(values)]
-            if (states[name] & EXPONENTS[layout.dtype] == EXPONENTS[layout.dtype]).any():
-                raise damage_error(file)  # not finite
-        return states | {"features": self.features.picked(states["features"])}
-
-
 def cached_states(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the states that a `FeatureCollator` added to a batch as floats, in the dtype of the cache."""
+    """Return the states that a `CachedCollator` added to a batch as floats, in the dtype of the cache."""
     dtype = torch.bfloat16 if columns["hidden"].dtype == torch.int16 else torch.float32
     return {name: values.view(dtype) for name, values in columns.items()}

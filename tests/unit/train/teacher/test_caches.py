@@ -1,0 +1,563 @@
+"""Caches on disk: what is there is what the target gave, whatever was stopped, cut, packed or damaged."""
+
+import errno
+import io
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import tiny_llama
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.sampling import Sampler
+from draftsmith.scripts import cache as command
+from draftsmith.train.cli import run
+from draftsmith.train.data.collator import CompletionCollator
+from draftsmith.train.data.examples import training_examples
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.data.packing import pack
+from draftsmith.train.data.shards import COLUMNS, read_shard, write_shard
+from draftsmith.train.losses.distributions import CachedDistributions
+from draftsmith.train.losses.output_head import head_of
+from draftsmith.train.recipe import RecipeConfig
+from draftsmith.train.runs import save_model
+from draftsmith.train.teacher import cache_writer
+from draftsmith.train.teacher.cache_reader import CachedCollator, cached_distributions, find_distributions
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
+from draftsmith.train.teacher.distribution_shards import DistributionShards
+from draftsmith.train.teacher.feature_reader import cached_states, find_features
+from draftsmith.train.teacher.feature_shards import FeatureShards
+from draftsmith.train.teacher.target_ends import ENDS, load_ends, save_ends
+
+PATHS = ("short", "long")
+
+
+def laws_of(columns, rows) -> dict[str, torch.Tensor]:
+    return vars(cached_distributions(columns))
+
+
+def states_of(columns, rows) -> dict[str, torch.Tensor]:
+    """The states of the rows' tokens, without padding, in order."""
+    return {
+        name: torch.cat([states[at, : len(row["input_ids"])] for at, row in enumerate(rows)])
+        for name, states in cached_states(columns).items()
+    }
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of cache: its settings here, how it is read, and what is said of it."""
+
+    options: dict
+    find: Callable
+    read: Callable
+    shards: type
+    numbers: str  # the column that is damaged
+    size: tuple[int, str]  # of a position
+    schema: str
+
+
+KINDS = {
+    "laws": Kind(
+        {"k": 8}, find_distributions, laws_of, DistributionShards, "log_p", (56, "at k=8"), "draftsmith.teacher/1"
+    ),
+    "features": Kind(
+        {"features": True, "layer_ids": [1, 2], "feature_dtype": "float32", "dtype": "float32"},
+        find_features, states_of, FeatureShards, "features", (384, "of layers 1, 2 and the last, in float32"),
+        "draftsmith.features/1",
+    ),
+}  # fmt: skip
+FEATURES = KINDS["features"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory, tokenizer):
+    """A target whose head is padded beyond its tokenizer, and two directories of completions with the same ids."""
+    root = tmp_path_factory.mktemp("pipeline")
+    target = tiny_llama(0, len(tokenizer) + 13)
+    target.generation_config.eos_token_id = tokenizer.eos_token_id
+    save_model(target, tokenizer, root / "target")
+    for name, count, tokens in (("short", 5, 3), ("long", 7, 12)):
+        (root / f"{name}.txt").write_text("\n".join(f"x{i} = {'y + ' * (i % 4)}1" for i in range(count)))
+        flags = {"max_new_tokens": tokens, "batch_size": 3, "shard_size": 3, "seed": count}
+        prepare(PrepareConfig(str(root / "target"), str(root / f"{name}.txt"), str(root / name), **flags))
+    return root
+
+
+def configured(pipeline: Path, kind: Kind, output: Path, **options) -> CacheConfig:
+    options = {"completions": [str(pipeline / name) for name in PATHS], "batch_size": 2} | kind.options | options
+    return CacheConfig(str(pipeline / "target"), output=str(output), **options)
+
+
+def found_in(pipeline: Path, kind: Kind, *caches: Path, vocab_size: int = 300, **options):
+    options = {"completions": [str(pipeline / name) for name in PATHS]} | options
+    config = RecipeConfig(**{"target": str(pipeline / "target")} | options)
+    return kind.find([str(cache) for cache in caches], config, vocab_size)
+
+
+def examples_of(pipeline: Path, max_length: int | None = None):
+    return training_examples([str(pipeline / name) for name in PATHS], max_length)
+
+
+@pytest.fixture(scope="module")
+def whole(pipeline, kind, tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole") / "cache"
+    with redirect_stdout(io.StringIO()) as said:
+        summary = make_cache(configured(pipeline, kind, output))
+    return summary, output, said.getvalue().splitlines()
+
+
+@pytest.fixture
+def copied(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole[1], tmp_path / "cache"))
+
+
+@pytest.fixture
+def read(pipeline, kind, tokenizer) -> Callable:
+    """Reads rows from a cache as they are in training."""
+
+    def read(cache: Path, rows: list[dict], **options) -> dict[str, torch.Tensor]:
+        collate = CachedCollator(CompletionCollator(tokenizer), found_in(pipeline, kind, cache, **options))
+        batch = collate(rows)
+        assert next(iter(batch)) == "input_ids" and next(reversed(batch)) == "teacher"
+        assert not any(column.is_floating_point() for column in batch["teacher"].values())
+        return kind.read(batch["teacher"], rows)
+
+    return read
+
+
+def damage(file: Path, kind: Kind) -> None:
+    """Flip a bit among the numbers; names, checksums and the footer stay whole."""
+    row_group = pq.read_metadata(file).row_group(0)
+    columns = [row_group.column(at) for at in range(row_group.num_columns)]
+    (column,) = [column for column in columns if column.path_in_schema == f"{kind.numbers}.list.element"]
+    data = bytearray(file.read_bytes())
+    data[column.data_page_offset + column.total_compressed_size - 1] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+
+
+def test_cut_texts_have_the_first_of_their_numbers(pipeline, whole, read):
+    long = examples_of(pipeline)
+    most, at = max(long.lengths) - 4, int(long.lengths.argmax())
+    a = read(whole[1], [long[at]])
+    b = read(whole[1], [examples_of(pipeline, most)[at]], max_length=most)
+    for name in a:
+        assert len(b[name]) == len(a[name]) - 4 > 0
+        assert torch.equal(a[name][:-4], b[name])
+
+
+def test_packed_rows_have_their_samples_numbers_in_order(pipeline, whole, read):
+    data = examples_of(pipeline)
+    rows = list(pack(data, 64))
+    assert len(rows) < len(data)
+    by_text = {sample["texts"][0]: sample for sample in data}
+    alone = [read(whole[1], [by_text[text]]) for row in rows for text in row["texts"]]
+    for name, column in read(whole[1], rows).items():
+        assert torch.equal(column, torch.cat([part[name] for part in alone]))
+
+
+def test_the_estimate_comes_first_and_is_not_exceeded(pipeline, kind, whole):
+    summary, output, said = whole
+    masks = [mask for name in PATHS for mask in load_completions(str(pipeline / name))["loss_mask"]]
+    positions = sum(len(mask) - 1 if kind is FEATURES else sum(mask) for mask in masks)
+    assert (summary.samples, summary.written, summary.kept) == (12, 12, 0)
+    assert summary.positions == summary.positions_written == positions
+    assert summary.size == sum(file.stat().st_size for file in output.glob("*.parquet"))
+    assert summary.bytes_per_token == summary.size / positions
+    (line,) = said
+    assert f"{positions} positions × {kind.size[0]} bytes {kind.size[1]}: at most " in line
+    assert " MB free; about 0:00:" in line
+    most = positions * kind.size[0]
+    if kind is FEATURES:  # which are not compressed
+        assert most < summary.size < most + 12 * FeatureShards.sample_bytes
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_run_goes_on_where_it_stopped(pipeline, kind, whole, tmp_path, monkeypatch, capsys):
+    output, real = tmp_path / "cache", kind.shards.write
+
+    def killed(self, path, *args):
+        if path.name.startswith("001"):
+            (output / ".001-shard-00000.parquet.partial").write_bytes(b"half")
+            raise Killed
+        real(self, path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind.shards, "write", killed)
+        with pytest.raises(Killed):
+            make_cache(configured(pipeline, kind, output))
+    assert len(list(output.glob("*.parquet"))) == 2
+    capsys.readouterr()
+    summary = make_cache(configured(pipeline, kind, output))
+    assert (summary.kept, summary.written, summary.samples) == (5, 7, 12)
+    assert contents(output) == contents(whole[1])
+    monkeypatch.setattr(cache_writer, "load_model", None)  # nothing is missing: no model is loaded
+    again = make_cache(configured(pipeline, kind, output))
+    assert (again.kept, again.written, again.bytes_per_token) == (12, 0, whole[0].bytes_per_token)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_a_damaged_shard_is_written_again(pipeline, kind, whole, copied):
+    file = copied / "001-shard-00001.parquet"
+    if kind is FEATURES:  # whose numbers are not read: see `FeatureShards`
+        (copied / ENDS).unlink()
+        file.write_bytes(file.read_bytes()[:-9])
+    else:
+        damage(file, kind)
+    summary = make_cache(configured(pipeline, kind, copied))
+    assert (summary.kept, summary.written) == (9, 3)
+    assert contents(copied) == contents(whole[1])
+
+
+def test_damage_among_the_numbers_is_found_when_they_are_read(pipeline, kind, copied, read):
+    damage(copied / "000-shard-00000.parquet", kind)
+    with pytest.raises(InputError, match=r"000-shard-00000\.parquet: expected a shard of a teacher cache, found a dam"):
+        for example in examples_of(pipeline):
+            read(copied, [example])
+
+
+def test_less_space_than_the_estimate_is_refused(pipeline, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(InputError, match=r"^output: expected 0\.\d MB of free space for .*, found 0\.0 MB; free"):
+        make_cache(configured(pipeline, kind, tmp_path / "cache"))
+    assert not list((tmp_path / "cache").glob("*.parquet"))
+
+
+def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(pipeline, kind, whole, tmp_path, monkeypatch):
+    output, real = tmp_path / "cache", kind.shards.write
+
+    def full(self, path, *args):
+        if path.name == "001-shard-00000.parquet":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind.shards, "write", full)
+        with pytest.raises(InputError, match=r"no space left .* 5 of 12 samples are kept; free") as error:
+            make_cache(configured(pipeline, kind, output))
+    assert "\n" not in str(error.value)
+    assert make_cache(configured(pipeline, kind, output)).kept == 5
+    assert contents(output) == contents(whole[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("laws", {"k": 9}, "^k: expected 8, found 9; .* begun with other settings"),
+        ("laws", {"temperature": 0.5}, r"^temperature: expected 1\.0, found 0\.5"),
+        ("laws", {"top_p": 0.5}, r"^top_p: expected 1\.0, found 0\.5"),
+        ("laws", {"completions": ["long"]}, "^completions: expected .*short, .*long as they were, found .*long; "),
+        ("laws", {"k": 301}, "^k: expected at most the target's 300 tokens, found 301"),
+        ("features", {"layer_ids": [1]}, r"^layer_ids: expected \[1, 2\], found \[1\]; .* begun with other settings"),
+        ("features", {"feature_dtype": "bfloat16"}, "^feature_dtype: expected 'float32', found 'bfloat16'"),
+        (
+            "features", {"layer_ids": [1, 7]},
+            "^layer_ids: expected ascending depths between 1 and the target's 2 layers",
+        ),
+        (
+            "features", {"features": False, "layer_ids": []},
+            r"manifest\.json: expected schema 'draftsmith\.teacher/1', found 'draftsmith\.features/1'",
+        ),
+    ],
+    indirect=["kind"],
+)  # fmt: skip
+def test_a_cache_is_not_resumed_otherwise(pipeline, kind, whole, options, message):
+    if "completions" in options:
+        options = {"completions": [str(pipeline / name) for name in options["completions"]]}
+    with pytest.raises(InputError, match=message):
+        make_cache(configured(pipeline, kind, whole[1], **options))
+
+
+def test_caches_of_another_target_are_refused(pipeline, kind, whole, tmp_path, tokenizer):
+    save_model(tiny_llama(5, len(tokenizer) + 13), tokenizer, tmp_path / "other")
+    with pytest.raises(InputError, match=r"^target: expected .* as it was \(model\.safetensors"):
+        make_cache(replace(configured(pipeline, kind, whole[1]), target=str(tmp_path / "other")))
+    with pytest.raises(InputError, match=r"^teacher_cache: expected a cache of .*other, found in .*safetensors is a"):
+        found_in(pipeline, kind, whole[1], target=str(tmp_path / "other"))
+    with pytest.raises(InputError, match=r"^teacher_cache: expected 299 tokens, found 300 in"):
+        found_in(pipeline, kind, whole[1], vocab_size=299)
+
+
+def test_what_is_missing_is_named(pipeline, kind, copied, tmp_path):
+    with pytest.raises(InputError, match=f"expected a cache written by draftsmith cache, found none at {tmp_path}$"):
+        found_in(pipeline, kind, tmp_path)
+    (copied / "001-shard-00001.parquet").unlink()
+    lacking = load_completions(str(pipeline / "long"))["id"][3:6]
+    message = f"expected all 7 samples of .*long, found none in {copied} for {', '.join(lacking)}; run draftsmith"
+    with pytest.raises(InputError, match=message):
+        found_in(pipeline, kind, copied)
+    (copied / "001-shard-00000.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"001-shard-00000\.parquet: expected a shard of a teacher cache, found a"):
+        found_in(pipeline, kind, copied)
+    (copied / "manifest.json").write_text(json.dumps({"schema": "draftsmith.completions/1"}))
+    with pytest.raises(InputError, match=f"expected schema '{kind.schema}', found 'draftsmith.completions/1'"):
+        found_in(pipeline, kind, copied)
+
+
+def test_other_completions_are_refused(pipeline, kind, whole, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("x = 1\n")
+    prepare(PrepareConfig(str(pipeline / "target"), str(prompts), str(tmp_path / "other"), max_new_tokens=4))
+    with pytest.raises(InputError, match=r"^teacher_cache: expected a cache of the completions .*other as they are"):
+        found_in(pipeline, kind, whole[1], completions=[str(tmp_path / "other")])
+    # A shard of other texts under the manifest of these.
+    shutil.copytree(pipeline / "short", tmp_path / "short")
+    shutil.copy(pipeline / "long" / "shard-00000.parquet", tmp_path / "short" / "shard-00000.parquet")
+    with pytest.raises(InputError, match=r"found none in .* for "):
+        found_in(pipeline, kind, whole[1], completions=[str(tmp_path / "short")])
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "message"),
+    [
+        ("laws", {"k": 9}, "expected caches of one k, found 8 in .*short and 9 in .*other"),
+        (
+            "features", {"feature_dtype": "bfloat16"},
+            r"expected caches of one layout, found layers .* in float32 in .*short, and .* in bfloat16 in .*other",
+        ),
+    ],
+    indirect=["kind"],
+)  # fmt: skip
+def test_caches_of_one_shape_cover_completions_together(pipeline, kind, tmp_path, other, message):
+    for path, completions, options in (("short", "short", {}), ("long", "long", {}), ("other", "long", other)):
+        paths = [str(pipeline / completions)]
+        make_cache(configured(pipeline, kind, tmp_path / path, completions=paths, **options))
+    assert len(found_in(pipeline, kind, tmp_path / "short", tmp_path / "long").places) == 12
+    with pytest.raises(InputError, match=f"^teacher_cache: {message}"):
+        found_in(pipeline, kind, tmp_path / "short", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"completions": []}, "completions: expected at least one directory"),
+        ({"k": 0}, "k: expected at least 1, found 0"),
+        ({"temperature": 0.0}, "temperature: expected a finite number, more than 0"),
+        ({"top_k": -1}, "top_k: expected at least 0"),
+        ({"top_p": 1.5}, "top_p: expected more than 0 and at most 1"),
+        ({"dtype": "int8"}, "dtype: expected one of float32"),
+        ({"features": True, "k": 64}, "k: expected none with features, which hold no distributions, found 64"),
+        ({"features": True, "temperature": 0.7}, r"temperature: expected none with features, .* found 0\.7"),
+        ({"feature_dtype": "int8"}, "feature_dtype: expected one of bfloat16, float32, found 'int8'"),
+        ({"features": True, "layer_ids": [0]}, "layer_ids: expected at least 1, found 0"),
+        ({"layer_ids": [1]}, "layer_ids: expected none without features"),
+    ],
+)
+def test_bad_settings_are_named(options, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        CacheConfig("target", **({"completions": ["c"]} | options), output="o")
+
+
+# Of laws
+
+
+of_laws = pytest.mark.parametrize("kind", ["laws"], indirect=True)
+of_features = pytest.mark.parametrize("kind", ["features"], indirect=True)
+
+
+def laws_by_hand(pipeline: Path, sample: dict, sampler: Sampler, k: int) -> CachedDistributions:
+    """A sample's laws, from the library's own forward of the sample alone."""
+    model = AutoModelForCausalLM.from_pretrained(pipeline / "target", dtype=torch.float32)
+    ids = torch.tensor([sample["input_ids"]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1, :300]
+    inside = torch.tensor([label != -100 for label in sample["labels"][1:]])
+    return CachedDistributions.of(logits[inside].contiguous(), ids[0, 1:][inside], sampler, k)
+
+
+@of_laws
+@pytest.mark.parametrize("k", [8, 300])
+def test_laws_that_are_written_are_read(pipeline, kind, tmp_path, read, k):
+    sampler = {"temperature": 0.8, "top_p": 0.95}
+    make_cache(configured(pipeline, kind, tmp_path / "cache", k=k, **sampler))
+    examples = examples_of(pipeline)
+    samples = [examples[i] for i in (3, 11, 0, 7)]
+    found = CachedDistributions(**read(tmp_path / "cache", samples, **sampler))
+    by_hand = [laws_by_hand(pipeline, sample, Sampler.of(**sampler), k) for sample in samples]
+    expected = CachedDistributions.concatenated(by_hand)
+    assert len(found) == len(expected) == sum(label != -100 for sample in samples for label in sample["labels"][1:])
+    assert torch.equal(found.ids.long()[:, 0], expected.ids[:, 0])
+    assert (found.log_p.dtype, found.log_tail.dtype) == (torch.float16, torch.float32)
+    kept = expected.log_p.isfinite()
+    assert torch.equal(found.log_p.isfinite(), kept)
+    assert torch.equal(found.ids.long()[kept], expected.ids[kept])
+    assert torch.allclose(found.log_p[kept].float(), expected.log_p[kept], rtol=2**-10, atol=1e-5)  # 11 bits
+    # A forward of other shape rounds otherwise.
+    assert torch.allclose(found.log_tail.exp(), expected.log_tail.exp(), atol=1e-5)
+    assert torch.allclose(found.log_p_of_text, expected.log_p_of_text, atol=1e-4)
+    assert torch.allclose(found.bucketed().exp().sum(-1), torch.ones(len(found)))
+
+
+@of_laws
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.7}, r"^temperature: expected 1\.0, which .* was written at, found 0\.7"),
+        ({"top_k": 5}, "^top_k: expected 0, .* found 5"),
+        ({"top_p": 0.9}, r"^top_p: expected 1\.0, .* found 0\.9"),
+    ],
+)
+def test_training_under_another_law_is_refused(pipeline, kind, whole, options, message):
+    with pytest.raises(InputError, match=message):
+        found_in(pipeline, kind, whole[1], **options)
+
+
+def beyond(shard: pa.Table) -> pa.Table:
+    ids = [[2**30] * len(row) for row in shard["input_ids"].to_pylist()]
+    return shard.set_column(3, COLUMNS.field(3), pa.array(ids, COLUMNS.field(3).type))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda shard: shard.slice(0, 0), "expected samples, found none$"),
+        (beyond, "found token 1073741824 with a vocabulary"),
+    ],
+    ids=["no rows", "ids beyond the vocabulary"],
+)
+def test_completions_that_no_target_wrote_are_refused(pipeline, tmp_path, changed, message):
+    shutil.copytree(pipeline / "short", tmp_path / "short")
+    file = tmp_path / "short" / "shard-00000.parquet"
+    write_shard(file, changed(read_shard(file)))
+    with pytest.raises(InputError, match=rf"shard-00000\.parquet: .*{message}"):
+        make_cache(configured(pipeline, KINDS["laws"], tmp_path / "cache", completions=[str(tmp_path / "short")]))
+
+
+def test_the_command_writes_a_cache(pipeline, tmp_path, capsys):
+    argv = [
+        "--target",
+        str(pipeline / "target"),
+        "--completions",
+        f"[{pipeline / 'short'}]",
+        "--output",
+        str(tmp_path / "c"),
+    ]
+    assert run(lambda: command.main([*argv, "--k", "4"])) == 0
+    out = capsys.readouterr().out
+    assert "positions × 32 bytes at k=4" in out and "bytes a token" in out and "5 written now, 0 kept" in out
+    assert run(lambda: command.main([*argv, "--k", "5"])) == 2
+    assert "error: k: expected 4, found 5" in capsys.readouterr().err
+
+
+# Of features
+
+
+def states_by_hand(pipeline: Path, ids: list[int]) -> dict[str, torch.Tensor]:
+    """A text's states, from the library's own forward of it alone; but for its last token."""
+    model = AutoModelForCausalLM.from_pretrained(pipeline / "target", dtype=torch.float32)
+    with torch.no_grad():
+        layers, last = [], model.model.layers[-1].register_forward_hook(lambda _m, _i, out: layers.append(out))
+        hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        last.remove()
+    return {"features": torch.cat([hidden[1], layers[0]], dim=-1)[0, :-1], "hidden": hidden[-1][0, :-1]}
+
+
+@of_features
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_that_are_written_are_read(pipeline, kind, tmp_path, tokenizer, dtype):
+    make_cache(configured(pipeline, kind, tmp_path / "cache", feature_dtype=dtype))
+    index = found_in(pipeline, kind, tmp_path / "cache")
+    collate = CachedCollator(CompletionCollator(tokenizer), index)
+    examples = examples_of(pipeline)
+    samples = [examples[i] for i in (3, 11, 0, 7)]
+    batch = collate(samples)
+    found = cached_states(batch["teacher"])
+    rows, columns = batch["input_ids"].shape
+    assert found["features"].shape == (rows, columns, 64) and found["hidden"].shape == (rows, columns, 32)
+    for row, sample in enumerate(samples):
+        for name, expected in states_by_hand(pipeline, sample["input_ids"]).items():
+            states = found[name][row]
+            assert states.dtype == getattr(torch, dtype)
+            rounding = {"rtol": 0, "atol": 1e-5} if dtype == "float32" else {"rtol": 2**-8, "atol": 1e-5}
+            torch.testing.assert_close(states[: len(expected)].float(), expected, **rounding)
+            assert not states[len(expected) :].any()
+
+
+def test_a_family_without_such_layers_is_refused(pipeline, tmp_path, tokenizer):
+    """Before its weights are read."""
+    torch.manual_seed(0)
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=4, n_head=2))
+    save_model(other, tokenizer, tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").unlink()
+    config = configured(pipeline, FEATURES, tmp_path / "cache", layer_ids=[])
+    with pytest.raises(InputError, match=r"^target: expected a model whose decoder has its layers in `layers`, .*GPT2"):
+        make_cache(replace(config, target=str(tmp_path / "target")))
+
+
+@of_features
+def test_some_of_the_depths_are_looked_up_alone(pipeline, kind, whole):
+    """Heads of several kinds learn from one cache."""
+    index = found_in(pipeline, kind, whole[1])
+    both, second = index.of_layers([1, 2]), index.of_layers([2])
+    assert second.widths == {"features": 32, "hidden": 32} and both.widths["features"] == 64
+    values = np.arange(3 * 64).reshape(3, 64)
+    assert (second.picked(values) == values[:, 32:]).all() and both.picked(values) is values
+    assert json.loads((whole[1] / "manifest.json").read_text())["settings"]["layer_ids"] == [1, 2]
+    with pytest.raises(InputError, match=r"^layer_ids: expected some of \[1, 2\], after which .*, found \[2, 3\]; run"):
+        index.of_layers([2, 3])
+
+
+def gemma(vocab: int) -> Gemma3ForCausalLM:
+    """Embeddings that a buffer scales, and that the head is tied to."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return Gemma3ForCausalLM(Gemma3TextConfig(vocab_size=vocab, num_hidden_layers=3, head_dim=16, **shape)).eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_the_ends_of_a_target_are_its_own(tmp_path, tokenizer, kind):
+    target = gemma(300) if kind == "gemma" else tiny_llama(0, 300, layers=3)
+    save_model(target, tokenizer, tmp_path / "target")
+    save_ends(target, tmp_path / ENDS)
+    (tmp_path / "target" / "model.safetensors").unlink()
+    found = load_ends(tmp_path / ENDS, str(tmp_path / "target"))
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(found.get_input_embeddings()(ids), target.get_input_embeddings()(ids))
+    assert torch.equal(head_of(found).weight, head_of(target).weight)
+    assert torch.equal(found.get_decoder().norm.weight, target.get_decoder().norm.weight)
+    layers = found.get_decoder().layers
+    assert [next(layer.parameters()).is_meta for layer in layers] == [True, True, False]
+    for name, weight in layers[-1].state_dict().items():
+        assert torch.equal(weight, target.get_decoder().layers[-1].state_dict()[name])
+    assert not any(parameter.requires_grad for parameter in found.parameters())
+    assert (head_of(found).weight is found.get_input_embeddings().weight) == (kind == "gemma")
+
+
+@pytest.mark.parametrize("fault", ["missing", "cut", "another", "flipped"])
+def test_ends_that_are_none_are_one_line(tmp_path, tokenizer, fault):
+    save_model(tiny_llama(0, 300), tokenizer, tmp_path / "target")
+    save_ends(tiny_llama(0, 300, hidden=16 if fault == "another" else 32), tmp_path / ENDS)
+    if fault == "missing":
+        (tmp_path / ENDS).unlink()
+    elif fault == "cut":
+        (tmp_path / ENDS).write_bytes((tmp_path / ENDS).read_bytes()[:-100])
+    elif fault == "flipped":
+        content = bytearray((tmp_path / ENDS).read_bytes())
+        content[-101] ^= 1
+        (tmp_path / ENDS).write_bytes(content)
+    with pytest.raises(InputError, match=r"^teacher_cache: expected what draftsmith cache --features keeps") as error:
+        load_ends(tmp_path / ENDS, str(tmp_path / "target"))
+    assert "\n" not in str(error.value)
