@@ -6,7 +6,8 @@ from typing import Any
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.config import BlockTrainingConfig
-from draftsmith.medusa.block.initial import RANK, choose_init, mask_token, new_drafter
+from draftsmith.medusa.block.heads import side_heads, side_width
+from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter
 from draftsmith.medusa.block.look_back import TEXTS, TOKENS, begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.trainer import BlockTrainer
@@ -27,10 +28,9 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
     def new_heads(self) -> BlockDrafter:
         """Return a new drafter: the target's last layers, or random ones."""
         config, target = self.config, self.target
-        rows, width = head_of(target).weight.shape
+        rows = len(head_of(target).weight)
         mask = mask_token(self.tokenizer, rows) if config.mask_token is None else config.mask_token
-        rank = min(RANK, width) if config.markov_rank is None else config.markov_rank
-        return new_drafter(config, target, mask, self.token_map, rank)
+        return new_drafter(config, target, mask, self.token_map)
 
     def check_heads(self) -> None:
         """Require a cache's features, and a confidence head if its loss is wanted; freeze the head if it is not."""
@@ -56,8 +56,9 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
 
     def finish(self, trainer: Any, output: Path) -> None:
         """Write the card."""
-        name = "DSpark" if trainer.heads.config.markov_rank else "DFlash"
-        self.write_card(trainer, output, CARD, name.lower(), name=name)
+        config = trainer.heads.config
+        name = "DSpark" if side_width(config) else "DFlash"
+        self.write_card(trainer, output, CARD, name.lower(), name=name, side_heads=side_heads(config))
 
 
 def train_block(config: BlockTrainingConfig) -> BlockTrainer:

@@ -2,7 +2,7 @@
 
 A block whose anchor is at position a sees the target's features of the positions before a, and its own slots. Its guess
 k is token a + 1 + k. A draft of that token only counts if the tokens before it were accepted; then the tokens before
-it, which the Markov head sees, are the text's own. So guesses made with the text's tokens are the decoder's.
+it, which heads see, are the text's own. So guesses made with the text's tokens are the decoder's.
 
 Shape suffixes: B rows, T positions, N anchors, S slots, K guesses, Q = N · S, F features, H hidden.
 """
@@ -139,8 +139,8 @@ def work_of_blocks(drafter: BlockDrafter, share: float) -> Work:
     slots, guesses = share * drafter.config.block_size, share * drafter.config.guesses
     decoder = context.head + slots * Work.of_maps(*layers).head
     logits = guesses * drafter.config.draft_vocab_size * drafter.config.hidden_size  # the target's frozen head
-    if drafter.markov_head is not None:
-        logits += guesses * drafter.markov_head.markov_w2.weight.numel()
+    if (head := drafter.side_head) is not None:
+        logits += guesses * head.out.weight.numel()
     return Work(round(decoder), round(logits), round(slots * attended), decoder / (decoder + logits))
 
 
@@ -167,12 +167,13 @@ def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: Writt
             for at in rounds_N.split(anchors_at_once(positions, drafter.config.block_size))
         ]
     )
-    head = drafter.head_for(target).to(home)
+    head, order_K = drafter.head_for(target).to(home), torch.arange(drafter.config.guesses, device=home)
+    # Guesses after the text's end have no tokens before them, and nobody asks for their logits.
+    side_NKR = drafter.sides(hidden_NKH, ids_T[(rounds_N[:, None] + order_K).clamp(max=len(ids_T) - 1)])
 
     def logits_at(guess: int, first: int, end: int) -> Tensor:
-        begin = text.prompt_length - 1 + guess  # the Markov head sees the token before the guessed one
-        return drafter.widened(
-            drafter.logits(hidden_NKH[first - 1 : end - 1, guess], ids_T[begin + first : begin + end], head)
-        )
+        rounds = slice(first - 1, end - 1)
+        side = None if side_NKR is None else side_NKR[rounds, guess]
+        return drafter.widened(drafter.logits(hidden_NKH[rounds, guess], side, head))
 
     return logits_at

@@ -18,7 +18,9 @@ from draftsmith.medusa.block.blocks import SHARE
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.formats.importing import TARGET_TENSORS, TRAINING_ALONE, import_block, read_block_config
 from draftsmith.medusa.block.formats.writing import is_dflash
-from draftsmith.medusa.block.initial import RANK, choose_init, mask_token, new_drafter
+from draftsmith.medusa.block.heads import side_width
+from draftsmith.medusa.block.heads.dspark import REMEDY
+from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import read_config, read_safetensors, shards
 from draftsmith.medusa.checks import feature_heads, learning_rate, rotation, whole_files
@@ -123,8 +125,8 @@ def slots(raw: Mapping[str, Any], drafter: BlockDrafter) -> Finding:
     name, config = "block slots", drafter.config
     guesses = "the anchor's guesses the next token" if config.anchor_guesses else "the anchor's guesses nothing"
     text = f"{config.block_size} slots, {guesses}: num_speculative_tokens is to be {config.guesses}, as trained"
-    if not config.markov_rank and config.anchor_guesses:
-        return Finding("warning", name, f"{text}; no server decodes that", "train with a markov_rank for one")
+    if not side_width(config) and config.anchor_guesses:
+        return Finding("warning", name, f"{text}; no server decodes that", f"{REMEDY} for one")
     if raw.get("speculators_model_type") == "dspark" and "sample_from_anchor" not in raw:
         text += "; its config does not say sample_from_anchor, which the library takes for true, and vLLM for false"
         return Finding("error", name, text, "write sample_from_anchor there, as it was trained")
@@ -147,9 +149,8 @@ def check_run(target: Side, config: BlockTrainingConfig) -> tuple[str, list[Find
         at_most(token_count(target.tokenizer, target.config)).check("draft_vocabulary", tokens or 0)
         token_map = None if tokens is None else torch.arange(tokens)
         token = mask_token(target.tokenizer, rows) if config.mask_token is None else config.mask_token
-        rank = min(RANK, target.config.hidden_size) if config.markov_rank is None else config.markov_rank
         with torch.device("meta"):
-            drafter = new_drafter(config, target.model, token, token_map, rank)
+            drafter = new_drafter(config, target.model, token, token_map)
         clause = f", {choose_init(config, drafter, target.model)[1]}"
     findings = []
     if config.training.learning_rate is not None:

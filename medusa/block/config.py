@@ -9,6 +9,8 @@ from draftsmith.train.memory.setting import TrainingMachines
 INITS = ("auto", "look_back", "last_layers", "random")
 MADE = ("layer_ids", "mask_token", "markov_rank")
 """Fields that describe only new drafters."""
+DFLASH = {"anchor_guesses": False, "markov_rank": 0}
+"""The fields of DFlash's drafters, where the defaults are DSpark's."""
 
 
 @dataclass

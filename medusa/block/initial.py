@@ -13,14 +13,13 @@ from draftsmith.decode.cache.features import decoder_layers, decoder_of
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.medusa.base import begin_nearly_uniform
+from draftsmith.medusa.block import heads
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.model import BlockDrafter, BlockLayer
 from draftsmith.medusa.target_states import gather_weights
 
 LIKE_OURS = ("llama", "mistral", "qwen3")
 """Families whose decoder layers match ours, apart from norms of queries and keys that some do not have."""
-RANK = 256
-"""The default rank of a Markov head (DSpark)."""
 MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -28,10 +27,11 @@ HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 @phase("making the drafter")
 def new_drafter(
-    config: BlockTrainingConfig, target: PreTrainedModel, mask_token: int, token_map: Tensor | None, rank: int
+    config: BlockTrainingConfig, target: PreTrainedModel, mask_token: int, token_map: Tensor | None
 ) -> BlockDrafter:
     """Return a float32 drafter for a training run, whose seed decides the random weights; see `of_target`."""
     torch.manual_seed(config.training.seed)  # the same weights on all processes
+    width = target.config.get_text_config().hidden_size
     drafter = BlockDrafter.of_target(
         target,
         mask_token,
@@ -40,12 +40,11 @@ def new_drafter(
         config.layer_ids or None,
         block_size=config.block_size,
         anchor_guesses=config.anchor_guesses,
-        markov_rank=rank,
-        enable_confidence_head=config.confidence > 0,
         base_model_name_or_path=config.target,
+        **{name: value for head in heads.HEADS for name, value in head.new_fields(config, width).items()},
     ).float()
-    if drafter.markov_head is not None:  # it adds nothing at first
-        nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+    if (side_head := drafter.side_head) is not None:  # it adds nothing at first
+        nn.init.zeros_(side_head.out.weight)
     if choose_init(config, drafter, target)[0] != "random":
         begin_as_last_layers(drafter, target)
     # The norm's scale alone makes the first guesses nearly uniform.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
+from draftsmith.medusa.block.config import DFLASH, MADE
 from draftsmith.medusa.kind import FeatureKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
@@ -26,7 +27,7 @@ class Block(FeatureKind):
         "draftsmith.medusa.block",
         "draftsmith.medusa.block.config:BlockTrainingConfig",
         "draftsmith.medusa.block.config:BlockPlanConfig",
-        made=("draft_vocabulary", "layer_ids", "mask_token", "markov_rank"),
+        made=("draft_vocabulary", *MADE),
     )
     tree_key, whole_blocks = "block_tree", True
     cost_remedy = "train one with fewer layers, or a smaller --draft_vocabulary"
@@ -43,7 +44,7 @@ class Block(FeatureKind):
         """Return DSpark drafters of one and of two layers; for SGLang DFlash's, the only ones that it loads."""
         cut = drafted_tokens(target, "draft_vocabulary")
         # SGLang loads only DFlash's.
-        dflash = {"anchor_guesses": False, "markov_rank": 0} if server == "sglang" else {}
+        dflash = DFLASH if server == "sglang" else {}
         return {f"block-{layers}": {"layers": layers} | dflash | cut for layers in (1, 2)}
 
     def most_drafted(self, config: Mapping[str, Any]) -> int | None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.medusa.block.blocks import anchors_at_once, anchors_of, states_of_blocks, work_of_blocks
 from draftsmith.medusa.block.config import BlockPlanConfig
-from draftsmith.medusa.block.initial import RANK, new_drafter
+from draftsmith.medusa.block.initial import new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.memory import FeaturePlan, fake_target_states, trace_losses
 from draftsmith.medusa.target_states import TargetStates
@@ -31,15 +31,13 @@ class BlockPlan(FeaturePlan):
         config = self.config
 
         def new(target: PreTrainedModel, tokens: Tensor | None) -> BlockDrafter:
-            width = target.config.get_text_config().hidden_size
-            rank = min(RANK, width) if config.markov_rank is None else config.markov_rank
-            return new_drafter(config, target, config.mask_token or 0, tokens, rank)
+            return new_drafter(config, target, config.mask_token or 0, tokens)
 
         return self.made(config, BlockDrafter, new)  # type: ignore[no-any-return]
 
     def ends(self, drafter: BlockDrafter) -> Sequence[nn.Module]:
-        """Return the Markov head."""
-        return [] if drafter.markov_head is None else [drafter.markov_head]
+        """Return the head that adds logits."""
+        return [head for head in (drafter.side_head,) if head is not None]
 
     def vocabulary(self, heads: BlockDrafter) -> int:
         """Return the drafter's vocabulary size."""
@@ -87,14 +85,14 @@ class BlockPlan(FeaturePlan):
         """Return `trace_losses` without the states, which are counted with the blocks."""
         with self.mode, precision_of(precision):
             dtype = computing_dtype(heads.fc.weight)
-            # The states of the Markov head are made here, so they are counted with the losses.
+            # Side states are made here, so they are counted with the losses.
             hidden = torch.zeros(positions, heads.config.hidden_size, dtype=dtype)
             before = torch.zeros(positions, dtype=torch.long)
             head = heads.head_for(target)
         hidden.requires_grad_(True)
 
         def states_of(_: Tensor) -> list[Tensor]:
-            return [heads.head_states(hidden, before)]
+            return [heads.head_states(hidden[:, None], before[:, None])[:, 0]]
 
         def head_of(_: int) -> OutputHead:
             return heads.whole_head(head)

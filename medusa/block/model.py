@@ -6,14 +6,13 @@ inside the block goes both ways. Every layer's keys and values of the text are m
 changes, so they are computed once, when the target has seen a token.
 
 DFlash (Chen et al. 2026) reads its guesses from the slots after the anchor. DSpark (DeepSpec, 2026) reads one from each
-slot, and its Markov head adds W2 · W1[x] to a slot's logits, where x is the token before. So a guess knows the previous
-one although all slots are computed at once.
+slot. A head (`draftsmith.medusa.block.heads`) can add to a guess's logits what the tokens drafted before it say.
 
 Embedding and output head are the target's own, frozen, and not part of the drafter. With a cut vocabulary it uses only
 these tokens' rows of the head.
 
-Shape suffixes: B rows, T tokens of the text, N anchors, S slots, K guesses, F features, H hidden, R the Markov head's
-rank, V the target's vocabulary, D the drafter's.
+Shape suffixes: B rows, T tokens of the text, N anchors, S slots, K guesses, F features, H hidden, R side states of
+heads, V the target's vocabulary, D the drafter's.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,13 +28,15 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedd
 from draftsmith.decode.cache.features import check_layers, decoder_layers
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import InputError, at_least, at_most, require
-from draftsmith.medusa.base import FeatureHeads, LayersConfig, LMHead, Norm, check_distances, check_named, layer_fields
+from draftsmith.medusa.base import FeatureHeads, LayersConfig, Norm, check_distances, check_named, layer_fields
+from draftsmith.medusa.block import heads
+from draftsmith.medusa.block.heads.base import BlockHead
 from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 
 class BlockConfig(LayersConfig, Qwen3Config):
-    """The shape of a block drafter, in the names of DeepSpec (`Qwen3DSparkModel`)."""
+    """The shape of a block drafter, in the names of DeepSpec (`Qwen3DSparkModel`), with the fields of its heads."""
 
     architecture = "Qwen3DSparkModel"
 
@@ -48,12 +49,6 @@ class BlockConfig(LayersConfig, Qwen3Config):
     num_target_layers: int = None  # type: ignore[assignment]
     mask_token_id: int = None  # type: ignore[assignment]
     """The token whose embedding is in the slots after the anchor."""
-    markov_rank: int = 0
-    """R, the rank of the Markov head; 0 for none."""
-    enable_confidence_head: bool = False
-    """Whether it has a confidence head: the probability that each guess is accepted."""
-    confidence_head_with_markov: bool = True
-    """Whether the confidence head sees the Markov head's embedding of the token before, if there is a Markov head."""
     anchor_guesses: bool = True
     """Whether the anchor's slot guesses the next token, as in DSpark; in DFlash it guesses nothing."""
     base_model_name_or_path: str | None = None
@@ -61,7 +56,8 @@ class BlockConfig(LayersConfig, Qwen3Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-        super().__post_init__(**{"architectures": [self.architecture], **kwargs})
+        fields = {name: value for head in heads.HEADS for name, value in head.fields.items()}
+        super().__post_init__(**{"architectures": [self.architecture], **fields, **kwargs})
 
     @property
     def guesses(self) -> int:
@@ -73,7 +69,8 @@ class BlockConfig(LayersConfig, Qwen3Config):
         self.check_shape("num_hidden_layers")
         require(self, at_most(2**12), "num_hidden_layers")
         require(self, at_least(1 if self.anchor_guesses else 2) & at_most(256), "block_size")
-        require(self, at_least(0) & at_most(2**14), "markov_rank")
+        for head in heads.HEADS:
+            require(self, at_least(0) & at_most(2**14), next(iter(head.fields)))
         if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
             raise InputError(
                 f"mask_token_id: expected a token below {self.vocab_size}, a row of the target's embedding, found "
@@ -151,23 +148,6 @@ class BlockLayer(GradientCheckpointingLayer):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class MarkovHead(nn.Module):
-    """A map of rank R from a token to logits that are added to those of the next token (DSpark)."""
-
-    def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int):
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = LMHead(rank, draft_vocab_size, bias=False)
-
-
-class ConfidenceHead(nn.Module):
-    """A map to the logit of a guess's acceptance (DSpark)."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-
 class BlockDrafter(FeatureHeads):
     """The layers of DFlash and DSpark; embedding and output head are the target's."""
 
@@ -186,13 +166,9 @@ class BlockDrafter(FeatureHeads):
         self.hidden_norm, self.norm = Norm(size, eps), Norm(size, eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.markov_head: MarkovHead | None = None
-        if config.markov_rank:
-            self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.draft_vocab_size)
-        self.confidence_head: ConfidenceHead | None = None
-        if config.enable_confidence_head:
-            # It may also see the Markov head's embedding of the token before.
-            self.confidence_head = ConfidenceHead(size + config.markov_rank * config.confidence_head_with_markov)
+        for head in heads.HEADS:
+            made = head(config, heads.side_width(config)) if head.setting(config) else None
+            self.register_module(head.name, made)
         cut = config.draft_vocab_size < config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if cut else None)
         self.post_init()
@@ -215,7 +191,7 @@ class BlockDrafter(FeatureHeads):
             layers: the number of layers.
             token_map: the target's ids that it may draft, (D,) int64; all if None.
             layer_ids: the target's layers that it sees, counted from 0; `default_target_layers` of two or more if None.
-            **shape: further fields of `BlockConfig`, such as `block_size` or `markov_rank`.
+            **shape: further fields of `BlockConfig`, such as `block_size`, or of its heads.
 
         Raises:
             InputError: layers or tokens that the target does not have, or a target without rotary positions.
@@ -299,36 +275,44 @@ class BlockDrafter(FeatureHeads):
         # DFlash's anchor slot guesses nothing.
         return hidden if self.config.anchor_guesses else hidden[..., 1:, :]
 
-    def head_states(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return the inputs of `whole_head`, (…, H + R), or (…, H) without a Markov head.
+    @property
+    def side_head(self) -> Any:
+        """The `BlockHead` that adds logits, or None."""
+        return next((head for head in self.children() if isinstance(head, BlockHead) and head.out is not None), None)
 
-        `hidden` are the slots that guess, (…, H); `before` the token before each guess, (…) int64.
+    def sides(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+        """Return `BlockHead.forced` of the head that adds logits, (…, J, R), or None without one."""
+        return None if (head := self.side_head) is None else head.forced(hidden, before)
+
+    def head_states(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Return the inputs of `whole_head`, (…, K, H + R), or `hidden` itself without a head that adds logits.
+
+        `hidden` are the slots that guess, (…, K, H); `before` the token before each guess, (…, K) int64.
         """
-        if self.markov_head is None:
-            return hidden
-        return torch.cat([hidden, self.markov_head.markov_w1(before).to(hidden.dtype)], dim=-1)
+        side = self.sides(hidden, before)
+        return hidden if side is None else torch.cat([hidden, side.to(hidden.dtype)], dim=-1)
 
     def whole_head(self, head: OutputHead) -> OutputHead:
-        """Return the target's head of the drafted tokens, with the Markov head's second map next to it.
+        """Return the target's head of the drafted tokens, with `BlockHead.out` next to it.
 
-        So the logits of guesses are one linear map of `head_states`, and losses need not know the Markov head.
+        So the logits of guesses are one linear map of `head_states`, and losses need not know the head.
         """
-        return head if self.markov_head is None else replace(head, side_weight=self.markov_head.markov_w2.weight)
+        side_head = self.side_head
+        return head if side_head is None else replace(head, side_weight=side_head.out.weight)
 
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return the logit of each guess's acceptance, if those before it were accepted, (…) (DSpark).
+        """Return the logit of each guess's acceptance, if those before it were accepted, (…, J) (DSpark).
 
         It depends on the tokens before the guess but not on the guess, so cutting drafts by it is lossless. Arguments
-        are those of `head_states`.
+        are those of `BlockHead.forced`.
         """
-        assert self.confidence_head is not None
-        if self.markov_head is not None and self.config.confidence_head_with_markov:
-            hidden = torch.cat([hidden, self.markov_head.markov_w1(before).to(hidden.dtype)], dim=-1)
-        return self.confidence_head.proj(hidden)[..., 0]  # type: ignore[no-any-return]
+        head: Any = self.confidence_head
+        side = self.sides(hidden, before) if head.sees_side else None
+        return head.logits(hidden[..., : before.shape[-1], :], side)
 
-    def logits(self, hidden: Tensor, before: Tensor, head: OutputHead) -> Tensor:
-        """Return the logits of guesses over the D tokens, (…, D): see `whole_head`."""
+    def logits(self, hidden: Tensor, side: Tensor | None, head: OutputHead) -> Tensor:
+        """Return the logits of guesses over the D tokens, (…, D), from their states and side states, (…, R)."""
         projected = head.project(hidden.to(head.weight.dtype))  # the target may be in another dtype
-        if self.markov_head is not None:
-            projected = projected + self.markov_head.markov_w2(self.markov_head.markov_w1(before))
+        if side is not None:
+            projected = projected + self.side_head.out(side)
         return head.finish(projected)

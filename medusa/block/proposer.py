@@ -23,7 +23,7 @@ from draftsmith.decode.cache.layers import Axes
 from draftsmith.decode.errors import InputError, at_least, at_most
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Proposal
 from draftsmith.decode.proposers.draft_forward import DraftForward, make_draws, read_draft
-from draftsmith.decode.proposers.draft_tree import draft_static_tree
+from draftsmith.decode.proposers.draft_tree import LogitsAfter, draft_static_tree
 from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler, align_vocabulary
@@ -69,16 +69,30 @@ class BlockModel(PreTrainedModel):
         assert self.rows is not None
         return replace(self._head, weight=self.rows, bias=self.bias)
 
-    def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return a guess's logits, (B, P, V), from its state `hidden`, (B, H), after each token of `before`, (B, P)."""
-        hidden = hidden[:, None].expand(-1, before.shape[1], -1)
-        return self.drafter.widened(self.drafter.logits(hidden, before, self.head))
+    def logits_after(self, tree: Tree, hidden_BKH: Tensor, anchors: Tensor, vocab_size: int) -> LogitsAfter:
+        """Return the function that drafts a tree after some anchors, (B,), from the states of a block's guesses."""
+        head, fed = self.drafter.side_head, list[int]()
+        state = None if head is None else head.begin(hidden_BKH)
+        state = None if state is None else state[:, None]  # (B, P, *), of the last level's parents, `fed`
+
+        def logits_after(level: Level, tokens: Tensor) -> Tensor:
+            nonlocal state
+            # A head sees each parent, and at the first level the anchor.
+            before_BP = anchors[:, None] if not level.depth else tokens.index_select(1, level.fed)
+            hidden_BPH = hidden_BKH[:, level.depth, None].expand(-1, before_BP.shape[1], -1)
+            if state is not None and level.depth:  # a node continues from its parent's state
+                state = torch.stack([state[:, fed.index(tree.parents[node])] for node in level.parents], 1)
+            fed[:] = level.parents
+            side, state = (None, None) if head is None else head.step(state, hidden_BPH, before_BP)
+            logits_BPD = self.drafter.logits(hidden_BPH, side, self.head)
+            return align_vocabulary(self.drafter.widened(logits_BPD), vocab_size)
+
+        return logits_after
 
     def reached(self, hidden_BKH: Tensor, anchors: Tensor, tokens_BK: Tensor) -> Tensor:
         """Return the confidence head's probability that all of a chain's tokens up to each are accepted, (B, K)."""
         before_BK = torch.cat([anchors[:, None], tokens_BK[:, :-1]], dim=1)
-        logits_BK = self.drafter.confidence(hidden_BKH[:, : tokens_BK.shape[1]], before_BK)
-        return logits_BK.float().sigmoid().cumprod(1)
+        return self.drafter.confidence(hidden_BKH, before_BK).float().sigmoid().cumprod(1)
 
     def forward(
         self,
@@ -177,12 +191,7 @@ class BlockDraftForward(DraftForward):
             [],
             cached,
         )[0]
-
-        def logits_after(level: Level, drafted: Tensor) -> Tensor:
-            # The Markov head sees each parent, and at the first level the anchor.
-            before = anchors[:, None] if not level.depth else drafted.index_select(1, level.fed)
-            return align_vocabulary(model.logits(hidden_BKH[:, level.depth], before), self.vocab_size)
-
+        logits_after = model.logits_after(self.tree, hidden_BKH, anchors, self.vocab_size)
         chosen = self.choose(anchors[:, None], logits_after, draws)
         if not self._confident:
             return chosen
@@ -192,8 +201,8 @@ class BlockDraftForward(DraftForward):
 class BlockProposer(FeatureProposer):
     """A proposer of chains or trees from a block drafter (DFlash, DSpark): see `draftsmith.medusa.block.model`.
 
-    Each guess is drawn from its slot's distribution, which the Markov head changes by the token drafted before it. So
-    nodes of the same depth in a tree differ only by their parents.
+    Each guess is drawn from its slot's distribution, which a head may change by the tokens drafted before it: nodes of
+    the same depth in a tree differ by these alone.
 
     Args:
         drafter: the target's.
@@ -265,12 +274,8 @@ class BlockProposer(FeatureProposer):
             self.feeder.lengths,
             visible=torch.ones(slots, slots, dtype=torch.bool, device=anchors.device),
         )
-
-        def logits_after(level: Level, tokens: Tensor) -> Tensor:
-            before = anchors[:, None] if not level.depth else tokens.index_select(1, level.fed)
-            return align_vocabulary(self._block.logits(hidden_BKH[:, level.depth], before), self.task.vocab_size)
-
         tree, drawn = self.shape(max(lengths)), self.draws and (self.tree is None or self.task.draw_siblings)
+        logits_after = self._block.logits_after(tree, hidden_BKH, anchors, self.task.vocab_size)
         drafts = draft_static_tree(
             tree, self.samplers, texts, lengths, self.generators, drawn, self.wants_confidence, logits_after
         )

@@ -71,8 +71,8 @@ class BlockPositions:
         self._ids = ids_BT.flatten()
         self.labels = self._ids[self._before_M + 1]
         """The tokens to guess, (M,)."""
-        self.before = self._ids[self._before_M]
-        """The tokens before these, (M,)."""
+        self.before_BNK = self._ids[self._before_M].view_as(self.weights_BNK)
+        """The tokens before these."""
         self.weights = [self.weights_BNK.flatten()]
 
     def teacher(self, hidden: Tensor) -> Tensor:
@@ -126,8 +126,8 @@ class BlockTrainer(FeatureTrainer):
 
     @staticmethod
     def loss_maps(heads: BlockDrafter) -> list[nn.Module]:
-        """Return the Markov head's second map, if there is one."""
-        return [] if heads.markov_head is None else [heads.markov_head.markov_w2]
+        """Return the map of the head that adds logits, if there is one."""
+        return [] if heads.side_head is None else [heads.side_head.out]
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_k decay^k · the objective summed over guess k's tokens."""
@@ -137,16 +137,16 @@ class BlockTrainer(FeatureTrainer):
         blocks.weights = [(blocks.weights_BNK * decays_K).flatten()]
 
         def loss() -> Tensor:
-            hidden_MH = self._hidden(target_states, inputs, blocks.indices).flatten(0, 2)
-            states_ME = self.heads.head_states(hidden_MH, blocks.before)
-            return self._inside_head(partial(self._loss, blocks, target_states), hidden_MH, states_ME)
+            hidden_BNKH = self._hidden(target_states, inputs, blocks.indices)
+            states_ME = self.heads.head_states(hidden_BNKH, blocks.before_BNK).flatten(0, 2)
+            return self._inside_head(partial(self._loss, blocks, target_states), hidden_BNKH, states_ME)
 
         return model(inside=loss)  # type: ignore[no-any-return]
 
     def _loss(
-        self, blocks: BlockPositions, target_states: TargetStates, hidden_MH: Tensor, states_ME: Tensor
+        self, blocks: BlockPositions, target_states: TargetStates, hidden_BNKH: Tensor, states_ME: Tensor
     ) -> Tensor:
-        """Return the loss of guesses; called inside of the Markov head's forward."""
+        """Return the loss of guesses; called inside of the side head's map."""
         head, config = self.loss_head(self.heads.whole_head(self.frozen_head)), self.config
         decayed_M = blocks.weights[0]  # the confidence head's weights: without D-PACE's
         stats: GuessStats | None = None
@@ -158,15 +158,15 @@ class BlockTrainer(FeatureTrainer):
             blocks.weights = [(blocks.weights_BNK * reached_BNK).flatten()]
         loss = self.chain_loss(blocks, [states_ME], lambda _: head, (target_states.hidden, self.teacher_head))
         if config.confidence > 0 and stats is not None:
-            logits_M = self.heads.confidence(hidden_MH, blocks.before).float()
+            logits_M = self.heads.confidence(hidden_BNKH, blocks.before_BNK).float().flatten()
             errors_M = binary_cross_entropy_with_logits(logits_M, stats.alpha_M, reduction="none")
             loss = loss + config.confidence * (decayed_M * errors_M).sum()
         return loss
 
     def _inside_head(self, function: Callable[..., Tensor], *states: Tensor) -> Tensor:
-        """Call a function of states where the Markov head's second map is whole (ZeRO-3, FSDP2)."""
-        markov = self.heads.markov_head
-        return function(*states) if markov is None else markov.markov_w2(*states, inside=function)  # type: ignore[no-any-return]
+        """Call a function of states where the map of the head that adds logits is whole (ZeRO-3, FSDP2)."""
+        head = self.heads.side_head
+        return function(*states) if head is None else head.out(*states, inside=function)
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums for each guess, (B, 3 + 3K)."""
@@ -179,12 +179,16 @@ class BlockTrainer(FeatureTrainer):
             everywhere = torch.arange(length, device=positions.flat.device).expand(rows, -1)
             # The blocks of all positions need a mask of their square: compute them in parts.
             parts = everywhere.split(anchors_at_once(rows * length, self.heads.config.block_size), dim=1)
-            hidden_XKH = torch.cat([self._hidden(target_states, inputs, part) for part in parts], dim=1).flatten(0, 1)
+            ids, order_K = inputs["input_ids"], torch.arange(self.count, device=positions.flat.device)
+            before_BTK = ids[:, (everywhere[0, :, None] + order_K).clamp(max=length - 1)]
+            states_XKE = torch.cat([
+                self.heads.head_states(self._hidden(target_states, inputs, part), before_BTK[:, part[0]])
+                for part in parts
+            ], dim=1).flatten(0, 1)  # fmt: skip
 
             def features(k: int, features_of: FeaturesOf) -> Tensor:
                 # Guess k of token c + 1 belongs to the block whose anchor is at c − k.
-                hidden = hidden_XKH[(positions.flat - k).clamp(min=0), k]
-                states = self.heads.head_states(hidden, positions.ids_N[positions.flat])
+                states = states_XKE[(positions.flat - k).clamp(min=0), k]
                 return features_of(states, self.loss_head(self.heads.whole_head(self.frozen_head)))
 
             return self._inside_head(lambda: self.chain_sums(positions, chosen_BT, p, features))
@@ -224,5 +228,5 @@ class BlockTrainer(FeatureTrainer):
 
     @property
     def ends(self) -> list[nn.Module]:
-        """The Markov head: its maps have a vocabulary's size."""
-        return [part for part in (self.heads.markov_head,) if part is not None]
+        """The head that adds logits: its maps have a vocabulary's size."""
+        return [head for head in (self.heads.side_head,) if head is not None]

@@ -55,9 +55,11 @@ def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor
     hidden = block_states(drafter, target.get_input_embeddings(), context, Anchors.at(positions, ids, positions))[0]
     head, length = drafter.head_for(target), ids.shape[1]
     count = min(trainer.count, length - 1)
+    before = ids[0, (positions[0, :, None] + torch.arange(trainer.count)).clamp(max=length - 1)]
+    q = drafter.logits(hidden, drafter.sides(hidden, before), head)
     return (
         p_logits,
-        [drafter.logits(hidden[: length - 1 - k, k], ids[0, k : length - 1], head).double() for k in range(count)],
+        [q[: length - 1 - k, k].double() for k in range(count)],
         hidden,
     )
 
@@ -92,8 +94,7 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
                 dpace = float(sum(reached for _, reached, _ in known[k:]))
                 total = total + (config.decay**k if alpha is None else dpace) * value
                 if config.confidence:
-                    before = ids[a + k]
-                    logit = drafter.confidence(hidden[a, k], before).double()
+                    logit = drafter.confidence(hidden[a], ids[a : a + k + 1])[k].double()
                     error = binary_cross_entropy_with_logits(logit, (1.0 - tvd).detach())
                     total = total + config.confidence * config.decay**k * error
     return total

@@ -19,12 +19,12 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 12_900,
-    "train": 14_550,
-    "distill": 2_900,
-    "medusa": 8_400,
-    "scripts": 18_750,
-    "benchmarks": 2_500,
+    "decode": 12_865,
+    "train": 14_510,
+    "distill": 2_870,
+    "medusa": 8_540,
+    "scripts": 18_730,
+    "benchmarks": 2_485,
     "tests": 51_200,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa.base import WINDOWS
-from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, MARKOV, SIZES
+from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, SIZES
+from draftsmith.medusa.block.heads import HEADS
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
 from draftsmith.medusa.checkpoint_files import (
     CONFIG,
@@ -42,7 +43,6 @@ TRAINING_ALONE = re.compile(r"^(t2d|verifier_(lm_head|norm)\.weight|.*rotary_emb
 """Tensors in checkpoints that no draft needs: copies of the target's, and computed ones."""
 TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 TURNS = ("rope_parameters", "rope_theta", "rope_scaling")
-HEADS = ("markov_rank", "enable_confidence_head", "confidence_head_with_markov")
 
 
 def import_block(
@@ -96,7 +96,6 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         flat["anchor_guesses"] = field(raw, path, "sample_from_anchor", bool, named == "dspark")
         verifier = field(field(raw, path, "speculators_config", dict, {}), path, "verifier", dict, {})
         flat["base_model_name_or_path"] = verifier.get("name_or_path") or None
-        flat.setdefault("confidence_head_with_markov", False)
     elif "anchor_guesses" in raw:
         flat = dict(raw)
     else:  # z-lab, SpecForge or DeepSpec
@@ -105,7 +104,8 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         flat = raw | nested
         dspark = any("DSpark" in str(name) for name in field(raw, path, "architectures", list, []))
         flat["anchor_guesses"] = dspark and not field(raw, path, "dspark_bonus_anchor", bool, False)
-        flat.setdefault("confidence_head_with_markov", False)
+    if "anchor_guesses" not in raw:
+        flat = {name: value for head in HEADS for name, value in (head.foreign or {}).items()} | flat
     _check_known(flat, path)
     layers, count = flat.get("target_layer_ids"), field(flat, path, "num_hidden_layers", int)
     deep = field(flat, path, "num_target_layers", int, None if target is None else len(decoder_layers(target)))
@@ -114,7 +114,8 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
             raise InputError(f"target: expected it for a drafter that names no layers, as in {directory}, found none")
         layers = default_target_layers(deep, count)
     names = (*SIZES, "draft_vocab_size", "block_size", "mask_token_id", "anchor_guesses", "base_model_name_or_path")
-    fields = {name: flat[name] for name in (*names, *HEADS, *TURNS, *WINDOWS) if name in flat}
+    names += tuple(name for head in HEADS for name in head.fields)
+    fields = {name: flat[name] for name in (*names, *TURNS, *WINDOWS) if name in flat}
     try:
         config = BlockConfig.from_dict(
             {**fields, "target_layer_ids": layers, "num_target_layers": deep, "tie_word_embeddings": False}
@@ -130,7 +131,12 @@ def _check_known(flat: dict[str, Any], path: Path) -> None:
     """Raise an InputError if a config asks for something that our drafters do not support."""
     expected: dict[str, tuple[Any, ...]] = {
         "model_type": ("qwen3", "llama", None),
-        "markov_head_type": (MARKOV, None),
+        **{
+            name: (value, None)
+            for head in HEADS
+            for name, value in (head.foreign or {}).items()
+            if name not in head.fields
+        },
         "is_neox_style": (True, None),
         "is_causal": (False, None),
         "causal": (False, None),

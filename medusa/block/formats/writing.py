@@ -9,8 +9,8 @@
 
 All count the target's layers from 0, by their outputs, except speculators, which counts the layers before, as vLLM's
 `eagle_aux_hidden_state_layer_ids` does (vLLM 0.32, `transformers_utils/configs/speculators/algos.py`). DFlash's blocks
-have one slot more than guesses. A drafter with a Markov head whose anchor guesses nothing has `sample_from_anchor:
-false` in speculators, and `dspark_bonus_anchor` in vLLM.
+have one slot more than guesses. A DSpark drafter whose anchor guesses nothing has `sample_from_anchor: false` in
+speculators, and `dspark_bonus_anchor` in vLLM.
 """
 
 import copy
@@ -24,6 +24,9 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.blocks import Anchors, attend_to
 from draftsmith.medusa.block.formats import readers
+from draftsmith.medusa.block.heads import HEADS, side_width
+from draftsmith.medusa.block.heads.base import BlockHead
+from draftsmith.medusa.block.heads.dspark import unserved
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import dtype_name, round_tensors
 from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
@@ -43,15 +46,13 @@ SIZES = [
     "hidden_act",
     "attention_bias",
 ]
-MARKOV = "vanilla"
-"""DeepSpec's name for our Markov head."""
 PLACES = 4
 """The positions whose blocks the proof compares."""
 
 
 def is_dflash(config: Any) -> bool:
-    """Return whether a drafter is DFlash's: no Markov head, and an anchor that guesses nothing."""
-    return not config.markov_rank and not config.anchor_guesses
+    """Return whether a drafter is DFlash's: no head that adds logits, and an anchor that guesses nothing."""
+    return not side_width(config) and not config.anchor_guesses
 
 
 def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
@@ -59,10 +60,11 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
     config = drafter.config
     if format == "own":
         return None
-    if not config.markov_rank and config.anchor_guesses:
-        return "an anchor that guesses, and no Markov head: servers know none such; train with a markov_rank"
-    if is_dflash(config) and config.enable_confidence_head:
-        return "a confidence head, and no Markov head; train without confidence"
+    for head in drafter.children():
+        if isinstance(head, BlockHead) and head.foreign is None:
+            return f"a {head.title}, which no other tool knows; take own"
+    if (reason := unserved(config)) is not None:
+        return reason
     if format == "sglang" and not is_dflash(config):
         return "DSpark's heads, which SGLang 0.5.23 does not load; take vllm"
     if format == "sglang" and drafter.token_map is not None:
@@ -136,12 +138,8 @@ def config_fields(drafter: BlockDrafter, format: str) -> dict[str, Any]:
 
 
 def _heads(config: Any) -> dict[str, Any]:
-    return {
-        "markov_rank": config.markov_rank,
-        "markov_head_type": MARKOV,
-        "enable_confidence_head": config.enable_confidence_head,
-        "confidence_head_with_markov": config.confidence_head_with_markov,
-    }
+    known = [{**head.fields, **head.foreign} for head in HEADS if head.foreign is not None]
+    return {name: getattr(config, name, value) for fields in known for name, value in fields.items()}
 
 
 def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
@@ -171,7 +169,7 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
 
 @torch.no_grad()
 def prove_block(drafter: BlockDrafter, directory: Path, *_: Any) -> None:
-    """Require that a reader of the directory computes the drafter's block states, Markov logits and confidence.
+    """Require that a reader of the directory computes the drafter's block states, added logits and confidence.
 
     The drafter is on the CPU, rounded to the written weights. Raises a RuntimeError if a reader fails or disagrees.
     """
@@ -189,11 +187,12 @@ def prove_block(drafter: BlockDrafter, directory: Path, *_: Any) -> None:
     guesses, vocab_size, drafted = config.guesses, config.vocab_size, config.draft_vocab_size
     tokens_TK = torch.tensor([[readers.before(t, k, vocab_size) for k in range(guesses)] for t in range(PLACES)])
     added_TKD, sure_TK = torch.zeros(PLACES, guesses, drafted), torch.zeros(PLACES, guesses)
-    if exact.markov_head is not None:
-        added_TKD = exact.markov_head.markov_w2(exact.markov_head.markov_w1(tokens_TK))
+    if (head := exact.side_head) is not None and head.foreign is not None:
+        added_TKD = head.out(head.forced(hidden_TKH, tokens_TK))
     if exact.confidence_head is not None:
         sure_TK = exact.confidence(hidden_TKH, tokens_TK)
-    expected = {"states": hidden_TKH, "Markov head": added_TKD, "confidence": sure_TK[..., None]}
+    title = "added logits" if head is None else head.title
+    expected = {"states": hidden_TKH, title: added_TKD, "confidence": sure_TK[..., None]}
     parts = outputs_TKX.split([config.hidden_size, drafted, 1], dim=-1)
     for (name, wanted), part in zip(expected.items(), parts, strict=True):
         error = relative_error(part, wanted)

@@ -114,14 +114,15 @@ def test_the_markov_head_is_one_map_with_the_targets(target, shape):
     head, hidden = drafter.head_for(target), torch.randn(2, 3, target.config.hidden_size)
     before = torch.tensor([[1, 2, 3], [4, 5, 6]])
     found = drafter.whole_head(head)(drafter.head_states(hidden, before))
-    torch.testing.assert_close(found, drafter.logits(hidden, before, head))
+    logits = drafter.logits(hidden, drafter.sides(hidden, before), head)
+    torch.testing.assert_close(found, logits)
     weight = target.get_output_embeddings().weight
     if (ids := drafter.token_map) is not None:
         weight = weight[ids]
     naive = hidden @ weight.T
     if drafter.markov_head is not None:
         naive = naive + drafter.markov_head.markov_w1.weight[before] @ drafter.markov_head.markov_w2.weight.T
-    torch.testing.assert_close(drafter.logits(hidden, before, head), naive)
+    torch.testing.assert_close(logits, naive)
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])

@@ -1,0 +1,57 @@
+"""A head over the states of a block's guesses: how it begins, steps in decoding, and is taught by forcing.
+
+The layers compute all guesses at once, so none knows the one before it. A head gives each guess a side state, from its
+own state and the tokens drafted before it; `out` maps that to logits that are added to the target's. What a head
+remembers of the tokens is a state for each node of a draft.
+
+Shape suffixes: K guesses of a block, the first J of them with tokens before, H hidden, R side.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class BlockHead(nn.Module):
+    """A head of a block drafter, made from a `BlockConfig`; `side` is R of the head that adds logits."""
+
+    name: ClassVar[str]  # of its attribute in the drafter
+    title: ClassVar[str]
+    fields: ClassVar[Mapping[str, Any]]
+    """The fields of the config that describe it, with their values in a drafter without it. The first switches it on,
+    and is R if it adds logits."""
+    foreign: ClassVar[Mapping[str, Any] | None] = None
+    """Other tools' fields, with their only value, or for `fields` what they mean left out; None if no tool knows it."""
+    out: nn.Linear | None = None
+    """The map from side states to logits; None if it adds none."""
+
+    def __init__(self, config: Any, side: int):
+        super().__init__()
+
+    @classmethod
+    def setting(cls, config: Any) -> Any:
+        """Return the config's first field of it: 0 or False in a drafter without it."""
+        return getattr(config, next(iter(cls.fields)))
+
+    @classmethod
+    def new_fields(cls, config: Any, width: int) -> dict[str, Any]:
+        """Return the fields of a run's new drafter, from its `BlockTrainingConfig` and the target's width."""
+        return {}
+
+    def begin(self, hidden: Tensor) -> Tensor | None:
+        """Return its state before a block's first guess, (…, *), from all guesses' states, (…, K, H)."""
+        return None
+
+    def step(self, state: Tensor | None, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return a guess's side state, (…, R), and the head's next state, after the token before the guess, (…)."""
+        raise NotImplementedError
+
+    def forced(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Return side states, (…, J, R), from all guesses' states, (…, K, H), and the tokens before, (…, J) int64."""
+        state, sides = self.begin(hidden), list[Tensor]()
+        for guess, tokens in enumerate(before.unbind(-1)):
+            side, state = self.step(state, hidden[..., guess, :], tokens)
+            sides.append(side)
+        return torch.stack(sides, dim=-2)

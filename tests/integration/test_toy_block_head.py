@@ -1,0 +1,90 @@
+"""A head of block drafters that is a file and an entry of a list: every command takes it, and nothing else changes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import toy_block_head
+from conftest import tiny_llama
+from short_timing import shorten
+from specimens import TREE, block
+
+from draftsmith.decode import autoregressive_generate, replay_acceptance, speculative_generate
+from draftsmith.medusa import BlockProposer
+from draftsmith.medusa.block import heads
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.scripts.cli import main
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "HEADS", [*heads.HEADS, toy_block_head.ToyHead])
+        yield
+
+
+@pytest.fixture(scope="module")
+def toy(registered, pipeline, tmp_path_factory):
+    """A drafter with the head, trained by the command."""
+    output = tmp_path_factory.mktemp("toy") / "block"
+    assert main([
+        "block", "--target", str(pipeline / "target"), "--completions", json.dumps([str(pipeline / "long")]),
+        "--heldout", json.dumps([str(pipeline / "heldout")]), "--markov_rank", "0", "--block_size", "3",
+        "--training.output_dir", str(output), "--training.max_steps", "6", "--training.eval_strategy", "steps",
+        "--training.eval_steps", "3", "--training.per_device_train_batch_size", "8", "--training.report_to", "none",
+    ]) == 0  # fmt: skip
+    return output
+
+
+def test_it_is_a_file_of_few_lines():
+    assert len(Path(toy_block_head.__file__).read_text().splitlines()) < 60
+
+
+def test_it_is_trained_and_saved(toy):
+    head = BlockDrafter.from_pretrained(toy).toy_head
+    assert all(parameter.abs().sum() > 0 for parameter in head.parameters())  # its map began with zeros
+    assert "| toy head | rank 4 |" in (toy / "README.md").read_text()
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_replay_counts_what_the_decoder_counts(tree):
+    target, prompts = tiny_llama(5, 13, layers=3), torch.tensor([[3, 4, 5, 3, 4], [6, 1, 6, 1, 6]])
+    proposer = BlockProposer(block(target, markov_rank=0, toy_width=4), tree)
+    written = autoregressive_generate(target, prompts, max_new_tokens=40, do_sample=False).sequences
+    replay = replay_acceptance(target, proposer, list(written), [5, 5], [1, 2, 3], 0, max_new_tokens=40)
+    for k in (1, 2, 3):
+        out = speculative_generate(target, proposer, prompts, draft_length=k, max_new_tokens=40, do_sample=False)
+        assert out.sequences.tolist() == written.tolist()
+        replayed = [(text.counts[k].num_drafts, text.counts[k].num_accepted_tokens) for text in replay.texts]
+        assert replayed == [(row.num_drafts, row.num_accepted_tokens) for row in out.row_counts]
+
+
+def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypatch):
+    shorten(monkeypatch)
+    (tmp_path / "prompts.txt").write_text("def f(x):\nimport os\nclass A:\n")
+    code = main([
+        "measure", "--target", str(pipeline / "target"), "--drafter", str(toy), "--prompts",
+        str(tmp_path / "prompts.txt"), "--draft-length", "3", "--temperature", "0,1", "--max-new-tokens", "8",
+        "--dtype", "float32", "--threads", "1", "--compiled", "false", "--lossless-tokens", "2000",
+        "--output", str(tmp_path / "report"),
+    ])  # fmt: skip
+    greedy, drawn = json.loads((tmp_path / "report/report.json").read_text())["runs"]
+    assert code == 0 and greedy["replay"]["agrees"] and drawn["lossless"]["passed"]
+
+
+@pytest.mark.parametrize(
+    ("format", "code", "message"),
+    [
+        ("own", 0, ""),
+        ("vllm", 2, "format: expected a drafter that vllm can hold, found a toy head, which no other tool knows"),
+        ("sglang", 2, "a toy head, which no other tool knows; take own"),
+    ],
+)
+def test_it_is_exported_in_our_form_alone(toy, pipeline, tmp_path, format, code, message, capsys):
+    flags = ["--drafter", str(toy), "--target", str(pipeline / "target"), "--output", str(tmp_path / "out")]
+    assert main(["export", *flags, "--format", format]) == code
+    assert message in (capsys.readouterr().err.splitlines() or [""])[-1]
+    if not code:
+        theirs, ours = (BlockDrafter.from_pretrained(path).state_dict() for path in (tmp_path / "out", toy))
+        assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
