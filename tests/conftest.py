@@ -131,6 +131,16 @@ def draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
+def deep() -> LlamaForCausalLM:
+    """Four layers, of which the first says most, so that drafts from it stand now and then."""
+    model = tiny_llama(0, layers=4)
+    for layer in model.model.layers[1:]:
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+            weight.mul_(0.3)
+    return model
+
+
+@pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
     from draftsmith.train.data.corpus import train_bpe
 

@@ -143,16 +143,8 @@ def test_a_study_trains_replays_and_compares_and_goes_on(pair_dirs, tmp_path, ca
     fields |= {"draft_vocabulary": 200} if recipe == "medusa" else {}  # the config's is that of a larger one
     variants = {name: fields | {"divergence": name} for name in ("tvd", "forward_kl")[: 1 + (recipe == "distill")]}
     arguments = ["--recipe", recipe, "--target", target, "--variants", json.dumps(variants), "--seeds", "[0]"]
-    arguments += [
-        "--train_prompts",
-        "6",
-        "--replayed_prompts",
-        "3",
-        "--max_new_tokens",
-        "6",
-        "--draft_lengths",
-        "[1,2]",
-    ]
+    arguments += ["--train_prompts", "6", "--replayed_prompts", "3", "--max_new_tokens", "6"]
+    arguments += ["--draft_lengths", "[1,2]"]
     arguments += ["--drafters", json.dumps({"stock": draft}), "--output", str(tmp_path / "study")]
     for _ in range(2):
         common.run_benchmark(study.BenchStudyConfig, study.bench, study.shown, argv=arguments)

@@ -119,15 +119,8 @@ def test_other_stopping_criteria_hold_inside_a_block(target):
             return torch.full((len(input_ids),), input_ids.shape[1] >= 7 + 5)
 
     plain = autoregressive_generate(target, prompt(4), max_new_tokens=20, do_sample=False)
-    out = speculative_generate(
-        target,
-        Oracle(plain.sequences, 99, []),
-        prompt(4),
-        draft_length=8,
-        max_new_tokens=20,
-        do_sample=False,
-        stopping_criteria=StoppingCriteriaList([StopAt()]),
-    )
+    options = {"max_new_tokens": 20, "do_sample": False, "stopping_criteria": StoppingCriteriaList([StopAt()])}
+    out = speculative_generate(target, Oracle(plain.sequences, 99, []), prompt(4), draft_length=8, **options)
     assert torch.equal(out.sequences, plain.sequences[:, : 7 + 5])
 
 
@@ -173,16 +166,9 @@ def test_rows_of_a_padded_batch_are_decoded_as_alone(target, draft):
 
 def test_the_librarys_own_door(target, draft):
     ids = prompt(6)
-    out = target.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        custom_generate=speculative_decode,
-        proposer=DraftModelProposer(draft),
-        draft_length=3,
-        max_new_tokens=16,
-        do_sample=False,
-    )
-    plain = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
+    own = {"custom_generate": speculative_decode, "proposer": DraftModelProposer(draft), "draft_length": 3}
+    out, plain = target.generate(ids, **options, **own), target.generate(ids, **options)
     assert torch.equal(out, plain)
 
 
@@ -196,14 +182,8 @@ def test_padded_vocabularies_are_aligned(target_size, draft_size):
         pad = {k: torch.nn.functional.pad(v, (0, 0, 0, rows)) for k, v in shared.items() if v.shape[0] == 97}
         model.load_state_dict(shared | pad)
     for do_sample in (False, True):
-        out = speculative_generate(
-            target,
-            DraftModelProposer(draft),
-            prompt(0),
-            max_new_tokens=24,
-            do_sample=do_sample,
-            **({"top_k": 5} if do_sample else {}),
-        )
+        options = {"max_new_tokens": 24, "do_sample": do_sample} | ({"top_k": 5} if do_sample else {})
+        out = speculative_generate(target, DraftModelProposer(draft), prompt(0), **options)
         plain = autoregressive_generate(target, prompt(0), max_new_tokens=24, do_sample=False)
         assert do_sample or torch.equal(out.sequences, plain.sequences)
         assert out.counts.draft_acceptance_rate() > 0.9

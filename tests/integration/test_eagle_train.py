@@ -152,20 +152,11 @@ def test_steps_times_tokens_times_vocabulary_is_never_held(pipeline, tmp_path, u
 
 def test_the_split_of_a_batch_changes_nothing(pipeline, tmp_path):
     """4, and 4 × 1: the mean is over the tokens of the whole batch."""
-    one, parts = (
-        command.train_heads(
-            eagle_configured(
-                pipeline,
-                tmp_path / str(size),
-                training={
-                    "max_steps": 3,
-                    "per_device_train_batch_size": size,
-                    "gradient_accumulation_steps": 4 // size,
-                },
-            )
-        )
-        for size in (4, 1)
-    )
+    runs = []
+    for size in (4, 1):
+        training = {"max_steps": 3, "per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        runs.append(command.train_heads(eagle_configured(pipeline, tmp_path / str(size), training=training)))
+    one, parts = runs
     assert history(parts, "loss") == pytest.approx(history(one, "loss"), rel=1e-5)
     assert history(parts, "grad_norm") == pytest.approx(history(one, "grad_norm"), rel=1e-4)
 

@@ -2,22 +2,11 @@
 
 import pytest
 import torch
-from conftest import tiny_llama
 from specimens import every_kind, every_shape, proposer, specimen
 
 from draftsmith.decode import autoregressive_generate, replay_acceptance, speculative_generate
 
 NEW = 20
-
-
-@pytest.fixture(scope="module")
-def deep():
-    """Four layers, of which the first says most, so that drafts from it stand now and then."""
-    model = tiny_llama(0, layers=4)
-    for layer in model.model.layers[1:]:
-        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-            weight.mul_(0.3)
-    return model
 
 
 @every_kind()

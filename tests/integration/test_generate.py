@@ -381,22 +381,11 @@ def test_a_draft_with_another_tokenizer_writes_the_targets_text_at_temperature_0
         assert out == "" and err.startswith(f"error: {named}") and err.count("\n") == 1
 
 
-PROPOSERS = {
-    "draft": {},
-    "parallel_draft": {"parallel_draft": "parallel"},
-    "medusa": {"medusa": "heads"},
-    "eagle": {"eagle": "eagle"},
-    "block": {},
-    "prompt_lookup": {},
-    "suffix": {},
-    "hybrid": {},
-    "lookahead": {},
-    "unigram": {},
-    "early_exit": {"exit_layers": 1},
-    "reencoded": {},
-    "run_ahead": {},
-    "none": {},
-}
+OPTIONS = {"parallel_draft": {"parallel_draft": "parallel"}, "medusa": {"medusa": "heads"}}
+OPTIONS |= {"eagle": {"eagle": "eagle"}, "early_exit": {"exit_layers": 1}}
+KINDS = ("draft", "parallel_draft", "medusa", "eagle", "block", "prompt_lookup", "suffix", "hybrid", "lookahead")
+KINDS += ("unigram", "early_exit", "reencoded", "run_ahead", "none")
+PROPOSERS = {kind: OPTIONS.get(kind, {}) for kind in KINDS}
 
 
 def test_all_proposers_are_tried_here():

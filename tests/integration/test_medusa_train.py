@@ -610,17 +610,11 @@ def test_the_law_before_training_has_no_dropout(pipeline, tmp_path, family, untr
 
 
 def test_layers_of_the_backbone_may_be_computed_twice(pipeline, tmp_path):
-    plain, again = (
-        command.train_heads(
-            heads_configured(
-                pipeline,
-                tmp_path / str(twice),
-                training={"max_steps": 2, "activation_checkpointing": twice},
-                **JOINT["lora"],
-            )
-        )
-        for twice in (False, True)
-    )
+    runs = []
+    for twice in (False, True):
+        options = JOINT["lora"] | {"training": {"max_steps": 2, "activation_checkpointing": twice}}
+        runs.append(command.train_heads(heads_configured(pipeline, tmp_path / str(twice), **options)))
+    plain, again = runs
     assert history(again, "loss") == pytest.approx(history(plain, "loss"), rel=1e-5)
     assert history(again, "grad_norm") == pytest.approx(history(plain, "grad_norm"), rel=1e-4)
 

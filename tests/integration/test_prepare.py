@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 from fake_server import OTHER_END, rows
-from prepare_inputs import save_target, write_prompts
+from prepare_inputs import contents, flags, save_target, write_prompts
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -64,15 +64,6 @@ def whole(target, prompts, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole")
     prepare(PrepareConfig(str(target), str(prompts), str(output), max_new_tokens=12, batch_size=2, shard_size=2))
     return contents(output)
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def flags(config: PrepareConfig) -> list[str]:
-    names = ("target", "prompts", "output", "max_new_tokens", "batch_size", "shard_size")
-    return [part for name in names for part in (f"--{name}", str(getattr(config, name)))]
 
 
 def fail_at_call(monkeypatch, module, name: str, calls: int, error: BaseException) -> None:
@@ -544,16 +535,8 @@ def test_prompts_may_be_completed_more_than_once(pair_dirs, tmp_path):
 def test_prompts_may_be_completed_at_several_temperatures(pair_dirs, tmp_path, capsys):
     target, _ = pair_dirs
     (tmp_path / "prompts.txt").write_text("def f(x):\nimport os\n")
-    flags = [
-        "--target",
-        str(target),
-        "--prompts",
-        str(tmp_path / "prompts.txt"),
-        "--max_new_tokens",
-        "8",
-        "--seed",
-        "1",
-    ]
+    flags = ["--target", str(target), "--prompts", str(tmp_path / "prompts.txt"), "--max_new_tokens", "8"]
+    flags += ["--seed", "1"]
     main([*flags, "--output", str(tmp_path / "mixed"), "--temperatures", "0,0.7,1.5", "--samples", "2"])
     found = {row["id"]: row for row in load_completions(str(tmp_path / "mixed"))}
     heats = {"": 0.0, "#2": 0.7, "#3": 0.7, "#4": 1.5, "#5": 1.5}

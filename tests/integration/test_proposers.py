@@ -41,16 +41,6 @@ def parallel_draft(target, tree=None):
 every_proposer = pytest.mark.parametrize("name", PROPOSERS)
 
 
-@pytest.fixture(scope="module")
-def deep():
-    """Four layers, of which the first say most, so that an early exit is a drafter."""
-    model = tiny_llama(0, layers=4)
-    for layer in model.model.layers[1:]:
-        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-            weight.mul_(0.3)
-    return model
-
-
 def prompt(seed: int, length: int = 7) -> torch.Tensor:
     """A prompt that repeats itself, so that there is something to look up."""
     half = torch.randint(1, 97, (1, -(-length // 2)), generator=torch.Generator().manual_seed(seed))

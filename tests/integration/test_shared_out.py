@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prepare_inputs import save_target, write_prompts
+from prepare_inputs import contents, flags, save_target, write_prompts
 from process_jobs import cached, commanded, completed
 from processes import ended, exit_code, forked
 
@@ -30,15 +30,6 @@ def inputs(tmp_path_factory):
 def config(inputs, tmp_path):
     target, prompts = map(str, inputs)
     return PrepareConfig(target, prompts, str(tmp_path / "one"), max_new_tokens=12, batch_size=2, shard_size=3)
-
-
-def flags(config: PrepareConfig) -> list[str]:
-    names = ("target", "prompts", "output", "max_new_tokens", "batch_size", "shard_size")
-    return [part for name in names for part in (f"--{name}", str(getattr(config, name)))]
-
-
-def contents(directory: str) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
 def test_completions_are_those_of_one_process_byte_for_byte(config, tmp_path):

@@ -35,16 +35,8 @@ def made(pipeline, tmp_path_factory):
     root = tmp_path_factory.mktemp("medusa")
     prompts = [f"{WORDS[i % 8]} {WORDS[i // 8]}" for i in range(24)]
     (root / "prompts.txt").write_text("\n".join(prompts))
-    prepare(
-        PrepareConfig(
-            str(pipeline / "target"),
-            str(root / "prompts.txt"),
-            str(root / "greedy"),
-            max_new_tokens=20,
-            temperature=0.0,
-            dtype="float32",
-        )
-    )
+    paths = (pipeline / "target", root / "prompts.txt", root / "greedy")
+    prepare(PrepareConfig(*map(str, paths), max_new_tokens=20, temperature=0.0, dtype="float32"))
     target = load_model(pipeline / "target")
     texts = [torch.tensor(ids) for ids in load_completions(str(root / "greedy"))["input_ids"]]
     heads = train_heads(target, MedusaHeads.of_target(target, 3), texts[:8], steps=12)

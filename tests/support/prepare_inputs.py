@@ -8,6 +8,7 @@ from fake_server import OTHER_END
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.train.data.corpus import train_bpe
+from draftsmith.train.data.generate import PrepareConfig
 
 WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)", "class A:", "x = [1, 2]"]
 
@@ -41,3 +42,12 @@ def write_prompts(path: Path, count: int) -> Path:
     records = [{"prompt": text, "id": f"p{i}", "category": [None, "code"][i % 2]} for i, text in enumerate(texts)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def flags(config: PrepareConfig) -> list[str]:
+    names = ("target", "prompts", "output", "max_new_tokens", "batch_size", "shard_size")
+    return [part for name in names for part in (f"--{name}", str(getattr(config, name)))]
+
+
+def contents(directory: Path | str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}

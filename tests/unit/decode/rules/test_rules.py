@@ -234,18 +234,11 @@ def drawn(q: Tables, tree: Tree, replace: bool = False, scored_without: bool = T
                 (mass * chance, [*tokens, x], [*distributions, told]) for x, chance in enumerate(chances) if chance > 0
             ]
         found = longer
-    return [
-        (
-            mass,
-            Proposal(
-                torch.tensor(x, dtype=torch.long),
-                torch.stack(distributions) if distributions else None,
-                tree,
-                confidence(q, x, tree),
-            ),
-        )
-        for mass, x, distributions in found
-    ]
+    proposals = []
+    for mass, x, distributions in found:
+        laws = torch.stack(distributions) if distributions else None
+        proposals.append((mass, Proposal(torch.tensor(x, dtype=torch.long), laws, tree, confidence(q, x, tree))))
+    return proposals
 
 
 def most_likely(q: Tables, tree: Tree) -> Drafts:
@@ -614,17 +607,7 @@ def test_without_a_draft_the_target_speaks(rule, sampler):
 # The lossy rules: how far the law of what they emit departs
 
 
-LOSSY = [
-    Threshold(0.0),
-    Threshold(0.15),
-    Threshold(0.4),
-    Typical(),
-    Typical(0.4, 0.6),
-    Cascade(0.0),
-    Cascade(0.55),
-    Cascade(0.75),
-    Cascade(1.0),
-]
+LOSSY = [*map(Threshold, (0.0, 0.15, 0.4)), Typical(), Typical(0.4, 0.6), *map(Cascade, (0.0, 0.55, 0.75, 1.0))]
 
 
 def check_departures(sampler: Emitted, p: Tables) -> float:

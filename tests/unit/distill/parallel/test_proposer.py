@@ -106,17 +106,8 @@ def test_drafts_are_those_of_a_plain_forward(small, name, tree, do_sample):
     for lengths, eos in (([5], None), ([1, 9, 4], None), ([1, 9, 4], 2)):
         ids, mask = batch(lengths)
         proposer = Watched(DRAFTS[name](), tree)
-        speculative_generate(
-            small,
-            proposer,
-            ids,
-            mask,
-            draft_length=4,
-            max_new_tokens=20,
-            do_sample=do_sample,
-            top_k=0,
-            eos_token_id=eos,
-        )
+        options = {"max_new_tokens": 20, "do_sample": do_sample, "top_k": 0, "eos_token_id": eos}
+        speculative_generate(small, proposer, ids, mask, draft_length=4, **options)
         assert proposer.seen > 3 or eos
 
 

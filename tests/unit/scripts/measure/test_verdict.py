@@ -584,19 +584,8 @@ def test_a_curve_joins_replay_and_costs_at_every_draft_length(tokenizer):
 
 def curve(name: str, speeds: dict[int, dict[int, float]], verifier: str = PROBABILISTIC) -> Curve:
     predicted = {b: {k: Estimate(value, None, 1) for k, value in of.items()} for b, of in speeds.items()}
-    return Curve(
-        ProposerEntry(name, "draft", None, 0, 0),
-        0.0,
-        verifier,
-        Estimate(0.5, None, 1),
-        {},
-        [],
-        [],
-        {},
-        {},
-        {},
-        predicted,
-    )
+    proposer, alpha = ProposerEntry(name, "draft", None, 0, 0), Estimate(0.5, None, 1)
+    return Curve(proposer, 0.0, verifier, alpha, {}, [], [], {}, {}, {}, predicted)
 
 
 def test_advice_names_what_was_not_decoded_and_would_be_faster_everywhere():

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tokenizers.processors import TemplateProcessing
+from unit.train.data.chat.test_masks import assistant, user
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.repetition import count_repeated_ngrams, repeated_ngram_share
@@ -20,14 +21,6 @@ TEMPLATE = (
     "{% if m['role'] == 'system' and m['content'] == 'no' %}{{ raise_exception('no system role') }}{% endif %}"
     "[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-
-
-def user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}
 
 
 def write(directory: Path, name: str, text: str | bytes) -> str:
