@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 8_540,
     "scripts": 18_730,
     "benchmarks": 2_485,
-    "tests": 51_200,
+    "tests": 51_100,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
