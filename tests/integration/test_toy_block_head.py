@@ -11,6 +11,7 @@ from short_timing import shorten
 from specimens import TREE, block
 
 from draftsmith.decode import autoregressive_generate, replay_acceptance, speculative_generate
+from draftsmith.decode.tree import Tree
 from draftsmith.medusa import BlockProposer
 from draftsmith.medusa.block import heads
 from draftsmith.medusa.block.model import BlockDrafter
@@ -58,6 +59,24 @@ def test_replay_counts_what_the_decoder_counts(tree):
         assert out.sequences.tolist() == written.tolist()
         replayed = [(text.counts[k].num_drafts, text.counts[k].num_accepted_tokens) for text in replay.texts]
         assert replayed == [(row.num_drafts, row.num_accepted_tokens) for row in out.row_counts]
+
+
+def test_each_node_continues_its_parents_state():
+    target, tree = tiny_llama(5, 13, layers=3), Tree((-1, -1, 0, 1, 2, 3))
+    drafter, anchors = block(target, markov_rank=0, toy_width=4), torch.tensor([3, 4])
+    model = BlockProposer(drafter).draft_model
+    model.draft_for(target)
+    hidden, tokens = (
+        torch.randn(2, 3, target.config.hidden_size),
+        torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 1, 2, 3]]),
+    )
+    logits_after = model.logits_after(tree, hidden, anchors, 13)
+    for level in tree.levels(torch.device("cpu")):
+        found = logits_after(level, tokens)
+        for place, node in enumerate(level.parents):
+            path = tree.path(node) if level.depth else []
+            side = drafter.sides(hidden, torch.cat([anchors[:, None], tokens[:, path]], 1))[:, -1]
+            torch.testing.assert_close(found[:, place], drafter.logits(hidden[:, level.depth], side, model.head))
 
 
 def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypatch):
