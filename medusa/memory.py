@@ -22,6 +22,7 @@ from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.memory.activations import (
     Activations,
     Forward,
+    precision_of,
     tensors_of,
     through_chunks,
     trace_loss,
@@ -32,6 +33,8 @@ from draftsmith.train.memory.training import TrainingPlan
 
 StatesOf = Callable[[Tensor], Sequence[Tensor]]
 """A function from the target's hidden states at the positions to learn at, (N, H), to each guess's states, (N, H)."""
+Guesses = tuple[StatesOf, Callable[[int], OutputHead], Sequence[Tensor]]
+"""The states and the head of each guess, and tensors that are there before the losses."""
 
 
 class HeadsPlan(TrainingPlan):
@@ -47,15 +50,22 @@ class HeadsPlan(TrainingPlan):
     def ends(self, drafter: Any) -> Sequence[nn.Module]:
         """Return the language-model heads."""
 
-    @abstractmethod
     def vocabulary(self, heads: Any) -> int:
-        """Return the tokens that the heads draft among."""
+        """Return the number of tokens that the heads draft among."""
+        return int(heads.config.draft_vocab_size)
 
     @abstractmethod
+    def guesses(self, heads: Any, target: PreTrainedModel, positions: int) -> Guesses:
+        """Return the guesses that the losses learn from at a number of positions."""
+
     def traced_losses(
         self, heads: Any, target: PreTrainedModel, precision: Precision, positions: int
     ) -> tuple[float, float]:
         """Return `trace_losses` at a number of positions."""
+        with self.mode, precision_of(precision):
+            states_of, head, given = self.guesses(heads, target, positions)
+        args = heads, target, self.config.objective, states_of, head, positions
+        return trace_losses(self.mode, *args, precision, self.sizes, given)
 
     def target_held(self, setting: MemorySetting) -> dict[str, float]:
         """Return the bytes that the target takes at all times, and the copy of its head's rows of drafted tokens."""
@@ -158,6 +168,14 @@ class FeaturePlan(HeadsPlan):
         """Return the bytes of the heads' step, with the target's states until the loss."""
         forward = self._forwards(setting.target_dtype)
         return self.step_bytes(self.drafter(setting), self.batch, setting.precision, setting.checkpointing, forward)
+
+    def known_changes(self) -> list[tuple[str, str, Any]]:
+        """Return changes that may help; a quantised layer cannot be copied."""
+        changes = super().known_changes()
+        if self.config.heads is not None or self.config.init in ("auto", "random"):
+            return changes
+        begin = {"8bit": ", init random", "4bit": ", init random"}
+        return [(name + begin.get(value, ""), field, value) for name, field, value in changes]
 
     def made(self, config: Any, heads_class: Any, new: Callable[[PreTrainedModel, Tensor | None], Any]) -> Any:
         """Return the run's initial heads without data: those of `config.heads`, or new ones.

@@ -12,12 +12,11 @@ from draftsmith.medusa.block.blocks import anchors_at_once, anchors_of, states_o
 from draftsmith.medusa.block.config import BlockPlanConfig
 from draftsmith.medusa.block.initial import new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.memory import FeaturePlan, fake_target_states, trace_losses
+from draftsmith.medusa.memory import FeaturePlan, Guesses, fake_target_states
 from draftsmith.medusa.target_states import TargetStates
 from draftsmith.train.job.flops import Work
-from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.memory.activations import Forward, precision_of
-from draftsmith.train.memory.setting import MemorySetting, Precision
+from draftsmith.train.memory.setting import MemorySetting
 
 
 class BlockPlan(FeaturePlan):
@@ -38,10 +37,6 @@ class BlockPlan(FeaturePlan):
     def ends(self, drafter: BlockDrafter) -> Sequence[nn.Module]:
         """Return the head that adds logits."""
         return [head for head in (drafter.side_head,) if head is not None]
-
-    def vocabulary(self, heads: BlockDrafter) -> int:
-        """Return the drafter's vocabulary size."""
-        return heads.config.draft_vocab_size
 
     @property
     def anchors(self) -> int:
@@ -79,26 +74,19 @@ class BlockPlan(FeaturePlan):
             size = computing_dtype(drafter.fc.weight).itemsize
         return peak + rows * length * drafter.config.guesses * drafter.config.hidden_size * size  # type: ignore[no-any-return]
 
-    def traced_losses(
-        self, heads: BlockDrafter, target: PreTrainedModel, precision: Precision, positions: int
-    ) -> tuple[float, float]:
-        """Return `trace_losses` without the states, which are counted with the blocks."""
-        with self.mode, precision_of(precision):
-            dtype = computing_dtype(heads.fc.weight)
-            # Side states are made here, so they are counted with the losses.
-            hidden = torch.zeros(positions, heads.config.hidden_size, dtype=dtype)
-            before = torch.zeros(positions, dtype=torch.long)
-            head = heads.head_for(target)
-        hidden.requires_grad_(True)
+    def guesses(self, heads: BlockDrafter, target: PreTrainedModel, positions: int) -> Guesses:
+        """Return the blocks' guesses; all but side states are counted with the blocks."""
+        shape, dtype = (positions, heads.config.hidden_size), computing_dtype(heads.fc.weight)
+        hidden, before = torch.zeros(shape, dtype=dtype, requires_grad=True), torch.zeros(positions, dtype=torch.long)
+        head = heads.head_for(target)
+        given = hidden, before, head.weight
 
         def states_of(_: Tensor) -> list[Tensor]:
+            if heads.side_head is None:
+                return [hidden]
             return [heads.head_states(hidden[:, None], before[:, None])[:, 0]]
 
-        def head_of(_: int) -> OutputHead:
-            return heads.whole_head(head)
-
-        args = heads, target, self.config.objective, states_of, head_of, positions
-        return trace_losses(self.mode, *args, precision, self.sizes, given=[hidden, before, head.weight])
+        return states_of, lambda _: heads.whole_head(head), given
 
     def work(self, setting: MemorySetting) -> Work:
         """Return the arithmetic of the blocks."""
@@ -112,11 +100,3 @@ class BlockPlan(FeaturePlan):
             f"{self.anchors} blocks of {shape.block_size} slots a row, {shape.num_hidden_layers} layers, which see the "
             f"target's layers {layers}, drafts among {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"
         ]
-
-    def known_changes(self) -> list[tuple[str, str, Any]]:
-        """Return changes that may help; a quantised layer cannot be copied."""
-        config, changes = self.config, super().known_changes()
-        if config.heads is None and config.init in ("last_layers", "look_back"):
-            begin = {"8bit": ", init random", "4bit": ", init random"}
-            changes = [(name + begin.get(value, ""), field, value) for name, field, value in changes]
-        return changes

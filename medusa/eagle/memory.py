@@ -12,11 +12,11 @@ from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import new_heads
 from draftsmith.medusa.eagle.unrolled import states_of_steps, work_of_steps
-from draftsmith.medusa.memory import FeaturePlan, fake_target_states, trace_losses
+from draftsmith.medusa.memory import FeaturePlan, Guesses, fake_target_states
 from draftsmith.medusa.target_states import TargetStates
 from draftsmith.train.job.flops import Work
-from draftsmith.train.memory.activations import Forward, precision_of
-from draftsmith.train.memory.setting import MemorySetting, Precision
+from draftsmith.train.memory.activations import Forward
+from draftsmith.train.memory.setting import MemorySetting
 
 
 class EaglePlan(FeaturePlan):
@@ -33,10 +33,6 @@ class EaglePlan(FeaturePlan):
     def ends(self, drafter: EagleHeads) -> Sequence[nn.Module]:
         """Return the language-model head."""
         return [drafter.lm_head]
-
-    def vocabulary(self, heads: EagleHeads) -> int:
-        """Return the heads' vocabulary size."""
-        return heads.config.draft_vocab_size
 
     def positions(self, rows: int) -> int:
         """Return the positions with a loss, if all tokens but each row's first belong to a completion."""
@@ -56,17 +52,11 @@ class EaglePlan(FeaturePlan):
 
         return forward
 
-    def traced_losses(
-        self, heads: EagleHeads, target: PreTrainedModel, precision: Precision, positions: int
-    ) -> tuple[float, float]:
-        """Return `trace_losses` without the states, which are counted with the steps."""
-        with self.mode, precision_of(precision):
-            dtype, size = computing_dtype(heads.lm_head.weight), heads.config.hidden_size
-            states = [torch.zeros(positions, size, dtype=dtype) for _ in range(self.config.num_steps)]
-        for state in states:
-            state.requires_grad_(True)  # their gradients are part of what the losses hold
-        args = heads, target, self.config.objective, lambda _: states, lambda _: heads.head, positions
-        return trace_losses(self.mode, *args, precision, self.sizes, given=states)
+    def guesses(self, heads: EagleHeads, target: PreTrainedModel, positions: int) -> Guesses:
+        """Return the steps' guesses; the states are counted with the steps, but the losses hold their gradients."""
+        shape, dtype = (positions, heads.config.hidden_size), computing_dtype(heads.lm_head.weight)
+        states = [torch.zeros(shape, dtype=dtype, requires_grad=True) for _ in range(self.config.num_steps)]
+        return lambda _: states, lambda _: heads.head, states
 
     def work(self, setting: MemorySetting) -> Work:
         """Return the arithmetic of the K steps."""
@@ -80,9 +70,5 @@ class EaglePlan(FeaturePlan):
         return [f"{self.config.num_steps} steps of one layer, features after layers {depths}, drafts among {tokens}"]
 
     def known_changes(self) -> list[tuple[str, str, Any]]:
-        """Return changes that may help: also a cache of features; a quantised layer cannot be copied."""
-        config, changes = self.config, super().known_changes()
-        if config.heads is None and config.init == "last_layer":
-            begin = {"8bit": ", init random", "4bit": ", init random"}
-            changes = [(name + begin.get(value, ""), field, value) for name, field, value in changes]
-        return changes + [("teacher_cache", "target", None)] * (self.setting.target is not None)
+        """Return changes that may help: also a cache of features."""
+        return super().known_changes() + [("teacher_cache", "target", None)] * (self.setting.target is not None)

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import at_most
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
-from draftsmith.medusa.memory import HeadsPlan, StatesOf, trace_losses
+from draftsmith.medusa.memory import Guesses, HeadsPlan, StatesOf
 from draftsmith.train.job.flops import Work
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.memory.moments import Moment
-from draftsmith.train.memory.setting import MemorySetting, Precision
+from draftsmith.train.memory.setting import MemorySetting
 from draftsmith.train.memory.states import Weights
 
 
@@ -95,12 +95,9 @@ class MedusaPlan(HeadsPlan):
             self.optimizer_step(setting),
         ]
 
-    def traced_losses(
-        self, heads: MedusaHeads, target: PreTrainedModel, precision: Precision, positions: int
-    ) -> tuple[float, float]:
-        """Return `trace_losses` for a number of positions."""
-        args = heads, target, self.config.objective, states_of_heads(heads), heads.head, positions
-        return trace_losses(self.mode, *args, precision, self.sizes)
+    def guesses(self, heads: MedusaHeads, target: PreTrainedModel, positions: int) -> Guesses:
+        """Return all heads' guesses."""
+        return states_of_heads(heads), heads.head, ()
 
     def work(self, setting: MemorySetting) -> Work:
         """Return the arithmetic of the heads."""

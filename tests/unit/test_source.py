@@ -22,7 +22,7 @@ BUDGET = {
     "decode": 12_865,
     "train": 14_510,
     "distill": 2_870,
-    "medusa": 8_540,
+    "medusa": 8_525,
     "scripts": 18_730,
     "benchmarks": 2_485,
     "tests": 51_100,
