@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import tiny_llama
+from unit.scripts.measure.test_verdict import TABLE as PLAIN_TABLE
 
 from draftsmith.decode import Counts, DraftModelProposer, HybridProposer, PromptLookupProposer, Tree
-from draftsmith.decode.measurement.costs import CostTable, DraftCosts
+from draftsmith.decode.measurement.costs import DraftCosts
 from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.decode.measurement.replay import Replay, TextReplay
 from draftsmith.medusa import MedusaHeads, MedusaProposer
@@ -22,13 +23,8 @@ from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair
 
 GAMMA = 4
-TABLE = CostTable(
-    context=30,
-    temperature=0.0,
-    target_seconds={1: {1: 1.0, 5: 1.8}, 2: {1: 1.2, 5: 2.8}},
-    plain_overhead_seconds={1: 0.1, 2: 0.2},
-    prefill_seconds={1: 2.0, 2: 3.0},
-    prompt=2,
+TABLE = replace(
+    PLAIN_TABLE,
     drafters={
         "hybrid": {1: DraftCosts(7.0, 7.0, 7.0, 7.0), 2: DraftCosts(7.0, 7.0, 7.0, 7.0)},
         "hybrid/lookup": {1: DraftCosts(0.01, 0.0, 0.1, 0.02), 2: DraftCosts(0.02, 0.0, 0.2, 0.04)},
