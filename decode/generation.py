@@ -75,7 +75,15 @@ STATEFUL = (
 )
 STATEFUL_PACKAGES = ("outlines", "xgrammar")
 # Inputs that `generate` passes with the tokens. Any other would change the model's output, and is refused.
-SERVED_INPUTS = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+SERVED_INPUTS = {
+    "attention_mask",
+    "cache_params",
+    "cache_position",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+}
+SERVED_INPUTS |= {"use_cache"}
 # Options of `generate` that our decoders do not serve, with their unset values.
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),

@@ -146,7 +146,8 @@ def _write(
     task = _task(model, rows, plan, rule, compiled)
     largest = proposer.start(task)
     wants: dict[str, Any] = {"wants_hidden": proposer.wants_hidden, "wants_features": proposer.wants_features}
-    target = CachedModel(model, len(rows), task.max_length, 1 + largest, compiled, **wants)
+    # The target returns to no token before its last block.
+    target = CachedModel(model, len(rows), task.max_length, 1 + largest, compiled, rollback=0, **wants)
     plan.start(model, proposer, len(rows), max(row.length for row in rows), compiled)
     texts = TextBatch(rows, 1 + largest)
     while True:
@@ -205,7 +206,7 @@ def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], r
     """Feed each row's last token, which was not fed yet, and its draft; return the logits, (B, 1 + width, V)."""
     rows, chains = texts.rows, all(draft.tree.is_chain for draft in drafts)
     if target.is_empty:  # the first round
-        if len(rows) == 1 and chains:
+        if len(rows) == 1 and chains and not target.has_states:
             # The prompt and the first draft in one forward.
             return target.prefill(torch.cat([rows[0].context, drafts[0].tokens])[None, :], keep=width + 1)
         target.prefill_texts([row.context for row in rows])
@@ -215,6 +216,10 @@ def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], r
         blocks = torch.cat([texts.last(), stack_tokens(drafts, width)], 1)
     if chains:
         return target.feed(blocks, roots)
+    if target.has_states:
+        raise InputError(
+            f"drafts: expected chains, found a tree, whose paths share no state of {type(target.model).__name__}"
+        )
     visible, depths = masks_of([draft.tree for draft in drafts], width, blocks.device)
     return target.feed(blocks, roots, visible=visible, depths=depths)
 

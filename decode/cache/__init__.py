@@ -1,6 +1,13 @@
 """A model with its key-value cache, and the models whose cache can be rolled back."""
 
-from draftsmith.decode.cache.checks import cached_numbers, check_causal, check_rollback, positions_of
+from draftsmith.decode.cache.checks import (
+    cached_numbers,
+    check_causal,
+    check_rollback,
+    follows_one_path,
+    positions_of,
+    runs_in_programs,
+)
 from draftsmith.decode.cache.layers import Slots
 from draftsmith.decode.cache.model import CachedModel, SavedRow, pad_right
 from draftsmith.decode.cache.rotary import own_positions, rotary_limit, rotate_by_text
@@ -12,9 +19,11 @@ __all__ = [
     "cached_numbers",
     "check_causal",
     "check_rollback",
+    "follows_one_path",
     "own_positions",
     "pad_right",
     "positions_of",
     "rotary_limit",
     "rotate_by_text",
+    "runs_in_programs",
 ]

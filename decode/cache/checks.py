@@ -9,10 +9,13 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from draftsmith.decode.cache.attention import implementation_of
+from draftsmith.decode.cache.states import HYBRIDS, STATES, layer_kinds, uses_states
 from draftsmith.decode.errors import InputError
 
 # Attention that takes any additive mask; the other, fast kernels take causal masks only.
 ATTENTION = ("eager", "sdpa")
+# The library's types of layers whose tokens can be dropped; "dummy" ones have no cache of their own.
+KINDS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", *STATES, *HYBRIDS, "dummy"}
 # Models whose layers differ from their config, which no field shows.
 UNFIT_TYPES = {"moshi": "whose config names a window that its layers do not have"}
 # Families that are encoders unless their config says `is_decoder`.
@@ -41,29 +44,42 @@ def check_rollback(model: PreTrainedModel, role: str) -> None:
     """Raise an `InputError` for models whose cache cannot drop rejected tokens and padding, and for encoders."""
     check_causal(model, role)
     name, config = type(model).__name__, model.config.get_text_config()
-    if model._is_stateful:
+    kinds, parameters = set(layer_kinds(config)[0]), parameters_of(model)
+    stateful = kinds & {*STATES, *HYBRIDS}
+    if (model._is_stateful and not stateful) or (stateful and not uses_states(model)):
         raise InputError(
-            f"{role}: expected a model with a key-value cache, found {name}, whose recurrent state cannot drop "
-            "rejected tokens"
+            f"{role}: expected a state in the library's cache, which can drop rejected tokens, found {name}, whose "
+            "state is elsewhere"
         )
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise InputError(f"{role}: expected full or sliding attention layers, found {', '.join(unknown)} in {name}")
+    if unknown := sorted(kinds - KINDS):
+        raise InputError(
+            f"{role}: expected layers of {', '.join(sorted(KINDS - {'dummy'}))}, found {', '.join(unknown)} in {name}"
+        )
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's layers apply a window of their own
         raise InputError(f"{role}: expected full or sliding attention layers, found local ones in {name}")
     if getattr(config, "alibi", False):
         raise InputError(f"{role}: expected positions by position_ids, found alibi in {name}")
     if config.model_type in UNFIT_TYPES:
         raise InputError(f"{role}: expected another model, found {name}, {UNFIT_TYPES[config.model_type]}")
-    if "past_key_values" not in parameters_of(model):
+    if not parameters & {"past_key_values", "cache_params"}:
         raise InputError(f"{role}: expected a model with a key-value cache, found {name}, which has none")
-    if "position_ids" not in parameters_of(model):
+    if kinds - {*STATES, "dummy"} and "position_ids" not in parameters:
         raise InputError(f"{role}: expected a model that takes position_ids, found {name}, which does not")
     attention = implementation_of(model)
     if attention not in ATTENTION:
         raise InputError(
             f"{role}: expected attn_implementation {' or '.join(ATTENTION)}, found {attention}, which takes no masks"
         )
+
+
+def runs_in_programs(model: PreTrainedModel) -> bool:
+    """Return whether compiled programs can run a model: its layers have keys and values, and no more."""
+    return set(layer_kinds(model.config.get_text_config())[0]) <= {"full_attention", "sliding_attention", "dummy"}
+
+
+def follows_one_path(model: PreTrainedModel) -> bool:
+    """Return whether a model has states, which no tree of drafted tokens can share."""
+    return not {*STATES, *HYBRIDS}.isdisjoint(layer_kinds(model.config.get_text_config())[0])
 
 
 @lru_cache(maxsize=64)

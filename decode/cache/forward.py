@@ -13,8 +13,9 @@ from transformers import Cache, PreTrainedModel
 
 from draftsmith.decode.cache.checks import parameters_of
 from draftsmith.decode.cache.features import collect_states
-from draftsmith.decode.cache.layers import Axes, Block, make_layers
+from draftsmith.decode.cache.layers import Axes, Block
 from draftsmith.decode.cache.masks import Masks
+from draftsmith.decode.cache.states import make_layers
 
 NO_TOKEN = -1  # replaces a token where the logits are NaN
 
@@ -55,7 +56,6 @@ class BlockForward(Forward):
         self.further, self._depths, self._written = tuple(further), tuple(depths), list(written)
         self._keeps = "logits_to_keep" in parameters_of(model)
         config = self._config = model.config.get_text_config()
-        self._types = sorted(set(getattr(config, "layer_types", None) or ()))
         self.window: int = getattr(config, "sliding_window", None) or 0
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -117,7 +117,7 @@ class BlockForward(Forward):
             cached_BS.scatter_(1, block.slots, positions)
         model: Any = self.model
         # Not in the model's dtype: weights that are lent to it may have another.
-        masks = Masks(model, self._types, self.window, slots_N, cached[0].dtype)
+        masks = Masks(model, slots_N, cached[0].dtype)
         # The library's cache over the given buffers; they are written in place.
         layers = make_layers(self._config, block, rows, 0, True)
         for layer, written in zip(layers, self._written, strict=True):

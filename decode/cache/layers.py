@@ -1,7 +1,7 @@
 """Slots of keys and values, and each layer's buffers of them.
 
 `CachedModel` and programs leave a layer's state to the layer. One with a state other than keys and values implements
-the public methods of `Layer`, and has its kind of layer in `make_layers`.
+the public methods of `Layer`; see `draftsmith.decode.cache.states`.
 
 Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width.
 """
@@ -184,8 +184,16 @@ class Layer(CacheLayerMixin):
         """Take the first of these as its `tensors`, and remove them from the list."""
         self.keys, self.values, self.is_initialized = tensors.pop(0), tensors.pop(0), True
 
-    def rewind(self, slots: Slots) -> None:
-        """Forget each row's tokens from its slot on, where the next block begins."""
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The layer's buffers, which move, select and rewind themselves."""
+        return [self]
+
+    def finish(self) -> None:
+        """Do what is to be done after a forward."""
+
+    def rewind(self, slots: Slots, tokens: int, whole: bool = False) -> None:
+        """Forget each row's tokens from its place on, where a block of tokens begins."""
         # Keys and values stay: the block overwrites its slots, and nothing attends to later ones.
 
     def select(self, rows: Sequence[int]) -> None:
@@ -264,12 +272,20 @@ class Layer(CacheLayerMixin):
         return self.slots
 
 
-def make_layers(config: Any, block: Block, rows: int, slots: int, whole: bool, rollback: int = 0) -> list[Layer]:
-    """Return the empty layers of a model's cache, from its text config; `whole` ones keep what is outside a window."""
-    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-    window: int = getattr(config, "sliding_window", None) or 0
-    windows = [window if kind == "sliding_attention" else 0 for kind in kinds] or [window] * config.num_hidden_layers
-    return [
-        Layer(block, rows, slots, whole, 0 if whole else window, rollback)
-        for window in windows[: config.num_hidden_layers]
-    ]
+class IndexedLayer(Layer):
+    """A layer with the keys of an index, by which each token selects the slots that it attends to (DeepSeek-V3.2)."""
+
+    def __init__(self, block: Block, rows: int, slots: int, whole: bool, window: int = 0, rollback: int = 0):
+        super().__init__(block, rows, slots, whole, window, rollback)
+        self.index = Layer(block, rows, slots, whole)
+        self.indexer_position_ids: Tensor | None = None  # some models keep positions here
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The buffers of keys and values, and those of the index."""
+        return [self, self.index]
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the index's keys of the block, (B, K, D); return those of all slots, (B, S, D)."""
+        keys = indexer_key_states[:, None]
+        return self.index.update(keys, keys[..., :0])[0][:, 0]

@@ -3,7 +3,6 @@
 Shape suffixes: B rows, K tokens of a block, N slots up to the block's end, S slots.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,26 +10,29 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.layers import Block
+from draftsmith.decode.cache.states import HYBRIDS, STATES, layer_kinds
+
+WINDOWED = ("sliding_attention", "hybrid_sliding")
 
 
 class Masks:
     """Makes the additive masks of a model's blocks, in its dtype unless another is given, on its device.
 
-    `types` are the kinds of its layers, if its config names any. A token of a sliding layer attends to `window`
-    positions; 0 without such layers. `slots_S` is 0 … S − 1 on the device.
+    `slots_S` is 0 … S − 1 on the device.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        types: Sequence[str],
-        window: int,
-        slots_S: Tensor,
-        dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, model: PreTrainedModel, slots_S: Tensor, dtype: torch.dtype | None = None):
         self._dtype, self._device = model.dtype if dtype is None else dtype, model.device
         self._minimum = torch.finfo(self._dtype).min
-        self._types, self._window, self._slots_S = types, window, slots_S
+        config = model.config.get_text_config()
+        kinds, self._slots_S = {*layer_kinds(config)[0]}, slots_S
+        self._attends = bool(kinds - {*STATES, "dummy"})
+        # The names under which a model looks for its masks; none if one mask serves all. Models with states name those
+        # of their attention and of their states, whatever their layers are called.
+        self._types = {*(getattr(config, "layer_types", None) or ())}
+        if kinds & {*STATES, *HYBRIDS}:
+            self._types |= {"full_attention", "sliding_attention", *STATES}
+        self._window, self._chunk = spans_of(config)
         self._causal: dict[int, Tensor] = {}
 
     def of_block(
@@ -49,7 +51,9 @@ class Masks:
         N) or (B, K, N) bool; None is causal.
         """
         k = positions.shape[1]
-        if visible is not None or block.start is None or (by_depth and self._window):
+        if not self._attends:
+            return None
+        if visible is not None or block.start is None or (by_depth and self._window) or self._chunk:
             return self.by_slot(block, positions.expand(rows, k), cached_BS, visible)
         if k > 1 and not self._window:
             # A causal block at one length for all rows: the library's own mask would cost more than all bookkeeping.
@@ -76,18 +80,31 @@ class Masks:
             allowed.scatter_(2, last[:, None, :].expand(rows, k, n), visible.expand(rows, k, n))
         if cached_BS is None:
             return self._by_type(self._additive(allowed))
-        full = self._additive(allowed) if "full_attention" in self._types else allowed
-        attended = slice(block.reach, block.width)
-        near = positions_BK[:, :, None] - cached_BS[:, None, attended] < self._window
-        return self._by_type(full, self._additive(allowed[:, :, attended] & near))
+        windowed = chunked = None
+        if self._window:
+            attended = slice(block.reach, block.width)
+            near = positions_BK[:, :, None] - cached_BS[:, None, attended] < self._window
+            windowed = self._additive(allowed[:, :, attended] & near)
+        if self._chunk:
+            chunks = positions_BK[:, :, None] // self._chunk
+            chunked = self._additive(allowed & (chunks == cached_BS[:, None, : block.width] // self._chunk))
+        full = self._additive(allowed) if self._types - {*WINDOWED, "chunked_attention"} else allowed
+        return self._by_type(full, windowed, chunked)
 
     def _additive(self, allowed: Tensor) -> Tensor:
         """Return (B, 1, K, S): 0 where a slot may be attended to."""
         mask = torch.zeros(allowed.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(~allowed, self._minimum)[:, None]
 
-    def _by_type(self, full: Tensor, windowed: Tensor | None = None) -> Any:
+    def _by_type(self, full: Tensor, windowed: Tensor | None = None, chunked: Tensor | None = None) -> Any:
         windowed = full if windowed is None else windowed
-        if self._types:
-            return {name: windowed if name == "sliding_attention" else full for name in self._types}
-        return windowed
+        if not self._types:
+            return windowed
+        others = dict.fromkeys(WINDOWED, windowed) | dict.fromkeys(STATES) | {"chunked_attention": chunked}
+        return {name: others.get(name, full) for name in self._types}
+
+
+def spans_of(config: Any) -> tuple[int, int]:
+    """Return the positions in the window, and in a chunk, of layers that have one, by a text config; 0 without."""
+    chunk = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return getattr(config, "sliding_window", None) or 0, config.attention_chunk_size if chunk else 0

@@ -17,13 +17,14 @@ from transformers import Cache, PreTrainedModel
 
 from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
-from draftsmith.decode.cache.checks import parameters_of
+from draftsmith.decode.cache.checks import parameters_of, runs_in_programs
 from draftsmith.decode.cache.features import Features, collect_states
 from draftsmith.decode.cache.forward import BlockForward, Forward, has_head
-from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Layer, Moves, SavedLayer, Slots, make_layers
-from draftsmith.decode.cache.masks import Masks
+from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Moves, Slots, SavedLayer
+from draftsmith.decode.cache.masks import Masks, spans_of
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.cache.rotary import rotary_limit
+from draftsmith.decode.cache.states import StateLayer, Stepwise, make_layers
 from draftsmith.decode.errors import InputError
 
 STEP = 16  # programs attend to a multiple of this many slots, since kernels prefer such masks
@@ -57,7 +58,7 @@ class CachedModel:
         rollback: int | None = None,
         wants_features: Sequence[int] = (),
     ):
-        self.model, self.compiled, self._rows = model, compiled, rows
+        self.model, self._rows = model, rows
         self.wants_hidden = wants_hidden
         self.hidden: Tensor | None = None
         """The head's input at the positions whose logits the last forward returned, (B, keep, H)."""
@@ -69,14 +70,20 @@ class CachedModel:
         config = model.config.get_text_config()
         slots = max_length + block
         self._block = Block()
-        kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-        self._window: int = getattr(config, "sliding_window", None) or 0
-        rollback = 2 * block + 2 if rollback is None else rollback
-        self._layers = make_layers(config, self._block, rows, slots, compiled, rollback)
-        self.cache = Cache(layers=list(self._layers))
+        compiled = self.compiled = compiled and runs_in_programs(model)
+        self._window, chunk = spans_of(config)
+        most = 2 * block + 2
+        rollback = most if rollback is None else rollback
+        layers = make_layers(config, self._block, rows, slots, compiled, rollback, min(rollback, most))
+        self.cache = Cache(layers=layers)
+        self._layers = [part for layer in layers for part in layer.parts]
+        self._states = [layer for layer in self._layers if isinstance(layer, StateLayer)]
+        self._stepwise = Stepwise(model, layers) if self._states else None
         self._device = model.device
         self._attention: Any = Grouped(model) if attends_in_groups(model) else nullcontext()
-        self._keeps = "logits_to_keep" in parameters_of(model)
+        parameters = parameters_of(model)
+        self._keeps, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
+        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._largest = block
         self._slots, self._last = slots, max_length - 1
         if compiled:
@@ -88,21 +95,48 @@ class CachedModel:
             self._last_position = torch.tensor(self._last, device=self._device)
         self._range = torch.arange(slots, device=self._device)
         # Windows are counted in positions, and a tree's tokens have slots that differ from their positions.
-        self._positions = torch.zeros(rows, slots, dtype=torch.long, device=self._device) if self._window else None
-        self._masks = Masks(model, sorted(set(kinds)), self._window, self._range)
+        self._positions = (
+            torch.zeros(rows, slots, dtype=torch.long, device=self._device) if self._window or chunk else None
+        )
+        self._masks = Masks(model, self._range)
         self._rotary_limit = rotary_limit(model)
+
+    @property
+    def has_states(self) -> bool:
+        """True if layers have states: what may be dropped again must then be fed as a block, apart from the text."""
+        return bool(self._states)
 
     @property
     def is_empty(self) -> bool:
         """True if nothing was fed yet."""
-        return not self._layers[0].is_initialized
+        return not any(layer.is_initialized for layer in self._layers)
 
     def prefill_texts(self, texts: Sequence[Tensor]) -> None:
         """Feed texts, B of (T_b,) int64, without their last tokens, into an empty cache."""
         longest = max(map(len, texts))
         self._check_rotary(min(map(len, texts)) - 1)
-        if longest > 1:
+        if self._states and min(map(len, texts)) < longest:
+            self._prefill_apart(texts)
+        elif longest > 1:
             self.prefill(pad_right(texts, longest)[:, :-1])
+
+    def _prefill_apart(self, texts: Sequence[Tensor]) -> None:
+        """Feed texts of different lengths, those of one length at a time: padding would change a recurrent state."""
+        rows: list[SavedRow] = [[] for _ in texts]
+        features: dict[int, Tensor] = {}
+        for length in sorted({len(text) for text in texts if len(text) > 1}):
+            alike = [row for row, text in enumerate(texts) if len(text) == length]
+            part = CachedModel(self.model, len(alike), self._last + 1, wants_features=self._depths)
+            part.prefill_texts([texts[row] for row in alike])
+            for place, row in enumerate(alike):
+                rows[row] = part.saved(place, length - 1)
+                if part.features:
+                    features[row] = part.features[0][place]
+        self.restore(rows)
+        if features:
+            nothing = next(iter(features.values()))[:0]
+            parts = [features.get(row, nothing) for row in range(len(texts))]
+            self.features.append(torch.nn.utils.rnn.pad_sequence(parts, batch_first=True))
 
     def refill(self, rows: Sequence[int], texts: Sequence[Tensor]) -> None:
         """Feed texts, (T_b,) int64, without their last tokens, to some rows; `rollback` must be the greatest length."""
@@ -137,15 +171,17 @@ class CachedModel:
         """
         length = tokens.shape[1]
         self._check_rotary(length)
+        starts = Slots([0] * len(tokens), self._device)
         # A program already loaded also serves a short prompt; none is compiled for it.
         if not further and tokens.numel() <= SHORT and self._is_compiled:
-            starts = Slots([0] * len(tokens), self._device)
             return self._feed_compiled(tokens, starts, None, None, {}, keep)
         self._block.start, self._block.width, self._block.reach = 0, length, 0
+        for layer in self._states:
+            layer.rewind(starts, length, whole=True)
         positions = self._range[None, :length]
         if self._positions is not None:
             self._positions[:, :length] = positions
-        return self._run(tokens, None, positions, keep, further)
+        return self._run(tokens, None, positions, keep, further, whole=True)
 
     def feed(
         self,
@@ -172,6 +208,8 @@ class CachedModel:
         self._check_rotary(min(slots.host) + k)
         if self.compiled:
             return self._feed_compiled(tokens, slots, visible, depths, further or {}, keep or k)
+        if self._states and visible is not None:
+            raise RuntimeError("states: expected a chain, found a block whose tokens do not follow one another")
         positions = self._placed(slots, k, depths)
         mask = self._masks.of_block(self._block, rows, positions, self._positions, visible, depths is not None)
         return self._run(tokens, mask, positions, k if keep is None else keep, further)
@@ -203,7 +241,7 @@ class CachedModel:
             self._positions = self._positions[rows]
 
     @property
-    def _written(self) -> list[Layer]:
+    def _written(self) -> list[Any]:
         """The layers with their own state; some models' last layers read an earlier layer's (Gemma 3n, Gemma 4)."""
         return [layer for layer in self._layers if layer.is_initialized]
 
@@ -222,7 +260,7 @@ class CachedModel:
     def _placed(self, slots: Slots, k: int, depths: Tensor | None) -> Tensor:
         """Set the slots of a block of K tokens for the layers; return its positions, (1 or B, K)."""
         for layer in self._layers:
-            layer.rewind(slots)
+            layer.rewind(slots, k)
         block = self._block
         block.start = slots.host[0] if slots.alike else None
         block.width = max(slots.host) + k
@@ -243,15 +281,26 @@ class CachedModel:
         return positions
 
     def _run(
-        self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, further: Mapping[str, Tensor] | None
+        self,
+        tokens: Tensor,
+        mask: Any,
+        positions: Tensor,
+        keep: int,
+        further: Mapping[str, Tensor] | None,
+        whole: bool = False,
     ) -> Tensor:
         inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, **(further or {})}
         if keep < tokens.shape[1] and self._keeps:
             # A long prompt's logits over a large vocabulary would be the run's largest tensor.
             inputs["logits_to_keep"] = keep
-        inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True}
-        with self._attention, collect_states(self.model, self.wants_hidden, self._depths) as states:
+        inputs |= {"input_ids": tokens, self._cache_name: self.cache, "use_cache": True}
+        if not self._takes_positions:
+            del inputs["position_ids"]
+        stepwise = self._stepwise if self._stepwise and tokens.shape[1] > 1 and not whole else nullcontext()
+        with self._attention, stepwise, collect_states(self.model, self.wants_hidden, self._depths) as states:
             output = self.model(**inputs)
+        for layer in self._states:
+            layer.finish()
         self.likeliest = None
         self._keep(states.hidden, states.features, keep)
         if self.compiled and not self._programs.templates:
@@ -313,7 +362,7 @@ class CachedModel:
             self.prefill(tokens[:, :1], further={name: states[:, :1] for name, states in further.items()})
             self.features.clear()
         for layer in self._layers:
-            layer.rewind(slots)
+            layer.rewind(slots, reach)
         end = max(slots.host) + reach
         extras = [*further.values(), *([] if self._positions is None else [self._positions])]
         # Few different numbers of slots: a multiple of STEP, or in graphs, which keep one shape each, a power of two.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import check_rollback, positions_of
+from draftsmith.decode.cache import check_rollback, follows_one_path, positions_of, runs_in_programs
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer
@@ -78,6 +78,10 @@ class DraftModelProposer(Proposer):
             )
         if tree is not None and stop is not None:
             raise InputError("stop: expected a chain, whose length it decides, found a tree")
+        if tree is not None and follows_one_path(draft_model):
+            raise InputError(
+                f"tree: expected a chain, found a tree, whose paths share no state of {type(draft_model).__name__}"
+            )
         self.draft_model, self.tree, self.stop, self.greedy = draft_model, tree, stop, greedy
         self.positions = positions_of(draft_model.config)
 
@@ -121,7 +125,12 @@ class DraftModelProposer(Proposer):
 
     def fits_programs(self, task: DraftTask) -> bool:
         """Return whether programs can draft: rows are alike, and no rule inspects tokens meanwhile."""
-        if self.stop is not None or self.wants_confidence or isinstance(self.tree, DynamicTree):
+        if (
+            not runs_in_programs(self.draft_model)
+            or self.stop is not None
+            or self.wants_confidence
+            or isinstance(self.tree, DynamicTree)
+        ):
             return False
         if self.tree is not None and self.tree.pruned(task.draft_length)[0].depth > self.most_steps:
             return False

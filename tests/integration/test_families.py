@@ -42,8 +42,9 @@ PENALISED = {**GREEDY, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
 AT_T0 = {"greedy": GREEDY, "penalised": PENALISED}
 SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0}
 
-# What the others have not: layers of both kinds beside a dict of masks, attention sinks and experts, shared keys.
-VARIANTS = ("qwen2-window", "gpt-oss", "falcon", "gemma3n")
+# What the others lack: layers of both kinds with a dict of masks, attention sinks and experts, shared keys, chunks, an
+# index of slots.
+VARIANTS = ("qwen2-window", "gpt-oss", "falcon", "gemma3n", "llama4", "deepseek-v32")
 every_family = pytest.mark.parametrize("name", FAMILIES)
 MAIN = [name for name in FAMILIES if name not in VARIANTS]
 every_shape = pytest.mark.parametrize("shape", SHAPES)
@@ -411,18 +412,10 @@ def test_compiled_forwards_keep_their_windows():
     assert out.row_counts == speculate(name, "tree", [0, 1, 2], **options)[1].row_counts
 
 
-STATEFUL = "expected a model with a key-value cache, found {}, whose recurrent state cannot drop rejected tokens"
 REFUSED = {
-    "mamba": STATEFUL,
-    "jamba": STATEFUL,
-    "recurrent-gemma": STATEFUL,
-    "qwen3-next": STATEFUL,
-    "qwen3-5": STATEFUL,
-    "granite-hybrid": STATEFUL,
-    "nemotron-h": STATEFUL,
-    "deepseek-v32": "expected full or sliding attention layers, found indexed_attention in {}",
-    "lfm2": "expected full or sliding attention layers, found conv in {}",
-    "llama4": "expected full or sliding attention layers, found chunked_attention in {}",
+    "recurrent-gemma": (
+        "expected a state in the library's cache, which can drop rejected tokens, found {}, whose state is elsewhere"
+    ),
     "gpt-neo": "expected full or sliding attention layers, found local ones in {}",
     "falcon-alibi": "expected positions by position_ids, found alibi in {}",
     "bloom": "expected a model that takes position_ids, found {}, which does not",

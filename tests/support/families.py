@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     FalconConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
@@ -22,6 +23,7 @@ from transformers import (
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
+    Mamba2Config,
     MambaConfig,
     MistralConfig,
     MixtralConfig,
@@ -81,6 +83,16 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "phi": (PhiConfig, GROUPED),
     "phi3": (Phi3Config, {**GROUPED, "sliding_window": WINDOW}),
     "falcon": (FalconConfig, {"alibi": False}),
+    "llama4": (
+        Llama4TextConfig,
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "intermediate_size_mlp": 2 * HIDDEN,
+            "num_local_experts": 2,
+            "attention_chunk_size": WINDOW,
+        },
+    ),
 }
 LATENT = {
     **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
@@ -92,6 +104,7 @@ LINEAR = {
     **{"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
     **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", FULL]},
 }
+FAMILIES["deepseek-v32"] = (DeepseekV32Config, {**LATENT, "index_n_heads": 32, "index_head_dim": 8, "index_topk": 8})
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 # Mixtures of experts that decode as others do.
@@ -100,11 +113,10 @@ MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3-moe": (Qwen3MoeConfig, {**GROUPED, **SPARSE, "head_dim": 8}),
     "deepseek-v3": (DeepseekV3Config, LATENT),
 }
-# Those whose cache cannot drop rejected tokens, or that take no positions for them.
-UNFIT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+# Those with a recurrent or convolution state, in layers of their own or beside an attention.
+STATEFUL: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mamba": (MambaConfig, {}),
     "jamba": (JambaConfig, {**GROUPED, "attn_layer_period": 2, "attn_layer_offset": 1}),
-    "recurrent-gemma": (RecurrentGemmaConfig, {**GROUPED, "lru_width": HIDDEN}),
     "qwen3-next": (
         Qwen3NextConfig,
         {**GROUPED, "head_dim": 8, "layer_types": ["linear_attention", FULL], "mlp_only_layers": [0, 1]},
@@ -120,12 +132,13 @@ UNFIT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         | {"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1},
     ),
-    "deepseek-v32": (DeepseekV32Config, {**LATENT, "index_n_heads": 32, "index_head_dim": 8, "index_topk": 8}),
     "lfm2": (Lfm2Config, {**GROUPED, "layer_types": ["conv", FULL]}),
-    "llama4": (
-        Llama4TextConfig,
-        {**GROUPED, "head_dim": 8, "intermediate_size_mlp": 2 * HIDDEN, "num_local_experts": 2},
-    ),
+    "mamba2": (Mamba2Config, {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}),
+    "falcon-h1": (FalconH1Config, {**GROUPED, **MAMBA, "mamba_d_ssm": 64}),
+}
+# Those that keep their state elsewhere, whose layers mask on their own, or that take no positions.
+UNFIT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "recurrent-gemma": (RecurrentGemmaConfig, {**GROUPED, "lru_width": HIDDEN}),
     "gpt-neo": (GPTNeoConfig, {"attention_types": [[["global", "local"], 1]]}),
     "falcon-alibi": (FalconConfig, {"alibi": True}),
     "bloom": (BloomConfig, {}),
@@ -135,7 +148,7 @@ UNFIT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 def tiny_model(name: str, **options: Any) -> PreTrainedModel:
     """A family's model, with fields of its config as given; the same weights every time."""
-    config, own = (FAMILIES | MIXTURES | UNFIT)[name]
+    config, own = (FAMILIES | STATEFUL | MIXTURES | UNFIT)[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**{**BASE, **own, **options})).eval().requires_grad_(False)
     model.generation_config.pad_token_id = 0

@@ -1,0 +1,409 @@
+"""Layers of a cache with recurrent or convolution states, to whose earlier tokens a row can return.
+
+A state after T tokens does not contain the one after T − 1, so that a rejected draft cannot be dropped from it. A layer
+here keeps its states after each of the last tokens, and a row returns to the ones after its last accepted token. A
+mixer with a convolution alone gives the layer all inputs of a block, and every state is a slice of them. A mixer with a
+recurrent state shows only the last one: `Stepwise` feeds it one token of a block at a time, with the kernel of plain
+decoding, while all other modules see the block at once. Both use the library's own cache interface, for any family.
+
+Shape suffixes: B rows, K tokens of a block, W inputs that a convolution looks back to, C channels.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer, get_layer_types_and_kwargs
+
+from draftsmith.decode.cache.layers import Block, IndexedLayer, Layer, Moves, Slots, SavedLayer
+
+STATES = ("conv", "linear_attention")  # the library's types of layers with states alone
+HYBRIDS = ("hybrid", "hybrid_sliding")  # … and of layers that have keys and values as well
+T = TypeVar("T")
+State = tuple[str, int]  # "conv" or "recurrent", and the library's number of the state within its layer
+
+
+class StateLayer(LinearAttentionLayer):
+    """One layer's states, `states` of each kind, and those after each of a row's last tokens.
+
+    A later forward may return to `rollback` tokens before the start of the last one.
+    """
+
+    is_sliding = False
+
+    def __init__(self, rows: int, states: int = 1, rollback: int = 0):
+        super().__init__(number_of_states=states)
+        self.rows, self._rollback = rows, rollback
+        self.record_past = True  # mixers then hand over all inputs of a convolution, and change no state of it in place
+        self._stepped: set[int] | None = None  # the convolutions that the present token of a stepped mixer updated
+        self._forget()
+
+    def _forget(self) -> None:
+        self._ends: list[list[int]] = []  # the number of each row's tokens before each kept state; −1 where stale
+        self._kept: dict[State, list[Tensor]] = {}  # each state after these tokens, (B, …)
+        self._present = -1  # which of them are the present ones, if any
+        for number in range(self.number_of_states):
+            self.has_previous_state[number] = False
+            self.is_conv_states_initialized[number] = self.is_recurrent_states_initialized[number] = False
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The layer's states, which select and rewind themselves."""
+        return [self]
+
+    @property
+    def is_initialized(self) -> bool:
+        """True if there is a state."""
+        return bool(self._ends)
+
+    def rewind(self, places: Slots, tokens: int, whole: bool = False) -> None:
+        """Return to each row's states before its place, and expect those after each of a block's tokens.
+
+        If `whole`, only the last of these are expected.
+        """
+        chosen = [self._index(row, place) for row, place in enumerate(places.host)]
+        if not any(places.host):
+            self._forget()
+        elif set(chosen) != {self._present}:
+            for state, kept in self._kept.items():
+                self._set(state, _gathered(kept, chosen))
+        # Of a row that returns, all later states are stale. One earlier than `rollback` tokens is enough.
+        for row, place in enumerate(places.host):
+            for ends in self._ends:
+                ends[row] = ends[row] if ends[row] <= place else -1
+        floors = [
+            max((ends[row] for ends in self._ends if ends[row] <= place - self._rollback), default=0)
+            for row, place in enumerate(places.host)
+        ]
+        needed = [any(end >= floor for end, floor in zip(ends, floors, strict=True)) for ends in self._ends]
+        self._kept = {state: _where(kept, needed) for state, kept in self._kept.items()}
+        self._ends = _where(self._ends, needed)
+        self._ends += [
+            [place + step for place in places.host] for step in ([tokens] if whole else range(1, tokens + 1))
+        ]
+
+    def _index(self, row: int, place: int) -> int:
+        """Return which kept states are a row's after `place` tokens; −1 for those before all tokens."""
+        if not place:
+            return -1
+        for index in reversed(range(len(self._ends))):
+            if self._ends[index][row] == place:
+                return index
+        found = sorted({ends[row] for ends in self._ends if ends[row] >= 0})
+        raise RuntimeError(f"row {row}: expected states after {place} tokens, found those after {found}")
+
+    def _set(self, state: State, states: Tensor) -> None:
+        kind, number = state
+        if kind == "conv":
+            self.conv_states[number], self.is_conv_states_initialized[number] = states, True
+            self.conv_kernel_size[number] = states.shape[-1]
+        else:
+            self.recurrent_states[number], self.is_recurrent_states_initialized[number] = states, True
+        self.has_previous_state[number] = True
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Append inputs of a convolution, (B, C, K); return them with those that they look back to, (B, C, W + K)."""
+        k = conv_states.shape[-1]
+        width = conv_kernel_size or self.conv_kernel_size[state_idx] or k
+        before = self.conv_states[state_idx] if self.has_previous_state[state_idx] else None
+        inputs = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        filled = nn.functional.pad(inputs, (max(0, width + k - inputs.shape[-1]), 0))
+        if self._stepped is None:
+            expected = len(self._ends) - len(self._kept.get(("conv", state_idx), ()))
+            for last in [k] if expected == 1 else range(1, k + 1):
+                self._keep(("conv", state_idx), filled[..., last : last + width])
+        else:
+            self._stepped.add(state_idx)
+        self._set(("conv", state_idx), filled[..., -width:])
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Set a state, (B, …)."""
+        self._set(("recurrent", state_idx), recurrent_states)
+        return recurrent_states
+
+    def _keep(self, state: State, states: Tensor) -> None:
+        self._kept.setdefault(state, []).append(states)
+
+    def step(self, forward: Callable[[], Any]) -> Any:
+        """Run a mixer's forward of one token, and keep the states after it."""
+        self._stepped = set()
+        try:
+            output = forward()
+            for number in range(self.number_of_states):
+                if self.is_recurrent_states_initialized[number]:  # some kernels go on in the same tensor
+                    self._keep(("recurrent", number), self.recurrent_states[number].clone())
+            for number in self._stepped:
+                self._keep(("conv", number), self.conv_states[number])
+        finally:
+            self._stepped = None
+        return output
+
+    def finish(self) -> None:
+        """Keep the states after a forward; a `RuntimeError` if some of a block's are missing."""
+        expected = len(self._ends)
+        for number in range(self.number_of_states):
+            state = "recurrent", number
+            if self.is_recurrent_states_initialized[number] and len(self._kept.get(state, ())) == expected - 1:
+                self._keep(state, self.recurrent_states[number].clone())
+        for (kind, number), kept in self._kept.items():
+            if len(kept) != expected:
+                raise RuntimeError(
+                    f"{kind} state {number}: expected {expected} states after a block, found {len(kept)}"
+                )
+        self._present = expected - 1
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only some rows."""
+        self.rows = len(rows)
+        self._ends = [[ends[row] for row in rows] for ends in self._ends]
+        for state, kept in self._kept.items():
+            self._kept[state] = [states[rows] for states in kept]
+            if self._present >= 0:
+                self._set(state, self._kept[state][self._present].clone())
+
+    def move(self, moves: Moves) -> None:
+        """Raise a `RuntimeError`: a state follows one path of a tree, and its nodes are not fed."""
+        raise RuntimeError("states: expected the accepted tokens of a chain, found those of a tree")
+
+    def refill(self, rows: Tensor, other: "StateLayer", width: int) -> None:
+        """Begin some rows, (R,) int64, with the states of another cache's R rows."""
+        new_rows = rows.tolist()
+        ends = [-1] * self.rows
+        for row, saved in zip(new_rows, range(len(new_rows)), strict=True):
+            for earlier in self._ends:
+                earlier[row] = -1
+            ends[row] = max(entry[saved] for entry in other._ends)
+        for state, kept in self._kept.items():
+            states = torch.zeros_like(kept[-1])
+            states[rows.to(states.device)] = _gathered(
+                other._kept[state], [other._index(row, ends[new]) for row, new in enumerate(new_rows)]
+            )
+            kept.append(states)
+        self._ends.append(ends)
+        self._present = -1
+
+    def saved(self, row: int, length: int) -> SavedLayer:
+        """Return a copy of a row's states: their number of tokens, (), and each state, (0,) if the layer has none."""
+        index = self._index(row, length)
+        states = [
+            self._kept[state][index][row].clone() if state in self._kept else torch.zeros(0) for state in self._all
+        ]
+        return torch.tensor(length), *states
+
+    def restore(self, rows: Sequence[SavedLayer | None]) -> None:
+        """Begin each row with its saved states, if any; at least one row has some."""
+        example = next(saved for saved in rows if saved is not None)
+        self._ends = [[0 if saved is None else int(saved[0]) for saved in rows]]
+        for place, state in enumerate(self._all, 1):
+            if example[place].numel():
+                states = [torch.zeros_like(example[place]) if saved is None else saved[place] for saved in rows]
+                self._keep(state, torch.stack(states))
+        self._present = -1
+
+    @property
+    def _all(self) -> list[State]:
+        return [(kind, number) for kind in ("conv", "recurrent") for number in range(self.number_of_states)]
+
+
+class StateAndAttentionLayer(StateLayer, CacheLayerMixin):
+    """A layer with states, and with the keys and values of an attention of its own."""
+
+    def __init__(self, attention: Layer, states: int = 1, rollback: int = 0):
+        StateLayer.__init__(self, attention.rows, states, rollback)
+        self.attention, self.is_sliding = attention, attention.is_sliding  # type: ignore[misc]
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The attention's buffers, and the states."""
+        return [self.attention, self]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the block's keys and values: see `Layer`."""
+        return self.attention.update(key_states, value_states, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of slots that are attended to, and the first of them."""
+        return self.attention.get_mask_sizes(query_length)
+
+    def get_seq_length(self) -> int:
+        """Return the first slot of the block."""
+        return self.attention.get_seq_length()
+
+
+def _gathered(kept: Sequence[Tensor], chosen: Sequence[int]) -> Tensor:
+    """Return each row's state, (B, …), of those kept; zeros for −1."""
+    if len(set(chosen)) == 1 and chosen[0] >= 0 and len(chosen) == len(kept[0]):
+        return kept[chosen[0]].clone()
+    return torch.stack([kept[i][row] if i >= 0 else torch.zeros_like(kept[0][0]) for row, i in enumerate(chosen)])
+
+
+def _where(items: Iterable[T], flags: Sequence[bool]) -> list[T]:
+    return [item for item, flag in zip(items, flags, strict=True) if flag]
+
+
+@lru_cache(maxsize=256)
+def _calls(cls: type, method: str) -> bool:
+    """Return whether a module's own code calls a method of the cache."""
+    try:
+        return f".{method}(" in inspect.getsource(cls)
+    except (OSError, TypeError):  # a class without source
+        return False
+
+
+def recurrent_mixers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that update a recurrent state of the library's cache."""
+    return [module for module in model.modules() if _calls(type(module), "update_recurrent_state")]
+
+
+def uses_states(model: nn.Module) -> bool:
+    """Return whether modules of a model keep states in the library's cache."""
+    return any(
+        _calls(type(m), "update_recurrent_state") or _calls(type(m), "update_conv_state") for m in model.modules()
+    )
+
+
+class Stepwise:
+    """A context in which a model's mixers with a recurrent state take a block one token at a time.
+
+    What does not depend on the state is computed for the block at once, so that its weights are read once: a mixer's
+    products with its input, and the product that is its output. One thread at a time is within a model's context.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[Any]):
+        self._lock = _LOCKS.setdefault(model, threading.RLock())
+        self._mixers: list[_Mixer] = [_Mixer(m, layers[m.layer_idx]) for m in recurrent_mixers(model)]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        for mixer in self._mixers:
+            mixer.forward.replace(mixer.step_through)
+
+    def __exit__(self, *_: object) -> None:
+        for mixer in self._mixers:
+            mixer.forward.restore()
+        self._lock.release()
+
+
+class _Forward:
+    """A module's forward, replaced for a while."""
+
+    def __init__(self, module: nn.Module):
+        self.module: Any = module
+
+    def replace(self, forward: Callable[..., Any]) -> None:
+        self._own = self.module.__dict__.get("forward")  # that of a hook, as accelerate's
+        self.original = self.module.forward
+        self.module.forward = forward
+
+    def restore(self) -> None:
+        if self._own is None:
+            del self.module.forward
+        else:
+            self.module.forward = self._own
+
+
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+# The names of a mixer's products with its input, and of the product that is its output, if there is one.
+_PRODUCTS: WeakKeyDictionary[nn.Module, tuple[list[str], str | None]] = WeakKeyDictionary()
+
+
+class _Mixer:
+    """A mixer and the layer with its state."""
+
+    def __init__(self, module: nn.Module, layer: StateLayer):
+        self.forward, self._layer = _Forward(module), layer
+        self._linear = {name: _Forward(part) for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+
+    def step_through(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the mixer over a block, (B, K, H), one token at a time."""
+        states: Tensor = args[0] if args else kwargs["hidden_states"]
+        k, outputs = states.shape[1], []
+        columns = [[_column(part, token, k) for part in (args, kwargs)] for token in range(k)]
+        before, last = _PRODUCTS.get(self.forward.module, ([], None))
+        products = {name: self._linear[name].module(states) for name in before}
+        for token, (step_args, step_kwargs) in enumerate(columns):
+            column = step_args[0] if step_args else step_kwargs["hidden_states"]
+            ready = {name: product[:, token : token + 1] for name, product in products.items()}
+            step = partial(self.forward.original, *step_args, **step_kwargs)
+            outputs.append(self._layer.step(partial(self._run, step, column, ready, last)))
+        output = _joined(outputs)
+        if last is None:
+            return output
+        product = self._linear[last].module
+        return product(output) if isinstance(output, Tensor) else (product(output[0]), *output[1:])
+
+    def _run(self, step: Callable[[], Any], column: Tensor, ready: Mapping[str, Tensor], last: str | None) -> Any:
+        """Run one token's step with the products of its input that are ready, and without the last one."""
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def multiply(name: str, states: Tensor) -> Tensor:
+            if name == last:
+                return states
+            product = ready[name] if name in ready and states is column else self._linear[name].original(states)
+            seen[name] = states, product
+            return product
+
+        for name, linear in self._linear.items():
+            linear.replace(partial(multiply, name))
+        try:
+            output = step()
+        finally:
+            for linear in self._linear.values():
+                linear.restore()
+        if self.forward.module not in _PRODUCTS:
+            first = output if isinstance(output, Tensor) else output[0]
+            ends = [name for name, (_, product) in seen.items() if product is first]
+            starts = [name for name, (states, _) in seen.items() if states is column and name not in ends]
+            _PRODUCTS[self.forward.module] = starts, ends[0] if ends else None
+        return output
+
+
+def _column(value: Any, token: int, k: int) -> Any:
+    """Return a token's part of a mixer's argument: a column of each tensor over the block."""
+    if isinstance(value, Tensor):
+        return value[:, token : token + 1] if value.ndim > 1 and value.shape[1] == k else value
+    if isinstance(value, list | tuple):
+        return type(value)(_column(item, token, k) for item in value)
+    return {name: _column(item, token, k) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(list(outputs), dim=1)
+    return tuple(_joined(part) if isinstance(part[0], Tensor) else part[-1] for part in zip(*outputs, strict=True))
+
+
+def make_layers(
+    config: Any, block: Block, rows: int, slots: int, whole: bool, rollback: int = 0, states_back: int = 0
+) -> list[Any]:
+    """Return the empty layers of a model's cache, from its text config; `whole` ones keep what is outside a window.
+
+    A later forward may return to `rollback` slots before the start of the last one, or `states_back` where there are
+    states.
+    """
+    kinds, options = layer_kinds(config)
+    window = 0 if whole else getattr(config, "sliding_window", None) or 0
+    layers: list[Any] = []
+    for kind, option in zip(kinds, options, strict=True):
+        states = option.get("number_of_states", 1)
+        attention = IndexedLayer if kind == "indexed_attention" else Layer
+        if kind in STATES:
+            layers.append(StateLayer(rows, states, states_back))
+            continue
+        part = attention(block, rows, slots, whole, window if "sliding" in kind else 0, rollback)
+        layers.append(StateAndAttentionLayer(part, states, states_back) if kind in HYBRIDS else part)
+    return layers
+
+
+def layer_kinds(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the library's type of each layer of a text config, and its options for the layer's cache."""
+    kinds, options = get_layer_types_and_kwargs(config)
+    return kinds[: config.num_hidden_layers], options[: config.num_hidden_layers]

@@ -1,0 +1,151 @@
+"""Targets and drafts with recurrent or convolution states: chains against `generate` and fresh forwards.
+
+A fresh forward takes a text in chunks, whose float32 sums differ from the recurrence's by up to 0.002 here.
+"""
+
+import pytest
+import torch
+from conftest import tiny_llama
+from families import STATEFUL, VOCAB, tiny_model
+
+from benchmarks.targets import ScriptedProposer, check, left_padded, noisy
+from draftsmith.decode import (
+    DraftModelProposer,
+    InputError,
+    RunAheadProposer,
+    Tree,
+    autoregressive_generate,
+    speculative_generate,
+)
+from draftsmith.decode.cache import CachedModel, check_rollback
+from draftsmith.decode.cache.states import StateLayer
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+every_state = pytest.mark.parametrize("name", STATEFUL)
+
+
+def prompts(*lengths: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+@every_state
+def test_texts_counts_and_replay_are_the_librarys(name):
+    """None, one and all drafts accepted, and a noisy copy as the draft model; alone and in a batch."""
+    assert check(tiny_model(name)) is None
+
+
+@every_state
+def test_blocks_return_to_any_accepted_token(name):
+    """Rows keep different numbers of tokens, some rows end, and feeding goes on from tokens kept rounds ago."""
+    model, texts = tiny_model(name), prompts(7, 3, 1, 5)
+    cached = CachedModel(model, len(texts), max_length=64, block=5)
+    cached.prefill_texts(texts)
+    generator = torch.Generator().manual_seed(1)
+    for round in range(6):
+        blocks = torch.randint(3, VOCAB, (len(texts), 5), generator=generator)
+        blocks[:, 0] = torch.stack([text[-1] for text in texts])
+        logits = cached.feed(blocks, [len(text) - 1 for text in texts])
+        for row, text in enumerate(texts):
+            expected = model(torch.cat([text, blocks[row, 1:]])[None], use_cache=False).logits[0, -5:]
+            torch.testing.assert_close(logits[row], expected, atol=5e-3, rtol=0)
+        # All, none or some stand, and a correction follows.
+        kept = torch.randint(0, 5, (len(texts),), generator=generator).tolist()
+        texts = [
+            torch.cat([text, block[1 : 1 + n], block[:1]]) for text, block, n in zip(texts, blocks, kept, strict=True)
+        ]
+        if round == 3:
+            cached.select([0, 2, 3])
+            texts = [texts[0], *texts[2:]]
+
+
+@every_state
+def test_saved_rows_go_on_elsewhere(name):
+    model, (first, second) = tiny_model(name), prompts(7, 4)
+    cached = CachedModel(model, 2, max_length=32)
+    cached.prefill_texts([first, second])
+    other = CachedModel(model, 3, max_length=32)
+    other.restore([cached.saved(1, 3), [], cached.saved(0, 6)])
+    logits = other.feed(torch.stack([second[-1:], first[:1], first[-1:]]), [3, 0, 6])
+    for row, text in enumerate([second, first[:1], first]):
+        torch.testing.assert_close(logits[row, 0], model(text[None], use_cache=False).logits[0, -1], atol=5e-3, rtol=0)
+
+
+@every_state
+def test_rows_are_refilled(name):
+    model, texts = tiny_model(name), prompts(6, 3, 9, 3, 1)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": list(range(20, 40))}
+    out = autoregressive_generate(model, **left_padded(texts), rows=2, **options)
+    for text, row, counts in zip(texts, out.sequences, out.row_counts, strict=True):
+        written = row[9 - len(text) :][: len(text) + counts.num_emitted_tokens]
+        assert torch.equal(written, model.generate(text[None], **options)[0])
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", "mamba2", "lfm2"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_drafts_with_states_serve_any_target(name, sampled):
+    """Rows are those that they would be alone, rounds without drafts at the end included."""
+    target, draft = tiny_llama(0, vocab_size=VOCAB, scale=20.0), tiny_model(name)
+    options = {"max_new_tokens": 12, "do_sample": sampled, "top_k": 0, "draft_length": 4}
+    texts = prompts(6, 2, 9)
+    together = speculative_generate(target, DraftModelProposer(draft), **left_padded(texts), seed=3, **options)
+    for row, text in enumerate(texts):
+        alone = speculative_generate(target, DraftModelProposer(draft), text[None], seed=3 + row, **options)
+        assert torch.equal(together.sequences[row, 9 - len(text) :], alone.sequences[0])
+        assert together.row_counts[row] == alone.counts
+
+
+def test_a_draft_with_states_runs_ahead():
+    target = tiny_model("qwen3-5")
+    (text,) = prompts(6)
+    proposer = RunAheadProposer(noisy(target))
+    out = speculative_generate(target, proposer, text[None], draft_length=3, max_new_tokens=40, do_sample=False)
+    assert torch.equal(out.sequences, target.generate(text[None], max_new_tokens=40, do_sample=False))
+    assert 0 < proposer.num_used < proposer.num_ahead
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", "mamba2", "lfm2", "falcon-h1"])
+def test_a_rollback_that_forgets_a_state_is_caught(name, monkeypatch):
+    monkeypatch.setattr(StateLayer, "_index", lambda self, row, place: len(self._ends) - 1 if place else -1)
+    assert "another text" in check(tiny_model(name))
+
+
+def test_weights_are_read_once_a_block(monkeypatch):
+    """A gated delta net steps through its recurrence alone."""
+    model, texts, read = tiny_model("qwen3-5"), prompts(5), []
+    cached = CachedModel(model, 1, max_length=32, block=4)
+    cached.prefill_texts(texts)
+    block = torch.cat([texts[0][-1:], *prompts(3)])[None]
+    cached.feed(block, [4])  # the first block shows which products depend on no state
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: read.append(args[1].data_ptr()) or linear(*args))
+    again = cached.feed(block, [4])
+    mixer = model.model.layers[0].linear_attn
+    for part in (mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a, mixer.out_proj):
+        assert read.count(part.weight.data_ptr()) == 1
+    monkeypatch.undo()
+    expected = model(torch.cat([texts[0], block[0, 1:]])[None], use_cache=False).logits[:, -4:]
+    torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
+
+
+def test_trees_are_refused_in_one_line():
+    model = tiny_model("qwen3-5")
+    with pytest.raises(InputError, match="tree: expected a chain, found a tree, whose paths share no state of Qwen3_5"):
+        DraftModelProposer(model, Tree.from_choices([(0,), (1,)]))
+    proposer = DraftModelProposer(tiny_llama(0, vocab_size=VOCAB), Tree.from_choices([(0,), (1,)]))
+    with pytest.raises(InputError, match="drafts: expected chains, found a tree, whose paths share no state of"):
+        speculative_generate(model, proposer, prompts(4)[0][None], **GREEDY)
+
+
+def test_a_state_that_was_not_kept_ends_the_run(monkeypatch):
+    """As where a mixer is not recognised: no text is written from a wrong state."""
+    monkeypatch.setattr("draftsmith.decode.cache.states.recurrent_mixers", lambda model: [])
+    model, (text,) = tiny_model("qwen3-5"), prompts(5)
+    plain = model.generate(text[None], **GREEDY)
+    with pytest.raises(RuntimeError, match="recurrent state 0: expected 5 states after a block, found 1"):
+        speculative_generate(model, ScriptedProposer(plain, 1), text[None], draft_length=4, **GREEDY)
+
+
+def test_states_elsewhere_are_refused():
+    with pytest.raises(InputError, match="found RecurrentGemmaForCausalLM, whose state is elsewhere"):
+        check_rollback(tiny_model("recurrent-gemma"), "target")
