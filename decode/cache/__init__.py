@@ -11,6 +11,7 @@ from draftsmith.decode.cache.checks import (
 from draftsmith.decode.cache.layers import Slots
 from draftsmith.decode.cache.model import CachedModel, SavedRow, pad_right
 from draftsmith.decode.cache.rotary import own_positions, rotary_limit, rotate_by_text
+from draftsmith.decode.cache.states import returns_to
 
 __all__ = [
     "CachedModel",
@@ -23,6 +24,7 @@ __all__ = [
     "own_positions",
     "pad_right",
     "positions_of",
+    "returns_to",
     "rotary_limit",
     "rotate_by_text",
     "runs_in_programs",

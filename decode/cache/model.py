@@ -153,6 +153,10 @@ class CachedModel:
         """Return a copy of a row's first slots, for `restore`; `rollback` must be the greatest length."""
         return [layer.saved(row, length) if layer.is_initialized else None for layer in self._layers]
 
+    def returns_to(self, row: int, place: int) -> bool:
+        """Return whether a row can be fed from a slot on: layers with states return to few tokens."""
+        return all(layer.returns_to(row, place) for layer in self._states)
+
     def restore(self, rows: Sequence[SavedRow]) -> None:
         """Fill an empty cache of the model with each row's saved slots; a row without any has an empty list."""
         if not any(rows):

@@ -191,22 +191,37 @@ class StateLayer(LinearAttentionLayer):
         self._present = -1
 
     def saved(self, row: int, length: int) -> SavedLayer:
-        """Return a copy of a row's states: their number of tokens, (), and each state, (0,) if the layer has none."""
-        index = self._index(row, length)
-        states = [
-            self._kept[state][index][row].clone() if state in self._kept else torch.zeros(0) for state in self._all
+        """Return a copy of a row's states up to `length` tokens.
+
+        It is the number of tokens before each, (N,), and each kind's states, (N, …); (0,) if the layer has none.
+        """
+        kept = [index for index, ends in enumerate(self._ends) if 0 < ends[row] <= length]
+        states = [self._kept.get(state) for state in self._all]
+        copies = [
+            torch.zeros(0) if s is None else torch.stack([s[index][row] for index in kept]) if kept else s[0][:0]
+            for s in states
         ]
-        return torch.tensor(length), *states
+        return torch.tensor([self._ends[index][row] for index in kept]), *copies
 
     def restore(self, rows: Sequence[SavedLayer | None]) -> None:
         """Begin each row with its saved states, if any; at least one row has some."""
-        example = next(saved for saved in rows if saved is not None)
-        self._ends = [[0 if saved is None else int(saved[0]) for saved in rows]]
-        for place, state in enumerate(self._all, 1):
-            if example[place].numel():
-                states = [torch.zeros_like(example[place]) if saved is None else saved[place] for saved in rows]
-                self._keep(state, torch.stack(states))
+        saved = [part for part in rows if part is not None]
+        counts = [0 if part is None else len(part[0]) for part in rows]
+        for index in range(-max(counts), 0):  # the last states of all rows become one entry
+            has = [count >= -index for count in counts]
+            self._ends.append(
+                [int(part[0][index]) if part and own else -1 for part, own in zip(rows, has, strict=True)]
+            )
+            for place, state in enumerate(self._all, 1):
+                if saved[0][place].ndim > 1:
+                    empty = saved[0][place].new_zeros(saved[0][place].shape[1:])
+                    kept = [part[place][index] if part and own else empty for part, own in zip(rows, has, strict=True)]
+                    self._keep(state, torch.stack(kept))
         self._present = -1
+
+    def returns_to(self, row: int, place: int) -> bool:
+        """Return whether a row's states after `place` tokens are kept."""
+        return not place or any(ends[row] == place for ends in self._ends)
 
     @property
     def _all(self) -> list[State]:
@@ -236,6 +251,12 @@ class StateAndAttentionLayer(StateLayer, CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Return the first slot of the block."""
         return self.attention.get_seq_length()
+
+
+def returns_to(saved: Sequence[SavedLayer | None], place: int) -> bool:
+    """Return whether a row that was saved holds all states after `place` tokens."""
+    ends = [part[0].tolist() for part in saved if part is not None and part[0].ndim == 1]  # keys have three dimensions
+    return not place or all(place in kept for kept in ends)
 
 
 def _gathered(kept: Sequence[Tensor], chosen: Sequence[int]) -> Tensor:

@@ -144,7 +144,8 @@ class Feeder:
             lacking = 1
         # K is limited by the shortest row, which cannot go back before its beginning, and by the tokens that layers
         # with a window still remember. Rows that lack more are fed the excess first.
-        together = shortest if len(texts) == 1 else min(shortest, self.block + 1)
+        # Layers with states may not remember those tokens, and take the excess of each row from its own end.
+        together = shortest if len(texts) == 1 else 1 if self.model.has_states else min(shortest, self.block + 1)
         if lacking > together:
             parts = [text[cached:][: lacking - together] for text, cached in zip(texts, self.cached, strict=True)]
             self.model.feed(pad_right(parts, lacking - together), self.cached, keep=1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import CachedModel, SavedRow, rotary_limit
+from draftsmith.decode.cache import CachedModel, SavedRow, padded, returns_to, rotary_limit
 from draftsmith.decode.sampling import argmax
 from draftsmith.scripts.services.draft_protocol import DraftRow
 from draftsmith.scripts.services.serve_draft.copies import Copies, CopiesOfText
@@ -50,7 +50,12 @@ class CachedText:
     @property
     def lacking(self) -> int:
         """The number of tokens to feed before a draft; the last token is always fed."""
-        return len(self.tokens) - min(len(self.slots), len(self.tokens) - 1)
+        return len(self.tokens) - self.fed
+
+    @property
+    def fed(self) -> int:
+        """The number of cached tokens that a draft may start from."""
+        return min(len(self.slots), len(self.tokens) - 1)
 
 
 class DraftTexts:
@@ -178,9 +183,12 @@ class DraftTexts:
         most = min(AFTER_A_ROUND, *(len(text.tokens) for text in texts))
         # A single text is fed the tokens of its copied drafts in place; in a batch every row would be fed as many.
         at_once = max(most, self.max_draft_length) if len(texts) == 1 else most
-        if set(keys) == set(self._batch) and all(text.lacking <= at_once for text in texts):
+        if set(keys) == set(self._batch) and all(text.lacking <= at_once for text in texts) and self._returns():
             return
         self._put_aside()
+        for text in texts:
+            if not returns_to(text.saved, text.fed):  # a state that far back is not kept
+                text.slots, text.saved = [], ()
         if fresh := [text for text in texts if not text.slots and len(text.tokens) > 1]:
             cache = self._new_cache(len(fresh))
             cache.prefill_texts([self._tensor(text.tokens) for text in fresh])
@@ -200,6 +208,11 @@ class DraftTexts:
         for text in texts:
             text.saved = ()
 
+    def _returns(self) -> bool:
+        """Return whether the batch can be fed from each text's last cached token on."""
+        assert self._cache is not None
+        return all(self._cache.returns_to(row, self._texts[key].fed) for row, key in enumerate(self._batch))
+
     def _put_aside(self) -> None:
         """Save the rows of the present batch and dissolve it."""
         batch, cache = self._batch, self._cache
@@ -214,6 +227,10 @@ class DraftTexts:
         assert self._cache is not None
         texts = [self._texts[key] for key in self._batch]
         lengths, lacking = [len(text.tokens) for text in texts], max(text.lacking for text in texts)
+        if lacking > 1 and len(texts) > 1 and self._cache.has_states:  # rows cannot be fed again from earlier tokens
+            parts = [self._tensor(text.tokens[text.fed : -1]) for text in texts]
+            self._cache.feed(padded(parts, lacking - 1), [text.fed for text in texts], keep=1)
+            lacking = 1
         # All rows are fed equally many tokens; rows that miss fewer are fed some again, which overwrites equal slots.
         fed = torch.stack([self._tensor(text.tokens[-lacking:]) for text in texts])
         logits = self._cache.feed(fed, [length - lacking for length in lengths], keep=1)
@@ -232,4 +249,5 @@ class DraftTexts:
 
     def _tensor(self, tokens: Sequence[int]) -> Tensor:
         """Return tokens, (T,), on the model's device; tokens that only the target has are replaced by 0."""
-        return torch.tensor([token if token < self._known else 0 for token in tokens], device=self.model.device)
+        known = [token if token < self._known else 0 for token in tokens]
+        return torch.tensor(known, dtype=torch.long, device=self.model.device)
