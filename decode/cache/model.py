@@ -20,7 +20,7 @@ from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of, runs_in_programs
 from draftsmith.decode.cache.features import Features, collect_states
 from draftsmith.decode.cache.forward import BlockForward, Forward, has_head
-from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Moves, Slots, SavedLayer
+from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Moves, SavedLayer, Slots
 from draftsmith.decode.cache.masks import Masks, spans_of
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.cache.rotary import rotary_limit

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer, get_layer_types_and_kwargs
 
-from draftsmith.decode.cache.layers import Block, IndexedLayer, Layer, Moves, Slots, SavedLayer
+from draftsmith.decode.cache.layers import Block, IndexedLayer, Layer, Moves, SavedLayer, Slots
 
 STATES = ("conv", "linear_attention")  # the library's types of layers with states alone
 HYBRIDS = ("hybrid", "hybrid_sliding")  # … and of layers that have keys and values as well
@@ -61,41 +61,41 @@ class StateLayer(LinearAttentionLayer):
         """True if there is a state."""
         return bool(self._ends)
 
-    def rewind(self, places: Slots, tokens: int, whole: bool = False) -> None:
-        """Return to each row's states before its place, and expect those after each of a block's tokens.
+    def rewind(self, slots: Slots, tokens: int, whole: bool = False) -> None:
+        """Return to each row's states before its slot, and expect those after each of a block's tokens.
 
         If `whole`, only the last of these are expected.
         """
-        chosen = [self._index(row, place) for row, place in enumerate(places.host)]
-        if not any(places.host):
+        chosen = [self._index(row, length) for row, length in enumerate(slots.host)]
+        if not any(slots.host):
             self._forget()
         elif set(chosen) != {self._present}:
             for state, kept in self._kept.items():
                 self._set(state, _gathered(kept, chosen))
         # Of a row that returns, all later states are stale. One earlier than `rollback` tokens is enough.
-        for row, place in enumerate(places.host):
+        for row, length in enumerate(slots.host):
             for ends in self._ends:
-                ends[row] = ends[row] if ends[row] <= place else -1
+                ends[row] = ends[row] if ends[row] <= length else -1
         floors = [
-            max((ends[row] for ends in self._ends if ends[row] <= place - self._rollback), default=0)
-            for row, place in enumerate(places.host)
+            max((ends[row] for ends in self._ends if ends[row] <= length - self._rollback), default=0)
+            for row, length in enumerate(slots.host)
         ]
         needed = [any(end >= floor for end, floor in zip(ends, floors, strict=True)) for ends in self._ends]
         self._kept = {state: _where(kept, needed) for state, kept in self._kept.items()}
         self._ends = _where(self._ends, needed)
         self._ends += [
-            [place + step for place in places.host] for step in ([tokens] if whole else range(1, tokens + 1))
+            [length + step for length in slots.host] for step in ([tokens] if whole else range(1, tokens + 1))
         ]
 
-    def _index(self, row: int, place: int) -> int:
-        """Return which kept states are a row's after `place` tokens; −1 for those before all tokens."""
-        if not place:
+    def _index(self, row: int, length: int) -> int:
+        """Return which kept states are a row's after `length` tokens; −1 for those before all tokens."""
+        if not length:
             return -1
         for index in reversed(range(len(self._ends))):
-            if self._ends[index][row] == place:
+            if self._ends[index][row] == length:
                 return index
         found = sorted({ends[row] for ends in self._ends if ends[row] >= 0})
-        raise RuntimeError(f"row {row}: expected states after {place} tokens, found those after {found}")
+        raise RuntimeError(f"row {row}: expected states after {length} tokens, found those after {found}")
 
     def _set(self, state: State, states: Tensor) -> None:
         kind, number = state
@@ -212,16 +212,16 @@ class StateLayer(LinearAttentionLayer):
             self._ends.append(
                 [int(part[0][index]) if part and own else -1 for part, own in zip(rows, has, strict=True)]
             )
-            for place, state in enumerate(self._all, 1):
-                if saved[0][place].ndim > 1:
-                    empty = saved[0][place].new_zeros(saved[0][place].shape[1:])
-                    kept = [part[place][index] if part and own else empty for part, own in zip(rows, has, strict=True)]
+            for at, state in enumerate(self._all, 1):
+                if saved[0][at].ndim > 1:
+                    empty = saved[0][at].new_zeros(saved[0][at].shape[1:])
+                    kept = [part[at][index] if part and own else empty for part, own in zip(rows, has, strict=True)]
                     self._keep(state, torch.stack(kept))
         self._present = -1
 
-    def returns_to(self, row: int, place: int) -> bool:
-        """Return whether a row's states after `place` tokens are kept."""
-        return not place or any(ends[row] == place for ends in self._ends)
+    def returns_to(self, row: int, length: int) -> bool:
+        """Return whether a row's states after `length` tokens are kept."""
+        return not length or any(ends[row] == length for ends in self._ends)
 
     @property
     def _all(self) -> list[State]:
@@ -253,10 +253,10 @@ class StateAndAttentionLayer(StateLayer, CacheLayerMixin):
         return self.attention.get_seq_length()
 
 
-def returns_to(saved: Sequence[SavedLayer | None], place: int) -> bool:
-    """Return whether a row that was saved holds all states after `place` tokens."""
+def returns_to(saved: Sequence[SavedLayer | None], length: int) -> bool:
+    """Return whether a row that was saved holds all states after `length` tokens."""
     ends = [part[0].tolist() for part in saved if part is not None and part[0].ndim == 1]  # keys have three dimensions
-    return not place or all(place in kept for kept in ends)
+    return not length or all(length in kept for kept in ends)
 
 
 def _gathered(kept: Sequence[Tensor], chosen: Sequence[int]) -> Tensor:

