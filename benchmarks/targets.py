@@ -1,8 +1,8 @@
 """`python -m benchmarks.targets`: every causal LM of the library, tiny and random, as a target and as its own draft.
 
 A family is identical if the text at T = 0 is that of `generate` alone, one prompt at a time and in a batch of three
-lengths: without drafts, with drafts of which none, all or some are accepted, and with a noisy copy of the model as the
-draft model, whose counts replay must predict. Weights are random: nothing here is said about acceptance.
+lengths: without drafts, with drafts that are rejected, accepted in part or as a whole, and with a noisy copy of the
+model as the draft model, whose counts replay must predict. Weights are random, so that acceptance means nothing here.
 """
 
 import copy
@@ -64,7 +64,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("initializer_range", "init_std"), 0.3),
 }
 DERIVED = ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern", "per_layer_config")
-# What a family's config wants beside its sizes.
+# Further fields that a family's config needs.
 OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
@@ -113,7 +113,7 @@ def tiny_model(model_type: str) -> PreTrainedModel:
 
 
 class ScriptedProposer(StatelessProposer):
-    """A proposer of what follows in known texts, of which each draft's first `right` tokens stay as they are."""
+    """A proposer of what follows in known texts; all but the first `right` tokens of a draft are changed."""
 
     def __init__(self, texts: Sequence[Tensor], right: int):
         self._texts, self._right = texts, right
@@ -129,7 +129,7 @@ class ScriptedProposer(StatelessProposer):
         return drafts
 
 
-def left_padded(prompts: Sequence[Tensor]) -> dict[str, Tensor]:
+def left_padded(prompts: Sequence[Tensor]) -> dict[str, Any]:
     """Stack prompts as the inputs of `generate`."""
     width = max(map(len, prompts))
     rows = [torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]
@@ -153,7 +153,8 @@ def check(model: PreTrainedModel, new: int = NEW) -> str | None:
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator) for length in LENGTHS]
-    texts = [model.generate(prompt[None], **options)[0] for prompt in prompts]
+    generate: Any = model.generate
+    texts = [generate(prompt[None], **options)[0] for prompt in prompts]
     draft = noisy(model)
     proposers = {
         "plain decoding": None,

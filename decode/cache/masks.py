@@ -28,7 +28,7 @@ class Masks:
         kinds, self._slots_S = {*layer_kinds(config)[0]}, slots_S
         self._attends = bool(kinds - {*STATES, "dummy"})
         # The names under which a model looks for its masks; none if one mask serves all. Models with states name those
-        # of their attention and of their states, whatever their layers are called.
+        # of their attention and of their states, under any names of layers.
         self._types = {*(getattr(config, "layer_types", None) or ())}
         if kinds & {*STATES, *HYBRIDS}:
             self._types |= {"full_attention", "sliding_attention", *STATES}

@@ -50,6 +50,7 @@ class StateLayer(LinearAttentionLayer):
         for number in range(self.number_of_states):
             self.has_previous_state[number] = False
             self.is_conv_states_initialized[number] = self.is_recurrent_states_initialized[number] = False
+            self.conv_states[number] = self.recurrent_states[number] = None
 
     @property
     def parts(self) -> Sequence[Any]:
@@ -138,10 +139,12 @@ class StateLayer(LinearAttentionLayer):
         try:
             output = forward()
             for number in range(self.number_of_states):
-                if self.is_recurrent_states_initialized[number]:  # some kernels go on in the same tensor
-                    self._keep(("recurrent", number), self.recurrent_states[number].clone())
+                if (states := self.recurrent_states[number]) is not None:  # some kernels then change this very tensor
+                    self._keep(("recurrent", number), states.clone())
             for number in self._stepped:
-                self._keep(("conv", number), self.conv_states[number])
+                states = self.conv_states[number]
+                assert states is not None
+                self._keep(("conv", number), states)
         finally:
             self._stepped = None
         return output
@@ -150,13 +153,14 @@ class StateLayer(LinearAttentionLayer):
         """Keep the states after a forward; a `RuntimeError` if some of a block's are missing."""
         expected = len(self._ends)
         for number in range(self.number_of_states):
-            state = "recurrent", number
-            if self.is_recurrent_states_initialized[number] and len(self._kept.get(state, ())) == expected - 1:
-                self._keep(state, self.recurrent_states[number].clone())
+            state, states = ("recurrent", number), self.recurrent_states[number]
+            if states is not None and len(self._kept.get(state, ())) == expected - 1:
+                self._keep(state, states.clone())
         for (kind, number), kept in self._kept.items():
             if len(kept) != expected:
                 raise RuntimeError(
-                    f"{kind} state {number}: expected {expected} states after a block, found {len(kept)}"
+                    f"{kind} state {number}: expected one after each token of a block, found {expected - len(kept)} missing"
+                )}"
                 )
         self._present = expected - 1
 
@@ -228,7 +232,7 @@ class StateLayer(LinearAttentionLayer):
         return [(kind, number) for kind in ("conv", "recurrent") for number in range(self.number_of_states)]
 
 
-class StateAndAttentionLayer(StateLayer, CacheLayerMixin):
+class StateAndAttentionLayer(StateLayer, CacheLayerMixin):  # type: ignore[override,misc]
     """A layer with states, and with the keys and values of an attention of its own."""
 
     def __init__(self, attention: Layer, states: int = 1, rollback: int = 0):
@@ -271,7 +275,7 @@ def _where(items: Iterable[T], flags: Sequence[bool]) -> list[T]:
 
 
 @lru_cache(maxsize=256)
-def _calls(cls: type, method: str) -> bool:
+def _calls(cls: Any, method: str) -> bool:
     """Return whether a module's own code calls a method of the cache."""
     try:
         return f".{method}(" in inspect.getsource(cls)
@@ -279,16 +283,16 @@ def _calls(cls: type, method: str) -> bool:
         return False
 
 
-def recurrent_mixers(model: nn.Module) -> list[nn.Module]:
+def recurrent_mixers(model: nn.Module) -> list[Any]:
     """Return the modules of a model that update a recurrent state of the library's cache."""
-    return [module for module in model.modules() if _calls(type(module), "update_recurrent_state")]
+    modules: Any = model.modules()
+    return [module for module in modules if _calls(type(module), "update_recurrent_state")]
 
 
 def uses_states(model: nn.Module) -> bool:
     """Return whether modules of a model keep states in the library's cache."""
-    return any(
-        _calls(type(m), "update_recurrent_state") or _calls(type(m), "update_conv_state") for m in model.modules()
-    )
+    classes: Any = {type(module) for module in model.modules()}
+    return any(_calls(cls, "update_recurrent_state") or _calls(cls, "update_conv_state") for cls in classes)
 
 
 class Stepwise:
@@ -300,7 +304,7 @@ class Stepwise:
 
     def __init__(self, model: nn.Module, layers: Sequence[Any]):
         self._lock = _LOCKS.setdefault(model, threading.RLock())
-        self._mixers: list[_Mixer] = [_Mixer(m, layers[m.layer_idx]) for m in recurrent_mixers(model)]
+        self._mixers = [_Mixer(module, layers[module.layer_idx]) for module in recurrent_mixers(model)]
 
     def __enter__(self) -> None:
         self._lock.acquire()

@@ -1,6 +1,6 @@
 """Targets and drafts with recurrent or convolution states: chains against `generate` and fresh forwards.
 
-A fresh forward takes a text in chunks, whose float32 sums differ from the library's own steps by up to 0.008 here (Nemotron-H).
+A fresh forward takes a text in chunks, whose float32 sums differ from the library's own steps, by up to 0.008 here.
 """
 
 import pytest
@@ -142,7 +142,9 @@ def test_a_state_that_was_not_kept_ends_the_run(monkeypatch):
     monkeypatch.setattr("draftsmith.decode.cache.states.recurrent_mixers", lambda model: [])
     model, (text,) = tiny_model("qwen3-5"), prompts(5)
     plain = model.generate(text[None], **GREEDY)
-    with pytest.raises(RuntimeError, match="recurrent state 0: expected 5 states after a block, found 1"):
+    with pytest.raises(
+        RuntimeError, match="recurrent state 0: expected one after each token of a block, found 5 missing"
+    ):
         speculative_generate(model, ScriptedProposer(plain, 1), text[None], draft_length=4, **GREEDY)
 
 

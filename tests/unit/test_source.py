@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 12_865,
+    "decode": 13_450,
     "train": 14_510,
     "distill": 2_870,
     "medusa": 8_525,
-    "scripts": 18_730,
-    "benchmarks": 2_485,
-    "tests": 51_100,
+    "scripts": 18_760,
+    "benchmarks": 2_720,
+    "tests": 51_400,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import CachedModel, SavedRow, padded, returns_to, rotary_limit
+from draftsmith.decode.cache import CachedModel, SavedRow, pad_right, returns_to, rotary_limit
 from draftsmith.decode.sampling import argmax
 from draftsmith.scripts.services.draft_protocol import DraftRow
 from draftsmith.scripts.services.serve_draft.copies import Copies, CopiesOfText
@@ -229,7 +229,7 @@ class DraftTexts:
         lengths, lacking = [len(text.tokens) for text in texts], max(text.lacking for text in texts)
         if lacking > 1 and len(texts) > 1 and self._cache.has_states:  # rows cannot be fed again from earlier tokens
             parts = [self._tensor(text.tokens[text.fed : -1]) for text in texts]
-            self._cache.feed(padded(parts, lacking - 1), [text.fed for text in texts], keep=1)
+            self._cache.feed(pad_right(parts, lacking - 1), [text.fed for text in texts], keep=1)
             lacking = 1
         # All rows are fed equally many tokens; rows that miss fewer are fed some again, which overwrites equal slots.
         fed = torch.stack([self._tensor(text.tokens[-lacking:]) for text in texts])
