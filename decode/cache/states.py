@@ -157,11 +157,8 @@ class StateLayer(LinearAttentionLayer):
             if states is not None and len(self._kept.get(state, ())) == expected - 1:
                 self._keep(state, states.clone())
         for (kind, number), kept in self._kept.items():
-            if len(kept) != expected:
-                raise RuntimeError(
-                    f"{kind} state {number}: expected one after each token of a block, found {expected - len(kept)} missing"
-                )}"
-                )
+            if missing := expected - len(kept):
+                raise RuntimeError(f"{kind} state {number}: expected one after each token, found {missing} missing")
         self._present = expected - 1
 
     def select(self, rows: Sequence[int]) -> None:

@@ -142,9 +142,7 @@ def test_a_state_that_was_not_kept_ends_the_run(monkeypatch):
     monkeypatch.setattr("draftsmith.decode.cache.states.recurrent_mixers", lambda model: [])
     model, (text,) = tiny_model("qwen3-5"), prompts(5)
     plain = model.generate(text[None], **GREEDY)
-    with pytest.raises(
-        RuntimeError, match="recurrent state 0: expected one after each token of a block, found 5 missing"
-    ):
+    with pytest.raises(RuntimeError, match="recurrent state 0: expected one after each token, found 5 missing"):
         speculative_generate(model, ScriptedProposer(plain, 1), text[None], draft_length=4, **GREEDY)
 
 
