@@ -283,7 +283,7 @@ def _calls(cls: Any, method: str) -> bool:
 def recurrent_mixers(model: nn.Module) -> list[Any]:
     """Return the modules of a model that update a recurrent state of the library's cache."""
     modules: Any = model.modules()
-    return [module for module in modules if _calls(type(module), "update_recurrent_state")]
+    return [module for module in modules if _calls(module.__class__, "update_recurrent_state")]
 
 
 def uses_states(model: nn.Module) -> bool:
