@@ -19,6 +19,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.cache import CachedModel, check_rollback
 from draftsmith.decode.cache.states import StateLayer
+from draftsmith.decode.proposers.retokenized import ReencodingProposer
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 every_state = pytest.mark.parametrize("name", STATEFUL)
@@ -144,6 +145,14 @@ def test_a_state_that_was_not_kept_ends_the_run(monkeypatch):
     plain = model.generate(text[None], **GREEDY)
     with pytest.raises(RuntimeError, match="recurrent state 0: expected one after each token, found 5 missing"):
         speculative_generate(model, ScriptedProposer(plain, 1), text[None], draft_length=4, **GREEDY)
+
+
+def test_a_draft_whose_text_is_encoded_anew_has_no_states(tokenizer):
+    draft = tiny_model("lfm2", vocab_size=len(tokenizer))
+    with pytest.raises(
+        InputError, match="draft model: expected attention alone where texts are encoded anew, found Lfm2"
+    ):
+        ReencodingProposer(draft, tokenizer, tokenizer, None)
 
 
 def test_states_elsewhere_are_refused():
