@@ -31,7 +31,7 @@ def toy(registered, pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp("toy") / "block"
     assert main([
         "block", "--target", str(pipeline / "target"), "--completions", json.dumps([str(pipeline / "long")]),
-        "--heldout", json.dumps([str(pipeline / "heldout")]), "--markov_rank", "0", "--block_size", "3",
+        "--heldout", json.dumps([str(pipeline / "heldout")]), "--markov_rank", "0", "--block_size", "4",
         "--training.output_dir", str(output), "--training.max_steps", "6", "--training.eval_strategy", "steps",
         "--training.eval_steps", "3", "--training.per_device_train_batch_size", "8", "--training.report_to", "none",
     ]) == 0  # fmt: skip
@@ -90,6 +90,34 @@ def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypa
     ])  # fmt: skip
     greedy, drawn = json.loads((tmp_path / "report/report.json").read_text())["runs"]
     assert code == 0 and greedy["replay"]["agrees"] and drawn["lossless"]["passed"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--prompt", "def f(x):", "--max-new-tokens", "6", "--compare", "true"],
+        ["profile", "--prompts", "PROMPTS", "--max-new-tokens", "4", "--compiled", "false", "--output", "OUT"],
+        ["tune", "--prompts", "PROMPTS", "--max-new-tokens", "4", "--max-disagreement", "0.5", "--cascade-levels", "[]",
+         "--typical-levels", "[]", "--threshold-levels", "0.5", "--refine", "0", "--output", "OUT"],
+        ["doctor", "--costs", "true", "--batch-size", "1"],
+    ],
+    ids=lambda command: command[0],
+)  # fmt: skip
+def test_every_command_takes_it(toy, pipeline, tmp_path, command, capsys):
+    (tmp_path / "prompts.txt").write_text("def f(x):\nimport os\n")
+    places = {"PROMPTS": str(tmp_path / "prompts.txt"), "OUT": str(tmp_path / "out")}
+    name, *flags = (places.get(word, word) for word in command)
+    flags += ["--target", str(pipeline / "target"), "--drafter", str(toy), "--dtype", "float32"]
+    assert main([name, *flags]) == 0, capsys.readouterr().err[-500:]
+    if name == "generate":
+        assert "the texts are identical" in capsys.readouterr().err
+
+
+def test_its_run_is_planned(pipeline, capsys):
+    target, completions = str(pipeline / "target"), json.dumps([str(pipeline / "long")])
+    flags = ["--recipe", "block", "--target", target, "--completions", completions, "--sequence_length", "64"]
+    assert main(["plan", *flags, "--markov_rank", "0", "--gpus", "2"]) == 0
+    assert "fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
