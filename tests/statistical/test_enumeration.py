@@ -8,12 +8,15 @@ three of different lengths, verified together and by the eager reference. Where 
 three rows of a run, elsewhere each prompt has many rows, which follow other outcomes.
 """
 
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_llama
 from enumeration import enumerated, target_law
+from families import tiny_model
 from misreporting import Misreporting, argmax_scored_with_q
 from specimens import TREE, case_id, proposer, shapes
 from transformers import (
@@ -26,9 +29,10 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.decode import DraftModelProposer, DynamicTree, RunAheadProposer, Tree, cache, speculative
+from draftsmith.decode.cache.layers import IndexedLayer
+from draftsmith.decode.cache.states import StateLayer
 from draftsmith.decode.proposers import draft_tree, run_ahead
 from draftsmith.decode.proposers.draft_model import stop_below_confidence
 from draftsmith.decode.rules import acceptance, judged, verification
@@ -107,14 +111,26 @@ def llama():
     return model
 
 
-def doubly_normed(norm, hidden):
-    """The library's norm computes in single precision whatever it is given."""
-    return norm.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+class DoubleTorch:
+    """Torch, without single precision."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def compute_in_double(monkeypatch, *models):
+    """The library's norms, recurrences and positions compute in single precision whatever they are given."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    for name in {type(module).__module__ for model in models for module in model.modules()}:
+        if name.startswith("transformers.models.") and hasattr(sys.modules[name], "torch"):
+            monkeypatch.setattr(sys.modules[name], "torch", DoubleTorch())
 
 
 @pytest.mark.parametrize(("shape", "setting", "form"), CASES, ids=case_id)
 def test_every_text_has_the_targets_probability(llama, monkeypatch, shape, setting, form):
-    monkeypatch.setattr(LlamaRMSNorm, "forward", doubly_normed)
+    compute_in_double(monkeypatch, llama)
     alone, cut = form == "one row", setting == CUT
     written, wanted, accepted = laws(
         llama, proposer(*shape, llama), setting, PROMPTS[: 1 if alone else None],
@@ -165,6 +181,72 @@ def test_a_draft_that_runs_ahead_leaves_the_law(target, monkeypatch, setting):
     wanted = target_law(target, PROMPTS[2], 4, LogitsProcessorList(processors), arguments.get("eos_token_id"))
     assert difference(law.texts(), wanted) < ROUNDING
     assert 0 < proposer.num_used < proposer.num_ahead
+
+
+# Recurrent and convolution states, and an index that selects two tokens of a text, in small chunks and without experts,
+# whose product has no double precision.
+STATES = {
+    "qwen3-5": {},
+    "mamba2": {"chunk_size": 4},
+    "lfm2": {},
+    "deepseek-v32": {"index_topk": 2, "first_k_dense_replace": 2},
+}
+
+
+def with_states(name):
+    return tiny_model(name, vocab_size=VOCAB, **STATES[name]).double()
+
+
+def draft_with_states(name):
+    """A draft of the target's family that is off in each of its weights."""
+    draft = with_states(name)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(torch.randn_like(weight) * (0.5 * weight.std() if weight.ndim > 1 else 0))
+    return draft
+
+
+def small_llama(name):
+    return tiny_llama(1, VOCAB, layers=1, hidden=8).double()
+
+
+def laws_with_states(monkeypatch, name, draft, form):
+    target, draft = with_states(name), draft(name)
+    compute_in_double(monkeypatch, target, draft)
+    alone = form == "one row"
+    return laws(
+        target, DraftModelProposer(draft), "T=1", PROMPTS[: 1 if alone else None], width=1 if alone else 500,
+        draft_length=1 if alone else 2, by_row=form == "batch by row",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("draft", [draft_with_states, small_llama])
+@pytest.mark.parametrize("name", STATES)
+def test_targets_and_drafts_with_states_leave_the_law(monkeypatch, name, draft, form):
+    written, wanted, accepted = laws_with_states(monkeypatch, name, draft, form)
+    for law, expected in zip(written, wanted, strict=True):
+        assert difference(law, expected) < ROUNDING
+    assert any(0.02 < share < 0.98 for share in accepted), accepted
+
+
+# A row keeps the states after its rejected tokens, or an index reads each key one slot late.
+FORGOTTEN = {
+    StateLayer: ("_index", lambda layer, row, place: len(layer._ends) - 1 if place else -1),
+    IndexedLayer: (
+        "update_indexer",
+        lambda layer, keys, write=IndexedLayer.update_indexer: write(layer, keys).roll(1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_rollback_that_forgets_a_state_is_seen(monkeypatch, name):
+    layer = IndexedLayer if name == "deepseek-v32" else StateLayer
+    monkeypatch.setattr(layer, *FORGOTTEN[layer])
+    written, wanted, _ = laws_with_states(monkeypatch, name, small_llama, "batch")
+    assert max(difference(*pair) for pair in zip(written, wanted, strict=True)) > 1e-2
 
 
 class Broken(DraftModelProposer):
