@@ -23,7 +23,7 @@ from transformers.integrations import deepspeed
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from draftsmith.decode.cache import check_causal, rotate_by_text
+from draftsmith.decode.cache import check_causal, follows_one_path, rotate_by_text
 from draftsmith.decode.draft_models.cut_vocabulary import cut_head
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, first_line, one_of
@@ -296,6 +296,11 @@ def set_attention(model: PreTrainedModel, name: str | None) -> None:
 def uses_varlen_attention(model: PreTrainedModel) -> bool:
     """Return whether a model's attention takes the bounds of texts in place of a mask, as flash attention does."""
     return is_flash_attention_requested(model.config.get_text_config())
+
+
+def wants_bounds(*models: PreTrainedModel) -> bool:
+    """Return whether batches for models hold the bounds of texts; kernels of states would take them as their own."""
+    return any(map(uses_varlen_attention, models)) and not any(map(follows_one_path, models))
 
 
 def check_head(

@@ -37,7 +37,7 @@ from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.losses.positions import IGNORED, LossPositions
-from draftsmith.train.models import load_config, uses_varlen_attention
+from draftsmith.train.models import load_config, wants_bounds
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.options import seconds_of
 from draftsmith.train.recipe import RecipeConfig
@@ -83,7 +83,7 @@ class RecipeTrainer(SavingTrainer, ABC):
             width = model.config.get_text_config().hidden_size
             config.training.learning_rate = config.defaults.learning_rate(width)
         models = [part for part in (model, target) if part is not None]
-        bounds = any(isinstance(part, PreTrainedModel) and uses_varlen_attention(part) for part in models)
+        bounds = wants_bounds(*(part for part in models if isinstance(part, PreTrainedModel)))
         by_text = any([rotate_by_text(part) for part in models])  # a list: each model must be changed
         options = self.ahead, config.prompt_loss, bounds, self.needs_host_arrays, by_text
         data: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}

@@ -21,7 +21,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.train.data.collator import text_bounds
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.losses.output_head import last_hidden
-from draftsmith.train.models import uses_varlen_attention
+from draftsmith.train.models import wants_bounds
 
 
 @phase("packing")
@@ -107,7 +107,7 @@ def require_packing(model: PreTrainedModel, field: str, rows: int = 2) -> None:
         position_ids = torch.stack([torch.cat([torch.arange(5), torch.arange(7)]), torch.cat([torch.arange(7), zeros])])
         position_ids = position_ids[:rows]
         batch = {"input_ids": ids[:rows], "position_ids": position_ids}
-        if uses_varlen_attention(model):
+        if wants_bounds(model):
             batch |= text_bounds(position_ids)
         packed = last_hidden(model, **send_to_device(batch, model.device))
         # The same numbers in other shapes, but half precision rounds differently in another order.
