@@ -236,7 +236,9 @@ class BlockProposer(FeatureProposer):
 
     def make_feeder(self, task: DraftTask, block: int) -> StateFeeder:
         """Return what feeds the drafter, with all forwards in programs or none: one program feeds states and block."""
-        return StateFeeder(self.draft_model, replace(task, compiled=self.in_programs), block, block)
+        # The last blocks reach beyond the length limit. Positions cut there would change all of a block's guesses.
+        longest = task.max_length + self.heads.config.block_size
+        return StateFeeder(self.draft_model, replace(task, compiled=self.in_programs, max_length=longest), block, block)
 
     @property
     def most_steps(self) -> int:

@@ -141,6 +141,20 @@ def test_replay_counts_what_the_decoder_counts(target, shape, tree):
             assert text.counts[k].num_accepted_tokens == counts.num_accepted_tokens
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_block_past_the_length_limit_is_as_before_it(target, shape):
+    """The last drafts, of one or two tokens, come from whole blocks, whose positions may not be cut."""
+    found = []
+    for tokens in (3, 30):
+        proposer, states = BlockProposer(block(target, 8, **shape)), []
+        proposer._block.register_forward_hook(
+            lambda _module, _inputs, output, states=states: states.append(output.logits)
+        )
+        speculative_generate(target, proposer, PROMPTS[:1], draft_length=1, max_new_tokens=tokens, do_sample=False)
+        found.append(next(output for output in states if output.shape[1] > 5))
+    torch.testing.assert_close(*found, atol=0, rtol=0)
+
+
 def test_under_sampling_replay_expects_what_the_decoder_counts(target):
     drafter = BlockProposer(block(target, markov_rank=4))
     prompts, options = PROMPTS[:1].repeat(400, 1), {"max_new_tokens": 16, "do_sample": True, "top_k": 0}
