@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import last_norm
+from draftsmith.decode.cache.states import STATES
 from draftsmith.decode.validation import read
 from draftsmith.train.data.first_look import SCALES, Text, choose_once, losses_of_scales, print_once, stack_guesses
 from draftsmith.train.losses.output_head import head_of, last_hidden
@@ -40,11 +41,66 @@ class Carving:
         return read(cls, file) if file.is_file() else None
 
 
-def ways_to_keep(evenly: list[int], depth: int) -> list[list[int]]:
-    """Return the candidates for a number of layers: evenly spaced ones, the first, and the first with the last."""
-    count = len(evenly)
-    candidates = [evenly, list(range(count)), [*range(count - 1), depth - 1]]
+def ways_to_keep(evenly: list[int], kinds: Sequence[str]) -> list[list[int]]:
+    """Return the candidates for a number of layers: evenly spaced ones, the first, and the first with the last.
+
+    Of a target with layers of states, each candidate has layers with attention.
+    """
+    count, attending = len(evenly), attention_layers(kinds)
+    candidates = [evenly, list(range(count)), [*range(count - 1), evenly[-1] if attending else len(kinds) - 1]]
+    candidates = [layers for layers in candidates if not attending or not attending.isdisjoint(layers)]
     return [layers for i, layers in enumerate(candidates) if layers not in candidates[:i]]
+
+
+def attention_layers(kinds: Sequence[str]) -> set[int]:
+    """Return the layers with attention of a target that has layers of states as well; none for other targets."""
+    attending = {index for index, kind in enumerate(kinds) if kind not in (*STATES, "dummy")}
+    return set() if set(STATES).isdisjoint(kinds) else attending
+
+
+def alternating_layers(kinds: Sequence[str], count: int) -> list[int]:
+    """Return layers whose kinds alternate as the target's do, evenly spaced, the last one the last with attention.
+
+    Their kinds are those of `count` adjacent layers that end with attention, and so whole periods if there are enough;
+    among such, the nearest to the target's proportions, and with states if any are.
+    """
+    attending = attention_layers(kinds)
+
+    def difference(window: Sequence[str]) -> tuple[bool, float]:
+        wanted = {kind: count * kinds.count(kind) / len(kinds) for kind in kinds}
+        return set(STATES).isdisjoint(window), sum(abs(window.count(kind) - n) for kind, n in wanted.items())
+
+    # Layers without either may stand between the two, so that few adjacent ones would have no states.
+    orders = [range(len(kinds)), [index for index, kind in enumerate(kinds) if kind != "dummy"]]
+    windows = [
+        [kinds[index] for index in order[end + 1 - count : end + 1]]
+        for order in orders
+        for end in reversed(range(count - 1, len(order)))
+        if order[end] in attending
+    ]
+    pattern = min(windows or [list(kinds[:count])], key=difference)
+    earliest = [-1]
+    for kind in pattern:
+        earliest.append(kinds.index(kind, earliest[-1] + 1))
+    end = max(index for index, kind in enumerate(kinds) if kind == pattern[-1])
+    layers, after = list[int](), end + 1
+    for place in reversed(range(count)):
+        even = end - (count - 1 - place) * end / max(count - 1, 1)
+        # The nearest layer of this kind that leaves room for those before it.
+        fitting = [index for index in range(earliest[place + 1], after) if kinds[index] == pattern[place]]
+        after = min(fitting, key=lambda index: abs(index - even))
+        layers.insert(0, after)
+    return layers
+
+
+def describe(layers: Sequence[int], kinds: Sequence[str]) -> str:
+    """Return the number of layers of each kind, and which they are."""
+    groups = {kind: [index for index in layers if kinds[index] == kind] for kind in dict.fromkeys(kinds)}
+    return ", ".join(
+        f"{len(group)} {'other' if kind == 'dummy' else kind} ({', '.join(map(str, group))})"
+        for kind, group in groups.items()
+        if group
+    )
 
 
 def choose(

@@ -55,7 +55,9 @@ class DraftInit:
     layers: int | list[int] | None = None
     """Carve the draft from the target: the ascending indices of the decoder layers to keep, from 0, or their number n.
     For a number, the loss on a few of the completions decides between evenly spaced layers (round(i·(L − 1) ÷ (n − 1))
-    of L for i = 0…n − 1), the first n, and the first n − 1 with the last. It also sets the scale of the last norm."""
+    of L for i = 0…n − 1), the first n, and the first n − 1 with the last. It also sets the scale of the last norm. Of a
+    target with layers of recurrent or convolution states, all these keep some layers with attention, and the evenly
+    spaced ones alternate as the target's do."""
     hidden_size: int | None = None
     """Residual channels of a carved draft: those into which attention and MLPs write with the largest norm. This is the
     costliest cut: a quarter fewer channels cost the embedded target's 6 layers more than 4 of the layers do. Embeddings

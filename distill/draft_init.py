@@ -17,15 +17,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache.features import decoder_of, last_norm
+from draftsmith.decode.cache.states import layer_kinds
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.early_exit import early_exit
-from draftsmith.distill.carving import Carving, scale_norm, ways_to_keep
+from draftsmith.distill.carving import (
+    Carving,
+    alternating_layers,
+    attention_layers,
+    describe,
+    scale_norm,
+    ways_to_keep,
+)
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
 from draftsmith.train.checkpoint import check_rope, check_rope_keys
+from draftsmith.train.data.first_look import print_once
 from draftsmith.train.files import atomic_files
 from draftsmith.train.lora import add_lora
 from draftsmith.train.models import (
@@ -102,25 +111,35 @@ def make_draft(
     return model, draft_tokenizer
 
 
-def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
-    """Return the indices of the layers to keep of `depth`, evenly spaced if `layers` is a number."""
+def layer_indices(layers: int | Sequence[int], kinds: Sequence[str]) -> list[int]:
+    """Return the indices of the layers to keep, evenly spaced if `layers` is a number; `kinds` are the target's."""
+    depth, attending = len(kinds), attention_layers(kinds)
     if isinstance(layers, int):
         if not 1 <= layers <= depth:
             raise InputError(f"init.layers: expected between 1 and the target's {depth}, found {layers}")
+        if attending:
+            return alternating_layers(kinds, layers)
         return [round(i * (depth - 1) / max(layers - 1, 1)) for i in range(layers)]
     indices = list(layers)
     if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] >= depth:
         raise InputError(f"init.layers: expected ascending indices between 0 and {depth - 1}, found {indices}")
+    if attending and attending.isdisjoint(indices):
+        raise InputError(
+            f"init.layers: expected some of the layers with attention, {', '.join(map(str, sorted(attending)))}, found "
+            f"{', '.join(map(str, indices))}, without any"
+        )
     return indices
 
 
 def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrainedModel:
     _check_plain(target)
-    depth: int = target.config.num_hidden_layers
-    carving = Carving(layer_indices(init.layers or 0, depth))
+    kinds, _ = layer_kinds(target.config.get_text_config())
+    carving = Carving(layer_indices(init.layers or 0, kinds))
     if choose is not None:
-        ways = ways_to_keep(carving.layers, depth) if isinstance(init.layers, int) else [carving.layers]
+        ways = ways_to_keep(carving.layers, kinds) if isinstance(init.layers, int) else [carving.layers]
         carving = choose(ways, partial(_view, target, init))
+    if attention_layers(kinds):
+        print_once(f"init: of the target's layers {describe(carving.layers, kinds)}")
     # Build the model from its config and copy the view's weights: the view shares the target's tensors.
     view = _view(target, init, carving.layers)
     draft = _built(target, view.config.to_dict(), "init")

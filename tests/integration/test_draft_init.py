@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
+from draftsmith.decode.cache import check_rollback
 from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
@@ -52,7 +53,7 @@ OWN: dict[str, dict[str, Any]] = {
 def build(name: str, vocab_size: int, **options: Any) -> PreTrainedModel:
     """A random target in which every weight matters, biases and norms included."""
     shape = {"vocab_size": vocab_size, "num_hidden_layers": DEPTH, "initializer_range": 0.2, **OWN.get(name, {})}
-    model = tiny_model(name.removesuffix("-tied"), **shape, **options)
+    model = tiny_model(name.removesuffix("-tied"), **shape | options)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -118,6 +119,46 @@ def test_carved_layers_are_the_targets(name, layers, tokenizer, tmp_path):
     assert all(torch.equal(value, state[key]) for key, value in target.state_dict().items())
 
 
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layers", "kept", "line"),
+    [
+        (
+            "qwen3-5",
+            {"layer_types": [LINEAR, LINEAR, LINEAR, FULL] * 2},
+            4,
+            [0, 2, 5, 7],
+            f"3 {LINEAR} (0, 2, 5), 1 {FULL} (7)",
+        ),
+        ("qwen3-5", {"layer_types": [LINEAR, LINEAR, LINEAR, FULL] * 2}, 2, [0, 7], f"1 {LINEAR} (0), 1 {FULL} (7)"),
+        ("lfm2", {"layer_types": ["conv", "conv", FULL] * 2 + ["conv"]}, 3, [0, 3, 5], f"2 conv (0, 3), 1 {FULL} (5)"),
+        (
+            "nemotron-h",
+            {"layers_block_type": ["mamba", "moe", "mamba", "attention", "moe"]},
+            3,
+            [1, 2, 3],
+            f"1 {LINEAR} (2), 1 other (1), 1 {FULL} (3)",
+        ),
+    ],
+    ids=str,
+)
+def test_a_target_with_states_is_carved_with_its_attention(
+    name, shape, layers, kept, line, tokenizer, tmp_path, capsys
+):
+    depth = len(next(iter(shape.values())))
+    target, ids = build(name, len(tokenizer), num_hidden_layers=depth, **shape), texts(len(tokenizer))
+    draft, _ = make_draft(None, DraftInit(layers), target, tokenizer)
+    assert capsys.readouterr().err.count(f"init: of the target's layers {line}\n") == 1
+    expected = logits(early_exit(target, kept), ids)
+    assert torch.equal(logits(draft, ids), expected)
+    assert torch.equal(logits(reloaded(draft, tokenizer, tmp_path), ids), expected)
+    check_rollback(draft, "draft")
+    with pytest.raises(InputError, match=r"^init.layers: expected some of the layers with attention, .*, found 0, 1, "):
+        make_draft(None, DraftInit([0, 1]), target, tokenizer)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_last_norm_is_scaled_whatever_its_kind(name, tokenizer):
     """Norms of w, of 1 + w, with a bias, by the mean or not: what leaves them is so much smaller."""
@@ -142,7 +183,7 @@ def test_the_beginning_that_loses_least_on_texts_is_taken(name, tokenizer, capsy
     look = partial(choose, texts=looked, tokens=len(tokenizer))
     draft, _ = make_draft(None, DraftInit(3), target, tokenizer, look)
     said = capsys.readouterr().err
-    ways = ways_to_keep([0, 2, 5], DEPTH)
+    ways = ways_to_keep([0, 2, 5], ["full_attention"] * DEPTH)
     assert ways == [[0, 2, 5], [0, 1, 2], [0, 1, 5]]
     plain = {str(kept): loss(early_exit(target, kept)) for kept in ways}
     assert loss(draft) < min(plain.values())

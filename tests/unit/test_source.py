@@ -21,11 +21,11 @@ CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_450,
     "train": 14_510,
-    "distill": 2_870,
+    "distill": 2_930,
     "medusa": 8_525,
     "scripts": 18_760,
     "benchmarks": 2_720,
-    "tests": 51_400,
+    "tests": 51_450,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
