@@ -11,12 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.utils import logging
 
+from draftsmith.decode.cache import positions_of
 from draftsmith.decode.cache.features import check_layers, decoder_layers
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
 from draftsmith.train.checkpoint import check_rope, check_rope_keys, load_heads, reading_errors, require_config
 from draftsmith.train.losses.output_head import head_of
+
+logger = logging.get_logger(__name__)
 
 SPREAD = 0.5
 """The largest standard deviation of a random layer's logits: σ costs σ²/2 nats over a uniform distribution."""
@@ -119,9 +123,20 @@ class LayersConfig(NamedConfig):
             )
 
 
+THETA, HEAD, POSITIONS = 10_000.0, 64, 2**17
+"""The rope_theta, the width of an attention head and the positions of heads where a target has none."""
+
+
 def rope_of(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the last layer's rotary positions as `rope_parameters` of whole heads, or raise an InputError."""
+    """Return the last layer's rotary positions as `rope_parameters` of whole heads, or raise an InputError.
+
+    Where the target has none, heads have positions of their own, and a line names them.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
+    if not rope:
+        text = "target: %s has no rotary positions; those of the heads have rope_theta %g"
+        logger.warning(text, config.model_type, THETA)
+        return {"rope_type": "default", "rope_theta": THETA}
     if "rope_theta" not in rope:  # a family whose kinds of layers rotate by different angles, or not at all
         kind = (getattr(config, "layer_types", None) or [None])[-1]
         rope = rope.get(kind) or next((values for values in rope.values() if isinstance(values, dict)), {})
@@ -137,17 +152,20 @@ def layer_fields(target: PreTrainedModel, token_map: Tensor | None) -> dict[str,
     """Return the fields of a `LayersConfig` with the target's sizes, for drafts of the tokens in `token_map`."""
     text = target.config.get_text_config()
     vocab_size, hidden_size = head_of(target).weight.shape
-    heads, inner = text.num_attention_heads, getattr(text, "intermediate_size", None) or 4 * hidden_size
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden_size
+    # A target without attention, such as Mamba, has other heads or none: ours then have a width of our own.
+    attends = getattr(text, "num_attention_heads", None) is not None
+    heads = text.num_attention_heads if attends else max(1, hidden_size // HEAD)
     return {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
         "draft_vocab_size": vocab_size if token_map is None else len(token_map),
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or hidden_size // heads,
+        "head_dim": (attends and getattr(text, "head_dim", None)) or hidden_size // heads,
         # Gemma 3n has a size for each layer.
         "intermediate_size": inner[-1] if isinstance(inner, list | tuple) else inner,
-        "max_position_embeddings": text.max_position_embeddings,
+        "max_position_embeddings": positions_of(text) or POSITIONS,
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "rope_parameters": rope_of(text),
     }

@@ -51,7 +51,9 @@ def load_pair(
     """
     if decodes:
         require_rollback(path, trust_remote_code)
-    loading = Loading(path, tokenizer, trust_remote_code)
+    loading = Loading(path, tokenizer, trust_remote_code, again=again)
+    if any(spec.tree is not None for spec in drafters):
+        loading.require_chains("width")
     kinds = [kind_named(spec.kind) for spec in drafters]
     for kind, spec in zip(kinds, drafters, strict=True):
         kind.check(spec, loading)

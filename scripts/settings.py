@@ -17,6 +17,7 @@ import torch
 from pydantic import AfterValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache import NO_PROGRAMS, runs_in_programs
 from draftsmith.decode.cache.program import NotCompiled
 from draftsmith.decode.clock import launch_seconds, median_seconds
 from draftsmith.decode.errors import first_line
@@ -132,6 +133,9 @@ def fastest_settings(
     On a CUDA GPU dtype and threads stay, and the report names the limit, host or GPU. On other devices nothing is
     timed, and forwards are eager unless `compiled`.
     """
+    if not runs_in_programs(target) and compiled is not False:
+        eager = fastest_settings(target, path, drafters, dtype, threads, False, trust_remote_code)
+        return replace(eager, why="; ".join(filter(None, (eager.why, NO_PROGRAMS))))
     stored, most = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
     paths = [str(drafter.path) for drafter in drafters]
     if target.device.type == "cuda":

@@ -12,6 +12,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache import follows_one_path
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import tree_search
@@ -33,7 +34,7 @@ from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.files import require_writable
 from draftsmith.train.losses.output_head import head_of, require_split, text_states
-from draftsmith.train.models import load_tokenizer
+from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.tree/1"
@@ -66,6 +67,12 @@ def search(config: TreeConfig) -> dict[str, Any]:
     if config.output is None and not (Path(path) / "config.json").is_file():
         raise InputError(f"drafter: expected a directory with a config.json, to write the tree to, found {path}")
     require_writable(config.output or path, *FILES, field="drafter" if config.output is None else "output")
+    target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    if follows_one_path(target_config):
+        raise InputError(
+            f"target: expected one that verifies trees, found {target_config.model_type}, whose states cannot follow a "
+            "tree: drafters draft chains for it"
+        )
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     # With given nodes nothing is timed.
     threads, compiled = torch.get_num_threads(), config.compiled if config.nodes is None else False

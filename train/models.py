@@ -300,7 +300,7 @@ def uses_varlen_attention(model: PreTrainedModel) -> bool:
 
 def wants_bounds(*models: PreTrainedModel) -> bool:
     """Return whether batches for models hold the bounds of texts; kernels of states would take them as their own."""
-    return any(map(uses_varlen_attention, models)) and not any(map(follows_one_path, models))
+    return any(map(uses_varlen_attention, models)) and not any(follows_one_path(model.config) for model in models)
 
 
 def check_head(

@@ -72,14 +72,22 @@ def check_rollback(model: PreTrainedModel, role: str) -> None:
         )
 
 
+NO_PROGRAMS = "compiled programs: not for layers with states, an index or chunks; runs eagerly"
+
+
 def runs_in_programs(model: PreTrainedModel) -> bool:
     """Return whether compiled programs can run a model: its layers have keys and values, and no more."""
     return set(layer_kinds(model.config.get_text_config())[0]) <= {"full_attention", "sliding_attention", "dummy"}
 
 
-def follows_one_path(model: PreTrainedModel) -> bool:
-    """Return whether a model has states, which no tree of drafted tokens can share."""
-    return not {*STATES, *HYBRIDS}.isdisjoint(layer_kinds(model.config.get_text_config())[0])
+def layers_with_states(config: PretrainedConfig) -> int:
+    """Return how many layers have a recurrent or convolution state, by the config of a model."""
+    return sum(kind in (*STATES, *HYBRIDS) for kind in layer_kinds(config.get_text_config())[0])
+
+
+def follows_one_path(config: PretrainedConfig) -> bool:
+    """Return whether a model has states, which no tree of drafted tokens can share, by its config."""
+    return layers_with_states(config) > 0
 
 
 @lru_cache(maxsize=64)
@@ -93,13 +101,36 @@ def parameters_of(model: PreTrainedModel) -> frozenset[str]:
     return _signature(cls)
 
 
-@torch.inference_mode()
 def cached_numbers(model: PreTrainedModel) -> int | None:
     """Return how many numbers a model caches per token, or None, by running it; the meta device will do."""
-    cache = DynamicCache()
-    try:
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-        layers: Any = cache.layers
-        return sum(layer.keys.numel() + layer.values.numel() for layer in layers) or None
-    except Exception:  # recurrent states, or a step that needs real values: `check_rollback` judges those
+    layers = _layers_after_a_token(model)
+    if layers is None:
         return None
+    parts = [getattr(layer, name, None) for layer in layers for name in ("keys", "values", "indexer_keys")]
+    return sum(part.numel() for part in parts if part is not None)
+
+
+def state_bytes(model: PreTrainedModel, width: int | None = None) -> int:
+    """Return the bytes of a row's states in all layers, whose number does not depend on its length; see `StateLayer`.
+
+    `width` is the bytes of a number, by default the model's; recurrent states are kept in float32 all the same.
+    """
+    width, total = width or model.dtype.itemsize, 0
+    for layer in _layers_after_a_token(model) or ():
+        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            tensors = [tensor for tensor in states.values() if tensor is not None]
+            total += sum(t.numel() * (4 if t.dtype == torch.float32 else width) for t in tensors)
+    return total
+
+
+@torch.inference_mode()
+def _layers_after_a_token(model: PreTrainedModel) -> list[Any] | None:
+    """Return the layers of the library's cache of one token; None if the model does not run."""
+    cache = DynamicCache(config=model.config)
+    name = "past_key_values" if "past_key_values" in parameters_of(model) else "cache_params"
+    inputs: Any = {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=model.device), name: cache}
+    try:
+        model(**inputs, use_cache=True)
+    except Exception:  # a step that needs real values: `check_rollback` judges models
+        return None
+    return list(cache.layers)

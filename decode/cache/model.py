@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
@@ -24,7 +24,7 @@ from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Moves, SavedLaye
 from draftsmith.decode.cache.masks import Masks, spans_of
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.cache.rotary import rotary_limit
-from draftsmith.decode.cache.states import StateLayer, Stepwise, make_layers
+from draftsmith.decode.cache.states import LayeredCache, StateLayer, Stepwise, make_layers
 from draftsmith.decode.errors import InputError
 
 STEP = 16  # programs attend to a multiple of this many slots, since kernels prefer such masks
@@ -75,7 +75,7 @@ class CachedModel:
         most = 2 * block + 2
         rollback = most if rollback is None else rollback
         layers = make_layers(config, self._block, rows, slots, compiled, rollback, min(rollback, most))
-        self.cache = Cache(layers=layers)
+        self.cache = LayeredCache(layers, self._block)
         self._layers = [part for layer in layers for part in layer.parts]
         self._states = [layer for layer in self._layers if isinstance(layer, StateLayer)]
         self._stepwise = Stepwise(model, layers) if self._states else None

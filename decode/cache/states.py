@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, get_layer_types_and_kwargs
 
 from draftsmith.decode.cache.layers import Block, IndexedLayer, Layer, Moves, SavedLayer, Slots
 
@@ -252,6 +252,23 @@ class StateAndAttentionLayer(StateLayer, CacheLayerMixin):  # type: ignore[overr
     def get_seq_length(self) -> int:
         """Return the first slot of the block."""
         return self.attention.get_seq_length()
+
+
+class LayeredCache(Cache):
+    """A cache for which a model may have lost all layers with attention, as an early exit does."""
+
+    def __init__(self, layers: list[Any], block: Block):
+        super().__init__(layers=layers)
+        self._block = block
+        self._attends = any(isinstance(layer, CacheLayerMixin) for layer in layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the first slot of the block; see `Layer`."""
+        return super().get_seq_length(layer_idx) if self._attends else self._block.start or 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of slots that are attended to, and the first of them."""
+        return super().get_mask_sizes(query_length, layer_idx) if self._attends else (self._block.width, 0)
 
 
 def returns_to(saved: Sequence[SavedLayer | None], length: int) -> bool:

@@ -78,7 +78,7 @@ class DraftModelProposer(Proposer):
             )
         if tree is not None and stop is not None:
             raise InputError("stop: expected a chain, whose length it decides, found a tree")
-        if tree is not None and follows_one_path(draft_model):
+        if tree is not None and follows_one_path(draft_model.config):
             raise InputError(
                 f"tree: expected a chain, found a tree, whose paths share no state of {type(draft_model).__name__}"
             )

@@ -127,7 +127,7 @@ class ReencodingProposer(Proposer):
         stop: Stop | None,
     ):
         check_rollback(draft_model, "draft model")
-        if follows_one_path(draft_model):  # another encoding may depart from the cached one at any token
+        if follows_one_path(draft_model.config):  # another encoding may depart from the cached one at any token
             raise InputError(
                 "draft model: expected attention alone where texts are encoded anew, found "
                 f"{type(draft_model).__name__}, whose states return to few tokens"

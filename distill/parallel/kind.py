@@ -37,7 +37,8 @@ class ParallelDraft(Draft):
         from draftsmith.distill.parallel.proposer import ParallelDraftProposer
 
         model = self.model(spec, loading)
-        tree = spec.tree if isinstance(spec.tree, Tree) else tree_of(model.config)
+        shape = loading.tree(spec, tree_of(model.config))
+        tree = shape if isinstance(shape, Tree) else None
         proposer, lengths = ParallelDraftProposer(model, tree), spec.draft_lengths
         if tree is not None and spec.tree is None:
             lengths = [tree.depth]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache import follows_one_path
 from draftsmith.decode.cache.attention import implementation_of
 from draftsmith.decode.cache.kernels import additive_mask
 from draftsmith.decode.draft_models.vocabulary import token_count
@@ -135,6 +136,9 @@ def require_masks(draft: PreTrainedModel) -> None:
     Texts must have the hidden states that they have without masks, and masks those of a plain forward over their prefix
     and themselves. The draft must have the device and attention of its training.
     """
+    if follows_one_path(draft.config):
+        found = f"{type(draft).__name__}, whose states no mask parts"
+        raise InputError(f"draft: expected a draft whose layers have attention alone, found {found}")
     training, alike = draft.training, False
     draft.eval()
     try:

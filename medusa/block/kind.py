@@ -60,7 +60,7 @@ class Block(FeatureKind):
         from draftsmith.medusa.block.proposer import BlockProposer
 
         heads, lengths = self.heads(spec, loading), spec.draft_lengths
-        shape = searched_tree(heads.config, self.tree_key) if spec.tree is None else spec.tree
+        shape = loading.tree(spec, searched_tree(heads.config, self.tree_key))
         tree = shape if isinstance(shape, Tree) else None
         if tree is not None and spec.tree is None:
             lengths = [tree.depth]

@@ -51,7 +51,7 @@ class Eagle(FeatureKind):
         from draftsmith.medusa.eagle.proposer import EagleProposer
 
         heads, lengths = self.heads(spec, loading), spec.draft_lengths
-        shape = searched_tree(heads.config, self.tree_key) if spec.tree is None else spec.tree
+        shape = loading.tree(spec, searched_tree(heads.config, self.tree_key))
         if spec.tree is None and isinstance(shape, Tree):
             lengths = [shape.depth]  # a searched tree has its own depth
         greedy = EagleProposer(heads, greedy=True) if shape is None else None

@@ -60,10 +60,12 @@ class Medusa(HeadsKind):
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the heads."""
+        from draftsmith.decode.tree import Tree
         from draftsmith.medusa.heads.proposer import MedusaProposer
 
         heads = self.heads(spec, loading)
-        proposer = MedusaProposer(heads)
+        tree = loading.tree(spec, heads.tree)
+        proposer = MedusaProposer(heads, tree if isinstance(tree, Tree) else Tree.chain(heads.config.num_heads))
         figures = {"heads": heads.config.num_heads}
         return self.drafter(spec, proposer, model=heads, draft_lengths=[proposer.tree.depth], figures=figures)
 

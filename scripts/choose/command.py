@@ -18,6 +18,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from draftsmith.decode import clock
+from draftsmith.decode.cache import follows_one_path
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate
@@ -47,7 +48,7 @@ from draftsmith.train.cli import OutOfTime, parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.files import require_writable, write_atomically
-from draftsmith.train.models import load_tokenizer
+from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import as_json, write_json
 from draftsmith.train.runs import note_on_interrupt
 
@@ -262,7 +263,10 @@ def _next(run: ChooseRun, won: Standing) -> list[str]:
         note = f"# {won.name} for {config.target}: what `draftsmith choose` found. It begins with the last trial.\n"
         write_atomically(output / "winner.yaml", note + text)
         commands.append(shell(["draftsmith", won.command, *config.launcher(), "--config", output / "winner.yaml"]))
-        if won.tree_alone and 0.0 in config.temperature and config.server is None:  # servers draft chains, not trees
+        # Servers draft chains, not trees, and targets with states verify chains alone.
+        target = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+        trees = config.server is None and not follows_one_path(target)
+        if won.tree_alone and 0.0 in config.temperature and trees:
             words = {"target": config.target, "drafter": directory, "trust_remote_code": config.trust_remote_code}
             words["completions"] = [run.heldout[0.0]]
             commands.append(shell(["draftsmith", "tree", *flags_of(words)]))

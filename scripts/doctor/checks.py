@@ -7,7 +7,7 @@ from functools import reduce
 
 import torch
 
-from draftsmith.decode.cache import check_rollback
+from draftsmith.decode.cache import check_rollback, layers_with_states, runs_in_programs
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.pair import NOT_HERE
@@ -122,7 +122,19 @@ def _rollback(target: Side | None, sides: list[Side]) -> Finding:
             if side is target:
                 return Finding("warning", "rollback", f"{error}: not decoded here", NOT_HERE)
             return Finding("error", "rollback", str(error), "take another draft, or attn_implementation sdpa")
-    return Finding("ok", "rollback", "rejected tokens can be dropped from the cache")
+    texts = {side.role: _decoding(side) for side in sides}
+    if len(set(texts.values())) == 1:
+        return Finding("ok", "rollback", texts[sides[0].role])
+    return Finding("ok", "rollback", "; ".join(f"{role}: {text}" for role, text in texts.items()))
+
+
+def _decoding(side: Side) -> str:
+    """Return how a model is decoded: in chains or trees, in programs or without."""
+    count = layers_with_states(side.config)
+    if count:
+        layers = count_of(side.config.num_hidden_layers, "layer")
+        return f"chains; {count} of {layers} keep states, so no trees and no compiled programs"
+    return "chains and trees" + ("" if runs_in_programs(side.model) else ", but no compiled programs")
 
 
 def _positions(setup: Setup, context: int | None) -> Finding:

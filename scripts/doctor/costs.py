@@ -7,7 +7,9 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from draftsmith.decode.cache import state_bytes
 from draftsmith.decode.errors import InputError
+from draftsmith.train.kinds.costs import GAMMA
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.kind import DrafterKind
@@ -37,15 +39,22 @@ def check_memory(
         return False, Finding("warning", "memory", f"{text}; {place}: they do not fit", remedy)
     if cached:
         text += f"; a token in the cache: {' + '.join(size(bytes) for bytes in cached.values())}"
+    states = {side.role: held for side in setup.sides if (held := state_bytes(side.model, width))}
+    if states:
+        # One before a round's block and one after each of its K + 1 tokens.
+        sizes = " + ".join(size(bytes) for bytes in states.values())
+        text += f"; states: {sizes} a row, K + 2 kept in a round"
     tokens = context or min(setup.positions.values(), default=None)
     if not cached or tokens is None:
         return True, Finding("ok", "memory", f"{text}; {place}")
-    needed = {rows: total + rows * tokens * token for rows in batch_sizes}
+    kept = (GAMMA + 2) * sum(states.values())
+    needed = {rows: total + rows * (tokens * token + kept) for rows in batch_sizes}
     text += f"; {tokens} tokens × batch size {', '.join(f'{rows}: {size(bytes)}' for rows, bytes in needed.items())}"
     text += f", of {place}"
     if max(needed.values()) <= free:
         return True, Finding("ok", "memory", text)
-    fitting = ", ".join(f"{int((free - total) // (rows * token))} at batch size {rows}" for rows in batch_sizes)
+    most = {rows: int((free - total - rows * kept) // (rows * token)) for rows in batch_sizes}
+    fitting = ", ".join(f"{tokens} at batch size {rows}" for rows, tokens in most.items())
     return True, Finding("warning", "memory", text, f"texts that fit, in tokens: {fitting} (--context to check them)")
 
 

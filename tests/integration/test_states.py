@@ -15,6 +15,7 @@ from draftsmith.decode import (
     RunAheadProposer,
     Tree,
     autoregressive_generate,
+    early_exit,
     speculative_generate,
 )
 from draftsmith.decode.cache import CachedModel, check_rollback
@@ -94,6 +95,15 @@ def test_drafts_with_states_serve_any_target(name, sampled):
         alone = speculative_generate(target, DraftModelProposer(draft), text[None], seed=3 + row, **options)
         assert torch.equal(together.sequences[row, 9 - len(text) :], alone.sequences[0])
         assert together.row_counts[row] == alone.counts
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", "granite-hybrid", "lfm2", "jamba"])
+def test_a_draft_may_have_states_alone(name):
+    """As the target's first layers have."""
+    target, (text,) = tiny_model(name), prompts(6)
+    proposer = DraftModelProposer(early_exit(target, 1))
+    out = speculative_generate(target, proposer, text[None], draft_length=3, **GREEDY)
+    assert torch.equal(out.sequences, target.generate(text[None], **GREEDY))
 
 
 def test_a_draft_with_states_runs_ahead():

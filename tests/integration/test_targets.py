@@ -6,16 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import tiny_model
+from families import HIDDEN, tiny_model
 from gemma import gemma_tokenizer, seeing_gemma, tiny_gemma
 from transformers import MambaConfig, MambaForCausalLM
 
+from draftsmith.decode.cache import CachedModel, cached_numbers, state_bytes
 from draftsmith.decode.cache.features import last_norm
+from draftsmith.decode.cache.layers import Layer
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as distill_command
 from draftsmith.medusa import __main__ as medusa_command
 from draftsmith.medusa.block import __main__ as block_command
+from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.eagle import __main__ as eagle_command
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.scripts import pair
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.pair import NOT_HERE
@@ -25,12 +30,12 @@ from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher.target_ends import load_ends, save_ends
 
-NOT_ROLLED_BACK = ["qwen3-5", "qwen3-next", "lfm2", "granite-hybrid", "nemotron-h", "deepseek-v32", "llama4", "gpt-neo"]
-NOT_ROLLED_BACK += ["bloom"]
-DECODED = ["mixtral", "qwen3-moe", "deepseek-v3", "gemma3-images"]
+NOT_ROLLED_BACK = ["gpt-neo", "bloom"]
+IN_CHAINS = ["qwen3-5", "qwen3-next", "lfm2", "granite-hybrid", "nemotron-h", "mamba2"]
+EAGER = [*IN_CHAINS, "deepseek-v32", "llama4"]
+DECODED = [*EAGER, "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-images"]
 TARGETS = [*NOT_ROLLED_BACK, *DECODED]
 NO_LAYERS = "target: expected a model whose decoder has its layers in `layers`"
-NO_ROPE = "target: expected rotary positions"
 REFUSALS = {
     **{
         (name, "gemma3-images"): "target: expected a text model to make a draft"
@@ -42,7 +47,6 @@ REFUSALS = {
         for name in ("features", "plan of features", "eagle", "block")
         for family in ("gpt-neo", "bloom")
     },
-    **{(name, "nemotron-h"): NO_ROPE for name in ("eagle", "block")},
 }
 """How a command refuses a family; all others work."""
 
@@ -180,7 +184,7 @@ def test_what_decodes_refuses_a_target_without_rollback_before_its_weights_are_r
 @pytest.mark.parametrize("name", ["choose", "align"])
 def test_what_chooses_refuses_it_before_a_text_is_written(name, place, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("".join(f"x = {i}\n" for i in range(100)))
-    flags = ["--target", str(place("lfm2") / "target"), "--prompts", str(tmp_path / "prompts.txt"), "--budget", "1h"]
+    flags = ["--target", str(place("gpt-neo") / "target"), "--prompts", str(tmp_path / "prompts.txt"), "--budget", "1h"]
     flags += ["--heldout_prompts", "8", "--output", str(tmp_path / "out")]
     flags += ["--measured_prompts", "8"] if name == "align" else []
     said = refusal(lambda: main([name, *flags]), capsys)
@@ -201,8 +205,110 @@ def test_the_doctor_says_what_works_without_rollback(family, place, capsys):
     assert line.startswith("!") and line.endswith(f"→ {NOT_HERE}") if family in NOT_ROLLED_BACK else line[0] == "✓"
 
 
+def rollback(place: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """What the doctor says of a target's rollback and memory."""
+    assert main(["doctor", "--target", str(place / "target"), "--dtype", "float32"]) == 0
+    lines = [line.partition(": ") for line in capsys.readouterr().out.splitlines()]
+    return {name.lstrip("✓! "): text for name, _, text in lines}
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen3-5", "chains; 1 of 2 layers keep states, so no trees and no compiled programs"),
+        ("mamba2", "chains; 2 of 2 layers keep states, so no trees and no compiled programs"),
+        ("deepseek-v32", "chains and trees, but no compiled programs"),
+        ("mixtral", "chains and trees"),
+    ],
+)
+def test_the_doctor_says_how_a_target_is_decoded(family, expected, place, capsys):
+    said = rollback(place(family), capsys)
+    assert said["rollback"] == expected
+    held = state_bytes(tiny_model(family))
+    assert f"states: {held / 1024:.1f} KiB a row, K + 2 kept in a round" in said["memory"] if held else True
+    assert ("states" in said["memory"]) == bool(held)
+
+
+@pytest.mark.parametrize("family", IN_CHAINS)
+def test_memory_counts_what_a_round_keeps(family):
+    """The states of a row in all layers, before a block of K + 1 tokens and after each of them."""
+    model, k = tiny_model(family), 3
+    cached = CachedModel(model, 1, max_length=16, block=k + 1, rollback=0)
+    cached.prefill_texts([torch.arange(3, 9)])
+    cached.feed(torch.arange(3, 4 + k)[None], [5])
+    kept = [tensor for layer in cached._states for tensors in layer._kept.values() for tensor in tensors]
+    assert sum(tensor.numel() * tensor.element_size() for tensor in kept) == (k + 2) * state_bytes(model)
+    keys = [t for layer in cached._layers if isinstance(layer, Layer) and layer.is_initialized for t in layer.tensors]
+    assert sum(t.shape[1] * t.shape[3] for t in keys) == cached_numbers(model)
+
+
+@pytest.fixture
+def heads_with_trees(place):
+    """Drafters with a searched tree in their config, on a target with states."""
+    model, path = load_model(place("qwen3-5") / "target"), place("qwen3-5")
+    choices = [[0], [1], [0, 0]]
+    for name, heads, key in (
+        ("tree-medusa", MedusaHeads.of_target(model, 2), "medusa_choices"),
+        ("tree-eagle", EagleHeads.of_target(model), "eagle_tree"),
+        ("tree-block", BlockDrafter.of_target(model, 0, block_size=4), "block_tree"),
+    ):
+        setattr(heads.config, key, choices)
+        heads.save_pretrained(path / name)
+    return path
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle", "block"])
+def test_searched_trees_become_chains_where_states_follow_one_path(name, heads_with_trees, capsys):
+    place, fast = heads_with_trees, ["--measure_costs", "false", "--threads", "1"]
+    flags = [*decoding("measure", place)[:-2], "--drafter", str(place / f"tree-{name}"), "--draft_length", "2"]
+    assert main([*flags, *fast]) == 0
+    err = capsys.readouterr().err
+    assert err.count(f"{name}: chains, not its tree of 3 tokens: the target's states cannot follow a tree") == 1
+    assert err.count("compiled programs: not for layers with states, an index or chunks; runs eagerly") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--drafter", "lookahead"], "drafter: lookahead: expected chains"),
+        (["--drafter", "early_exit:1", "--width", "2"], "width: expected chains"),
+        (["--drafter", "hybrid:suffix+early_exit:1@graft"], "drafter: graft: expected chains"),
+    ],
+)
+def test_trees_that_are_asked_for_are_refused_before_weights_are_read(flags, expected, place, capsys, monkeypatch):
+    monkeypatch.setattr(pair, "load_model", lambda *args, **kwargs: pytest.fail("the weights are not needed"))
+    base = ["generate", "--target", str(place("lfm2") / "target"), "--prompt", "x = 1", "--max_new_tokens", "4"]
+    said = refusal(lambda: main([*base, *flags]), capsys)
+    assert said == f"{expected}, for the target's states cannot follow a tree, found a tree"
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "unigram", "early_exit:1", "hybrid:suffix+early_exit:1"])
+@pytest.mark.parametrize("family", IN_CHAINS)
+def test_drafters_without_files_draft_chains(family, drafter, place, capsys):
+    base = ["generate", "--target", str(place(family) / "target"), "--prompt", "x = 1", "--max_new_tokens", "6"]
+    assert (
+        refusal(lambda: main([*base, "--dtype", "float32", "--temperature", "0", "--drafter", drafter]), capsys) == ""
+    )
+
+
+def test_no_tree_is_searched_for_a_target_with_states(heads_with_trees, capsys):
+    place = heads_with_trees
+    flags = ["--target", str(place / "target"), "--drafter", str(place / "tree-medusa"), "--completions", "[none]"]
+    said = refusal(lambda: main(["tree", *flags]), capsys)
+    assert said.startswith("target: expected one that verifies trees, found qwen3_5_text")
+
+
+def test_heads_have_positions_and_widths_of_their_own_where_the_target_has_none():
+    nemotron, mamba = tiny_model("nemotron-h"), tiny_model("mamba2")
+    del mamba.config.num_attention_heads, mamba.config.max_position_embeddings
+    for model in (nemotron, mamba):
+        config = EagleHeads.of_target(model).config
+        assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
+    assert (config.num_attention_heads, config.head_dim, config.max_position_embeddings) == (1, HIDDEN, 2**17)
+
+
 def test_costs_of_a_target_without_rollback_are_not_measured(place, capsys):
-    target = str(place("lfm2") / "target")
+    target = str(place("gpt-neo") / "target")
     assert (
         main(["doctor", "--target", target, "--drafter", "prompt_lookup", "--dtype", "float32", "--costs", "true"]) == 0
     )
@@ -213,7 +319,7 @@ def test_a_draft_without_rollback_learns_no_parallel_drafting(place, capsys):
     target = place("qwen3-5")
     flags = [*learned(target, "parallel"), "--draft", str(target / "target"), "--parallel", "2"]
     said = refusal(lambda: distill_command.main(flags), capsys)
-    assert said.startswith("draft: expected a model with a key-value cache, found Qwen3_5ForCausalLM")
+    assert said.startswith("draft: expected a draft whose layers have attention alone, found Qwen3_5ForCausalLM")
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 13_450,
-    "train": 14_510,
-    "distill": 2_930,
-    "medusa": 8_525,
-    "scripts": 18_760,
+    "decode": 13_470,
+    "train": 14_530,
+    "distill": 2_935,
+    "medusa": 8_545,
+    "scripts": 18_780,
     "benchmarks": 2_720,
-    "tests": 51_450,
+    "tests": 51_560,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

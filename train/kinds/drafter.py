@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
@@ -176,12 +177,38 @@ class Loading:
     tokenizers: "dict[str, PreTrainedTokenizerBase]" = field(default_factory=dict)  # the drafters' tokenizers by path
     models: "dict[str, PreTrainedModel]" = field(default_factory=dict)
     """The drafters' models by path, loaded once if a directory drafts in two ways."""
+    again: bool = False
+    """True if repeated messages are to be suppressed."""
 
     @property
     def target(self) -> "PreTrainedModel":
         """The loaded target."""
         assert self.model is not None
         return self.model
+
+    @cached_property
+    def chains_only(self) -> bool:
+        """True if the target has states, which the paths of a tree cannot share."""
+        from draftsmith.decode.cache import follows_one_path
+        from draftsmith.train.models import load_config
+
+        if self.model is not None:
+            return follows_one_path(self.model.config)
+        return follows_one_path(load_config(self.path, field="target", trust_remote_code=self.trust_remote_code))
+
+    def require_chains(self, found: str) -> None:
+        """Raise InputError for what drafts trees, if the target verifies chains only."""
+        if self.chains_only:
+            raise InputError(f"{found}: expected chains, for the target's states cannot follow a tree, found a tree")
+
+    def tree(self, spec: DrafterSpec, own: "Tree | None") -> "Tree | DynamicTree | None":
+        """Return the tree that a spec asks for, or a drafter's own; None, with a line, where chains alone can be."""
+        if spec.tree is not None or own is None or own.is_chain or not self.chains_only:
+            return own if spec.tree is None else spec.tree
+        if not self.again:
+            text = f"chains, not its tree of {len(own)} tokens: the target's states cannot follow a tree"
+            print(f"{spec.name or spec.kind}: {text}", file=sys.stderr)
+        return None
 
 
 def no_argument(spec: DrafterSpec) -> None:

@@ -69,7 +69,8 @@ class Hybrid(DrafterKind):
 
     def check(self, spec: DrafterSpec, loading: Loading) -> None:
         """Check each member."""
-        self.turns(spec)
+        if self.turns(spec)[1]:
+            loading.require_chains(f"drafter: {GRAFT}")
         for kind, member in self.members(spec):
             kind.check(member, loading)
 

@@ -62,8 +62,12 @@ class LookAhead(DrafterKind):
 
     name, title, stored = "lookahead", "look-ahead", False
 
+    def check(self, spec: DrafterSpec, loading: Loading) -> None:
+        """Require a target that verifies trees."""
+        loading.require_chains(f"drafter: {self.name}")
+
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
-        """Return the drafter."""
+        """Return the drafter, whose window is a tree."""
         from draftsmith.decode import LookaheadProposer
 
         no_argument(spec)

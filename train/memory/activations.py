@@ -291,7 +291,9 @@ def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape,
             inputs = batch.inputs(rows)
             with LiveBytes([*tensors_of(draft), *inputs.values()]) as live, precision_of(precision):
                 decoder = decoder_of(draft.eval())
-                cache = decoder(**inputs, use_cache=True).past_key_values
+                output = decoder(**inputs, use_cache=True)
+                cache = getattr(output, "past_key_values", None) or output.cache_params
+                del output
                 held = live.course
                 del cache
         return [held]

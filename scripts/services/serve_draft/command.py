@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import cached_numbers, check_rollback, positions_of
+from draftsmith.decode.cache import cached_numbers, check_rollback, positions_of, state_bytes
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.hybrid import HybridProposer
 from draftsmith.decode.proposers.suffix.proposer import SuffixProposer
@@ -165,9 +165,11 @@ def serve(config: ServeDraftConfig) -> int:
     bytes_ = (cached_numbers(texts.model) or 0) * texts.model.dtype.itemsize * config.cache_tokens
     address = "[{}]:{}" if listener.family == socket.AF_INET6 else "{}:{}"
     address = address.format(*listener.getsockname()[:2])
+    held = state_bytes(texts.model)
+    states = f", and states of {held / 2**20:.1f} MiB after each of a text's last tokens" if held else ""
     print(
         f"serving {name} on http://{address}: texts of up to {texts.max_length} tokens, a cache of "
-        f"{config.cache_tokens} tokens ({bytes_ / 2**20:.0f} MiB)",
+        f"{config.cache_tokens} tokens ({bytes_ / 2**20:.0f} MiB{states})",
         flush=True,
     )
     del texts  # the worker owns it, and must be able to free it for another
