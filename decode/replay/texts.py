@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
-from draftsmith.decode.cache import own_positions, positions_of
+from draftsmith.decode.cache import follows_one_path, own_positions, positions_of
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 
 Distributions = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
@@ -124,15 +124,18 @@ def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: in
         if most is not None and length > most:  # nothing is drafted there, so any distribution will do
             places = positions.get("position_ids", torch.arange(length, device=ids_BT.device)[None])
             positions = {"position_ids": places.clamp(max=most - 1)}
+        rereads = follows_one_path(model)  # some families' states continue by a single token alone
+        keeps = "logits_to_keep" in signature(model.forward).parameters
         for start in range(1, length, columns):
             stop = min(start + columns, length)
+            keep: dict[str, Any] = {"logits_to_keep": stop - start} if keeps else {}
             # Texts are padded on the right, and attention is causal: no mask is needed.
-            block = {name: places[:, start - 1 : stop - 1] for name, places in positions.items()}
-            output = model(
-                input_ids=fed_BT[:, start - 1 : stop - 1], past_key_values=past, use_cache=columns < length - 1, **block
-            )
-            past = output.past_key_values
-            logits_CBV = output.logits.transpose(0, 1)
+            fed = slice(0 if rereads else start - 1, stop - 1)
+            block = {name: places[:, fed] for name, places in positions.items()}
+            use_cache = columns < length - 1 and not rereads
+            output = model(input_ids=fed_BT[:, fed], past_key_values=past, use_cache=use_cache, **block, **keep)
+            past = None if rereads else output.past_key_values
+            logits_CBV = output.logits[:, start - stop :].transpose(0, 1)
             if vocab_size is not None:
                 logits_CBV = align_vocabulary(logits_CBV, vocab_size)
             block_CB = wanted_BT[:, start:stop].T

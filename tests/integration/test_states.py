@@ -21,6 +21,8 @@ from draftsmith.decode import (
 from draftsmith.decode.cache import CachedModel, check_rollback
 from draftsmith.decode.cache.states import StateLayer
 from draftsmith.decode.proposers.retokenized import ReencodingProposer
+from draftsmith.decode.replay.texts import model_distributions
+from draftsmith.decode.sampling import Sampler
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 every_state = pytest.mark.parametrize("name", STATEFUL)
@@ -59,6 +61,16 @@ def test_blocks_return_to_any_accepted_token(name):
         if round == 3:
             cached.select([0, 2, 3])
             texts = [texts[0], *texts[2:]]
+
+
+@every_state
+def test_distributions_in_blocks_are_those_of_whole_texts(name):
+    """Certificates read texts in blocks; some families continue a cache by a single token alone, or have another."""
+    distributions, (first, second) = model_distributions(tiny_model(name), Sampler.of(1.0)), prompts(20, 20)
+    texts = torch.stack([first, second])
+    wanted = torch.ones_like(texts, dtype=torch.bool)
+    (whole,) = distributions(texts, wanted, 100)
+    torch.testing.assert_close(torch.cat(list(distributions(texts, wanted, 3))), whole, atol=1e-5, rtol=0)
 
 
 @every_state

@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 8_545,
     "scripts": 18_780,
     "benchmarks": 2_720,
-    "tests": 51_560,
+    "tests": 51_585,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
