@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.checks import parameters_of
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import FALSE_ALARM, LEAST_TOKENS
 from draftsmith.decode.measurement.distribution_test import (
@@ -205,9 +206,10 @@ def _rounding(target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler) 
         # Compare one forward of the text, by which `first_mismatch` judges, with plain decoding's forwards of a token.
         whole = sampler.scores(target(input_ids=ids[None], use_cache=False).logits[0, length - 1 : -1], contexts)
         past, singly = None, []
+        cache = "past_key_values" if "past_key_values" in parameters_of(target) else "cache_params"  # Mamba's name
         for tokens in (ids[:length], *ids[length:-1].split(1)):
-            output = target(input_ids=tokens[None], past_key_values=past, use_cache=True)
-            past = output.past_key_values
+            output = target(input_ids=tokens[None], use_cache=True, **{cache: past})
+            past = output[cache]
             singly.append(output.logits[0, -1:])
         best = whole.topk(2).indices
         margins = [scores.gather(1, best).diff() for scores in (whole, sampler.scores(torch.cat(singly), contexts))]

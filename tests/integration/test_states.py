@@ -20,6 +20,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.cache import CachedModel, check_rollback
 from draftsmith.decode.cache.states import StateLayer
+from draftsmith.decode.measurement.certificate import _rounding
 from draftsmith.decode.proposers.retokenized import ReencodingProposer
 from draftsmith.decode.replay.texts import model_distributions
 from draftsmith.decode.sampling import Sampler
@@ -71,6 +72,12 @@ def test_distributions_in_blocks_are_those_of_whole_texts(name):
     wanted = torch.ones_like(texts, dtype=torch.bool)
     (whole,) = distributions(texts, wanted, 100)
     torch.testing.assert_close(torch.cat(list(distributions(texts, wanted, 3))), whole, atol=1e-5, rtol=0)
+
+
+@every_state
+def test_rounding_is_measured_a_token_at_a_time(name):
+    (text,) = prompts(12)
+    assert 0 < _rounding(tiny_model(name), [(text, 5)], Sampler.of(1.0)) < 1e-2
 
 
 @every_state
