@@ -124,7 +124,7 @@ def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: in
         if most is not None and length > most:  # nothing is drafted there, so any distribution will do
             places = positions.get("position_ids", torch.arange(length, device=ids_BT.device)[None])
             positions = {"position_ids": places.clamp(max=most - 1)}
-        rereads = follows_one_path(model)  # some families' states continue by a single token alone
+        rereads = follows_one_path(model.config)  # some families' states continue by a single token alone
         keeps = "logits_to_keep" in signature(model.forward).parameters
         for start in range(1, length, columns):
             stop = min(start + columns, length)
