@@ -74,11 +74,10 @@ def implementation_of(model: PreTrainedModel) -> str:
 
 def attends_in_groups(model: PreTrainedModel) -> bool:
     """Return whether a model runs the library's `sdpa` through its interface, and query heads share key heads."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    key_heads = getattr(config, "num_key_value_heads", None)
+    layers = model.config.get_text_config().per_layer_config  # the layers of some families differ in their heads
+    heads = [[getattr(layer, f"num_{of}_heads", None) for of in ("attention", "key_value")] for layer in layers]
     by_interface = implementation_of(model) == "sdpa" and type(model)._can_set_attn_implementation()
-    return by_interface and isinstance(key_heads, int) and key_heads != heads
+    return by_interface and any(isinstance(keys, int) and keys != queries for queries, keys in heads)
 
 
 class Grouped:

@@ -9,13 +9,15 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from draftsmith.decode.cache.attention import implementation_of
-from draftsmith.decode.cache.states import HYBRIDS, STATES, layer_kinds, uses_states
+from draftsmith.decode.cache.states import HYBRIDS, STATES, layer_kinds, mentions, uses_states
 from draftsmith.decode.errors import InputError
 
 # Attention that takes any additive mask; the other, fast kernels take causal masks only.
 ATTENTION = ("eager", "sdpa")
 # The library's types of layers whose tokens can be dropped; "dummy" ones have no cache of their own.
 KINDS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", *STATES, *HYBRIDS, "dummy"}
+# The names by which modules take their tokens' positions from the library's cache, one for all rows.
+COUNTERS = "get_query_offset", "indexer_position_ids"
 # Models whose layers differ from their config, which no field shows.
 UNFIT_TYPES = {"moshi": "whose config names a window that its layers do not have"}
 # Families that are encoders unless their config says `is_decoder`.
@@ -44,16 +46,18 @@ def check_rollback(model: PreTrainedModel, role: str) -> None:
     """Raise an `InputError` for models whose cache cannot drop rejected tokens and padding, and for encoders."""
     check_causal(model, role)
     name, config = type(model).__name__, model.config.get_text_config()
+    if not hasattr(config, "num_hidden_layers"):  # BLT: an encoder and a decoder of bytes around its layers
+        raise InputError(f"{role}: expected one stack of layers, found {name}, whose config has no num_hidden_layers")
     kinds, parameters = set(layer_kinds(config)[0]), parameters_of(model)
+    if unknown := sorted(kinds - KINDS):
+        raise InputError(
+            f"{role}: expected layers of {', '.join(sorted(KINDS - {'dummy'}))}, found {', '.join(unknown)} in {name}"
+        )
     stateful = kinds & {*STATES, *HYBRIDS}
     if (model._is_stateful and not stateful) or (stateful and not uses_states(model)):
         raise InputError(
             f"{role}: expected a state in the library's cache, which can drop rejected tokens, found {name}, whose "
             "state is elsewhere"
-        )
-    if unknown := sorted(kinds - KINDS):
-        raise InputError(
-            f"{role}: expected layers of {', '.join(sorted(KINDS - {'dummy'}))}, found {', '.join(unknown)} in {name}"
         )
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's layers apply a window of their own
         raise InputError(f"{role}: expected full or sliding attention layers, found local ones in {name}")
@@ -65,6 +69,11 @@ def check_rollback(model: PreTrainedModel, role: str) -> None:
         raise InputError(f"{role}: expected a model with a key-value cache, found {name}, which has none")
     if kinds - {*STATES, "dummy"} and "position_ids" not in parameters:
         raise InputError(f"{role}: expected a model that takes position_ids, found {name}, which does not")
+    classes: Any = {type(module) for module in model.modules()}
+    if any(mentions(cls, counter) for cls in classes for counter in COUNTERS):
+        raise InputError(f"{role}: expected positions by position_ids, found {name}, which counts them in the cache")
+    if any(hasattr(cls, "create_position_ids_from_input_ids") for cls in classes):
+        raise InputError(f"{role}: expected positions from 0 on, found {name}, whose own begin after pad_token_id")
     attention = implementation_of(model)
     if attention not in ATTENTION:
         raise InputError(

@@ -53,7 +53,9 @@ class Masks:
         k = positions.shape[1]
         if not self._attends:
             return None
-        if visible is not None or block.start is None or (by_depth and self._window) or self._chunk:
+        # An index's layers need a mask, which no model makes of a dictionary.
+        indexed = self._window and "indexed_attention" in self._types
+        if visible is not None or block.start is None or (by_depth and self._window) or self._chunk or indexed:
             return self.by_slot(block, positions.expand(rows, k), cached_BS, visible)
         if k > 1 and not self._window:
             # A causal block at one length for all rows: the library's own mask would cost more than all bookkeeping.

@@ -122,7 +122,7 @@ class StateLayer(LinearAttentionLayer):
                 self._keep(("conv", state_idx), filled[..., last : last + width])
         else:
             self._stepped.add(state_idx)
-        self._set(("conv", state_idx), filled[..., -width:])
+        self._set(("conv", state_idx), filled[..., -width:].clone())  # some mixers change it in place at one token
         return inputs
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
@@ -141,10 +141,10 @@ class StateLayer(LinearAttentionLayer):
             for number in range(self.number_of_states):
                 if (states := self.recurrent_states[number]) is not None:  # some kernels then change this very tensor
                     self._keep(("recurrent", number), states.clone())
-            for number in self._stepped:
-                states = self.conv_states[number]
-                assert states is not None
-                self._keep(("conv", number), states)
+                # Some mixers do not tell of their convolution; with several states, one may be another module's.
+                told = number in self._stepped or self.number_of_states == 1
+                if told and (states := self.conv_states[number]) is not None:
+                    self._keep(("conv", number), states.clone())
         finally:
             self._stepped = None
         return output
@@ -152,9 +152,10 @@ class StateLayer(LinearAttentionLayer):
     def finish(self) -> None:
         """Keep the states after a forward; a `RuntimeError` if some of a block's are missing."""
         expected = len(self._ends)
-        for number in range(self.number_of_states):
-            state, states = ("recurrent", number), self.recurrent_states[number]
-            if states is not None and len(self._kept.get(state, ())) == expected - 1:
+        for kind, number in self._all:
+            state = kind, number
+            states = (self.conv_states if kind == "conv" else self.recurrent_states)[number]
+            if states is not None and len(self._kept.get(state, ())) == expected - 1:  # changed in place
                 self._keep(state, states.clone())
         for (kind, number), kept in self._kept.items():
             if missing := expected - len(kept):
@@ -288,11 +289,11 @@ def _where(items: Iterable[T], flags: Sequence[bool]) -> list[T]:
     return [item for item, flag in zip(items, flags, strict=True) if flag]
 
 
-@lru_cache(maxsize=256)
-def _calls(cls: Any, method: str) -> bool:
-    """Return whether a module's own code calls a method of the cache."""
+@lru_cache(maxsize=1024)
+def mentions(cls: Any, name: str) -> bool:
+    """Return whether a module's own code names a method or field, as of the cache."""
     try:
-        return f".{method}(" in inspect.getsource(cls)
+        return f".{name}" in inspect.getsource(cls)
     except (OSError, TypeError):  # a class without source
         return False
 
@@ -300,13 +301,13 @@ def _calls(cls: Any, method: str) -> bool:
 def recurrent_mixers(model: nn.Module) -> list[Any]:
     """Return the modules of a model that update a recurrent state of the library's cache."""
     modules: Any = model.modules()
-    return [module for module in modules if _calls(module.__class__, "update_recurrent_state")]
+    return [module for module in modules if mentions(module.__class__, "update_recurrent_state")]
 
 
 def uses_states(model: nn.Module) -> bool:
     """Return whether modules of a model keep states in the library's cache."""
     classes: Any = {type(module) for module in model.modules()}
-    return any(_calls(cls, "update_recurrent_state") or _calls(cls, "update_conv_state") for cls in classes)
+    return any(mentions(cls, "update_recurrent_state") or mentions(cls, "update_conv_state") for cls in classes)
 
 
 class Stepwise:

@@ -17,7 +17,7 @@ import torch
 from pages import GUIDES
 from rich.console import Console
 
-from benchmarks import common, decode, divergence, floor, rounds, study
+from benchmarks import common, decode, divergence, floor, rounds, study, targets
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import law, shapes
 from benchmarks.gpu.cases import Place
@@ -59,6 +59,7 @@ def test_every_command_line_of_the_documentation_parses():
     [
         ("decode", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
         ("divergence", ["--divergence", "none"], "divergence: expected one of forward_kl"),
+        ("targets", ["--families", "[gpt2, none]"], "families: expected model types of causal LMs, found none"),
         ("study", ["--recipe", "none"], "recipe: expected one of distill"),
         ("study", ["--baseline", "none"], "baseline: expected one of base, each named once, found none"),
     ],
@@ -340,3 +341,17 @@ def test_a_gpu_run_enters_its_cases_on_a_cpu_and_keeps_no_figures(tmp_path, caps
     assert kept["cases"]["step medusa qwen3-8b, sdpa"]["figures"]["tokens_per_second"] is None
     with pytest.raises(InputError, match=r"only: expected beginnings of completions, .*, found lauw"):
         gpu.main(["--only", "[lauw]"])
+
+
+def test_targets_tell_what_came_of_each_family():
+    found = targets.bench(targets.BenchTargetsConfig(families=["biogpt", "bloom", "blt", "gemma4_assistant"]))
+    outcomes = {name: (family["layers"], family["outcome"]) for name, family in found["families"].items()}
+    assert outcomes == {
+        "biogpt": ("full_attention", "identical"),
+        "bloom": ("full_attention", "refused"),
+        "blt": ("", "refused"),
+        "gemma4_assistant": ("", "not built"),
+    }
+    assert found["families"]["bloom"]["reason"].startswith("expected a model that takes position_ids")
+    assert found["families"]["blt"]["reason"].endswith("BltForCausalLM, whose config has no num_hidden_layers")
+    assert found["outcomes"] == {"identical": 1, "refused": 2, "not built": 1}

@@ -19,7 +19,9 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
+    InklingTextConfig,
     JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -39,6 +41,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
+    RobertaConfig,
 )
 
 VOCAB, HIDDEN, WINDOW = 64, 32, 8
@@ -134,14 +137,26 @@ STATEFUL: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "lfm2": (Lfm2Config, {**GROUPED, "layer_types": ["conv", FULL]}),
     "mamba2": (Mamba2Config, {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}),
+    "kimi-linear": (
+        KimiLinearConfig,
+        {name: value for name, value in LATENT.items() if name not in ("q_lora_rank", "n_routed_experts")}
+        | {"num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4}
+        | {"layer_types": ["linear_attention", FULL]},
+    ),
     "falcon-h1": (FalconH1Config, {**GROUPED, **MAMBA, "mamba_d_ssm": 64}),
 }
 # Those that keep their state elsewhere, whose layers mask on their own, or that take no positions.
 UNFIT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "recurrent-gemma": (RecurrentGemmaConfig, {**GROUPED, "lru_width": HIDDEN}),
+    "inkling": (
+        InklingTextConfig,
+        {**GROUPED, **SPARSE, "layer_types": ["hybrid_sliding", "hybrid"], "head_dim": 8, "swa_head_dim": 8}
+        | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "n_routed_experts": 4, "pad_token_id": 0},
+    ),
     "gpt-neo": (GPTNeoConfig, {"attention_types": [[["global", "local"], 1]]}),
     "falcon-alibi": (FalconConfig, {"alibi": True}),
     "bloom": (BloomConfig, {}),
+    "roberta": (RobertaConfig, {"is_decoder": True, "intermediate_size": 2 * HIDDEN, "pad_token_id": 0}),
     "bert-generation": (BertGenerationConfig, {"intermediate_size": 2 * HIDDEN}),
 }
 

@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 13_470,
+    "decode": 13_490,
     "train": 14_530,
     "distill": 2_935,
     "medusa": 8_545,
     "scripts": 18_780,
-    "benchmarks": 2_720,
-    "tests": 51_585,
+    "benchmarks": 2_760,
+    "tests": 51_630,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
