@@ -54,7 +54,9 @@ def check_rollback(model: PreTrainedModel, role: str) -> None:
             f"{role}: expected layers of {', '.join(sorted(KINDS - {'dummy'}))}, found {', '.join(unknown)} in {name}"
         )
     stateful = kinds & {*STATES, *HYBRIDS}
-    if (model._is_stateful and not stateful) or (stateful and not uses_states(model)):
+    # A family with states may have none left, as an early exit or a carved draft; its config then names the layers.
+    unnamed = model._is_stateful and not stateful and not getattr(config, "layer_types", None)
+    if unnamed or (stateful and not uses_states(model)):
         raise InputError(
             f"{role}: expected a state in the library's cache, which can drop rejected tokens, found {name}, whose "
             "state is elsewhere"

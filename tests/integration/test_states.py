@@ -184,6 +184,13 @@ def test_a_draft_whose_text_is_encoded_anew_has_no_states(tokenizer):
         ReencodingProposer(draft, tokenizer, tokenizer, None)
 
 
+@pytest.mark.parametrize("name", ["qwen3-5", "granite-hybrid"])
+def test_a_family_without_its_states_decodes_as_any_other(name):
+    """As a draft that was carved from attention alone."""
+    model = tiny_model(name, layer_types=["full_attention" if name == "qwen3-5" else "attention"] * 2)
+    assert check(model) is None
+
+
 def test_states_elsewhere_are_refused():
     with pytest.raises(InputError, match="found RecurrentGemmaForCausalLM, whose state is elsewhere"):
         check_rollback(tiny_model("recurrent-gemma"), "target")
