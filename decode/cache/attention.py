@@ -74,7 +74,8 @@ def implementation_of(model: PreTrainedModel) -> str:
 
 def attends_in_groups(model: PreTrainedModel) -> bool:
     """Return whether a model runs the library's `sdpa` through its interface, and query heads share key heads."""
-    layers = model.config.get_text_config().per_layer_config  # the layers of some families differ in their heads
+    config = model.config.get_text_config()
+    layers = config.per_layer_config if config.is_heterogeneous else [config]  # layers may differ in their heads
     heads = [[getattr(layer, f"num_{of}_heads", None) for of in ("attention", "key_value")] for layer in layers]
     by_interface = implementation_of(model) == "sdpa" and type(model)._can_set_attn_implementation()
     return by_interface and any(isinstance(keys, int) and keys != queries for queries, keys in heads)

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from draftsmith.decode.cache.attention import implementation_of
-from draftsmith.decode.cache.states import HYBRIDS, STATES, layer_kinds, mentions, uses_states
+from draftsmith.decode.cache.states import HYBRIDS, STATES, classes_of, layer_kinds, mentions, uses_states
 from draftsmith.decode.errors import InputError
 
 # Attention that takes any additive mask; the other, fast kernels take causal masks only.
@@ -71,7 +71,7 @@ def check_rollback(model: PreTrainedModel, role: str) -> None:
         raise InputError(f"{role}: expected a model with a key-value cache, found {name}, which has none")
     if kinds - {*STATES, "dummy"} and "position_ids" not in parameters:
         raise InputError(f"{role}: expected a model that takes position_ids, found {name}, which does not")
-    classes: Any = {type(module) for module in model.modules()}
+    classes = classes_of(model)
     if any(mentions(cls, counter) for cls in classes for counter in COUNTERS):
         raise InputError(f"{role}: expected positions by position_ids, found {name}, which counts them in the cache")
     if any(hasattr(cls, "create_position_ids_from_input_ids") for cls in classes):

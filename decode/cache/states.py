@@ -298,6 +298,16 @@ def mentions(cls: Any, name: str) -> bool:
         return False
 
 
+_CLASSES: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def classes_of(model: nn.Module) -> Any:
+    """Return the classes of a model's modules, collected once: each text asks for them."""
+    if model not in _CLASSES:
+        _CLASSES[model] = {type(module) for module in model.modules()}
+    return _CLASSES[model]
+
+
 def recurrent_mixers(model: nn.Module) -> list[Any]:
     """Return the modules of a model that update a recurrent state of the library's cache."""
     modules: Any = model.modules()
@@ -306,7 +316,7 @@ def recurrent_mixers(model: nn.Module) -> list[Any]:
 
 def uses_states(model: nn.Module) -> bool:
     """Return whether modules of a model keep states in the library's cache."""
-    classes: Any = {type(module) for module in model.modules()}
+    classes = classes_of(model)
     return any(mentions(cls, "update_recurrent_state") or mentions(cls, "update_conv_state") for cls in classes)
 
 
@@ -445,5 +455,21 @@ def make_layers(
 
 def layer_kinds(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the library's type of each layer of a text config, and its options for the layer's cache."""
-    kinds, options = get_layer_types_and_kwargs(config)
-    return kinds[: config.num_hidden_layers], options[: config.num_hidden_layers]
+    layers = config.num_hidden_layers
+    if config.is_heterogeneous:
+        kinds, options = get_layer_types_and_kwargs(config)
+    elif getattr(config, "layer_types", None):
+        kinds, options = get_layer_types_and_kwargs(_Alike(config, layers))
+    else:
+        kinds, options = (part * layers for part in get_layer_types_and_kwargs(_Alike(config, 1)))
+    return kinds[:layers], options[:layers]
+
+
+class _Alike:
+    """A config whose layers are alike: the library's view of each layer takes longer than a small forward."""
+
+    def __init__(self, config: Any, layers: int):
+        self._config, self.per_layer_config = config, [config] * layers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
