@@ -455,14 +455,11 @@ def make_layers(
 
 def layer_kinds(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the library's type of each layer of a text config, and its options for the layer's cache."""
-    layers = config.num_hidden_layers
-    if config.is_heterogeneous:
-        kinds, options = get_layer_types_and_kwargs(config)
-    elif getattr(config, "layer_types", None):
-        kinds, options = get_layer_types_and_kwargs(_Alike(config, layers))
-    else:
-        kinds, options = (part * layers for part in get_layer_types_and_kwargs(_Alike(config, 1)))
-    return kinds[:layers], options[:layers]
+    layers, named = config.num_hidden_layers, getattr(config, "layer_types", None)
+    view: Any = config if config.is_heterogeneous else _Alike(config, layers if named else 1)
+    kinds, options = get_layer_types_and_kwargs(view)
+    times = layers if len(kinds) == 1 else 1
+    return (kinds * times)[:layers], (options * times)[:layers]
 
 
 class _Alike:
