@@ -82,8 +82,10 @@ class CachedModel:
         self._device = model.device
         self._attention: Any = Grouped(model) if attends_in_groups(model) else nullcontext()
         parameters = parameters_of(model)
-        self._keeps, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
-        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self._keeps = "logits_to_keep" in parameters
+        named = "past_key_values" in parameters or "cache_params" not in parameters  # Mamba has another name for it
+        self._cache_name = "past_key_values" if named else "cache_params"
+        self._takes_positions = named or "position_ids" in parameters
         self._largest = block
         self._slots, self._last = slots, max_length - 1
         if compiled:

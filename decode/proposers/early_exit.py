@@ -52,7 +52,9 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
             attributes |= {name: i for name in ("layer_idx", "layer_id") if name in attributes}
     config = draft.config.get_text_config()
     for name, value in list(vars(config).items()):
-        if "layer" in name and isinstance(value, list | tuple) and len(value) == depth:
+        if name.endswith("_only_layers") and isinstance(value, list):  # indices of layers
+            setattr(config, name, [indices.index(index) for index in value if index in indices])
+        elif "layer" in name and isinstance(value, list | tuple) and len(value) == depth:
             setattr(config, name, [value[index] for index in indices])  # for example layer_types
     config.num_hidden_layers = len(indices)
     return draft

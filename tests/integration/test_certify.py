@@ -360,11 +360,11 @@ def test_a_line_that_was_cut_off_is_asked_for_again(tmp_path):
 
 
 def test_a_target_that_cannot_write_texts_is_refused_before_any_is_asked_for(files, writes, tmp_path, capsys):
-    """One whose recurrent state cannot go back; sampled text it can judge."""
+    """One whose state is outside of the library's cache; sampled text it can judge."""
     asked, target = writes(), tmp_path / "hybrid"
     shutil.copytree(files / "target", target, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     config = AutoConfig.from_pretrained(files / "target")
-    tiny_model("lfm2", vocab_size=config.vocab_size).save_pretrained(target)
+    tiny_model("recurrent-gemma", vocab_size=config.vocab_size).save_pretrained(target)
     assert certify(files, asked, tmp_path / "out", "--target", str(target)) == 2
     assert "target: expected" in capsys.readouterr().err.splitlines()[-1] and not completions(asked)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
+from families import tiny_model
 from scipy.stats import chisquare
 from transformers import LogitsProcessorList, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -304,9 +305,11 @@ def check_sliding_windows(parts) -> None:
     # A window narrower than the tree is deep, on a branch whose slots are not its positions.
     target = sliding_target(2)
     check_every_round(parts, target, target, Tree.from_choices([(0,), (1,), (1, 0), (1, 0, 0)]), new=15)
-    state_space = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1))
-    with pytest.raises(InputError, match="MambaForCausalLM, whose recurrent state cannot drop"):
-        parts.proposer(state_space)
+    # States return to the last accepted token, or are refused.
+    state_space = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1)).eval()
+    same_text(parts, state_space, parts.proposer(state_space), new=15)
+    with pytest.raises(InputError, match="RecurrentGemmaForCausalLM, whose state is elsewhere"):
+        parts.proposer(tiny_model("recurrent-gemma"))
 
 
 def check_float_ties(parts) -> None:

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from specimens import CONFIDENCE, block
-from statistical.test_enumeration import PROMPTS, ROUNDING, difference, doubly_normed, laws, llama  # noqa: F401
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from statistical.test_enumeration import PROMPTS, ROUNDING, compute_in_double, difference, laws, llama  # noqa: F401
 
 from draftsmith.decode import InputError, Tree
 from draftsmith.medusa import BlockProposer
@@ -28,13 +27,13 @@ class Flattened(BlockProposer):
 
 
 def test_another_q_than_what_was_drawn_from_is_caught(llama, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(LlamaRMSNorm, "forward", doubly_normed)
+    compute_in_double(monkeypatch, llama)
     (law,), (wanted,), _ = laws(llama, Flattened(block(llama)), "T=0.7 top-k top-p", PROMPTS[:1], width=1)
     assert difference(law, wanted) > 1e-4
 
 
 def test_a_chain_is_a_tree_of_one_branch(llama, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(LlamaRMSNorm, "forward", doubly_normed)
+    compute_in_double(monkeypatch, llama)
     (law,), (wanted,), _ = laws(
         llama, BlockProposer(block(llama), Tree.chain(2)), "T=0.7 top-k top-p", PROMPTS[:1], width=1
     )
@@ -56,7 +55,7 @@ def cut_law(llama, proposer):  # noqa: F811
 
 
 def test_drafts_that_confidence_cuts_are_of_several_lengths(llama, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(LlamaRMSNorm, "forward", doubly_normed)
+    compute_in_double(monkeypatch, llama)
     proposer = Lengths(block(llama, enable_confidence_head=True), confidence=CONFIDENCE)
     assert cut_law(llama, proposer) < ROUNDING
     assert len(proposer.seen - {0}) > 1
@@ -64,7 +63,7 @@ def test_drafts_that_confidence_cuts_are_of_several_lengths(llama, monkeypatch):
 
 def test_a_cut_that_looks_at_the_guess_itself_is_caught(llama, monkeypatch):  # noqa: F811
     """Its confidence sees each token in place of the one before it."""
-    monkeypatch.setattr(LlamaRMSNorm, "forward", doubly_normed)
+    compute_in_double(monkeypatch, llama)
     proposer = BlockProposer(block(llama, enable_confidence_head=True), confidence=0.3)
     with torch.no_grad():
         proposer.heads.confidence_head.proj.weight[:, -2:] *= 1000  # sure or not, by the token that it sees

@@ -4,9 +4,8 @@ import pytest
 from conftest import tiny_llama
 from enumeration import enumerated, target_law
 from specimens import TREE, eagle, medusa, near
-from statistical.test_enumeration import PROMPTS, ROUNDING, VOCAB, difference, doubly_normed, laws, llama  # noqa: F401
+from statistical.test_enumeration import PROMPTS, ROUNDING, VOCAB, compute_in_double, difference, laws, llama  # noqa: F401
 from transformers import LogitsProcessorList
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.decode import DraftModelProposer, HybridProposer, PromptLookupProposer, SuffixProposer, Switch, Tree
 from draftsmith.medusa import MedusaProposer
@@ -43,7 +42,7 @@ HYBRIDS = {
 @pytest.mark.parametrize("form", ["one row", "batch"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_every_text_has_the_targets_probability(llama, monkeypatch, name, form):  # noqa: F811
-    monkeypatch.setattr(LlamaRMSNorm, "forward", doubly_normed)
+    compute_in_double(monkeypatch, llama)
     alone = form == "one row"
     written, wanted, accepted = laws(
         llama, HYBRIDS[name](llama), "T=0.7 top-k top-p", PROMPTS[: 1 if alone else None], width=1 if alone else 500
