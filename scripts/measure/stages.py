@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.progress import track
 from draftsmith.decode.validation import TokenId
@@ -34,7 +35,7 @@ def run_stages(measured: Measured, tables: list[CostTable] | None, unfinished: U
         _complete(measured, temperature, unfinished)
         _replay(measured, temperature, unfinished)
     if all(method == Method() for _, _, method in measured.observations):
-        raise unfinished.errors[0]
+        raise next(iter(unfinished.errors), InputError("drafter: expected one to measure, found none"))
     if tables is None:
         tables = []
         with unfinished.attempt("measuring costs"):

@@ -346,3 +346,11 @@ def test_the_ends_of_a_target_have_its_last_norm(family, place, tmp_path):
     save_ends(target, tmp_path / "ends.safetensors")
     (weight,) = (p for _, p in last_norm(load_ends(tmp_path / "ends.safetensors", str(path))).named_parameters())
     assert torch.equal(weight, last_norm(target).weight)
+
+
+def test_a_measure_without_drafters_is_refused_in_one_line(tmp_path, pipeline, capsys):
+    (tmp_path / "prompts.txt").write_text("def f(x):\n")
+    flags = ["--target", str(pipeline / "target"), "--drafter", "none", "--prompts", str(tmp_path / "prompts.txt")]
+    flags += ["--temperature", "0", "--max-new-tokens", "4", "--compiled", "false", "--measure-costs", "false"]
+    assert main(["measure", *flags, "--output", str(tmp_path / "report")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: drafter: expected one to measure, found none"
