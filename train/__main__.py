@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerBase,
     TrainingArguments,
     default_data_collator,
@@ -34,12 +34,13 @@ from draftsmith.train.runs import last_checkpoint, save_model
 
 @dataclass
 class PretrainConfig:
-    """Settings of a Llama-shaped causal LM, trained on nine tenths of the modules and evaluated on the others."""
+    """Settings of a causal LM, trained on nine tenths of the modules and evaluated on the others."""
 
     training: TrainingArguments
     """The Trainer's arguments; `output_dir` receives checkpoints and, in `final/`, the model."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Fields of `transformers.LlamaConfig`; the vocabulary and special tokens come from the tokenizer."""
+    """Fields of the model's config, a Llama's unless `model_type` names another family; the vocabulary and special
+    tokens come from the tokenizer."""
     tokenizer: str | None = None
     """A directory with a tokenizer; by default one of `vocab_size` entries is trained on the corpus."""
     vocab_size: int = 4096
@@ -74,7 +75,8 @@ def pretrain(config: PretrainConfig) -> Path:
         tokenizer = train_bpe((m.source for m in train), config.vocab_size)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": config.block_size}
-    model: Any = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes, **special, **config.model))
+    fields = {"model_type": "llama", "use_cache": False, **sizes, **special, **config.model}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     args = config.training
     trainer = CheckpointedTrainer(
         model=model,
