@@ -9,7 +9,8 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from draftsmith.decode.cache.attention import implementation_of
-from draftsmith.decode.cache.states import HYBRIDS, STATES, classes_of, layer_kinds, mentions, uses_states
+from draftsmith.decode.cache.states import HYBRIDS, STATES, layer_kinds
+from draftsmith.decode.cache.stepwise import classes_of, mentions, uses_states
 from draftsmith.decode.errors import InputError
 
 # Attention that takes any additive mask; the other, fast kernels take causal masks only.

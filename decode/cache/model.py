@@ -24,7 +24,8 @@ from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Moves, SavedLaye
 from draftsmith.decode.cache.masks import Masks, spans_of
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.cache.rotary import rotary_limit
-from draftsmith.decode.cache.states import LayeredCache, StateLayer, Stepwise, make_layers
+from draftsmith.decode.cache.states import LayeredCache, StateLayer, make_layers
+from draftsmith.decode.cache.stepwise import Stepwise
 from draftsmith.decode.errors import InputError
 
 STEP = 16  # programs attend to a multiple of this many slots, since kernels prefer such masks

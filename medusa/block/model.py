@@ -30,7 +30,7 @@ from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import InputError, at_least, at_most, require
 from draftsmith.medusa.base import FeatureHeads, LayersConfig, Norm, check_distances, check_named, layer_fields
 from draftsmith.medusa.block import heads
-from draftsmith.medusa.block.heads.base import BlockHead
+from draftsmith.medusa.block.heads.base import SideHead
 from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
@@ -277,11 +277,11 @@ class BlockDrafter(FeatureHeads):
 
     @property
     def side_head(self) -> Any:
-        """The `BlockHead` that adds logits, or None."""
-        return next((head for head in self.children() if isinstance(head, BlockHead) and head.out is not None), None)
+        """The `SideHead`, or None."""
+        return next((head for head in self.children() if isinstance(head, SideHead)), None)
 
     def sides(self, hidden: Tensor, before: Tensor) -> Tensor | None:
-        """Return `BlockHead.forced` of the head that adds logits, (…, J, R), or None without one."""
+        """Return `SideHead.forced` of the head that adds logits, (…, J, R), or None without one."""
         return None if (head := self.side_head) is None else head.forced(hidden, before)
 
     def head_states(self, hidden: Tensor, before: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class BlockDrafter(FeatureHeads):
         return hidden if side is None else torch.cat([hidden, side.to(hidden.dtype)], dim=-1)
 
     def whole_head(self, head: OutputHead) -> OutputHead:
-        """Return the target's head of the drafted tokens, with `BlockHead.out` next to it.
+        """Return the target's head of the drafted tokens, with `SideHead.out` next to it.
 
         So the logits of guesses are one linear map of `head_states`, and losses need not know the head.
         """
@@ -304,7 +304,7 @@ class BlockDrafter(FeatureHeads):
         """Return the logit of each guess's acceptance, if those before it were accepted, (…, J) (DSpark).
 
         It depends on the tokens before the guess but not on the guess, so cutting drafts by it is lossless. Arguments
-        are those of `BlockHead.forced`.
+        are those of `SideHead.forced`.
         """
         head: Any = self.confidence_head
         side = self.sides(hidden, before) if head.sees_side else None

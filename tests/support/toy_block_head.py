@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from draftsmith.medusa.base import LMHead
-from draftsmith.medusa.block.heads.base import BlockHead
+from draftsmith.medusa.block.heads.base import SideHead
 
 
-class ToyHead(BlockHead):
+class ToyHead(SideHead):
     name, title = "toy_head", "toy head"
     fields: ClassVar = {"toy_width": 0}
 

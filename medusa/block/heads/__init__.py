@@ -3,7 +3,7 @@
 from typing import Any
 
 from draftsmith.medusa.block.heads import dspark
-from draftsmith.medusa.block.heads.base import BlockHead
+from draftsmith.medusa.block.heads.base import BlockHead, SideHead
 
 HEADS: list[type[BlockHead]] = [*dspark.HEADS]
 """In the order of their tensors."""
@@ -11,7 +11,7 @@ HEADS: list[type[BlockHead]] = [*dspark.HEADS]
 
 def side_heads(config: Any) -> dict[str, int]:
     """Return the title and R of each head that adds logits; R is 0 in a drafter without it."""
-    return {head.title: head.setting(config) for head in HEADS if head.out is not None}
+    return {head.title: head.setting(config) for head in HEADS if issubclass(head, SideHead)}
 
 
 def side_width(config: Any) -> int:

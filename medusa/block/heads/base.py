@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class BlockHead(nn.Module):
-    """A head of a block drafter, made from a `BlockConfig`; `side` is R of the head that adds logits."""
+    """A head of a block drafter, made from a `BlockConfig`; `side` is R of its `SideHead`, 0 without one."""
 
     name: ClassVar[str]  # of its attribute in the drafter
     title: ClassVar[str]
@@ -24,8 +24,6 @@ class BlockHead(nn.Module):
     and is R if it adds logits."""
     foreign: ClassVar[Mapping[str, Any] | None] = None
     """Other tools' fields, with their only value, or for `fields` what they mean left out; None if no tool knows it."""
-    out: nn.Linear | None = None
-    """The map from side states to logits; None if it adds none."""
 
     def __init__(self, config: Any, side: int):
         super().__init__()
@@ -39,6 +37,13 @@ class BlockHead(nn.Module):
     def new_fields(cls, config: Any, width: int) -> dict[str, Any]:
         """Return the fields of a run's new drafter, from its `BlockTrainingConfig` and the target's width."""
         return {}
+
+
+class SideHead(BlockHead):
+    """A head that adds logits: a side state for each guess, and the map from it."""
+
+    out: nn.Linear
+    """The map from side states, (…, R), to logits."""
 
     def begin(self, hidden: Tensor) -> Tensor | None:
         """Return its state before a block's first guess, (…, *), from all guesses' states, (…, K, H)."""

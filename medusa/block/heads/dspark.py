@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.medusa.base import LMHead
-from draftsmith.medusa.block.heads.base import BlockHead
+from draftsmith.medusa.block.heads.base import BlockHead, SideHead
 
 RANK = 256
 """The default rank of a Markov head."""
 REMEDY = "train with a markov_rank"
 
 
-class MarkovHead(BlockHead):
+class MarkovHead(SideHead):
     """A map of rank R from the token before to logits; it has no state."""
 
     name, title = "markov_head", "Markov head"
