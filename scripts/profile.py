@@ -1,5 +1,6 @@
 """`draftsmith profile`: shares of a round's time, as a table and a trace for chrome://tracing or ui.perfetto.dev."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from rich.console import Console
 
 from draftsmith.decode import Counts, InputError, speculative_generate
+from draftsmith.decode.cache import NO_PROGRAMS, runs_in_programs
 from draftsmith.decode.measurement.profiler import Profile, chrome_trace, profile_table
 from draftsmith.decode.progress import track
 from draftsmith.scripts.configs import ProfileConfig
@@ -36,10 +38,13 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
     pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     target, proposer, (draft_length,) = pair.target, pair.drafter.proposer, pair.drafter.draft_lengths
+    compiled = config.compiled and runs_in_programs(target)
+    if config.compiled and not compiled:
+        print(NO_PROGRAMS, file=sys.stderr)
     options: dict[str, Any] = {
         "draft_length": draft_length,
         "max_new_tokens": config.max_new_tokens,
-        "compiled": config.compiled,
+        "compiled": compiled,
         **config.generate_kwargs(),
     }
     profiles, batches = [], []
@@ -60,7 +65,7 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
         "proposer": {"kind": pair.drafter.kind, "path": pair.drafter.path},
         "draft_length": draft_length,
         "temperature": config.temperature,
-        "compiled": config.compiled,
+        "compiled": compiled,
         "batches": batches,
     }
     write_json(output / "trace.json", chrome_trace(profiles))

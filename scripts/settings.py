@@ -97,8 +97,8 @@ def load_fastest(
         first = fast_dtype(load_config(path, field="target", trust_remote_code=trust_remote_code), "cpu")
     pair = load_pair(path, tokenizer, drafters, first, trust_remote_code)
     if kept is not None and kept.exists():
-        settings = read(Settings, kept)
-        fixed: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "threads": threads, "compiled": compiled}
+        settings, runs = read(Settings, kept), compiled and runs_in_programs(pair.target)
+        fixed: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "threads": threads, "compiled": runs}
         settings = replace(settings, **{name: value for name, value in fixed.items() if value is not None})
     else:
         weighted = [drafter for drafter in pair.drafters if drafter.model is not None]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, get_layer_types_and_kwargs
 
 from draftsmith.decode.cache.layers import Block, IndexedLayer, Layer, Moves, SavedLayer, Slots
+from draftsmith.decode.errors import InputError
 
 STATES = ("conv", "linear_attention")  # the library's types of layers with states alone
 HYBRIDS = ("hybrid", "hybrid_sliding")  # … and of layers that have keys and values as well
@@ -31,6 +32,7 @@ class StateLayer(LinearAttentionLayer):
     """
 
     is_sliding = False
+    name = "layer"  # as an error names it
 
     def __init__(self, rows: int, states: int = 1, rollback: int = 0):
         super().__init__(number_of_states=states)
@@ -127,7 +129,11 @@ class StateLayer(LinearAttentionLayer):
         return recurrent_states
 
     def _keep(self, state: State, states: Tensor) -> None:
-        self._kept.setdefault(state, []).append(states)
+        kept = self._kept.setdefault(state, [])
+        expected = self.rows, *(kept[0].shape[1:] if kept else states.shape[1:])
+        if states.shape != expected:
+            raise unknown(self.name, f"a {state[0]} state of shape {expected}", f"one of {tuple(states.shape)}")
+        kept.append(states)
 
     def step(self, forward: Callable[[], Any]) -> Any:
         """Run a mixer's forward of one token, and keep the states after it."""
@@ -146,16 +152,16 @@ class StateLayer(LinearAttentionLayer):
         return output
 
     def finish(self) -> None:
-        """Keep the states after a forward; a `RuntimeError` if some of a block's are missing."""
+        """Keep the states after a forward; an `InputError` if some of a block's are missing."""
         expected = len(self._ends)
         for kind, number in self._all:
             state = kind, number
             states = (self.conv_states if kind == "conv" else self.recurrent_states)[number]
             if states is not None and len(self._kept.get(state, ())) == expected - 1:  # changed in place
                 self._keep(state, states.clone())
-        for (kind, number), kept in self._kept.items():
+        for (kind, _), kept in self._kept.items():
             if missing := expected - len(kept):
-                raise RuntimeError(f"{kind} state {number}: expected one after each token, found {missing} missing")
+                raise unknown(self.name, f"a {kind} state after each of {expected} tokens", f"{missing} missing")
         self._present = expected - 1
 
     def select(self, rows: Sequence[int]) -> None:
@@ -268,6 +274,14 @@ class LayeredCache(Cache):
         return super().get_mask_sizes(query_length, layer_idx) if self._attends else (self._block.width, 0)
 
 
+def unknown(name: str, expected: str, found: str) -> InputError:
+    """Return the error for a layer whose states the decoder cannot follow, as of a family that it does not know."""
+    return InputError(
+        f"{name}: expected {expected}, found {found}, so that rejected tokens cannot be dropped; prepare, cache, "
+        "training, replay and measure --server take such a model"
+    )
+
+
 def returns_to(saved: Sequence[SavedLayer | None], length: int) -> bool:
     """Return whether a row that was saved holds all states after `length` tokens."""
     ends = [part[0].tolist() for part in saved if part is not None and part[0].ndim == 1]  # keys have three dimensions
@@ -304,6 +318,9 @@ def make_layers(
             continue
         part = attention(block, rows, slots, whole, window if "sliding" in kind else 0, rollback)
         layers.append(StateAndAttentionLayer(part, states, states_back) if kind in HYBRIDS else part)
+    for index, layer in enumerate(layers):
+        if isinstance(layer, StateLayer):
+            layer.name = f"layer {index} of {config.model_type}"
     return layers
 
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from draftsmith.decode.cache.states import StateLayer
+from draftsmith.decode.cache.states import StateLayer, unknown
 
 
 @lru_cache(maxsize=1024)
@@ -58,8 +58,13 @@ class Stepwise:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Any]):
-        self._lock = _LOCKS.setdefault(model, threading.RLock())
-        self._mixers = [_Mixer(module, layers[module.layer_idx]) for module in recurrent_mixers(model)]
+        self._lock, self._mixers = _LOCKS.setdefault(model, threading.RLock()), []
+        by_index: dict[Any, StateLayer] = dict(enumerate(layers))
+        for module in recurrent_mixers(model):
+            layer = by_index.get(index := getattr(module, "layer_idx", None))
+            if not isinstance(layer, StateLayer):
+                raise unknown(type(module).__name__, "the number of a layer with a state in layer_idx", str(index))
+            self._mixers.append(_Mixer(module, layer))
 
     def __enter__(self) -> None:
         self._lock.acquire()

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, Replay, clock
-from draftsmith.decode.cache import cached_numbers
+from draftsmith.decode.cache import cached_numbers, state_bytes
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.kinds import STOCK
@@ -264,10 +264,13 @@ def _memory(pair: Pair) -> Memory:
         bytes_of(cached_numbers(pair.target), pair.target),
         {
             drafter.name: DrafterMemory(
-                drafter.weights_bytes, bytes_of(drafter.family.cached_numbers(drafter), drafter.model)
+                drafter.weights_bytes,
+                bytes_of(drafter.family.cached_numbers(drafter), drafter.model),
+                drafter.family.state_bytes(drafter),
             )
             for drafter in pair.drafters
         },
+        state_bytes(pair.target),
     )
 
 

@@ -100,6 +100,8 @@ class DrafterMemory(Entry):
 
     weights_bytes: Count
     cache_bytes_per_token: Count | None
+    state_bytes: Count | None = 0
+    """Bytes of a row's states after one token; a round keeps those after K + 2, however long the text is."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class Memory(Entry):
     target_bytes: Count
     target_cache_bytes_per_token: Count | None
     drafters: Mapping[str, DrafterMemory]
+    target_state_bytes: Count = 0
+    """Those of the target, as of a drafter."""
 
 
 @dataclass(frozen=True)

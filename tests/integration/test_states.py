@@ -169,11 +169,33 @@ def test_trees_are_refused_in_one_line():
 
 def test_a_state_that_was_not_kept_ends_the_run(monkeypatch):
     """As where a mixer is not recognised: no text is written from a wrong state."""
-    monkeypatch.setattr("draftsmith.decode.cache.states.recurrent_mixers", lambda model: [])
+    monkeypatch.setattr("draftsmith.decode.cache.stepwise.recurrent_mixers", lambda model: [])
     model, (text,) = tiny_model("qwen3-5"), prompts(5)
     plain = model.generate(text[None], **GREEDY)
-    with pytest.raises(RuntimeError, match="recurrent state 0: expected one after each token, found 5 missing"):
+    message = r"layer 0 of qwen3_5_text: expected a recurrent state after each of 6 tokens, found 5 missing, .*training"
+    with pytest.raises(InputError, match=message):
         speculative_generate(model, ScriptedProposer(plain, 1), text[None], draft_length=4, **GREEDY)
+
+
+def test_a_state_of_an_unknown_shape_ends_the_run(monkeypatch):
+    model, (text,), keep = tiny_model("qwen3-5"), prompts(5), StateLayer._keep
+    monkeypatch.setattr(StateLayer, "_keep", lambda self, state, states: keep(self, state, states.repeat(2, 1, 1, 1)))
+    with pytest.raises(InputError, match=r"layer 0 of qwen3_5_text: expected a .* state of shape \(1, .*found one of"):
+        autoregressive_generate(model, text[None], **GREEDY)
+
+
+@pytest.mark.parametrize("number", [None, 1, 9])
+def test_a_mixer_without_a_layer_of_states_ends_the_run(number):
+    """Layer 1 has attention alone."""
+    model = tiny_model("qwen3-5")
+    mixer = model.model.layers[0].linear_attn
+    mixer.layer_idx = number
+    if number is None:
+        del mixer.layer_idx
+    with pytest.raises(
+        InputError, match=f"GatedDeltaNet: expected the number of a layer with a state in layer_idx, found {number}"
+    ):
+        autoregressive_generate(model, prompts(5)[0][None], **GREEDY)
 
 
 def test_a_draft_whose_text_is_encoded_anew_has_no_states(tokenizer):

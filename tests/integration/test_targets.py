@@ -10,7 +10,7 @@ from families import HIDDEN, tiny_model
 from gemma import gemma_tokenizer, seeing_gemma, tiny_gemma
 from transformers import MambaConfig, MambaForCausalLM
 
-from draftsmith.decode.cache import CachedModel, cached_numbers, state_bytes
+from draftsmith.decode.cache import NO_PROGRAMS, CachedModel, cached_numbers, state_bytes
 from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.cache.layers import Layer
 from draftsmith.decode.errors import InputError
@@ -24,8 +24,9 @@ from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.scripts import pair
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.pair import NOT_HERE
+from draftsmith.scripts.settings import Settings, load_fastest
 from draftsmith.train.lora import add_lora
-from draftsmith.train.models import empty_model, load_model
+from draftsmith.train.models import empty_model, load_model, load_tokenizer
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher.target_ends import load_ends, save_ends
@@ -196,6 +197,31 @@ def test_what_chooses_refuses_it_before_a_text_is_written(name, place, tmp_path,
 def test_measure_takes_the_others(family, place, capsys):
     fast = ["--measure_costs", "false", "--compiled", "false", "--threads", "1"]
     assert refusal(lambda: main([*decoding("measure", place(family)), *fast]), capsys) == ""
+
+
+def test_a_profile_of_such_a_target_says_that_it_is_eager(place, capsys):
+    assert main([*decoding("profile", place("qwen3-5")), "--compiled", "true"]) == 0
+    assert capsys.readouterr().err.count(NO_PROGRAMS) == 1
+    assert json.loads((place("qwen3-5") / "profile/profile.json").read_text())["compiled"] is False
+
+
+def test_settings_that_were_kept_compile_no_such_target(place, tmp_path):
+    target = str(place("qwen3-5") / "target")
+    Settings("float32", 1, False, {}, None).to_file(tmp_path / "settings.json")
+    options = {"dtype": "float32", "compiled": True, "kept": tmp_path / "settings.json"}
+    _, settings = load_fastest(target, load_tokenizer(target), [], **options)
+    assert not settings.compiled
+
+
+@pytest.mark.parametrize("name", ["generate", "measure", "tune", "profile"])
+def test_states_that_are_not_recognised_end_in_one_line(name, place, capsys, monkeypatch):
+    """As where a family's mixer shows its state in another way."""
+    monkeypatch.setattr("draftsmith.decode.cache.stepwise.recurrent_mixers", lambda model: [])
+    flags = decoding(name, place("qwen3-5"))
+    flags[flags.index("prompt_lookup")] = "unigram"  # which always drafts
+    fast = ["--measure_costs", "false", "--compiled", "false", "--threads", "1"] if name == "measure" else []
+    said = refusal(lambda: main([*flags, *fast]), capsys)
+    assert said.startswith("layer 0 of qwen3_5_text: expected a recurrent state after each of ") and "training" in said
 
 
 @pytest.mark.parametrize("family", TARGETS)

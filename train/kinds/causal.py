@@ -59,6 +59,12 @@ class CausalKind(ModelKind):
         assert drafter.model is not None
         return cached_numbers(drafter.model) if isinstance(drafter.proposer, DraftModelProposer) else 0
 
+    def state_bytes(self, drafter: Drafter) -> int | None:
+        """Return the bytes of the model's states of a row."""
+        from draftsmith.decode.cache import state_bytes
+
+        return state_bytes(drafter.model) if drafter.model is not None else 0
+
     def reload(self, path: str, dtype: str, trust_remote_code: bool) -> "PreTrainedModel":
         """Load the model in another dtype."""
         from draftsmith.train.models import load_draft

@@ -98,6 +98,10 @@ class Hybrid(DrafterKind):
         """Return None, because it depends on the last kind."""
         return None
 
+    def state_bytes(self, drafter: Drafter) -> int | None:
+        """Return None, as for its keys and values."""
+        return None
+
     def _parts(self, spec: DrafterSpec) -> tuple[str, str]:
         drafters, at, switch = (spec.path or "").rpartition(AT)
         if not at:

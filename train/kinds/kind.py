@@ -112,6 +112,10 @@ class DrafterKind(ABC):
         """Return the numbers that its cache keeps for a token of the text; None if unknown."""
         return 0
 
+    def state_bytes(self, drafter: Drafter) -> int | None:
+        """Return the bytes of its states of a row, which has no more of them as it grows; None if unknown."""
+        return 0
+
     def timed_forwards(
         self, drafter: Drafter, others: Iterable[str], trust_remote_code: bool
     ) -> dict[str, Callable[[], object]]:

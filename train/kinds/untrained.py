@@ -108,6 +108,10 @@ class EarlyExit(DrafterKind):
         """Return None, because it shares the target's layers but has its own cache."""
         return None
 
+    def state_bytes(self, drafter: Drafter) -> int | None:
+        """Return None, as for its keys and values."""
+        return None
+
 
 def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a digest of a tokenizer's vocabulary, which a store of texts must share with the target."""

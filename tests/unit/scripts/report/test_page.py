@@ -481,6 +481,14 @@ def test_what_is_null_reads_as_a_dash_and_its_section_is_left_out():
     assert cells[1:] == ["4", "–", "–", "–", "–", "–", "–", "–", "–", "–", "–", "–"]
 
 
+def test_memory_has_states_where_there_are_some(full):
+    report = copy.deepcopy(full)
+    assert "states of a row" not in Page(render_page(TYPED.validate_python(report))).text
+    report["memory"]["target_state_bytes"] = 3 * 2**20
+    text = Page(render_page(TYPED.validate_python(report))).text
+    assert "states of a row, kept K + 2 times in a round" in text and "3.0 MiB" in text
+
+
 def test_a_partial_report_names_the_parts_that_failed():
     report = minimal() | {"failures": [{"what": "replay at T = 1", "error": HOSTILE, "exit_code": 1}]}
     page = Page(render_page(TYPED.validate_python(report)))
