@@ -217,9 +217,7 @@ def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], r
     if chains:
         return target.feed(blocks, roots)
     if target.has_states:
-        raise InputError(
-            f"drafts: expected chains, found a tree, whose paths share no state of {type(target.model).__name__}"
-        )
+        raise InputError(f"drafts: expected chains, found a tree, which {type(target.model).__name__} cannot follow")
     visible, depths = masks_of([draft.tree for draft in drafts], width, blocks.device)
     return target.feed(blocks, roots, visible=visible, depths=depths)
 

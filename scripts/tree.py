@@ -70,7 +70,7 @@ def search(config: TreeConfig) -> dict[str, Any]:
     target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     if follows_one_path(target_config):
         raise InputError(
-            f"target: expected one that verifies trees, found {target_config.model_type}, whose states cannot follow a "
+            f"target: expected one that verifies trees, found {target_config.model_type}, which cannot follow a "
             "tree: drafters draft chains for it"
         )
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)

@@ -21,13 +21,16 @@ KINDS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_at
 COUNTERS = "get_query_offset", "indexer_position_ids"
 # Models whose layers differ from their config, which no field shows.
 UNFIT_TYPES = {"moshi": "whose config names a window that its layers do not have"}
+# Families whose attention is biased by the distance of slots, which is that of positions in chains.
+ALIBI = {"bloom", "mpt"}
 # Families that are encoders unless their config says `is_decoder`.
 ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"}
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
     """Return the longest text that a model reads, in tokens, by its config; None without a limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
 
 
 def check_causal(model: PreTrainedModel, role: str) -> None:
@@ -70,7 +73,7 @@ def check_rollback(model: PreTrainedModel, role: str) -> None:
         raise InputError(f"{role}: expected another model, found {name}, {UNFIT_TYPES[config.model_type]}")
     if not parameters & {"past_key_values", "cache_params"}:
         raise InputError(f"{role}: expected a model with a key-value cache, found {name}, which has none")
-    if kinds - {*STATES, "dummy"} and "position_ids" not in parameters:
+    if kinds - {*STATES, "dummy"} and "position_ids" not in parameters and config.model_type not in ALIBI:
         raise InputError(f"{role}: expected a model that takes position_ids, found {name}, which does not")
     classes = classes_of(model)
     if any(mentions(cls, counter) for cls in classes for counter in COUNTERS):
@@ -84,12 +87,13 @@ def check_rollback(model: PreTrainedModel, role: str) -> None:
         )
 
 
-NO_PROGRAMS = "compiled programs: not for layers with states, an index or chunks; runs eagerly"
+NO_PROGRAMS = "compiled programs: not for layers with states, an index, chunks or ALiBi; runs eagerly"
 
 
 def runs_in_programs(model: PreTrainedModel) -> bool:
     """Return whether compiled programs can run a model: its layers have keys and values, and no more."""
-    return set(layer_kinds(model.config.get_text_config())[0]) <= {"full_attention", "sliding_attention", "dummy"}
+    config, known = model.config.get_text_config(), {"full_attention", "sliding_attention", "dummy"}
+    return config.model_type not in ALIBI and set(layer_kinds(config)[0]) <= known
 
 
 def layers_with_states(config: PretrainedConfig) -> int:
@@ -98,8 +102,8 @@ def layers_with_states(config: PretrainedConfig) -> int:
 
 
 def follows_one_path(config: PretrainedConfig) -> bool:
-    """Return whether a model has states, which no tree of drafted tokens can share, by its config."""
-    return layers_with_states(config) > 0
+    """Return whether a model takes no tree of drafted tokens, by its config: its paths share no state and no slots."""
+    return layers_with_states(config) > 0 or config.get_text_config().model_type in ALIBI
 
 
 @lru_cache(maxsize=64)

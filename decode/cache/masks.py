@@ -106,6 +106,30 @@ class Masks:
         return {name: others.get(name, full) for name in self._types}
 
 
+def count_slots(model: PreTrainedModel) -> None:
+    """Let a model with ALiBi make its biases for our blocks; those that the library makes stay as they are."""
+    decoder: Any = model.base_model
+    if hasattr(decoder, "build_alibi_tensor"):
+        decoder.build_alibi_tensor = _bloom_biases
+    elif hasattr(decoder, "build_mpt_alibi_tensor"):
+        decoder.build_mpt_alibi_tensor = _mpt_biases
+
+
+def _bloom_biases(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    # Our masks are by query, (B, 1, K, S), where the library expects one of padding, (B, S).
+    attended = mask if mask.ndim == 2 else mask.new_ones(len(mask), mask.shape[-1], dtype=torch.long)
+    return build_alibi_tensor(attended, num_heads, dtype)
+
+
+def _mpt_biases(num_heads: int, sequence_length: int, alibi_bias_max: int = 8, device: Any = None) -> Any:
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    # A block's padding may lie after the last position; the model takes the last slots of what it gets.
+    return build_mpt_alibi_tensor(num_heads, 2 * sequence_length, alibi_bias_max, device)
+
+
 def spans_of(config: Any) -> tuple[int, int]:
     """Return the positions in the window, and in a chunk, of layers that have one, by a text config; 0 without."""
     chunk = "chunked_attention" in (getattr(config, "layer_types", None) or ())

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
-from draftsmith.decode.cache.checks import parameters_of, runs_in_programs
+from draftsmith.decode.cache.checks import ALIBI, parameters_of, runs_in_programs
 from draftsmith.decode.cache.features import Features, collect_states
 from draftsmith.decode.cache.forward import BlockForward, Forward, has_head
 from draftsmith.decode.cache.layers import READ_AT_ONCE, Block, Moves, SavedLayer, Slots
-from draftsmith.decode.cache.masks import Masks, spans_of
+from draftsmith.decode.cache.masks import Masks, count_slots, spans_of
 from draftsmith.decode.cache.program import Program, Programs
 from draftsmith.decode.cache.rotary import rotary_limit
 from draftsmith.decode.cache.states import LayeredCache, StateLayer, make_layers
@@ -82,6 +82,8 @@ class CachedModel:
         self._stepwise = Stepwise(model, layers) if self._states else None
         self._device = model.device
         self._attention: Any = Grouped(model) if attends_in_groups(model) else nullcontext()
+        if config.model_type in ALIBI:
+            count_slots(model)
         parameters = parameters_of(model)
         self._keeps = "logits_to_keep" in parameters
         named = "past_key_values" in parameters or "cache_params" not in parameters  # Mamba has another name for it

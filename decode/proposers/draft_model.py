@@ -79,9 +79,7 @@ class DraftModelProposer(Proposer):
         if tree is not None and stop is not None:
             raise InputError("stop: expected a chain, whose length it decides, found a tree")
         if tree is not None and follows_one_path(draft_model.config):
-            raise InputError(
-                f"tree: expected a chain, found a tree, whose paths share no state of {type(draft_model).__name__}"
-            )
+            raise InputError(f"tree: expected a chain, found a tree, which {type(draft_model).__name__} cannot follow")
         self.draft_model, self.tree, self.stop, self.greedy = draft_model, tree, stop, greedy
         self.positions = positions_of(draft_model.config)
 

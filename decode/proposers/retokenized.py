@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.cache import CachedModel, check_rollback, follows_one_path, pad_right, positions_of
+from draftsmith.decode.cache import CachedModel, check_rollback, layers_with_states, pad_right, positions_of
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer
@@ -127,7 +127,7 @@ class ReencodingProposer(Proposer):
         stop: Stop | None,
     ):
         check_rollback(draft_model, "draft model")
-        if follows_one_path(draft_model.config):  # another encoding may depart from the cached one at any token
+        if layers_with_states(draft_model.config):  # another encoding may depart from the cached one at any token
             raise InputError(
                 "draft model: expected attention alone where texts are encoded anew, found "
                 f"{type(draft_model).__name__}, whose states return to few tokens"

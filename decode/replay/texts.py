@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
-from draftsmith.decode.cache import follows_one_path, own_positions, positions_of
+from draftsmith.decode.cache import layers_with_states, own_positions, positions_of
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 
 Distributions = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
@@ -124,7 +124,7 @@ def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: in
         if most is not None and length > most:  # nothing is drafted there, so any distribution will do
             places = positions.get("position_ids", torch.arange(length, device=ids_BT.device)[None])
             positions = {"position_ids": places.clamp(max=most - 1)}
-        rereads = follows_one_path(model.config)  # some families' states continue by a single token alone
+        rereads = layers_with_states(model.config) > 0  # some families' states continue by a single token alone
         keeps = "logits_to_keep" in signature(model.forward).parameters
         for start in range(1, length, columns):
             stop = min(start + columns, length)

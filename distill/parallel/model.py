@@ -137,7 +137,7 @@ def require_masks(draft: PreTrainedModel) -> None:
     and themselves. The draft must have the device and attention of its training.
     """
     if follows_one_path(draft.config):
-        found = f"{type(draft).__name__}, whose states no mask parts"
+        found = f"{type(draft).__name__}, whose layers no mask parts"
         raise InputError(f"draft: expected a draft whose layers have attention alone, found {found}")
     training, alike = draft.training, False
     draft.eval()

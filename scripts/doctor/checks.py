@@ -7,7 +7,7 @@ from functools import reduce
 
 import torch
 
-from draftsmith.decode.cache import check_rollback, layers_with_states, runs_in_programs
+from draftsmith.decode.cache import check_rollback, follows_one_path, layers_with_states, runs_in_programs
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.pair import NOT_HERE
@@ -134,6 +134,8 @@ def _decoding(side: Side) -> str:
     if count:
         layers = count_of(side.config.num_hidden_layers, "layer")
         return f"chains; {count} of {layers} keep states, so no trees and no compiled programs"
+    if follows_one_path(side.config):
+        return "chains; its attention has ALiBi, so no trees and no compiled programs"
     return "chains and trees" + ("" if runs_in_programs(side.model) else ", but no compiled programs")
 
 

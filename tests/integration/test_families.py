@@ -419,7 +419,6 @@ REFUSED = {
     "inkling": "expected positions by position_ids, found {}, which counts them in the cache",
     "gpt-neo": "expected full or sliding attention layers, found local ones in {}",
     "falcon-alibi": "expected positions by position_ids, found alibi in {}",
-    "bloom": "expected a model that takes position_ids, found {}, which does not",
     "roberta": "expected positions from 0 on, found {}, whose own begin after pad_token_id",
     "bert-generation": "expected causal attention, found {} with is_decoder = False, an encoder",
 }

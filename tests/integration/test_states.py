@@ -18,7 +18,7 @@ from draftsmith.decode import (
     early_exit,
     speculative_generate,
 )
-from draftsmith.decode.cache import CachedModel, check_rollback
+from draftsmith.decode.cache import CachedModel, check_rollback, positions_of
 from draftsmith.decode.cache.states import StateLayer
 from draftsmith.decode.measurement.certificate import _rounding
 from draftsmith.decode.proposers.retokenized import ReencodingProposer
@@ -160,11 +160,27 @@ def test_weights_are_read_once_a_block(monkeypatch):
 
 def test_trees_are_refused_in_one_line():
     model = tiny_model("qwen3-5")
-    with pytest.raises(InputError, match="tree: expected a chain, found a tree, whose paths share no state of Qwen3_5"):
+    with pytest.raises(InputError, match="tree: expected a chain, found a tree, which Qwen3_5"):
         DraftModelProposer(model, Tree.from_choices([(0,), (1,)]))
     proposer = DraftModelProposer(tiny_llama(0, vocab_size=VOCAB), Tree.from_choices([(0,), (1,)]))
-    with pytest.raises(InputError, match="drafts: expected chains, found a tree, whose paths share no state of"):
+    with pytest.raises(InputError, match="drafts: expected chains, found a tree, which Qwen3_5"):
         speculative_generate(model, proposer, prompts(4)[0][None], **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_biases_by_slots_are_the_librarys_in_chains(name):
+    """ALiBi counts slots; in a chain, and in no tree, a slot is a position."""
+    model = tiny_model(name)
+    assert check(model) is None
+    with pytest.raises(InputError, match=f"tree: expected a chain, found a tree, which {type(model).__name__}"):
+        DraftModelProposer(model, Tree.from_choices([(0,), (1,)]))
+    # One row ends with MPT's positions while the other's block is longer.
+    del model.config.max_position_embeddings
+    assert positions_of(model.config) == (128 if name == "mpt" else None)
+    texts, options = prompts(118, 100), {"max_new_tokens": 10, "do_sample": False}
+    out = speculative_generate(model, DraftModelProposer(model), **left_padded(texts), draft_length=3, **options)
+    for text, row in zip(texts, out.sequences, strict=True):
+        assert torch.equal(row[118 - len(text) :], model.generate(text[None], **options)[0])
 
 
 def test_a_state_that_was_not_kept_ends_the_run(monkeypatch):

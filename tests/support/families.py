@@ -29,6 +29,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     NemotronHConfig,
     OPTConfig,
     Phi3Config,
@@ -156,6 +157,7 @@ UNFIT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gpt-neo": (GPTNeoConfig, {"attention_types": [[["global", "local"], 1]]}),
     "falcon-alibi": (FalconConfig, {"alibi": True}),
     "bloom": (BloomConfig, {}),
+    "mpt": (MptConfig, {"max_seq_len": 128}),
     "roberta": (RobertaConfig, {"is_decoder": True, "intermediate_size": 2 * HIDDEN, "pad_token_id": 0}),
     "bert-generation": (BertGenerationConfig, {"intermediate_size": 2 * HIDDEN}),
 }

@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 13_548,
+    "decode": 13_574,
     "train": 14_548,
     "distill": 2_935,
     "medusa": 8_550,
-    "scripts": 18_790,
+    "scripts": 18_792,
     "benchmarks": 2_760,
-    "tests": 51_694,
+    "tests": 51_711,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -188,7 +188,7 @@ class Loading:
 
     @cached_property
     def chains_only(self) -> bool:
-        """True if the target has states, which the paths of a tree cannot share."""
+        """True if the target follows no tree: it has states, or biases by slots."""
         from draftsmith.decode.cache import follows_one_path
         from draftsmith.train.models import load_config
 
@@ -199,14 +199,14 @@ class Loading:
     def require_chains(self, found: str) -> None:
         """Raise InputError for what drafts trees, if the target verifies chains only."""
         if self.chains_only:
-            raise InputError(f"{found}: expected chains, for the target's states cannot follow a tree, found a tree")
+            raise InputError(f"{found}: expected chains, which is all that the target can follow, found a tree")
 
     def tree(self, spec: DrafterSpec, own: "Tree | None") -> "Tree | DynamicTree | None":
         """Return the tree that a spec asks for, or a drafter's own; None, with a line, where chains alone can be."""
         if spec.tree is not None or own is None or own.is_chain or not self.chains_only:
             return own if spec.tree is None else spec.tree
         if not self.again:
-            text = f"chains, not its tree of {len(own)} tokens: the target's states cannot follow a tree"
+            text = f"chains, not its tree of {len(own)} tokens: the target cannot follow a tree"
             print(f"{spec.name or spec.kind}: {text}", file=sys.stderr)
         return None
 
