@@ -76,7 +76,7 @@ class StateLayer(LinearAttentionLayer):
             for ends in self._ends:
                 ends[row] = ends[row] if ends[row] <= length else -1
         floors = [
-            max((ends[row] for ends in self._ends if ends[row] <= length - self._rollback), default=0)
+            max((ends[row] for ends in self._ends if 0 <= ends[row] <= length - self._rollback), default=0)
             for row, length in enumerate(slots.host)
         ]
         needed = [any(end >= floor for end, floor in zip(ends, floors, strict=True)) for ends in self._ends]

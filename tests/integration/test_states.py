@@ -64,6 +64,18 @@ def test_blocks_return_to_any_accepted_token(name):
             texts = [texts[0], *texts[2:]]
 
 
+@pytest.mark.parametrize("name", ["qwen3-5", "lfm2"])
+def test_a_block_that_is_fed_again_keeps_no_more_states(name):
+    """As where forwards are timed after a long prompt, whose own states are too late for the longest rollback."""
+    model, (text,) = tiny_model(name), prompts(20)
+    cached = CachedModel(model, 1, max_length=64, block=5)
+    cached.prefill_texts([text])
+    for _ in range(4):
+        cached.feed(torch.cat([text[-1:], *prompts(4)])[None], [19])
+        for layer in cached._states:
+            assert len(layer._ends) == 1 + 5 == len(next(iter(layer._kept.values())))
+
+
 @every_state
 def test_distributions_in_blocks_are_those_of_whole_texts(name):
     """Certificates read texts in blocks; some families continue a cache by a single token alone, or have another."""

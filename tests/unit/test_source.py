@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 8_550,
     "scripts": 18_792,
     "benchmarks": 2_760,
-    "tests": 51_711,
+    "tests": 51_723,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
