@@ -21,7 +21,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree, TreeProposer
-from draftsmith.decode.proposers.feeder import Feeder
+from draftsmith.decode.proposers.feeder import Feeder, ProgramBlock
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, ranks_by_start
@@ -203,6 +203,47 @@ class StateFeeder(Feeder):
         """Keep only some rows."""
         super().select(rows)
         self.unfed = [self.unfed[row] for row in rows]
+
+
+class StepFeeder(StateFeeder):
+    """Keeps heads of one layer fed with the target's states, and with their own for drafted tokens; see `read`."""
+
+    def feed_texts(self, texts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
+        """Feed the positions that have features now; return the logits after each text, (B, 1, V).
+
+        Rounds without drafts leave several blocks of `width` positions.
+        """
+        if self.model.is_empty:
+            self.feed_unfed(texts, but=1)
+        counts = [len(states_LH) for states_LH in self.unfed]
+        width = min(max(counts), self.width)
+        last_BH: Tensor | None = None
+        for first in range(0, max(counts), width):
+            tokens, slots, further = self.block_from(texts, first, width)
+            outputs = self.model.feed(tokens, slots, further=further)
+            ends = [count - 1 - first for count in counts]
+            if len(set(ends)) == 1 and 0 <= ends[0] < width:
+                last_BH = outputs[:, ends[0]]
+                continue
+            # Each row's last position is in one of the blocks: take it from there.
+            at = torch.tensor(ends, device=outputs.device)
+            here = outputs.take_along_dim(at.clamp(0, width - 1)[:, None, None], dim=1)[:, 0]
+            inside = (at >= 0) & (at < width)
+            last_BH = here if last_BH is None else here.where(inside[:, None], last_BH)
+        assert last_BH is not None
+        self.unfed = [states_LH[:0] for states_LH in self.unfed]
+        logits, self.states = self.read(last_BH[:, None])
+        return logits
+
+    def program_block(self, texts: Sequence[Tensor]) -> ProgramBlock | None:
+        """Return the positions that have features now, if they fit in one block; rows end in different columns."""
+        if self.model.is_empty:
+            self.feed_unfed(texts, but=1)
+        elif max(map(len, self.unfed)) > self.width:
+            return None
+        ends = torch.tensor([len(states_LH) for states_LH in self.unfed], device=self.device) - 1
+        tokens, slots, further = self.take_block(texts)
+        return ProgramBlock(tokens, slots, torch.arange(tokens.shape[1], device=self.device), ends, ends, further)
 
 
 def most_positions(task: DraftTask) -> int:

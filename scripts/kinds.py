@@ -14,6 +14,7 @@ from draftsmith.distill.parallel.kind import ParallelDraft
 from draftsmith.medusa.block.kind import Block
 from draftsmith.medusa.eagle.kind import Eagle
 from draftsmith.medusa.heads.kind import Medusa
+from draftsmith.medusa.mtp.kind import Mtp
 from draftsmith.train.cli import Alias
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.hybrid import Hybrid
@@ -21,7 +22,7 @@ from draftsmith.train.kinds.kind import DrafterKind, Recipe
 from draftsmith.train.kinds.untrained import EarlyExit, LookAhead, PromptLookup, Suffix, Unigram
 
 KINDS: list[DrafterKind] = [
-    ParallelDraft(), Medusa(), Eagle(), Block(), DraftModel(), ReencodedDraft(), RunAheadDraft(),
+    ParallelDraft(), Medusa(), Eagle(), Block(), Mtp(), DraftModel(), ReencodedDraft(), RunAheadDraft(),
     PromptLookup(), Suffix(), LookAhead(), Unigram(), EarlyExit(), Hybrid(lambda text: parse_drafter(text)),
 ]  # fmt: skip
 """All kinds. The first one that recognises a directory has it: draft models, which are any model, come last."""

@@ -251,6 +251,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored
         tensor = f"{name} of {tuple(shape)} in place of {tuple(expected)}"
         raise InputError(f"{field}: expected weights of the shapes in config.json in {path}, found {tensor}")
     present = {of_any_layer(name) for name in model.state_dict()}
+    unused = [name for name in unused if not is_mtp(name, model.config)]
     if beyond := [name for name in unused if of_any_layer(name) in present]:
         layers = f"{model.config.get_text_config().num_hidden_layers} layers that config.json in {path} names"
         raise InputError(f"{field}: expected weights of the {layers}, found {_first(beyond)}")
@@ -328,6 +329,34 @@ def _end_ids(generation: GenerationConfig | None, field: str = "model") -> list[
     if not all(isinstance(token, int) for token in ids):
         raise InputError(f"{field}: expected ids as eos_token_id of the generation config, found {ends!r}")
     return ids
+
+
+MTP_COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""The fields by which configs count a target's layers for multi-token prediction."""
+
+
+def mtp_layers(config: PretrainedConfig) -> int:
+    """Return how many MTP layers a target's config promises; 0 without a field that counts them."""
+    counts = [getattr(config.get_text_config(), name, None) for name in MTP_COUNTS]
+    return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+def mtp_layer(name: str, config: PretrainedConfig) -> int | None:
+    """Return the index of the MTP layer that a tensor belongs to, by its name; None for all other tensors.
+
+    Two ways of naming are in use: `mtp.layers.0.…`, with `mtp.fc` and norms next to the only layer, and
+    `model.layers.N.…` with N from the number of the target's own layers on.
+    """
+    number, own = re.search(r"(^|\.)layers\.(\d+)\.", name), config.get_text_config().num_hidden_layers
+    if re.search(r"(^|\.)mtp\.", name):
+        return 0 if number is None else int(number[2])
+    return int(number[2]) - own if number is not None and int(number[2]) >= own else None
+
+
+def is_mtp(name: str, config: PretrainedConfig) -> bool:
+    """Return whether a tensor belongs to one of the MTP layers that a target's config promises."""
+    index = mtp_layer(name, config)
+    return index is not None and index < mtp_layers(config)
 
 
 def of_any_layer(name: str) -> str:

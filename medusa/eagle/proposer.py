@@ -8,7 +8,7 @@ into the same slots, now with the target's features: no key made from the layer'
 Shape suffixes: B rows, L positions, F nodes fed together, H hidden, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +22,13 @@ from draftsmith.decode.cache.features import collect_features, decoder_of
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.draft_tree import DynamicTree
-from draftsmith.decode.proposers.feeder import ProgramBlock
 from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import Distributions, WrittenText, fixed_packing, lengths_to_read
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
 from draftsmith.medusa.eagle.unrolled import logits_of_steps
-from draftsmith.medusa.on_features import FeatureProposer, StateFeeder, most_positions
+from draftsmith.medusa.on_features import FeatureProposer, StepFeeder, most_positions
 from draftsmith.medusa.target_states import KeysValues
 
 
@@ -141,45 +140,8 @@ class EagleProposer(FeatureProposer):
         return distributions
 
 
-class EagleFeeder(StateFeeder):
+class EagleFeeder(StepFeeder):
     """Keeps the heads fed with the target's states, and with their own for drafted tokens."""
-
-    def feed_texts(self, texts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
-        """Feed the positions that have features now; return the logits after each text, (B, 1, V).
-
-        Rounds without drafts leave several blocks of `width` positions.
-        """
-        if self.model.is_empty:
-            self.feed_unfed(texts, but=1)
-        counts = [len(states_LH) for states_LH in self.unfed]
-        width = min(max(counts), self.width)
-        last_BH: Tensor | None = None
-        for first in range(0, max(counts), width):
-            tokens, slots, further = self.block_from(texts, first, width)
-            outputs = self.model.feed(tokens, slots, further=further)
-            ends = [count - 1 - first for count in counts]
-            if len(set(ends)) == 1 and 0 <= ends[0] < width:
-                last_BH = outputs[:, ends[0]]
-                continue
-            # Each row's last position is in one of the blocks: take it from there.
-            at = torch.tensor(ends, device=outputs.device)
-            here = outputs.take_along_dim(at.clamp(0, width - 1)[:, None, None], dim=1)[:, 0]
-            inside = (at >= 0) & (at < width)
-            last_BH = here if last_BH is None else here.where(inside[:, None], last_BH)
-        assert last_BH is not None
-        self.unfed = [states_LH[:0] for states_LH in self.unfed]
-        logits, self.states = self.read(last_BH[:, None])
-        return logits
-
-    def program_block(self, texts: Sequence[Tensor]) -> ProgramBlock | None:
-        """Return the positions that have features now, if they fit in one block; rows end in different columns."""
-        if self.model.is_empty:
-            self.feed_unfed(texts, but=1)
-        elif max(map(len, self.unfed)) > self.width:
-            return None
-        ends = torch.tensor([len(states_LH) for states_LH in self.unfed], device=self.device) - 1
-        tokens, slots, further = self.take_block(texts)
-        return ProgramBlock(tokens, slots, torch.arange(tokens.shape[1], device=self.device), ends, ends, further)
 
     def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Split the layer's outputs, (B, F, 2H), into logits, (B, F, V), and the next states, (B, F, H)."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
+from native_layers import qwen_names, save_with_mtp
 from rich.cells import cell_len
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
@@ -31,6 +32,7 @@ from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.speculative import Round
 from draftsmith.medusa import BlockDrafter, MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.scripts import cli as commands
 from draftsmith.scripts import kinds
 from draftsmith.scripts.configs import GenerateConfig
@@ -70,6 +72,8 @@ def pair(tmp_path_factory, tokenizer):
     MedusaHeads.of_target(target, 2).save_pretrained(root / "heads")
     EagleHeads.of_target(target).save_pretrained(root / "eagle")
     BlockDrafter.of_target(target, 1).save_pretrained(root / "block")
+    shutil.copytree(root / "target", root / "layered")
+    save_with_mtp(target, MtpHeads.of_target(target), qwen_names, root / "layered", num_mtp_layers=1)
     return root
 
 
@@ -384,7 +388,7 @@ def test_a_draft_with_another_tokenizer_writes_the_targets_text_at_temperature_0
 OPTIONS = {"parallel_draft": {"parallel_draft": "parallel"}, "medusa": {"medusa": "heads"}}
 OPTIONS |= {"eagle": {"eagle": "eagle"}, "early_exit": {"exit_layers": 1}}
 KINDS = ("draft", "parallel_draft", "medusa", "eagle", "block", "prompt_lookup", "suffix", "hybrid", "lookahead")
-KINDS += ("unigram", "early_exit", "reencoded", "run_ahead", "none")
+KINDS += ("unigram", "early_exit", "reencoded", "run_ahead", "mtp", "none")
 PROPOSERS = {kind: OPTIONS.get(kind, {}) for kind in KINDS}
 
 
@@ -401,6 +405,8 @@ def test_every_proposer_writes_the_targets_text(pair, capsys, proposer):
         options["drafter"] = f"{proposer}:{pair / 'draft'}"
     if proposer == "block":
         options["drafter"] = f"block:{pair / 'block'}"
+    if proposer == "mtp":
+        options |= {"drafter": "mtp", "target": pair / "layered"}
     if proposer == "hybrid":
         options["drafter"] = f"hybrid:suffix:1+{pair / 'draft'}@match=1"
     out, err = ran(capsys, flags(pair, proposer=proposer, compare=compare, **options))

@@ -34,6 +34,8 @@ from draftsmith.decode import (
 from draftsmith.decode.proposers.renumbered import renumber_draft
 from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.proposer import EagleProposer
+from draftsmith.medusa.mtp.heads import MtpHeads
+from draftsmith.medusa.mtp.proposer import MtpProposer
 from draftsmith.scripts import kinds
 from draftsmith.train.runs import save_model
 
@@ -101,6 +103,11 @@ def medusa(target: PreTrainedModel, **options: Any) -> MedusaHeads:
 
 def eagle(target: PreTrainedModel, names: Tensor | None = None, **options: Any) -> EagleHeads:
     return shaken(EagleHeads.of_target(target, token_map=names, **options), target)
+
+
+def mtp(target: PreTrainedModel, layers: int = 1) -> MtpHeads:
+    """Return layers that no longer say what the target's last layer says."""
+    return shaken(MtpHeads.of_target(target, layers), target)
 
 
 CONFIDENCE = 0.15
@@ -183,6 +190,13 @@ SPECIMENS: dict[str, Specimen] = {
             ),
         },
         save_heads(block),
+    ),
+    "mtp": Specimen(
+        {
+            "one layer": lambda target: MtpProposer(mtp(target)),
+            "a layer for each token": lambda target: MtpProposer(mtp(target, LENGTH)),
+            "greedy chain": lambda target: MtpProposer(mtp(target), greedy=True),
+        }
     ),
     "prompt_lookup": Specimen({"chain": lambda target: PromptLookupProposer()}, confident=False),
     "suffix": Specimen(

@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_574,
-    "train": 14_548,
+    "train": 14_585,
     "distill": 2_935,
-    "medusa": 8_550,
-    "scripts": 18_792,
+    "medusa": 9_210,
+    "scripts": 18_800,
     "benchmarks": 2_760,
-    "tests": 51_723,
+    "tests": 52_335,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

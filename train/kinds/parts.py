@@ -16,6 +16,7 @@ from draftsmith.train.checkpoint import (
     Stored,
     end_of_sequence_ids,
     integer_weight,
+    is_mtp,
     is_quantized,
     of_any_layer,
     stored_tensors,
@@ -161,7 +162,7 @@ def _as_described(model: Any, tensors: Stored, role: str, text: str) -> Finding 
     if is_quantized(model) or not tensors:
         return None
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    stored = {name: shape for name, (_, shape) in tensors.items()}
+    stored = {name: shape for name, (_, shape) in tensors.items() if not is_mtp(name, model.config)}
     shared = set(map(of_any_layer, expected)) & set(map(of_any_layer, stored))
     differing = [name for name in expected.keys() | stored.keys() if of_any_layer(name) in shared]
     differing = [name for name in differing if expected.get(name) != stored.get(name)]

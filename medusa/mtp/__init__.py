@@ -1,0 +1,1 @@
+"""Native MTP layers: the layers for multi-token prediction that targets ship with, run by the library's `MtpModel`."""
