@@ -202,14 +202,16 @@ class MedusaHeads(DraftingHeads):
             # One module: one forward is enough.
             return self.lm_head(*states, inside=lambda *states: function(states))  # type: ignore[operator]
 
-        def nested(inner: Sequence[Tensor]) -> Tensor:
-            if len(inner) == len(states):
-                return function(inner)
-            # Enter the next head's forward inside of this one, until all weights are whole.
-            index = len(inner)
-            return self.lm_head_of(index)(states[index], inside=lambda state: nested([*inner, state]))
+        return self._nested(states, function, [])
 
-        return nested([])
+    def _nested(self, states: Sequence[Tensor], function: Callable[..., Tensor], inner: list[Tensor]) -> Tensor:
+        # No closure that calls itself: such a cycle would hold the states until Python's collector runs.
+        if len(inner) == len(states):
+            return function(inner)
+        # Enter the next head's forward inside of this one, until all weights are whole.
+        index = len(inner)
+        inside = lambda state: self._nested(states, function, [*inner, state])  # noqa: E731
+        return self.lm_head_of(index)(states[index], inside=inside)
 
     def head(self, index: int) -> OutputHead:
         """Return the map from head `index`'s block to logits over the heads' vocabulary, (D, H)."""

@@ -1,7 +1,9 @@
 """Heads on hand-made hidden states: their formulas, their files, and what is refused."""
 
+import gc
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import CohereConfig, CohereForCausalLM
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaConfig, MedusaHeads
+from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.output_head import last_hidden
 
 HIDDEN, VOCAB, K = 8, 13, 3
@@ -35,6 +38,20 @@ def small(**options) -> MedusaHeads:
 
 def hidden_states(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+def test_the_states_of_heads_are_released_with_the_loss():
+    """A closure that calls itself would hold them until the next run of Python's collector."""
+    heads, states = small(), [hidden_states(4) for _ in range(K)]
+    open_forward(*heads.all_lm_heads)
+    alive = [weakref.ref(state) for state in states]
+    gc.disable()
+    try:
+        heads.inside_lm_heads(states, lambda states: torch.stack(states).sum())
+        del states
+        assert [reference() for reference in alive] == [None] * K
+    finally:
+        gc.enable()
 
 
 def scaled_cohere():
