@@ -5,6 +5,7 @@ heads × tokens × vocabulary is never held. Shape suffixes: B rows, T positions
 vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,9 +149,13 @@ class MedusaTrainer(HeadsTrainer):
             heads.states(i, positions.head_inputs(i, hidden, heads), positions.embeddings(i, embed, heads))
             for i in range(self.count)
         ]
-        return heads.inside_lm_heads(
-            states, lambda states: self.chain_loss(positions, states, self._loss_head, teacher)
-        )
+
+        def losses(states: Sequence[Tensor]) -> Tensor:
+            # Of a head that all share there is one view, so that the chunked loss holds one gradient of it.
+            shared = self._loss_head(0) if heads.config.original_lm_head else None
+            return self.chain_loss(positions, states, lambda i: shared or self._loss_head(i), teacher)
+
+        return heads.inside_lm_heads(states, losses)
 
     def _replayed(
         self, inputs: dict[str, Tensor], chosen: Tensor, hidden: Tensor, backbone: PreTrainedModel, head: OutputHead

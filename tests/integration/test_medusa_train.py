@@ -19,6 +19,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as command
+from draftsmith.medusa import trainer as medusa_trainer
 from draftsmith.medusa.heads import trainer as module
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.replay import replay_heads, replay_ranks
@@ -261,6 +262,18 @@ def test_the_target_is_untouched_and_the_heads_are_not(pipeline, tmp_path):
     assert own.get_vocab() == trainer.processing_class.get_vocab()
     record = json.loads((tmp_path / "out" / "draftsmith.json").read_text())
     assert record["config"]["num_heads"] == 3 and record["config"]["decay"] == 0.8
+
+
+def test_a_language_model_head_that_all_heads_share_has_one_gradient(pipeline, tmp_path, monkeypatch):
+    shared, whole = list[Tensor](), medusa_trainer.chunked_objectives
+
+    def watched(objective, labels, learners, *rest):
+        shared.append([head.weight for _, head, *_ in learners])
+        return whole(objective, labels, learners, *rest)
+
+    monkeypatch.setattr(medusa_trainer, "chunked_objectives", watched)
+    command.train_heads(heads_configured(pipeline, tmp_path, lm_heads="shared", training={"max_steps": 1}))
+    assert shared and all(weight is weights_of_step[0] for weights_of_step in shared for weight in weights_of_step)
 
 
 @pytest.mark.parametrize("optimizer", ["trainer", "muon"])
