@@ -49,6 +49,7 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
         ),
         str(TEMPLATE),
         target=config.target,
+        teacher=trainer.teacher,
         start=f"`{config.draft}`" if config.draft else origin,
         parameters=sum(math.prod(shape) for _, shape in tensors),
         kept=None if trainer.cut is None else len(trainer.cut.tokens_D),

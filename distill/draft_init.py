@@ -47,6 +47,7 @@ from draftsmith.train.models import (
     stored_dtype,
     whole_weights,
 )
+from draftsmith.train.quantization import float_state, quantization_of
 
 # The projections that narrowing cuts, in the layers of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -144,7 +145,7 @@ def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrained
     view = _view(target, init, carving.layers)
     draft = _built(target, view.config.to_dict(), "init")
     try:
-        draft.load_state_dict(view.state_dict())
+        draft.load_state_dict(float_state(view))
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
         raise InputError(f"init: expected weights that fit the carved config, found: {reason}") from error
@@ -177,6 +178,10 @@ def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
     column measures the contribution of a head or MLP channel, and that of a row the input of a residual channel.
     """
     config = view.config
+    if quantization := quantization_of(config):
+        raise InputError(
+            f"init: expected a target in floating point to narrow, found {quantization}; init.layers alone works"
+        )
     decoder = decoder_of(view)
     lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
     layers: Any = next(modules for modules in lists if len(modules) == config.num_hidden_layers)
@@ -276,6 +281,7 @@ def _random(target: PreTrainedModel, overrides: dict[str, Any]) -> PreTrainedMod
 
 def _built(target: PreTrainedModel, values: dict[str, Any], field: str) -> PreTrainedModel:
     """Return a model of the target's class with random weights in float32."""
+    values.pop("quantization_config", None)  # a draft is not quantised as its target is
     try:
         # From a dict, as a reload reads it, so that the draft in memory and the saved one are equal.
         config = type(target.config).from_dict({**values, "dtype": "float32"})
@@ -289,9 +295,6 @@ def _built(target: PreTrainedModel, values: dict[str, Any], field: str) -> PreTr
 def _check_plain(target: PreTrainedModel) -> None:
     if target.config.get_text_config() is not target.config:
         raise InputError(f"target: expected a text model to make a draft from, found {type(target).__name__}")
-    odd = next((p.dtype for p in target.parameters() if not p.is_floating_point()), None)
-    if odd is not None:
-        raise InputError(f"target: expected floating-point weights to make a draft from, found {odd}")
 
 
 @torch.no_grad()

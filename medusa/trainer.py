@@ -85,10 +85,11 @@ class HeadsTrainer(RecipeTrainer, ABC):
 
     @property
     def acceptance(self) -> dict[str, Any]:
-        """Figures for the card: each guess's share of tokens that it puts first, [] if unknown, τ, and their step."""
+        """The card's teacher, each guess's share of tokens that it puts first, [] if unknown, τ, and their step."""
         metrics = self.kept_evaluation
         top_1 = [metrics[f"eval_accuracy_{i}"] for i in range(1, self.count + 1)] if metrics else []
-        return {"top_1": top_1, "tau": metrics.get("eval_mean_acceptance_length"), "step": self.kept_step}
+        tau = metrics.get("eval_mean_acceptance_length")
+        return {"teacher": self.teacher, "top_1": top_1, "tau": tau, "step": self.kept_step}
 
     @property
     def bad_start_cause(self) -> str:

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from draftsmith.decode.errors import InputError, at_least, first_line, lacks_memory
 from draftsmith.decode.options import Sampling
 from draftsmith.decode.validation import ServerMessage, parse_json, read
+from draftsmith.train.quantization import is_quantized, plain_parts
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -266,7 +267,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored
 @torch.inference_mode()
 def check_finite(model: torch.nn.Module, path: str | Path, field: str) -> None:
     """Require that all weights are finite: a model with NaN would be decoded and measured without a warning."""
-    for name, weight in model.named_parameters():
+    for name, weight in plain_parts(model.named_parameters()):
         if weight.dtype not in FLOATS or not weight.numel() or weight.is_meta:
             continue
         # One pass over the memory, a twentieth of `isfinite`'s time; a NaN makes both extremes NaN.
@@ -281,11 +282,6 @@ def integer_weight(model: PreTrainedModel, stored: Stored) -> str | None:
         return None
     weights = (name for name, weight in model.named_parameters() if name in stored and weight.is_floating_point())
     return next((name for name in weights if stored[name][0][0] in "IU" or stored[name][0] == "BOOL"), None)
-
-
-def is_quantized(model: PreTrainedModel) -> bool:
-    """Return whether a model's config has a quantisation."""
-    return getattr(model.config, "quantization_config", None) is not None
 
 
 def load_generation_config(path: str | Path, config: PretrainedConfig, *, field: str = "model") -> GenerationConfig:

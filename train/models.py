@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
     PretrainedConfig,
@@ -38,6 +39,7 @@ from draftsmith.train.checkpoint import (
     require_config,
     stored_tensors,
 )
+from draftsmith.train.quantization import quantization_of, unpack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -180,15 +182,23 @@ def load_model(
     # `check_loaded` reports mismatched sizes in one line.
     checked = {"weights_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with phase(f"loading {path}"), whole_weights(), reading_errors(field, expected):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _loader(config).from_pretrained(
             path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, **checked, **placed
         )
     model, info = loaded
     check_causal(model, field)
+    unpack(model, DTYPES[dtype] if quantization_of(config) else None)
     check_loaded(model, info, stored, path, field)
     model.generation_config = load_generation_config(path, config, field=field)
     rotate_by_text(model)
     return model.eval().requires_grad_(False)
+
+
+def _loader(config: PretrainedConfig) -> Any:
+    """Return the library's class that loads a causal LM: the whole model where a family with images has no other."""
+    has_text_class = type(config) in AutoModelForCausalLM._model_mapping
+    sees = not has_text_class and type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def load_draft(path: str | Path, *, field: str = "draft", **options: Any) -> PreTrainedModel:
@@ -210,7 +220,7 @@ def empty_model(
         generation = load_generation_config(str(source), config, field=field)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"), whole_weights(), reading_errors(field, f"a causal LM in {source}"):
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+        model: Any = _loader(config).from_config(config, trust_remote_code=trust_remote_code, **options)
     check_causal(model, field)
     model.generation_config = generation or model.generation_config
     return model.eval()

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.errors import InputError
 from draftsmith.train.models import DTYPES, empty_model, load_config, load_model
+from draftsmith.train.quantization import quantization_of
 
 
 def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
@@ -47,8 +48,8 @@ def load_sharded(path: str, device: torch.device, *, dtype: str, trust_remote_co
     if count == 1:
         raise InputError("target_sharded: expected more than one process, found one")
     config = load_config(path, field="target", trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
-        raise InputError(f"target_sharded: expected a target in floating point, found {path}, which is quantised")
+    if quantization := quantization_of(config):
+        raise InputError(f"target_sharded: expected a target in floating point, found {path} ({quantization})")
     source: PreTrainedModel | None = None
     if torch.distributed.get_rank() == 0:
         source = load_model(path, field="target", dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")

@@ -40,6 +40,7 @@ from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.models import load_config, wants_bounds
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.options import seconds_of
+from draftsmith.train.quantization import quantization_of, teacher_in_words
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import argument_errors
 from draftsmith.train.sharding import check_sharding
@@ -101,8 +102,11 @@ class RecipeTrainer(SavingTrainer, ABC):
         self.sampler = Sampler.of(config.temperature, config.top_k, config.top_p)
         # Both heads may have more rows than the tokenizer has tokens; the extra rows are cut off everywhere.
         code = config.trust_remote_code
-        target_config = load_config(config.target, trust_remote_code=code) if target is None else target.config
+        stored_config = load_config(config.target, trust_remote_code=code)
+        target_config = stored_config if target is None else target.config
         self.vocab_size = token_count(tokenizer, target_config)
+        quantization = quantization_of(target_config) or quantization_of(stored_config)
+        self.teacher = teacher_in_words(quantization, None if target is None else target.dtype)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
         """None if p comes with the batches from a cache."""
         placed = config.target_sharded or config.target_device or config.target_quantization

@@ -17,6 +17,7 @@ from draftsmith.medusa.block import heads
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.model import BlockDrafter, BlockLayer
 from draftsmith.medusa.target_states import gather_weights
+from draftsmith.train.quantization import own_shapes, weight_of
 
 LIKE_OURS = ("llama", "mistral", "qwen3")
 """Families whose decoder layers match ours, apart from norms of queries and keys that some do not have."""
@@ -100,12 +101,11 @@ def layers_mismatch(drafter: BlockDrafter, target: PreTrainedModel) -> str | Non
         return "the cache has only the last of the target's layers"
     expected = {f"{name}.weight" for name in (*MAPS, *NORMS)}
     for theirs, ours in zip(last, drafter.layers, strict=True):
-        weights, our_weights = dict(theirs.named_parameters()), dict(ours.named_parameters())
-        if others := sorted(weights.keys() - expected - {f"{name}.weight" for name in HEAD_NORMS}):
+        shapes, our_shapes = own_shapes(theirs), own_shapes(cast(nn.Module, ours))
+        if others := sorted(shapes.keys() - expected - {f"{name}.weight" for name in HEAD_NORMS}):
             return f"the target's last layers have {others[0]}, which ours do not have"
         for name in sorted(expected):
-            weight = weights.get(name)
-            if weight is None or not weight.is_floating_point() or weight.shape != our_weights[name].shape:
+            if shapes.get(name) != our_shapes[name]:
                 return f"the target's last layers have another {name.removesuffix('.weight')}"
     return None
 
@@ -117,7 +117,9 @@ def begin_as_last_layers(drafter: BlockDrafter, target: PreTrainedModel) -> None
     size = drafter.config.hidden_size
     with gather_weights(*last, decoder_of(target)):
         for ours, theirs in zip(cast(Any, drafter.layers), last, strict=True):
-            for name in (*MAPS, *NORMS):
+            for name in MAPS:
+                ours.get_submodule(name).weight.copy_(weight_of(theirs.get_submodule(name), target.dtype))
+            for name in NORMS:
                 ours.get_submodule(name).weight.copy_(theirs.get_submodule(name).weight)
             copy_head_norms(ours, theirs)
         drafter.hidden_norm.weight.copy_(cast(Any, last[-1]).input_layernorm.weight)
@@ -135,5 +137,5 @@ def copy_head_norms(ours: BlockLayer, theirs: nn.Module) -> None:
             norm.weight.copy_(cast(Any, theirs.get_submodule(name)).weight)
         except AttributeError:
             # Before the norm's weight, the entries of a normed state have a mean square of 1.
-            weight = cast(Any, theirs.get_submodule(name.replace("norm", "proj"))).weight
+            weight = weight_of(theirs.get_submodule(name.replace("norm", "proj")), state_weight.dtype)
             norm.weight.fill_((weight * state_weight).float().pow(2).sum(1).mean().sqrt())

@@ -21,6 +21,7 @@ from draftsmith.medusa.target_states import TargetStates, gather_weights
 from draftsmith.train.data.first_look import Text, best_scale, choose_once
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.positions import IGNORED
+from draftsmith.train.quantization import own_shapes, weight_of
 
 LIKE_OURS = ("llama", "mistral")
 """Families whose decoder layer computes the same as the heads', if it has the same weights and no others."""
@@ -65,15 +66,14 @@ def layer_mismatch(heads: EagleHeads, target: PreTrainedModel) -> str | None:
     Only shapes and the config decide, so tensors without data will do.
     """
     last, text = decoder_layers(target)[-1], target.config.get_text_config()
-    weights = dict(last.named_parameters())
+    shapes = own_shapes(last)
     expected = {f"{name}.weight" for name in (*MAPS, *NORMS)}
-    if others := sorted(weights.keys() - expected):
+    if others := sorted(shapes.keys() - expected):
         return f"the target's last layer has {others[0]}, which Llama's does not have"
     for name in MAPS:
-        theirs, ours = weights.get(f"{name}.weight"), cast(nn.Linear, heads.midlayer.get_submodule(name))
+        ours = cast(nn.Linear, heads.midlayer.get_submodule(name))
         embedding = heads.config.hidden_size if name in WIDE_MAPS else 0
-        expected_shape = ours.out_features, ours.in_features - embedding
-        if theirs is None or not theirs.is_floating_point() or theirs.shape != expected_shape:
+        if shapes.get(f"{name}.weight") != (ours.out_features, ours.in_features - embedding):
             return f"the target's last layer has another {name}"
     if text.model_type not in LIKE_OURS:
         return f"the layers of {text.model_type} are not known to compute what Llama's do"
@@ -93,7 +93,8 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
     layer, size = heads.midlayer, heads.config.hidden_size
     with gather_weights(last, decoder):
         for name in MAPS:
-            ours, theirs = cast(nn.Linear, layer.get_submodule(name)), last.get_submodule(name).weight
+            ours = cast(nn.Linear, layer.get_submodule(name))
+            theirs = weight_of(last.get_submodule(name), target.dtype)
             # Embeddings come first in the wide maps: pad their columns with zeros.
             ours.weight.copy_(nn.functional.pad(theirs, (ours.in_features - theirs.shape[1], 0)))
         for norm, their_norm in (

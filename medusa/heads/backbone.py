@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.train.checkpoint import is_quantized
 from draftsmith.train.lora import add_lora, merged_state
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.models import load_config, load_model, stored_dtype
+from draftsmith.train.quantization import is_quantized
 
 
 class Joint(nn.Module):

@@ -21,8 +21,9 @@ def card(
     step: KeptStep | None = None,
     top_1: Sequence[float] = (),
     tau: float | None = None,
+    teacher: str = "",
 ) -> ModelCard:
-    """Return the card of heads in a format, with their `step` and acceptance if these are known.
+    """Return the card of heads in a format, with their `step`, acceptance and teacher if these are known.
 
     `top_1` is each head's share of held-out tokens that it put first, `tau` the mean acceptance length of their chain.
     """
@@ -51,4 +52,5 @@ def card(
         step=step,
         top_1=top_1,
         tau=tau,
+        teacher=teacher,
     )

@@ -16,6 +16,7 @@ from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.kinds.parts import Part, Setup
 from draftsmith.train.kinds.quantities import size
 from draftsmith.train.models import DTYPES, load_model
+from draftsmith.train.quantization import UNPACKED, quantization_of
 
 
 def check_memory(
@@ -86,6 +87,7 @@ def check_costs(
 
 
 def _weights_bytes(part: Part, width: int) -> int:
-    if getattr(part.model.config, "quantization_config", None) is not None:  # packed weights: the files' size
+    quantization = quantization_of(part.model.config)
+    if quantization and not quantization.startswith(UNPACKED):  # packed weights: the files' size
         return sum(file.stat().st_size for file in Path(part.path).glob("*.safetensors"))
     return part.model.num_parameters() * width

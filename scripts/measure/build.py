@@ -27,7 +27,9 @@ from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_ru
 from draftsmith.scripts.report import types as report
 from draftsmith.scripts.report.entries import DrafterMemory, Memory
 from draftsmith.train.kinds.drafter import Drafter, Pair
+from draftsmith.train.models import load_config
 from draftsmith.train.provenance import environment
+from draftsmith.train.quantization import parameter_count, plain_parts, quantization_of
 
 Verdict = tuple[report.Gate | None, report.Recommendation]
 TEXTS, TOKENS = 8, 30
@@ -77,6 +79,7 @@ def by_category(
 def measured_report(measured: Measured) -> report.Report:
     """Return the report of decoded and replayed texts."""
     config, pair, settings = measured.config, measured.pair, measured.chosen
+    stored = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     runs, observations = _runs(measured), _observations(measured)
     curves = [predictions.curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
     count = max(len(own.texts or ()) for (_, _, method), own in observations.items() if method == Method())
@@ -93,7 +96,14 @@ def measured_report(measured: Measured) -> report.Report:
             settings_by=settings.why,
             compilation_seconds=round(sum(clock.PROGRAMS), 1) if settings.compiled else None,
         ),
-        target=report.Target(config.target, pair.target.num_parameters(), pair.dtype, config.filters(), pair.left_out),
+        target=report.Target(
+            config.target,
+            parameter_count(pair.target),
+            pair.dtype,
+            config.filters(),
+            pair.left_out,
+            quantization_of(pair.target.config) or quantization_of(stored),
+        ),
         prompts=report.Prompts(config.prompts, count, len(measured.prompts), categories),
         curves=curves,
         comparisons=comparisons(measured.replays, sorted({run.draft_length for run in runs})),
@@ -260,7 +270,7 @@ def _memory(pair: Pair) -> Memory:
         return numbers * (model or pair.target).dtype.itemsize if numbers is not None else None
 
     return Memory(
-        sum(p.numel() * p.element_size() for p in pair.target.parameters()),
+        sum(p.numel() * p.element_size() for _, p in plain_parts(pair.target.named_parameters())),
         bytes_of(cached_numbers(pair.target), pair.target),
         {
             drafter.name: DrafterMemory(

@@ -71,6 +71,8 @@ class Target(Entry):
     """The options that cut its distribution off, by name; null in reports that do not say."""
     left_out: Sequence[str] = ()
     """Settings of its generation config that were not applied."""
+    quantization: str | None = None
+    """How its weights were quantised, and to how many bits; null for floating point, and on a server."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment, write_json
+from draftsmith.train.quantization import parameter_count
 
 SCHEMA = "draftsmith.tune/1"
 
@@ -107,7 +108,7 @@ def _report(task: Task) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "environment": environment(pair.target.device, pair.dtype),
-        "target": {"path": config.target, "parameters": pair.target.num_parameters(), "dtype": pair.dtype},
+        "target": {"path": config.target, "parameters": parameter_count(pair.target), "dtype": pair.dtype},
         "proposer": {name: pair.drafter.to_dict()[name] for name in ("kind", "path", "parameters")},
         "prompts": {"path": config.prompts, "count": len(task.prompts)},
         **asdict(config.at(config.temperature)),

@@ -32,6 +32,7 @@ from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.kinds.hybrid import AT
 from draftsmith.train.provenance import environment, write_json
+from draftsmith.train.quantization import parameter_count
 
 SCHEMA = "draftsmith.switch/1"
 FILE = "switch.json"
@@ -121,7 +122,7 @@ def _report(
     return {
         "schema": SCHEMA,
         "environment": environment(pair.target.device, pair.dtype) | {"compiled": compiled},
-        "target": {"path": config.target, "parameters": pair.target.num_parameters(), "dtype": pair.dtype},
+        "target": {"path": config.target, "parameters": parameter_count(pair.target), "dtype": pair.dtype},
         "drafter": config.drafter[0],
         "sources": list(sources),
         "prompts": {"path": config.prompts, "choosing": len(choosing), "reported": len(reported)},

@@ -17,7 +17,6 @@ from draftsmith.train.checkpoint import (
     end_of_sequence_ids,
     integer_weight,
     is_mtp,
-    is_quantized,
     of_any_layer,
     stored_tensors,
 )
@@ -25,6 +24,7 @@ from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.quantities import count, count_of
 from draftsmith.train.models import empty_model, load_tokenizer
+from draftsmith.train.quantization import is_quantized, quantization_of
 
 if TYPE_CHECKING:
     from draftsmith.train.kinds.kind import DrafterKind
@@ -110,6 +110,8 @@ def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | Non
         return None, Finding("error", role, text, "give the directory of a causal LM and its tokenizer")
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", "?")
     text = f"{type(model).__name__}, {count_of(layers, 'layer')}, {count(model.num_parameters())} parameters"
+    if quantization := quantization_of(model.config):
+        text += f", quantised ({quantization})"
     tensors, finding = checkpoint(role, path, text)
     if finding.state != "error":
         finding = _as_described(model, tensors, role, text) or finding

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers, last_norm
-from draftsmith.train.checkpoint import check_finite, is_quantized, reading_errors
+from draftsmith.train.checkpoint import check_finite, reading_errors
 from draftsmith.train.files import atomic_path
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, empty_model
+from draftsmith.train.quantization import own_weights
 
 ENDS = "target.safetensors"
 SHA256 = "sha256"
@@ -28,8 +29,8 @@ SHA256 = "sha256"
 
 
 def save_ends(target: PreTrainedModel, path: Path) -> None:
-    """Write the ends of a target in its names and dtype; a quantised target's without the last layer."""
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in _ends(target, not is_quantized(target))}
+    """Write the ends of a target in its names and dtype, in floating point."""
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in _ends(target)}
     with atomic_path(path) as aside:
         save_file(tensors, aside, {SHA256: _digest(tensors)})
 
@@ -37,7 +38,7 @@ def save_ends(target: PreTrainedModel, path: Path) -> None:
 def ends_bytes(path: str, dtype: str, trust_remote_code: bool = False) -> int:
     """Return the bytes of a target's ends, from its config alone; raise InputError if its layers are not found."""
     target = empty_model(path, field="target", dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
-    return sum(tensor.nbytes for _, tensor in _ends(target, True))
+    return sum(tensor.nbytes for _, tensor in _ends(target))
 
 
 def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -60,17 +61,16 @@ def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> Pr
     return model.requires_grad_(False)
 
 
-def _ends(target: PreTrainedModel, last_layer: bool) -> Iterator[tuple[str, Tensor]]:
+def _ends(target: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of the ends by name; tied tensors once."""
     parts: list[Any] = [target.get_input_embeddings(), last_norm(target), target.get_output_embeddings()]
-    if last_layer:
-        parts.append(decoder_layers(target)[-1])
+    parts.append(decoder_layers(target)[-1])
     inside = {part for module in parts if module is not None for part in module.modules()}
     visited = set[int]()
     for prefix, module in target.named_modules():
         if module not in inside:
             continue
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        for name, tensor in own_weights(module, target.dtype).items():
             if id(tensor) not in visited:
                 visited.add(id(tensor))
                 yield f"{prefix}.{name}", tensor.detach()
