@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache.features import decoder_of, last_norm
 from draftsmith.decode.cache.states import layer_kinds
@@ -133,7 +133,7 @@ def layer_indices(layers: int | Sequence[int], kinds: Sequence[str]) -> list[int
 
 
 def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrainedModel:
-    _check_plain(target)
+    target = text_model(target)
     kinds, _ = layer_kinds(target.config.get_text_config())
     carving = Carving(layer_indices(init.layers or 0, kinds))
     if choose is not None:
@@ -258,7 +258,7 @@ def _cut_norms(modules: Iterable[Any], channels: Tensor) -> None:
 
 
 def _random(target: PreTrainedModel, overrides: dict[str, Any]) -> PreTrainedModel:
-    _check_plain(target)
+    target = text_model(target)
     config = target.config
     values = config.to_dict()
     changes = {config.attribute_map.get(name, name): value for name, value in overrides.items()}
@@ -292,9 +292,19 @@ def _built(target: PreTrainedModel, values: dict[str, Any], field: str) -> PreTr
         raise InputError(f"{field}: expected a valid {type(target.config).__name__}, found: {reason}") from error
 
 
-def _check_plain(target: PreTrainedModel) -> None:
-    if target.config.get_text_config() is not target.config:
-        raise InputError(f"target: expected a text model to make a draft from, found {type(target).__name__}")
+def text_model(target: PreTrainedModel) -> PreTrainedModel:
+    """Return a target's text model, with its tensors: the target itself, or the part of one that sees images."""
+    text, decoder = target.config.get_text_config(), decoder_of(target)
+    if text is target.config:
+        return target
+    if type(text) in AutoModelForCausalLM._model_mapping:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(text)
+        if type(model.base_model) is type(decoder):
+            setattr(model, model.base_model_prefix, decoder)
+            model.set_output_embeddings(target.get_output_embeddings())
+            return model.eval()  # type: ignore[no-any-return]
+    raise InputError(f"target: expected a family with a text model to make a draft from, found {type(target).__name__}")
 
 
 @torch.no_grad()

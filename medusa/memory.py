@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import at_most
 from draftsmith.medusa.target_states import TargetStates, run_for_states
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
@@ -188,18 +187,9 @@ class FeaturePlan(HeadsPlan):
             heads = heads_class.without_weights(config.heads)
         else:
             at_most(vocab_size).check("draft_vocabulary", count or vocab_size)
-            if config.target_quantization:
-                quantise(decoder_layers(target)[-1])
             heads = new(target, None if count is None else torch.arange(count, device="cpu"))
         heads.check_fits(target)
         return heads.float().requires_grad_(True)
-
-
-def quantise(layer: nn.Module) -> None:
-    """Replace a layer's linear weights by codes, as loading in 8 or 4 bits does: heads cannot begin as copies of it."""
-    for module in layer.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(module.weight.to(torch.uint8), requires_grad=False)
 
 
 def fake_target_states(target: PreTrainedModel, depths: int, rows: int, length: int) -> TargetStates:

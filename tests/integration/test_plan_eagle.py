@@ -116,7 +116,6 @@ def test_what_does_not_fit_gets_advice(plan, capsys, monkeypatch):
         ({"layer_ids": "[2, 9]"}, "layer_ids: expected ascending depths between 1 and the target's 4 layers"),
         ({"draft_vocabulary": 301}, "draft_vocabulary: expected at most 300, found 301"),
         ({"num_steps": 0}, "num_steps: expected at least 1, found 0"),
-        ({"target_quantization": "4bit", "init": "last_layer"}, "init: expected auto or random for a target like this"),
         ({"heads": "nowhere"}, "EAGLE-3 heads: expected a model directory or a hub id, found nothing at nowhere"),
         ({"heads": "h", "draft_vocabulary": 9}, "draft_vocabulary: expected none with heads, which have their own"),
         ({"optimizer": "muon", "strategy": "zero2"}, "optimizer: expected trainer for a draft under zero2, found muon"),

@@ -8,13 +8,22 @@ import pytest
 import torch
 from families import HIDDEN, tiny_model
 from gemma import gemma_tokenizer, seeing_gemma, tiny_gemma
-from transformers import MambaConfig, MambaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForImageTextToText,
+    MambaConfig,
+    MambaForCausalLM,
+    Mistral3Config,
+    Qwen2_5_VLConfig,
+)
 
+from draftsmith.decode import DraftModelProposer, early_exit, speculative_generate
 from draftsmith.decode.cache import NO_PROGRAMS, CachedModel, cached_numbers, state_bytes
 from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.cache.layers import Layer
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as distill_command
+from draftsmith.distill.draft_init import text_model
 from draftsmith.medusa import __main__ as medusa_command
 from draftsmith.medusa.block import __main__ as block_command
 from draftsmith.medusa.block.model import BlockDrafter
@@ -38,10 +47,6 @@ DECODED = [*EAGER, "bloom", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-image
 TARGETS = [*NOT_ROLLED_BACK, *DECODED]
 NO_LAYERS = "target: expected a model whose decoder has its layers in `layers`"
 REFUSALS = {
-    **{
-        (name, "gemma3-images"): "target: expected a text model to make a draft"
-        for name in ("carve", "plan of carving")
-    },
     **{("carve", family): "init: expected weights that fit the carved config" for family in ("llama4", "deepseek-v3")},
     **{
         (name, family): NO_LAYERS
@@ -381,3 +386,57 @@ def test_a_measure_without_drafters_is_refused_in_one_line(tmp_path, pipeline, c
     flags += ["--temperature", "0", "--max-new-tokens", "4", "--compiled", "false", "--measure-costs", "false"]
     assert main(["measure", *flags, "--output", str(tmp_path / "report")]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "error: drafter: expected one to measure, found none"
+
+
+EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+EYES |= {"image_size": 8, "patch_size": 4, "head_dim": 16}
+TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": None}
+
+
+@pytest.fixture(params=["mistral3", "qwen2_5_vl"])
+def seeing(request, tmp_path):
+    """A tiny model with images, of a family whose whole model alone is in the library's list; and its directory."""
+    torch.manual_seed(0)
+    if request.param == "mistral3":
+        config = Mistral3Config(text_config=TEXT | {"model_type": "mistral"}, vision_config=EYES, image_token_index=60)
+    else:
+        eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 32}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        config = Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=eyes)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    model.save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+def test_a_model_that_sees_images_decodes_text_as_generate_does(seeing):
+    model, path = seeing
+    target, prompts = load_model(path, field="target"), torch.arange(1, 13).view(2, 6)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    proposer = DraftModelProposer(early_exit(target, 1))
+    written = speculative_generate(target, proposer, prompts, draft_length=3, **options).sequences
+    for prompt, text in zip(prompts, written, strict=True):
+        assert torch.equal(text, model.generate(prompt[None], **options)[0])
+
+
+def test_drafts_are_carved_out_of_the_text_part_of_a_model_that_sees_images(seeing):
+    model, _ = seeing
+    if model.config.model_type == "qwen2_5_vl":  # its rotation is no other family's
+        with pytest.raises(InputError, match=r"target: expected a family with a text model .* found Qwen2_5_VL"):
+            text_model(model)
+        return
+    kept, ids = text_model(model), torch.arange(1, 9)[None]
+    assert type(kept).__name__ == "MistralForCausalLM" and torch.equal(kept(ids).logits, model(ids).logits)
+
+
+def test_a_missing_tensor_of_a_model_that_sees_images_is_refused(seeing):
+    _, path = seeing
+    weights = load_file(path / "model.safetensors")
+    lost = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
+    save_file({name: tensor for name, tensor in weights.items() if name != lost}, path / "model.safetensors")
+    with pytest.raises(
+        InputError, match=r"target: expected all weights of .*, found none of .*1\.mlp\.up_proj"
+    ) as error:
+        load_model(path, field="target")
+    assert "\n" not in str(error.value)

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.draft_models.vocabulary import require_logits
 from draftsmith.decode.errors import InputError, at_least
 from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation, mask_conversation
-from draftsmith.train.data.chat.messages import ASKING, Message, kind, read_messages, read_tools, text
+from draftsmith.train.data.chat.messages import ASKING, MEDIA, Message, kind, read_messages, read_tools, text
 from draftsmith.train.data.chat.templates import (
     chat_request,
     for_template,
@@ -44,8 +44,9 @@ UNREAD = {
     "functions": "tools",
     "chat_template": "the target's own template",
     "continue_final_message": "an answer of its own",
+    **dict.fromkeys(MEDIA, "text alone"),
 }
-"""Fields that change how a server renders a conversation, and what is expected in their place."""
+"""Fields that change how a server renders a conversation or show more than text, and what is expected instead."""
 ALL_TURNS = "prompts.jsonl"  # the file of all turns, each after the answers before it, as prompts for other commands
 
 AnswersMode = Literal["dropped", "kept", "required"]

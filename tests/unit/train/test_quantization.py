@@ -130,6 +130,31 @@ def test_the_ends_of_a_packed_target_are_in_floating_point(packed, tmp_path):
     )
 
 
+def test_what_compressed_tensors_packs_is_unpacked_as_it_is_loaded(target, tokenizer, tmp_path):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import ModelCompressor
+
+    scheme = quantization.QuantizationScheme(
+        targets=["Linear"], weights=quantization.QuantizationArgs(num_bits=8, strategy="channel")
+    )
+    model = copy.deepcopy(target)
+    config = quantization.QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"])
+    quantization.apply_quantization_config(model, config)
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            module.weight_scale.data = module.weight.abs().amax(1, keepdim=True) / 127
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path)
+    compressor.update_config(tmp_path)
+    loaded = load_model(tmp_path, field="target")
+    assert quantization_of(loaded.config) == "compressed-tensors, 8 bits"
+    assert parameter_count(loaded) == target.num_parameters()
+    draft, _ = make_draft(None, DraftInit(layers=[0, 1]), loaded, tokenizer)
+    ids = torch.arange(1, 5)[None]
+    assert len(loaded.model.layers) == 2 and torch.allclose(draft(ids).logits, loaded(ids).logits, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_in_fp8_is_loaded_in_the_dtype_that_was_asked_for(dtype, target, tmp_path):
     target.save_pretrained(tmp_path)

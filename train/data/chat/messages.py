@@ -142,7 +142,9 @@ def _joined(parts: list[Any], at: str) -> str:
     texts = []
     for part in parts:
         if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
-            raise InputError(f"{at}: expected parts of text, found another")
+            named = part.get("type") if isinstance(part, dict) else None
+            found = repr(named) if isinstance(named, str) and named not in PARTS else "another"
+            raise InputError(f"{at}: expected parts of text, found {found}")
         texts.append(part["text"])
     return "".join(texts)
 

@@ -153,6 +153,8 @@ def test_ids_are_unique_and_limit_reads_no_further(tmp_path):
         ("p.jsonl", '{"messages": [{"role": "tool", "content": "a"}]}', "{path}:1: messages: expected a user turn, found none"),
         ("p.jsonl", '{"messages": [{"content": "a"}]}', "{path}:1: messages[0].role: expected one of system, developer, user, human, assistant, gpt, tool, found nothing"),
         ("p.jsonl", '{"messages": [{"role": "user", "content": null}]}', "{path}:1: messages[0].content: expected a string, found nothing"),
+        ("p.jsonl", '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "{path}:1: messages[0].content: expected parts of text, found 'image'"),
+        ("p.jsonl", '{"messages": [{"role": "user", "content": "What?"}], "images": ["a.png"]}', "{path}:1: images: expected text alone, found a list"),
         ("p.jsonl", '{"messages": [{"role": "user", "content": ""}]}', "{path}:1: messages[0].content: expected some text, found an empty string"),
         ("p.jsonl", '{"messages": []}', "{path}:1: messages: expected a user turn, found none"),
         ("p.jsonl", '{"conversations": [{"from": "gpt", "value": "a"}]}', "{path}:1: conversations: expected a user turn, found none"),

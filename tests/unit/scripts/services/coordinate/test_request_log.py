@@ -79,7 +79,7 @@ def test_an_answer_that_was_cut_is_marked(tmp_path):
         ({"messages": 5, "choices": CHOICES}, "messages: expected messages with an assistant turn at their end, found"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "choices": CHOICES},
-            "messages[0].content: expected parts of text, found another",
+            "messages[0].content: expected parts of text, found 'image_url'",
         ),
     ],
 )
