@@ -101,7 +101,7 @@ def layers_mismatch(drafter: BlockDrafter, target: PreTrainedModel) -> str | Non
         return "the cache has only the last of the target's layers"
     expected = {f"{name}.weight" for name in (*MAPS, *NORMS)}
     for theirs, ours in zip(last, drafter.layers, strict=True):
-        shapes, our_shapes = own_shapes(theirs), own_shapes(cast(nn.Module, ours))
+        shapes, our_shapes = own_shapes(theirs), own_shapes(ours)
         if others := sorted(shapes.keys() - expected - {f"{name}.weight" for name in HEAD_NORMS}):
             return f"the target's last layers have {others[0]}, which ours do not have"
         for name in sorted(expected):
