@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_574,
-    "train": 14_585,
-    "distill": 2_935,
+    "train": 14_731,
+    "distill": 2_945,
     "medusa": 9_220,
-    "scripts": 18_800,
+    "scripts": 18_810,
     "benchmarks": 2_760,
-    "tests": 52_335,
+    "tests": 52_387,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
