@@ -1,6 +1,7 @@
 """Files of a training run: writing and finding them."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,10 +35,16 @@ def save_model(
     directory: Path,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write a model (with `state_dict` as its weights) and its tokenizer as a Hugging Face directory, atomically."""
+    """Write a model (with `state_dict` as its weights) and its tokenizer as a Hugging Face directory, atomically.
+
+    One that sees images keeps the files of its processor, if it was loaded from a directory: servers want them.
+    """
     with atomic_path(directory) as aside:
         model.save_pretrained(aside, state_dict=state_dict)
         tokenizer.save_pretrained(aside)
+        if model.config.get_text_config() is not model.config:
+            for file in Path(model.name_or_path or aside).glob("*process*_config.json"):
+                shutil.copy(file, aside)
         if state_dict is not None:
             declare_dtype(aside, next(tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()))
 

@@ -430,6 +430,14 @@ def test_drafts_are_carved_out_of_the_text_part_of_a_model_that_sees_images(seei
     assert type(kept).__name__ == "MistralForCausalLM" and torch.equal(kept(ids).logits, model(ids).logits)
 
 
+def test_a_saved_model_that_sees_images_keeps_its_processor(seeing, tokenizer, tmp_path):
+    _, path = seeing
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        (path / name).write_text("{}")
+    save_model(load_model(path, field="target"), tokenizer, tmp_path / "trained")
+    assert len([*(tmp_path / "trained").glob("*process*_config.json")]) == 3
+
+
 def test_a_missing_tensor_of_a_model_that_sees_images_is_refused(seeing):
     _, path = seeing
     weights = load_file(path / "model.safetensors")
