@@ -28,7 +28,7 @@ from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import Module, stdlib_modules, train_bpe
 from draftsmith.train.job.arguments import require_possible, require_scheduler
 from draftsmith.train.job.checkpointed import CheckpointedTrainer
-from draftsmith.train.optimizer import MuonAdamW
+from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.runs import last_checkpoint, save_model
 
 

@@ -30,6 +30,7 @@ from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.job.flops import Work
+from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.job.resume import JobRecord
 from draftsmith.train.job.saving import SavingTrainer
 from draftsmith.train.job.step_checks import Deadline, FirstLoss, Learner, require_finite
@@ -38,7 +39,6 @@ from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.models import load_config, wants_bounds
-from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.options import seconds_of
 from draftsmith.train.quantization import quantization_of, teacher_in_words
 from draftsmith.train.recipe import RecipeConfig

@@ -536,7 +536,7 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
     [
         (
             {"proposer": "oracle"},
-            "drafter: expected a directory, a hub id or one of parallel_draft, medusa, eagle, block, draft,",
+            "drafter: expected a directory, a hub id or one of parallel_draft, medusa, eagle, block, mtp, draft,",
         ),
         ({"proposer": "medusa"}, "drafter: expected medusa:DIR, found medusa without a directory"),
         ({"proposer": "medusa", "medusa": "nowhere"}, "Medusa heads: expected a model directory"),

@@ -283,7 +283,8 @@ def test_what_was_measured(measured, root):
     parameters = AutoModelForCausalLM.from_pretrained(root / "target").num_parameters()
     none = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     assert report["target"] == {
-        "path": str(root / "target"), "parameters": parameters, "dtype": "float32", "filters": none, "left_out": [],
+        "path": str(root / "target"), "parameters": parameters, "dtype": "float32", "quantization": None,
+        "filters": none, "left_out": [],
     }  # fmt: skip
     assert report["prompts"] == {
         "path": str(root / "prompts.jsonl"), "count": 6, "replayed": 6, "categories": {"code": 4, "prose": 1},

@@ -261,7 +261,8 @@ def trainer(tmp_path, tokenizer, dataset: TrainingData, divergence: str, rows: i
         per_device_train_batch_size=rows, max_steps=3, logging_steps=1, learning_rate=3e-3,
         remove_unused_columns=False, lr_scheduler_type="constant",
     )  # fmt: skip
-    config = DistillConfig("target", ["none"], draft="draft", training=arguments, divergence=divergence)
+    target.save_pretrained(tmp_path / "target")
+    config = DistillConfig(str(tmp_path / "target"), ["none"], draft="draft", training=arguments, divergence=divergence)
     return DistillTrainer(draft, target, tokenizer, config, dataset)
 
 

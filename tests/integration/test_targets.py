@@ -290,8 +290,8 @@ def heads_with_trees(place):
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle", "block"])
-def test_searched_trees_become_chains_where_states_follow_one_path(name, heads_with_trees, capsys):
-    place, fast = heads_with_trees, ["--measure_costs", "false", "--threads", "1"]
+def test_searched_trees_become_chains_where_states_follow_one_path(name, heads_with_trees, tmp_path, capsys):
+    place, fast = heads_with_trees, ["--measure_costs", "false", "--threads", "1", "--output", str(tmp_path)]
     flags = [*decoding("measure", place)[:-2], "--drafter", str(place / f"tree-{name}"), "--draft_length", "2"]
     assert main([*flags, *fast]) == 0
     err = capsys.readouterr().err

@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 9_220,
     "scripts": 18_810,
     "benchmarks": 2_760,
-    "tests": 52_395,
+    "tests": 52_400,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -27,7 +27,7 @@ class Defaults:
     rate: float  # the learning rate at a hidden size of `WIDTH`
     muon: bool = False
     """Muon on the matrices if nothing is sharded. Otherwise AdamW, at the same rate: Muon's updates are scaled to suit
-    AdamW's rate (`train/optimizer.py`)."""
+    AdamW's rate (`train/job/optimizer.py`)."""
 
     def learning_rate(self, width: int) -> float:
         """Return the rate for a hidden size, to two digits.

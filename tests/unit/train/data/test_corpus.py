@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.corpus import Module, stdlib_modules, train_bpe
-from draftsmith.train.optimizer import MuonAdamW
+from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.runs import last_checkpoint, save_model
 
 

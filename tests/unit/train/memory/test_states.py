@@ -6,8 +6,8 @@ from conftest import tiny_llama
 from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.decode.errors import InputError
+from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.memory.states import Weights, held_bytes, optimizer_bytes, target_bytes
-from draftsmith.train.optimizer import MuonAdamW
 
 SHAPE = LlamaConfig(
     vocab_size=4096, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,

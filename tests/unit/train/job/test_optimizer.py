@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.train import optimizer
-from draftsmith.train.optimizer import Muon, orthogonal
+from draftsmith.train.job import optimizer
+from draftsmith.train.job.optimizer import Muon, orthogonal
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
