@@ -32,7 +32,8 @@ def train_block(
             context = drafter.context(drafter.fuse(features_BTF), positions)
             hidden_BNKH = block_states(drafter, embed, context, Anchors.at(indices_BN, ids_BT, positions))
             behind_NK = indices_BN[0][:, None] + torch.arange(guesses)
-            logits = drafter.widened(drafter.logits(hidden_BNKH, ids_BT[:, behind_NK], head))
+            sides = drafter.sides(hidden_BNKH, ids_BT[:, behind_NK])
+            logits = drafter.widened(drafter.logits(hidden_BNKH, sides, head))
             log_q = logits.log_softmax(-1).gather(-1, ids_BT[:, behind_NK + 1][..., None])
             # What a truncated vocabulary lacks cannot be learnt.
             (-log_q[log_q.isfinite()].mean() * rows / len(texts)).backward()
