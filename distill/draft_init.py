@@ -145,7 +145,7 @@ def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrained
     view = _view(target, init, carving.layers)
     draft = _built(target, view.config.to_dict(), "init")
     try:
-        draft.load_state_dict(float_state(view))
+        draft.load_state_dict(float_state(view, view.dtype))
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
         raise InputError(f"init: expected weights that fit the carved config, found: {reason}") from error

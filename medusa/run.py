@@ -36,7 +36,11 @@ class HeadsRun(TrainingRun[Config]):
         """Load the heads of an earlier run, if the config names them."""
         if self.config.heads is not None:
             with whole_weights():
-                self.heads = self.heads_class.from_pretrained(self.config.heads).float()
+                self.heads = self.earlier_heads()
+
+    def earlier_heads(self) -> Any:
+        """Return the heads of an earlier run, in float32."""
+        return self.heads_class.from_pretrained(str(self.config.heads)).float()
 
     @property
     def positions(self) -> int | None:

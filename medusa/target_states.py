@@ -6,15 +6,18 @@ Shape suffixes: B rows, T positions, S positions with keys, F features, H hidden
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collect_features
-from draftsmith.train.data.first_look import Text
-from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.data.first_look import Text, best_scale, choose_once
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.output_head import OutputHead, last_hidden
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.teacher.feature_reader import FeatureIndex
 
 
@@ -58,6 +61,41 @@ def states_from_cache(target: PreTrainedModel, index: FeatureIndex, text: Text) 
     states = index.states_of(text.sample)
     hidden, features = (states[name][:, text.start : text.start + len(text.ids_T)] for name in ("hidden", "features"))
     return TargetStates(hidden, target.get_input_embeddings()(text.ids_T[None].to(target.device)), features)
+
+
+@torch.no_grad()
+def scale_of_steps(
+    heads: PreTrainedModel,
+    states_of: Callable[[Text], TargetStates],
+    texts: Sequence[Text],
+    steps: int,
+    states_of_steps: Callable[..., list[Tensor]],
+    head: Callable[[], OutputHead],
+    tokens: int,
+    sharded: bool,
+) -> float:
+    """Return the scale of the logits with the least loss of all K `steps` on some texts; a collective call.
+
+    `states_of_steps` are the kind's own states of the head, which may have more rows than the tokenizer has `tokens`.
+    """
+    token_map: Any = heads.token_map
+
+    def look() -> float:
+        states, labels = [], []
+        for text in texts:
+            target_states = states_of(text)
+            nn.Module.to(heads, target_states.hidden.device)  # on the CPU a large layer is slow
+            indices_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
+            indices_N = indices_N[indices_N > steps].to(heads.device)  # where each step has a round that reaches
+            states += states_of_steps(heads, target_states, None, indices_N, steps)
+            labels += [text.ids_T.to(heads.device)[indices_N + 1]] * steps
+        cut = None if token_map is None else CutVocabulary(token_map, heads.config.vocab_size)
+        return best_scale(states, torch.cat(labels), head().to(heads.device), cut, tokens)
+
+    home = heads.device
+    scale = choose_once(look, together=sharded)
+    nn.Module.to(heads, home)
+    return scale
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Shape suffixes: B rows, T positions, N chosen positions, K guesses or features o
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.medusa.chains import ChainPositions, HeadPositions, chain_metrics
 from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
@@ -230,3 +232,11 @@ class FeatureTrainer(HeadsTrainer):
             hidden = states["hidden"].to(self.target_head.weight.dtype)
             return TargetStates(hidden, self.embed(inputs["input_ids"]), states["features"])
         return run_for_states(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))
+
+    @cached_property
+    def frozen_head(self) -> OutputHead:
+        """The target's head of the drafted tokens, on the loss's device and in its precision."""
+        ids = self.heads.token_map
+        head = self.target_head if ids is None else self.target_head.of(ids.to(self.args.device))
+        dtype = computing_dtype(next(self.heads.parameters()))
+        return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))

@@ -106,14 +106,12 @@ def parameter_count(model: PreTrainedModel) -> int:
     return sum(prod(shape) for name, shape in own_shapes(model).items() if name not in tied)
 
 
-def float_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state that a model would have in floating point."""
-    if not is_quantized(model):
-        return model.state_dict()
+def float_state(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the state that a model, or a part of one, would have in floating point; `dtype` is that of its maps."""
     return {
         f"{prefix}.{name}" if prefix else name: tensor
         for prefix, module in model.named_modules()
-        for name, tensor in own_weights(module, model.dtype).items()
+        for name, tensor in own_weights(module, dtype).items()
         if name not in module._non_persistent_buffers_set
     }
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.heads import side_heads, side_width
-from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter
+from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter, with_further_heads
 from draftsmith.medusa.block.look_back import TEXTS, TOKENS, begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.trainer import BlockTrainer
@@ -32,14 +31,18 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
         mask = mask_token(self.tokenizer, rows) if config.mask_token is None else config.mask_token
         return new_drafter(config, target, mask, self.token_map)
 
+    def earlier_heads(self) -> BlockDrafter:
+        """Return the drafter of an earlier run, with the heads that this one adds."""
+        earlier = super().earlier_heads()
+        drafter, titles = with_further_heads(earlier, self.config)
+        further = f", and a new {' and '.join(titles)}" if titles else ""
+        print_once(f"init: {len(earlier.state_dict())} tensors of {self.config.heads}{further}")
+        return drafter
+
     def check_heads(self) -> None:
-        """Require a cache's features, and a confidence head if its loss is wanted; freeze the head if it is not."""
+        """Require a cache's features; freeze a confidence head whose loss is not wanted."""
         super().check_heads()
         head = self.heads.confidence_head
-        if self.config.confidence and head is None:
-            raise InputError(
-                f"confidence: expected 0 with heads that have no confidence head, found {self.config.confidence}"
-            )
         if head is not None and not self.config.confidence:
             head.requires_grad_(False)  # DDP and weight decay must not touch a head without a loss
 

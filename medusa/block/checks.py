@@ -20,7 +20,7 @@ from draftsmith.medusa.block.formats.importing import TARGET_TENSORS, TRAINING_A
 from draftsmith.medusa.block.formats.writing import is_dflash
 from draftsmith.medusa.block.heads import side_width
 from draftsmith.medusa.block.heads.dspark import REMEDY
-from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter
+from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter, with_further_heads
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import read_config, read_safetensors, shards
 from draftsmith.medusa.checks import feature_heads, learning_rate, rotation, whole_files
@@ -142,8 +142,10 @@ def _listed(layers: Any) -> str:
 def check_run(target: Side, config: BlockTrainingConfig) -> tuple[str, list[Finding]]:
     """Return a description of a training run and further findings, or raise an InputError if it cannot begin."""
     if config.heads is not None:
-        drafter, clause = BlockDrafter.without_weights(config.heads), ""
+        drafter = BlockDrafter.without_weights(config.heads)
         drafter.check_fits(target.model)
+        drafter, titles = with_further_heads(drafter, config)
+        clause = f", and a new {' and '.join(titles)}" if titles else ""
     else:
         tokens, rows = config.draft_vocabulary, len(head_of(target.model).weight)
         at_most(token_count(target.tokenizer, target.config)).check("draft_vocabulary", tokens or 0)

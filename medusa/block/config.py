@@ -7,7 +7,7 @@ from draftsmith.medusa.config import FeaturesConfig
 from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "look_back", "last_layers", "random")
-MADE = ("layer_ids", "mask_token", "markov_rank")
+MADE = ("layer_ids", "mask_token")
 """Fields that describe only new drafters."""
 DFLASH = {"anchor_guesses": False, "markov_rank": 0}
 """The fields of DFlash's drafters, where the defaults are DSpark's."""
@@ -29,7 +29,7 @@ class BlockTrainingConfig(FeaturesConfig):
     for families with such weights (Llama, Mistral, Qwen 3), last_layers if their target is sharded, else random."""
     markov_rank: int | None = None
     """The rank of the Markov head, which tells each guess the token before it (DSpark); 0 for none (DFlash). If not
-    given, 256 or the target's width if that is less."""
+    given, 256 or the target's width if that is less. `heads` without such a head get one of this rank."""
     layer_ids: list[int] = field(default_factory=list)
     """The target's layers whose outputs it sees, ascending, counted from 0. If not given as many as `layers` and at
     least two, spread evenly from the second layer to the third from the end."""
@@ -40,8 +40,8 @@ class BlockTrainingConfig(FeaturesConfig):
     """In place of `decay`, weigh each guess by the probability that a round comes to it and beyond (D-PACE). The value
     smooths these probabilities: 0 not at all, 0.5 as in the speculators library. Off if not given."""
     confidence: float = 0.0
-    """The weight of the confidence head's loss; the guesses' loss has 1. DSpark's is 1. With 0 a new drafter has no
-    such head."""
+    """The weight of the confidence head's loss; the guesses' loss has 1. DSpark's is 1. With 0 a drafter gets no such
+    head."""
     anchors: int | None = None
     """The most blocks of a row in a step, drawn anew each step. If not given, a quarter of the tokens that a block can
     begin at."""

@@ -15,7 +15,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.medusa.base import begin_nearly_uniform
 from draftsmith.medusa.block import heads
 from draftsmith.medusa.block.config import BlockTrainingConfig
-from draftsmith.medusa.block.model import BlockDrafter, BlockLayer
+from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, BlockLayer
 from draftsmith.medusa.target_states import gather_weights
 from draftsmith.train.quantization import own_shapes, weight_of
 
@@ -44,13 +44,42 @@ def new_drafter(
         base_model_name_or_path=config.target,
         **{name: value for head in heads.HEADS for name, value in head.new_fields(config, width).items()},
     ).float()
-    if (side_head := drafter.side_head) is not None:  # it adds nothing at first
-        nn.init.zeros_(side_head.out.weight)
+    begin_side_head(drafter)
     if choose_init(config, drafter, target)[0] != "random":
         begin_as_last_layers(drafter, target)
     # The norm's scale alone makes the first guesses nearly uniform.
     begin_nearly_uniform(drafter.norm, drafter.head_for(target).weight)
     return drafter
+
+
+def begin_side_head(drafter: BlockDrafter) -> None:
+    """Let the head that adds logits, if there is one, add nothing at first."""
+    if drafter.side_head is not None:
+        nn.init.zeros_(drafter.side_head.out.weight)
+
+
+def with_further_heads(drafter: BlockDrafter, config: BlockTrainingConfig) -> tuple[BlockDrafter, list[str]]:
+    """Return an earlier drafter with the heads that a run asks for and it lacks, and their titles.
+
+    Its guesses stay the same at first, so that a DFlash drafter becomes DSpark's without a loss.
+    """
+    shape, fields, titles = drafter.config, dict[str, Any](), list[str]()
+    for head in heads.HEADS:
+        asked, own = head.added_fields(config, shape.hidden_size), head.setting(shape)
+        name, value = next(iter(asked.items()), ("", own))
+        if own and value not in (own, 0):
+            raise InputError(f"{name}: expected {own}, as the heads have, or none, found {value}")
+        if value and not own:
+            fields, titles = fields | asked, [*titles, head.title]
+    if not titles:
+        return drafter, []
+    torch.manual_seed(config.training.seed)
+    larger = nn.Module.to(BlockDrafter(BlockConfig.from_dict(shape.to_dict() | fields)), drafter.device, drafter.dtype)
+    begin_side_head(larger)
+    shapes = {name: tensor.shape for name, tensor in larger.state_dict().items()}
+    fitting = {name: tensor for name, tensor in drafter.state_dict().items() if tensor.shape == shapes[name]}
+    larger.load_state_dict(fitting, strict=False)
+    return larger, titles
 
 
 def mask_token(tokenizer: Any, rows: int) -> int:

@@ -27,7 +27,7 @@ class Block(FeatureKind):
         "draftsmith.medusa.block",
         "draftsmith.medusa.block.config:BlockTrainingConfig",
         "draftsmith.medusa.block.config:BlockPlanConfig",
-        made=("draft_vocabulary", *MADE),
+        made=("draft_vocabulary", *MADE, "markov_rank"),
     )
     tree_key, whole_blocks = "block_tree", True
     cost_remedy = "train one with fewer layers, or a smaller --draft_vocabulary"

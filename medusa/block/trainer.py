@@ -11,15 +11,13 @@ Shape suffixes: B rows, T positions, N anchors, K guesses, M = B · N · K, H hi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.medusa.block.blocks import SHARE, anchors_at_once, anchors_of, states_of_blocks, work_of_blocks
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.model import BlockDrafter
@@ -208,14 +206,6 @@ class BlockTrainer(FeatureTrainer):
             return torch.stack([wide_NV.float().softmax(-1).gather(1, tokens_N[:, None])[:, 0], alpha_N], dim=1)
 
         return GuessStats(*chunked_features(features, blocks.labels, states_ME, head, p, sizes).unbind(1))
-
-    @cached_property
-    def frozen_head(self) -> OutputHead:
-        """The target's head of the drafted tokens, on the loss's device and in its precision."""
-        ids = self.heads.token_map
-        head = self.target_head if ids is None else self.target_head.of(ids.to(self.args.device))
-        dtype = computing_dtype(self.heads.fc.weight)
-        return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
 
     def _hidden(self, target_states: TargetStates, inputs: dict[str, Any], indices_BN: Tensor) -> Tensor:
         """Return the output head's inputs for the guesses after some anchors, (B, N, K, H)."""

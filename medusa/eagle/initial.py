@@ -17,10 +17,8 @@ from draftsmith.medusa.base import begin_nearly_uniform
 from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import states_of_steps
-from draftsmith.medusa.target_states import TargetStates, gather_weights
-from draftsmith.train.data.first_look import Text, best_scale, choose_once
-from draftsmith.train.losses.cut_vocabulary import CutVocabulary
-from draftsmith.train.losses.positions import IGNORED
+from draftsmith.medusa.target_states import TargetStates, gather_weights, scale_of_steps
+from draftsmith.train.data.first_look import Text
 from draftsmith.train.quantization import own_shapes, weight_of
 
 LIKE_OURS = ("llama", "mistral")
@@ -122,20 +120,5 @@ def scale_logits(
     `states_of` returns the target's states of a text. The target's head may have more rows than the tokenizer has
     `tokens`.
     """
-
-    def look() -> float:
-        states, labels = [], []
-        for text in texts:
-            target_states = states_of(text)
-            nn.Module.to(heads, target_states.features.device)  # on the CPU a large layer is slow
-            indices_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
-            indices_N = indices_N[indices_N > steps].to(heads.device)  # where each step has a round that reaches
-            states += states_of_steps(heads, target_states, None, indices_N, steps)
-            labels += [text.ids_T.to(heads.device)[indices_N + 1]] * steps
-        cut = None if heads.token_map is None else CutVocabulary(heads.token_map, heads.config.vocab_size)
-        return best_scale(states, torch.cat(labels), heads.head, cut, tokens)
-
-    home = heads.device
-    scale = choose_once(look, together=sharded)
-    nn.Module.to(heads, home)
+    scale = scale_of_steps(heads, states_of, texts, steps, states_of_steps, lambda: heads.head, tokens, sharded)
     heads.norm.weight.mul_(scale)

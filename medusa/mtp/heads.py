@@ -11,23 +11,30 @@ layer k − 1's outputs, as the library does it.
 Shape suffixes: B rows, T positions, S = T − k rounds of a step, H hidden.
 """
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from draftsmith.decode.cache.features import decoder_layers, last_norm
-from draftsmith.decode.cache.kernels import additive_mask
+from draftsmith.decode.cache.features import decoder_layers, decoder_of, last_norm
+from draftsmith.decode.cache.kernels import additive_mask, computing_dtype
 from draftsmith.decode.errors import InputError
+from draftsmith.medusa.base import DraftingHeads
 from draftsmith.medusa.mtp.native import load_native, make_layers
+from draftsmith.medusa.target_states import gather_weights
+from draftsmith.train.checkpoint import WEIGHTS, check_finite, reading_errors, stored_tensors
 from draftsmith.train.losses.output_head import head_of
+from draftsmith.train.quantization import float_state, own_shapes
 
 
-class MtpHeads(PreTrainedModel):
+class MtpHeads(DraftingHeads):
     """The MTP layers of a target, in the form of a causal LM for `CachedModel`: layer k has the cache's layer k.
 
     Embeddings, head, rotary positions and the last norm are the target's, and no part of this model.
@@ -37,7 +44,10 @@ class MtpHeads(PreTrainedModel):
         target: the target.
     """
 
-    title, field = "MTP layers", "mtp"
+    title, field, width = "MTP layers", "mtp", "hidden_size"
+    token_map = None
+    main_input_name = "states"
+    _no_split_modules = ["MtpLayer"]  # noqa: RUF012
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
 
     def __init__(self, native: MtpModel, target: PreTrainedModel):
@@ -48,29 +58,39 @@ class MtpHeads(PreTrainedModel):
         # In a tuple, because the target's parameters are not this model's.
         self._tied = native, target, last_norm(target)
         self.config.draft_vocab_size = self.config.vocab_size = len(head_of(target).weight)
+        self.config.num_mtp_layers = len(self.layers)
         self.layer_ids = [len(decoder_layers(target))]
         self.step = 0
         """The layer that `forward` runs."""
 
+    @property
+    def native(self) -> MtpModel:
+        """The library's model of the same layers."""
+        return self._tied[0]  # type: ignore[return-value]
+
     @classmethod
     def of_target(cls, target: PreTrainedModel, layers: int = 1) -> "MtpHeads":
-        """Return new layers, begun as the target's last layer of their shape: they see only the states at first."""
+        """Return new layers, begun as the target's last layer of their shape: they see only the states at first.
+
+        Raises:
+            InputError: a family for which the library makes no MTP layers, or a target without a layer of their shape.
+        """
         native, norm, size = make_layers(target, layers), last_norm(target), target.config.get_text_config().hidden_size
         first = getattr(native.config, "mtp_hidden_states_first", False)
         parts: Any = native.layers
-        with torch.no_grad():
+        shapes = own_shapes(parts[0].mtp_block)
+        alike = [other for other in decoder_layers(target) if own_shapes(other) == shapes]
+        if not alike:
+            raise InputError("mtp: expected a target with a layer like its MTP layers to begin with, found none")
+        with torch.no_grad(), gather_weights(alike[-1], decoder_of(target)):
+            state = float_state(alike[-1], target.dtype)
             for layer in parts:
-                shapes = _shapes(layer.mtp_block)
-                alike = [other for other in decoder_layers(target) if _shapes(other) == shapes]
-                if not alike:
-                    raise InputError(
-                        "mtp: expected a target with a layer like its MTP layers to begin with, found none"
-                    )
-                layer.mtp_block.load_state_dict(alike[-1].state_dict())
+                layer.mtp_block.load_state_dict(state)
                 layer.eh_proj.weight.zero_()
                 layer.eh_proj.weight[:, slice(size) if first else slice(size, None)] = torch.eye(size)
-                if layer.post_norm is not None and norm is not None:
-                    layer.post_norm.load_state_dict(norm.state_dict())
+                after = native.shared_post_norm if native.use_shared_post_norm else layer.post_norm
+                if after is not None and norm is not None:
+                    after.load_state_dict(float_state(norm, target.dtype))
         return cls(nn.Module.to(native, target.dtype), target)
 
     @classmethod
@@ -79,16 +99,37 @@ class MtpHeads(PreTrainedModel):
         return cls(load_native(target), target)
 
     @classmethod
+    def from_directory(cls, path: str, target: PreTrainedModel) -> "MtpHeads":
+        """Return trained layers for a target, in its dtype, or raise an InputError if they are none or not its own."""
+        heads = cls.as_stored(path, target)
+        with reading_errors("mtp", f"MTP layers in {path}"):
+            load_model(heads, Path(path) / WEIGHTS)
+        check_finite(heads, path, "mtp")
+        return nn.Module.to(heads, target.device)
+
+    @classmethod
+    def as_stored(cls, path: str, target: PreTrainedModel) -> "MtpHeads":
+        """Return layers for a target in the number and shapes of a directory's tensors, or raise an InputError."""
+        stored = stored_tensors(path, "mtp")
+        numbers = {int(number[1]) for name in stored if (number := re.match(r"layers\.(\d+)\.", name))}
+        if not numbers:
+            raise InputError(f"mtp: expected MTP layers that draftsmith trained in {path}, found none")
+        heads = cls(nn.Module.to(make_layers(target, 1 + max(numbers), stored), target.dtype), target)
+        own = heads.state_dict()
+        for name in sorted(own.keys() | stored.keys()):
+            shape = tuple(own[name].shape) if name in own else None
+            found = stored[name][1] if name in stored else None
+            if shape != found:
+                raise InputError(f"mtp: expected {name} of {shape} for this target in {path}, found {found}")
+        return heads
+
+    @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return True
-
-    def get_input_embeddings(self) -> None:  # type: ignore[override]
-        """Return None: the embeddings are the target's."""
-        return None
 
     def check_fits(self, target: PreTrainedModel) -> None:
         """Raise an InputError if this is not the target that the layers are tied to."""
@@ -104,7 +145,7 @@ class MtpHeads(PreTrainedModel):
         states = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
         try:
             for layer in range(len(self.layers)):
-                self.apply_layer(layer, order, states, order, cache)
+                self.apply_layer(layer, states, states, order, cache)
         except Exception:  # kernels of experts are not there for tensors without data in all dtypes
             return None
         parts: Any = cache.layers
@@ -117,17 +158,20 @@ class MtpHeads(PreTrainedModel):
 
     def head(self, states: Tensor) -> Tensor:
         """Return the target's logits of a step's outputs, (…, V)."""
-        return self._tied[0]._project_to_logits(states)  # type: ignore[no-any-return]
+        return self.native._project_to_logits(states)  # type: ignore[no-any-return]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the target's embeddings of tokens, (B, T, H), in the layers' dtype."""
+        return self.native.embed_tokens(tokens).to(self.device, self.dtype)  # type: ignore[no-any-return]
 
     def apply_layer(
-        self, layer: int, tokens: Tensor, states: Tensor, positions: Tensor, cache: Any = None, mask: Any = None
+        self, layer: int, embeddings: Tensor, states: Tensor, positions: Tensor, cache: Any = None, mask: Any = None
     ) -> Tensor:
-        """Return a layer's outputs, (B, T, H), of tokens, (B, T), at their positions, and states, (B, T, H).
+        """Return a layer's outputs, (B, T, H), of the embeddings of tokens at their positions, and of states.
 
         The mask is additive, (B or 1, 1, T, …); without one the library makes it, from the cache if there is one.
         """
-        native = self._tied[0]
-        embeddings = native.embed_tokens(tokens).to(states.device, states.dtype)
+        native = self.native
         masks = {"attention_mask": mask}
         if mask is None:
             masks = native.create_masks_for_mtp_layer(layer, embeddings, cache, positions)
@@ -156,42 +200,61 @@ class MtpHeads(PreTrainedModel):
         if isinstance(mask, Mapping):
             mask = mask[self.config.layer_types[layer]]
         positions = position_ids.expand(len(input_ids), -1) + 1 + layer
-        outputs = self.apply_layer(layer, input_ids, states, positions, past_key_values, mask)
+        outputs = self.apply_layer(layer, self.embed(input_ids), states, positions, past_key_values, mask)
         return SimpleNamespace(logits=outputs[:, -logits_to_keep:])
 
-    def unroll(self, tokens: Tensor, states: Tensor, num_steps: int) -> list[Tensor]:
-        """Return the outputs of steps 0 … K − 1 of the rounds that begin at every position, (1, T − k, H) each.
+    def unroll(
+        self,
+        embeddings: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        num_steps: int,
+        texts: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return the outputs of steps 0 … K − 1 of the rounds that begin at every position, (B, T − k, H) each.
 
         Entry s of step k has seen the text up to token s + k + 1 and guesses the token after that, in the round whose
-        last position with a state of the target is s. `tokens` are those after the positions, (1, T).
+        last position with a state of the target is s. Texts of fewer positions than K have fewer steps.
+
+        Args:
+            embeddings: those of the tokens after the positions, (B, T, H).
+            states: the target's, (B, T, H).
+            positions: in each text, (B or 1, T).
+            num_steps: K.
+            texts: in packed rows a number for each text, (B, T).
         """
-        steps, cache = [states], DynamicCache() if len(self.layers) == 1 else None
-        for k in range(num_steps):
-            count = tokens.shape[1] - k
-            positions = torch.arange(k + 1, k + 1 + count, device=tokens.device)[None]
-            inputs = tokens[:, k:], steps[-1][:, :count], positions
-            if cache is None:
-                steps.append(self.apply_layer(k, *inputs))
-            else:
-                mask = None if k == 0 else additive_mask(self._visible(count, k), states.dtype)
-                steps.append(self.apply_layer(0, *inputs, cache, mask))
+        several = len(self.layers) > 1
+        steps, cache = [states], None if several else DynamicCache()
+        same = None if texts is None else (texts[:, :, None] == texts[:, None, :])[:, None]
+        for k in range(min(num_steps, embeddings.shape[1])):
+            count, layer, mask = embeddings.shape[1] - k, k if several else 0, None
+            if same is not None or (k and not several):
+                mask = additive_mask(self._visible(layer, count, 0 if several else k, same), computing_dtype(states))
+            inputs = embeddings[:, k:], steps[-1][:, :count], positions[:, :count] + 1 + k
+            steps.append(self.apply_layer(layer, *inputs, cache, mask))
         return steps[1:]
 
-    def _visible(self, rounds: int, k: int) -> Tensor:
-        """Return the keys that step k ≥ 1 of each round attends to, (1, 1, S, …): those of steps 0 … k in turn.
+    def _visible(self, layer: int, rounds: int, k: int, same: Tensor | None) -> Tensor:
+        """Return the keys that step k of each round attends to, (B or 1, 1, S, …): those of steps 0 … k in turn.
 
-        These are step 0's up to the round's beginning, and one of each later step.
+        These are step 0's up to the round's beginning, in the `same` text, and one of each later step.
         """
-        own = torch.eye(rounds, dtype=torch.bool, device=self.device)
+        own = torch.eye(rounds, dtype=torch.bool, device=self.device)[None, None]
         keys = [nn.functional.pad(own, (0, k - j)) for j in range(1, k + 1)]
-        sees = nn.functional.pad(own.new_ones(rounds, rounds).tril(), (0, k))
-        window = getattr(self.config, "sliding_window", None)
-        if window and (getattr(self.config, "layer_types", None) or ["sliding_attention"])[0] == "sliding_attention":
+        sees = own.new_ones(rounds, rounds).tril()[None, None]
+        sees = nn.functional.pad(sees if same is None else sees & same[..., :rounds, :rounds], (0, k))
+        kinds, window = getattr(self.config, "layer_types", None), getattr(self.config, "sliding_window", None)
+        if window and (kinds is None or kinds[layer] == "sliding_attention"):
             order = torch.arange(rounds + k, device=self.device)
-            sees &= order[:rounds, None] + k - order < window  # a step is k positions after its round's beginning
+            sees = sees & (order[:rounds, None] + k - order < window)  # a step is k positions after its round's start
             keys = [part & (k - j < window) for j, part in enumerate(keys, 1)]
-        return torch.cat([sees, *keys], dim=1)[None, None]
+        return torch.cat([sees, *(part.expand(len(sees), -1, -1, -1) for part in keys)], dim=-1)
 
-
-def _shapes(layer: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in layer.state_dict().items()}
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Scale the logits of all steps; no step sees it, because each begins with a norm of the last one's output."""
+        shared, layers = getattr(self, "shared_post_norm", None), list[Any](self.layers)
+        norms = [layer.post_norm for layer in layers] if shared is None else [shared]
+        for norm in filter(None, norms):
+            gain = norm(torch.ones_like(norm.weight))  # families differ: some add 1 to the weight
+            norm.weight.add_((factor - 1) * gain)

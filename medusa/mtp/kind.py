@@ -1,39 +1,67 @@
-"""A target's own MTP layers as a kind of drafter."""
+"""MTP layers as a kind of drafter: a target's own, or trained ones in a directory."""
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading, no_argument
-from draftsmith.train.kinds.kind import DrafterKind
+from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
+from draftsmith.train.kinds.kind import DrafterKind, Recipe
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from draftsmith.decode.proposers.base import Proposer
+    from draftsmith.train.kinds.export import ExportOptions, Served
     from draftsmith.train.kinds.findings import Finding
-    from draftsmith.train.kinds.parts import Part
+    from draftsmith.train.kinds.parts import Part, Side
+
+GAMMA = 4
+"""Tokens that one layer drafts in a launch line, if nobody says how many."""
 
 
 class Mtp(DrafterKind):
-    """The layers for multi-token prediction in the target's own files; they draft chains."""
+    """The layers for multi-token prediction of a target: in its own files, or trained; they draft chains."""
 
-    name, title, stored, within_target = "mtp", "MTP layers", False, True
+    name, title, stored = "mtp", "MTP layers", False
+    recipe = Recipe(
+        "mtp",
+        "trains the MTP layers that a target ships with, or new ones",
+        "draftsmith.medusa.mtp",
+        "draftsmith.medusa.mtp.config:MtpTrainingConfig",
+        made=("num_layers",),
+    )
     cost_remedy = "take a smaller --draft_length"
+    formats = launched = verifiable = ("target",)
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """Return whether these are layers that draftsmith trained."""
+        return config.get("architectures") == ["MtpHeads"]
+
+    def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
+        """Return one candidate: the layers that the target ships with, if it has some."""
+        from draftsmith.train.checkpoint import mtp_layers
+
+        return {"mtp": {}} if mtp_layers(target) else {}
 
     def check(self, spec: DrafterSpec, loading: Loading) -> None:
-        """Require chains, and a target whose files have the layers that its config promises."""
+        """Require chains, and without a directory a target whose files have the layers that its config promises."""
         from draftsmith.medusa.mtp.native import check_files
 
-        no_argument(spec)
         if spec.tree is not None:
             raise InputError("width: expected chains from mtp, found a tree")
-        check_files(loading.path, loading.trust_remote_code)
+        if spec.path is None:
+            check_files(loading.path, loading.trust_remote_code)
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the layers, in the target's dtype."""
         from draftsmith.medusa.mtp.heads import MtpHeads
         from draftsmith.medusa.mtp.proposer import MtpProposer
 
-        no_argument(spec)
-        heads = MtpHeads.native_to(loading.target)
-        return self.drafter(spec, MtpProposer(heads), greedy=MtpProposer(heads, greedy=True), model=heads)
+        target, path = loading.target, spec.path
+        heads = MtpHeads.native_to(target) if path is None else MtpHeads.from_directory(path, target)
+        proposer, greedy = MtpProposer(heads), MtpProposer(heads, greedy=True)
+        return Drafter(spec.name or spec.kind, spec.kind, self, path, proposer, greedy, heads, spec.draft_lengths)
 
     def cached_numbers(self, drafter: Drafter) -> int | None:
         """Return the keys and values of the layers."""
@@ -41,7 +69,46 @@ class Mtp(DrafterKind):
         return heads.cached_numbers  # type: ignore[no-any-return]
 
     def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
-        """Find the layers in the target's directory, and whether all their tensors map."""
+        """Find the layers in the target's directory, and whether all their tensors map; or those in their own."""
         from draftsmith.medusa.mtp.native import inspect
 
         return inspect(spec, trust_remote_code)
+
+    def check_export(self, config: "ExportOptions") -> None:
+        """Raise InputError for options that have no meaning where the target's files give names and dtypes."""
+        super().check_export(config)
+        if config.dtype is not None:
+            raise InputError("dtype: expected none with format target, whose files have their own, found one")
+
+    def export(self, config: "ExportOptions", path: str) -> list[str]:
+        """Write the target with trained layers in place of its own, and return the lines that serve it."""
+        from transformers import PretrainedConfig
+
+        from draftsmith.medusa.mtp.stitching import stitch
+        from draftsmith.train.kinds.export import sglang_command, vllm_command
+
+        raw = PretrainedConfig.get_config_dict(path)[0]
+        target, output = config.target or str(raw.get("base_model_name_or_path")), str(config.output)
+        layers = stitch(path, target, Path(output), config.trust_remote_code)
+        length = config.draft_length or (layers if layers > 1 else GAMMA)
+        served = vllm_command(output, {"method": "mtp", "num_speculative_tokens": length})
+        note = f"# wrote {output}: {target} with the MTP layers of {path}; all other tensors are the target's"
+        return [note, f"# in SGLang: {sglang_command(output, None, length, 'NEXTN')}", served]
+
+    def served(
+        self, config: "ExportOptions", path: str
+    ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
+        """Return vLLM's config for the target that was written, and our proposer of the same layers."""
+        from draftsmith.medusa.mtp.heads import MtpHeads
+        from draftsmith.medusa.mtp.proposer import MtpProposer
+        from draftsmith.train.kinds.export import Served
+
+        speculative = {"method": "mtp", "num_speculative_tokens": config.draft_length or GAMMA}
+        served = Served("the MTP layers", speculative, target=str(config.output))
+        return [served], lambda target: MtpProposer(MtpHeads.from_directory(path, target))
+
+    def describe_run(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
+        """Return which layers a run trains, and how many steps."""
+        from draftsmith.medusa.mtp.native import describe_run
+
+        return describe_run(target, config)

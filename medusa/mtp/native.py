@@ -20,14 +20,17 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
+from transformers.initialization import no_init_weights
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import LoadStateDictConfig, _get_resolved_checkpoint_files
 from transformers.utils.generic import ContextManagers
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
+from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.train.checkpoint import (
     MTP_COUNTS,
+    Stored,
     check_finite,
     mtp_layer,
     mtp_layers,
@@ -36,7 +39,7 @@ from draftsmith.train.checkpoint import (
 )
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
-from draftsmith.train.kinds.parts import Part, by_dtype
+from draftsmith.train.kinds.parts import Part, Side, by_dtype
 from draftsmith.train.kinds.quantities import count, count_of
 from draftsmith.train.models import empty_model, load_config, whole_weights
 
@@ -74,19 +77,21 @@ def check_files(path: str, trust_remote_code: bool = False) -> None:
 
 
 @contextmanager
-def promise(config: PretrainedConfig, layers: int) -> Iterator[None]:
+def promise(config: PretrainedConfig, layers: int, names: Iterable[str] = ()) -> Iterator[None]:
     """Give a target's config the fields that the library reads to make MTP layers, in this block.
 
-    Families whose fields the library does not read (Qwen 3.5) have MTP layers like the target's last layer, with full
-    attention, so that no state has to be taken back in a draft.
+    Families whose fields the library does not read (Qwen 3.5) have MTP layers with full attention, so that no state has
+    to be taken back in a draft, or a window where the target's first layer has one (EXAONE, as vLLM takes it). They
+    have experts as the target's last layer has, unless the `names` of their tensors show none.
     """
     text: Any = config.get_text_config()
     fields: dict[str, Any] = {"num_mtp_layers": layers}
     kinds, experts = (getattr(text, name, None) for name in ("layer_types", "mlp_layer_types"))
     if kinds is not None and getattr(text, "mtp_layer_types", None) is None:
-        fields["mtp_layer_types"] = ["full_attention"] * layers
+        fields["mtp_layer_types"] = [kinds[0] if kinds[0] in WINDOWS else "full_attention"] * layers
     if experts is not None and getattr(text, "mtp_mlp_layer_types", None) is None:
-        fields["mtp_mlp_layer_types"] = [experts[-1]] * layers
+        dense = any(".mlp." in name for name in names) and not any("expert" in name for name in names)
+        fields["mtp_mlp_layer_types"] = ["dense" if dense else experts[-1]] * layers
     with ExitStack() as after:
         for name, value in fields.items():
             own = name in vars(text) or name in getattr(text, "attribute_map", {})
@@ -95,10 +100,14 @@ def promise(config: PretrainedConfig, layers: int) -> Iterator[None]:
         yield
 
 
-def make_layers(target: PreTrainedModel, layers: int) -> MtpModel:
-    """Return MTP layers of a target with random weights, or raise an InputError if its family can't have them."""
+def make_layers(target: PreTrainedModel, layers: int, names: Iterable[str] = ()) -> MtpModel:
+    """Return MTP layers of a target without weights of use, or raise an InputError if its family can't have them."""
     name = type(target).__name__
-    with promise(target.config, layers), reading_errors("drafter", f"MTP layers that the library makes for {name}"):
+    with (
+        promise(target.config, layers, names),
+        reading_errors("drafter", f"MTP layers that the library makes for {name}"),
+        no_init_weights(),  # or it would begin the target's embeddings and head anew, which it takes for its own
+    ):
         model = MtpModel(target, layers)
     types: Sequence[str] = getattr(model.config, "layer_types", None) or ()
     if not types:
@@ -142,25 +151,55 @@ def check_shared(target: PreTrainedModel, tensors: Mapping[str, Any], path: str)
 
 
 def inspect(spec: DrafterSpec, trust_remote_code: bool) -> tuple[Part | None, Finding]:
-    """Return the MTP layers in a target's directory without their weights, None where they do not load."""
+    """Return a target's MTP layers, or those in a directory, without their weights; None where they do not load."""
     from draftsmith.medusa.mtp.heads import MtpHeads  # it loads layers with this module
 
-    role, path = spec.name or spec.kind, str(spec.path)
+    role, path = spec.name or spec.kind, str(spec.target)
     try:
         target = empty_model(path, field="target", dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
-        stored = {k: v for k, v in stored_tensors(path, "target").items() if mtp_layer(k, target.config) is not None}
+        if spec.path is not None:
+            with torch.device("meta"):
+                heads = MtpHeads.as_stored(spec.path, target)
+            return _found(role, spec.path, heads, stored_tensors(spec.path, role))
+        stored = _stored_layers(path, target.config)
         layers = 0 if Path(path).is_dir() else mtp_layers(target.config)  # a hub id's files are not looked at
         layers = layers or check_names(stored, target.config, path)
         with torch.device("meta"):
-            native = make_layers(target, layers)
+            native = make_layers(target, layers, stored)
         if stored:
             check_mapping(native, target, stored, path)
     except InputError as error:
         text = str(error).removeprefix("drafter: ")
         return None, Finding("error", role, text, "take the files of a target that ships with MTP layers")
     heads = MtpHeads(nn.Module.to(native, target.dtype), target)  # experts run on the meta device in bfloat16 alone
-    text = f"{count_of(layers, 'MTP layer')}, {count(heads.num_parameters())} parameters"
+    return _found(role, path, heads, stored)
+
+
+def _stored_layers(path: str, config: PretrainedConfig) -> Stored:
+    return {name: kind for name, kind in stored_tensors(path, "target").items() if mtp_layer(name, config) is not None}
+
+
+def _found(role: str, path: str, heads: Any, stored: Stored) -> tuple[Part, Finding]:
+    text = f"{count_of(len(heads.layers), 'MTP layer')}, {count(heads.num_parameters())} parameters"
     return Part(role, path, heads, by_dtype(stored), heads.cached_numbers), Finding("ok", role, text)
+
+
+def describe_run(target: Side, config: MtpTrainingConfig) -> tuple[str, list[Finding]]:
+    """Return which layers a training run trains and how many steps, or raise an InputError if it cannot begin."""
+    from draftsmith.medusa.mtp.heads import MtpHeads
+
+    with torch.device("meta"):
+        if config.heads is not None:
+            heads, begun = MtpHeads.as_stored(config.heads, target.model), f"from {config.heads}"
+        elif config.begins_new:
+            heads, begun = MtpHeads.of_target(target.model, config.num_layers or 1), "begun as the target's last layer"
+        else:
+            layers, stored = mtp_layers(target.model.config), _stored_layers(target.path, target.model.config)
+            heads = MtpHeads(make_layers(target.model, layers, stored), target.model)
+            begun = "the target's own"
+    steps = config.steps_of(len(heads.layers))
+    text = f"{count_of(len(heads.layers), 'MTP layer')} of {count(heads.num_parameters())} parameters, {begun}"
+    return f"{text}; {count_of(steps, 'step')}", []
 
 
 @phase("loading the target's MTP layers")
@@ -192,7 +231,7 @@ def load_native(target: PreTrainedModel) -> MtpModel:
             tensors |= {name: weights.get_slice(name) for name in names}
         layers = check_names(tensors, target.config, path)
         contexts = MtpModel.get_init_context(target.dtype, False, False, None)
-        with whole_weights(), promise(target.config, layers):
+        with whole_weights(), promise(target.config, layers, tensors):
             with ContextManagers(contexts):
                 model = make_layers(target, layers)
             device = next(iter(target.get_decoder().layers[-1].parameters())).device

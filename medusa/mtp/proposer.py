@@ -1,6 +1,6 @@
 """A target's MTP layers as a drafter of chains.
 
-One layer drafts as EAGLE heads do: it is fed with the target's states, then with its own for drafted tokens, whose keys
+One layer drafts again and again: it is fed with the target's states, then with its own for drafted tokens, whose keys
 the target's states overwrite later. Several layers are fed with one block of positions in turn: see `LayersFeeder`.
 
 Shape suffixes: B rows, W positions of a block, H hidden, V vocabulary.
@@ -76,14 +76,15 @@ class MtpProposer(FeatureProposer):
         with collect_features(target, heads.layer_ids) as features, fixed_packing(False):
             decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
             states = heads.fuse(features.pop().to(heads.device, heads.dtype))
-            steps = heads.unroll(ids_1T[:, 1:-1].to(heads.device), states, min(depth, len(text) - 1))
+            order = torch.arange(ids_1T.shape[1] - 2, device=heads.device)[None]
+            steps = heads.unroll(heads.embed(ids_1T[:, 1:-1]), states, order, min(depth, len(text) - 1))
         begin = text.prompt_length - 2
         return lambda step, first, end: self._aligned(heads.head(steps[step][0, begin + first : begin + end]))
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first step's distribution of each token, in a round that begins with that token.
 
-        A text's second token, which no step drafts, gets a uniform distribution, as with EAGLE heads.
+        A text's second token, which no step drafts, gets a uniform distribution.
         """
 
         def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
@@ -94,7 +95,8 @@ class MtpProposer(FeatureProposer):
                 with collect_features(target, heads.layer_ids) as features, fixed_packing(False):
                     decoder_of(target)(input_ids=ids_1T[:, :-1], use_cache=False)
                     states = heads.fuse(features.pop().to(heads.device, heads.dtype))
-                    hidden.append(heads.unroll(ids_1T[:, 1:].to(heads.device), states, 1)[0][0])
+                    order = torch.arange(ids_1T.shape[1] - 1, device=heads.device)[None]
+                    hidden.append(heads.unroll(heads.embed(ids_1T[:, 1:]), states, order, 1)[0][0])
             for start in range(1, ids_BT.shape[1], columns):
                 at, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
                 at = at + start

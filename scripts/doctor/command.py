@@ -107,8 +107,7 @@ def load_setup(
     findings, kinds = [finding], [stored_as(spec) for spec in drafter_specs(drafters)]
     parts = []
     for kind, spec in kinds:
-        own = replace(spec, path=target) if kind.within_target else spec
-        part, finding = kind.inspect(own, trust_remote_code)
+        part, finding = kind.inspect(replace(spec, target=target), trust_remote_code)
         findings.append(finding)
         if part is not None:
             parts.append((kind, part))

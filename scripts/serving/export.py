@@ -55,6 +55,8 @@ def export(config: ExportConfig) -> list[str]:
 def drafter_of(config: ExportConfig) -> tuple[DrafterKind, str]:
     """Return the kind and directory of the drafter to export."""
     kind, spec = stored_as(drafter_specs(config.drafter)[0])
+    if kind.formats and spec.path is None:
+        raise InputError(f"drafter: expected {kind.name}:DIR to export, found {kind.name} alone")
     return kind, str(spec.path)
 
 

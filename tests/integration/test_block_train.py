@@ -295,9 +295,32 @@ def test_features_of_a_cache_train_what_the_target_does(pipeline, tmp_path, init
         ({"block_size": 1, "anchor_guesses": False}, "block_size: expected at least 2 without anchor_guesses, found 1"),
         ({"mask_token": 10_000}, "mask_token_id: expected a token below"),
         ({"layer_ids": [7]}, "target_layer_ids: expected ascending depths"),
-        ({"heads": "somewhere", "markov_rank": 4}, "markov_rank: expected none with heads, which have their own"),
+        ({"heads": "somewhere", "mask_token": 4}, "mask_token: expected none with heads, which have their own"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(pipeline, tmp_path, untrained, options, message):
     with pytest.raises(InputError, match=message):
         untrained(block_configured(pipeline, tmp_path, **options))
+
+
+def test_a_dflash_drafter_gets_dsparks_heads_without_a_loss(pipeline, tmp_path, untrained, capsys):
+    dflash = {"markov_rank": 0, "anchor_guesses": False, "block_size": 4}
+    first = untrained(block_configured(pipeline, tmp_path / "dflash", **dflash))
+    with torch.no_grad():
+        first.heads.fc.weight.normal_(std=0.1)  # unlike a new one's
+    first.heads.save_pretrained(tmp_path / "dflash")
+    earlier = {"heads": str(tmp_path / "dflash"), "block_size": 4}
+    same, larger = (
+        untrained(block_configured(pipeline, tmp_path / "on", **earlier, **options))
+        for options in ({"markov_rank": None}, {"markov_rank": 4, "confidence": 1.0})
+    )
+    assert f" tensors of {tmp_path / 'dflash'}, and a new Markov head and confidence head" in capsys.readouterr().err
+    assert same.heads.side_head is None and larger.heads.config.markov_rank == 4
+    samples = some_samples(pipeline)
+    larger.config.confidence = 0.0  # whose loss is another
+    losses = [trainer.compute_loss(trainer.heads, batch_of(trainer, samples)) for trainer in (first, same, larger)]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    assert losses[2].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    larger.heads.save_pretrained(tmp_path / "dspark")
+    with pytest.raises(InputError, match=r"^markov_rank: expected 4, as the heads have, or none, found 3$"):
+        untrained(block_configured(pipeline, tmp_path / "no", heads=str(tmp_path / "dspark"), markov_rank=3))

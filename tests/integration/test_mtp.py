@@ -39,7 +39,7 @@ def target(request, tmp_path_factory):
 
 def by_hand(target, heads, text, drafted):
     """Logits of a round's steps, (K, V), by the library's layers and cache; one layer takes its own output again."""
-    native, ids = heads._tied[0], text[None]
+    native, ids = heads.native, text[None]
     states = target(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
     cache, tokens = MtpCache(config=native.config), ids[:, 1:]
     positions, logits = torch.arange(1, len(text))[None], []
@@ -58,7 +58,7 @@ def at_once(target, heads, text, drafted):
     """The same logits from the steps of all rounds at once, which replay reads."""
     ids = torch.cat([text, drafted])[None]
     states = target(ids, output_hidden_states=True).hidden_states[-1]
-    steps = heads.unroll(ids[:, 1:-1], states[:, :-2], len(drafted))
+    steps = heads.unroll(heads.embed(ids[:, 1:-1]), states[:, :-2], torch.arange(ids.shape[1] - 2)[None], len(drafted))
     return torch.stack([heads.head(step[0, len(text) - 2]) for step in steps])
 
 

@@ -20,6 +20,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
+from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.train import launch
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.generate import PrepareConfig, prepare
@@ -99,6 +100,10 @@ def eagle_configured(pipeline: Path, output: Path, **options) -> EagleTrainingCo
 
 def block_configured(pipeline: Path, output: Path, **options) -> BlockTrainingConfig:
     return _configured(BlockTrainingConfig, pipeline, output, **{"block_size": 3, "markov_rank": 4} | options)
+
+
+def mtp_configured(pipeline: Path, output: Path, **options) -> MtpTrainingConfig:
+    return _configured(MtpTrainingConfig, pipeline, output, **options)
 
 
 def _configured(kind, pipeline: Path, output: Path, **options):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
-from pipelines import block_configured, configured, eagle_configured, heads_configured
+from pipelines import block_configured, configured, eagle_configured, heads_configured, mtp_configured
 from processes import enter, witness
 from torch import nn
 from transformers import conversion_mapping
@@ -24,6 +24,7 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as heads_command
 from draftsmith.medusa.block import __main__ as block_command
 from draftsmith.medusa.eagle import __main__ as eagle_command
+from draftsmith.medusa.mtp import __main__ as mtp_command
 from draftsmith.scripts import prepare as prepare_command
 from draftsmith.train.data import generate
 from draftsmith.train.data.generate import prepare
@@ -108,6 +109,13 @@ def eagled(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str
 def blocked(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Train block drafters several times; as `distilled`, with the options of a `BlockTrainingConfig`."""
     return _on_features(block_command.train_block, block_configured, strategy, pipeline, output, runs)
+
+
+def taught_mtp(
+    strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """As `eagled`, of MTP layers."""
+    return _on_features(mtp_command.train_heads, mtp_configured, strategy, pipeline, output, runs)
 
 
 def _on_features(train: Any, configured: Any, strategy: str, pipeline: Path, output: Path, runs: Any) -> Any:

@@ -196,7 +196,8 @@ SPECIMENS: dict[str, Specimen] = {
             "one layer": lambda target: MtpProposer(mtp(target)),
             "a layer for each token": lambda target: MtpProposer(mtp(target, LENGTH)),
             "greedy chain": lambda target: MtpProposer(mtp(target), greedy=True),
-        }
+        },
+        save_heads(mtp),
     ),
     "prompt_lookup": Specimen({"chain": lambda target: PromptLookupProposer()}, confident=False),
     "suffix": Specimen(

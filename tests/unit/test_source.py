@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_574,
-    "train": 14_738,
+    "train": 14_746,
     "distill": 2_945,
-    "medusa": 9_220,
+    "medusa": 9_845,
     "scripts": 18_810,
     "benchmarks": 2_760,
-    "tests": 52_400,
+    "tests": 52_950,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

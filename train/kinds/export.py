@@ -29,7 +29,8 @@ class ExportOptions:
 
     format: str | None = None
     """For draft models: vllm or sglang, which load them unchanged. For heads: own, vllm, and sglang, fasterdecoding or
-    modelopt where the kind supports it. With `import_from` it is recognised if not given."""
+    modelopt where the kind supports it. For MTP layers: target, the target's files with these layers in them. With
+    `import_from` it is recognised if not given."""
     output: str | None = None
     """A new or empty directory for heads, or for a draft with a cut vocabulary, which servers need in full."""
     target: str | None = None
@@ -81,6 +82,8 @@ class Served:
     """Its `speculative_config`."""
     on_cpu: str = ""
     """A fault of vLLM's build for CPUs that this drafter may trigger; empty if there is no such fault."""
+    target: str | None = None
+    """The directory that vLLM serves; the target's if None."""
 
     @property
     def draft_length(self) -> int:
@@ -134,8 +137,11 @@ def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, 
     return shlex.join([*words, "--speculative-config", json.dumps(speculative, separators=(",", ":"))])
 
 
-def sglang_command(target: str, draft: str, draft_length: int, algorithm: str = "STANDALONE") -> str:
-    """Return the shell command that serves a target in SGLang with a draft of `draft_length` tokens a round."""
+def sglang_command(target: str, draft: str | None, draft_length: int, algorithm: str = "STANDALONE") -> str:
+    """Return the shell command that serves a target in SGLang with a draft of `draft_length` tokens a round.
+
+    Without a draft the target's own layers draft.
+    """
     flags = {
         "--model-path": target,
         "--speculative-algorithm": algorithm,
@@ -144,4 +150,5 @@ def sglang_command(target: str, draft: str, draft_length: int, algorithm: str = 
         "--speculative-eagle-topk": 1,
         "--speculative-num-draft-tokens": draft_length + 1,
     }
-    return "python -m sglang.launch_server " + shlex.join(str(part) for flag in flags.items() for part in flag)
+    words = [str(part) for flag, value in flags.items() if value is not None for part in (flag, value)]
+    return "python -m sglang.launch_server " + shlex.join(words)

@@ -68,7 +68,6 @@ class DrafterKind(ABC):
     name: ClassVar[str]  # the name in `--drafter`, configs and reports
     title: ClassVar[str]  # the name in sentences
     stored: ClassVar[bool] = True  # read from a directory
-    within_target: ClassVar[bool] = False  # its files are the target's, and `inspect` gets their path
     flags: ClassVar[tuple[str, ...]] = ()  # flags that are aliases of `--drafter KIND:` and a value
     switch: ClassVar[bool] = False  # these flags take no value
     recipe: ClassVar[Recipe | None] = None  # the command that trains it

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import decoder_layers, last_norm
+from draftsmith.decode.cache.features import decoder_layers, decoder_of, last_norm
 from draftsmith.train.checkpoint import check_finite, reading_errors
 from draftsmith.train.files import atomic_path
 from draftsmith.train.losses.output_head import head_of
@@ -57,6 +57,9 @@ def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> Pr
             _put(model, name, tensor)
         if head_of(model).weight.is_meta:
             model.tie_weights()
+        decoder = decoder_of(model)
+        if (rotary := getattr(decoder, "rotary_emb", None)) is not None:  # MTP layers rotate as the target does
+            decoder.rotary_emb = type(rotary)(model.config.get_text_config())
     check_finite(model, path, "teacher_cache")
     return model.requires_grad_(False)
 

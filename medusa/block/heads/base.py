@@ -38,6 +38,11 @@ class BlockHead(nn.Module):
         """Return the fields of a run's new drafter, from its `BlockTrainingConfig` and the target's width."""
         return {}
 
+    @classmethod
+    def added_fields(cls, config: Any, width: int) -> dict[str, Any]:
+        """Return the fields of a head that a run adds to an earlier drafter without it, if it does."""
+        return cls.new_fields(config, width)
+
 
 class SideHead(BlockHead):
     """A head that adds logits: a side state for each guess, and the map from it."""

@@ -39,6 +39,11 @@ class MarkovHead(SideHead):
         """Return the rank that a run asks for."""
         return {"markov_rank": min(RANK, width) if config.markov_rank is None else config.markov_rank}
 
+    @classmethod
+    def added_fields(cls, config: Any, width: int) -> dict[str, Any]:
+        """Return a rank if the run names one."""
+        return {} if config.markov_rank is None else cls.new_fields(config, width)
+
     def step(self, state: Tensor | None, hidden: Tensor, before: Tensor) -> tuple[Tensor, None]:
         """Return W1's row of the token before."""
         return self.markov_w1(before), None

@@ -56,9 +56,8 @@ def verify(
     common: dict[str, Any] = {"prompts": prompts, "max_tokens": max_new_tokens}
     common["max_model_len"] = room(served, prompts, max_new_tokens)
     common |= {"max_num_seqs": BATCH, "trust_remote_code": trust_remote_code, "overrides": overrides or {}}
-    jobs = [
-        Job(target, speculative=None if form is None else dict(form.speculative), **common) for form in (None, *served)
-    ]
+    jobs = [Job(target, speculative=None, **common)]
+    jobs += [Job(form.target or target, speculative=dict(form.speculative), **common) for form in served]
     with phase(f"vLLM decodes {len(prompts)} prompts, plainly and {len(served)} times with the drafter"):
         run = run_jobs(python, jobs, timeout)
     vllm, (plain, *answers) = f"vLLM {run.version}", run.answers

@@ -11,6 +11,7 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
+from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.configs import GenerateConfig, ProfileConfig, QuickstartConfig, TreeConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
@@ -32,6 +33,7 @@ FOLDERS = {
     "medusa": MedusaTrainingConfig,
     "block": BlockTrainingConfig,
     "eagle": EagleTrainingConfig,
+    "mtp": MtpTrainingConfig,
     "tree": TreeConfig,
     "prepare": PrepareConfig,
     "cache": CacheConfig,

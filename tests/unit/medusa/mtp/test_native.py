@@ -8,11 +8,11 @@ from families import tiny_model
 from native_layers import deepseek_names, qwen_names, save_with_mtp
 from safetensors.torch import load_file, save_file
 from specimens import mtp
+from transformers import AutoModelForCausalLM, ExaoneMoeConfig
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.medusa.mtp.kind import Mtp
-from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.models import load_model
 
@@ -77,7 +77,7 @@ def refused(path, message):
 
 
 def diagnosed(path, message=None):
-    part, finding = Mtp().inspect(DrafterSpec("mtp", str(path)), False)
+    part, finding = Mtp().inspect(DrafterSpec("mtp", target=str(path)), False)
     if message is None:
         return part, finding
     assert part is None and finding.state == "error"
@@ -145,10 +145,24 @@ def test_the_targets_config_stays_as_it_is(tmp_path):
     assert finding.text.startswith("1 MTP layer, ") and part.cached_numbers == heads.cached_numbers == 2 * 2 * 8
 
 
-def test_it_takes_no_directory():
-    (spec,) = drafter_specs(["mtp:somewhere"])
-    with pytest.raises(InputError, match="drafter: expected mtp alone, found mtp:somewhere"):
-        Mtp().check(spec, Loading("target", None))
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({}, r"^mtp: expected MTP layers that draftsmith trained in .*, found none$"),
+        (
+            {"layers.0.eh_proj.weight": torch.zeros(2, 2)},
+            r"^mtp: expected layers\.0\.eh_proj\.weight of \(32, 64\) for this target in .*, found \(2, 2\)$",
+        ),
+        (
+            {"layers.0.eh_proj.weight": torch.zeros(32, 64)},
+            r"^mtp: expected layers\.0\.enorm\.weight of .*, found None$",
+        ),
+    ],
+)
+def test_a_directory_of_other_tensors_is_refused(tmp_path, tensors, said):
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=said):
+        MtpHeads.from_directory(str(tmp_path), tiny_model("llama"))
 
 
 def test_a_target_other_than_its_own_is_refused():
@@ -156,3 +170,21 @@ def test_a_target_other_than_its_own_is_refused():
     with pytest.raises(InputError, match="mtp: expected the target that the layers are tied to, found another"):
         heads.check_fits(tiny_model("llama"))
     assert torch.equal(heads.layers[0].eh_proj.weight[:, 32:], torch.eye(32))
+
+
+def test_layers_without_types_in_the_config_are_known_by_their_names(tmp_path):
+    """EXAONE's: dense layers next to experts, with the window of the target's first layer."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 97, "num_experts": 4}
+    shape |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "first_k_dense_replace": 1}
+    model = AutoModelForCausalLM.from_config(ExaoneMoeConfig(**shape), dtype=torch.float32)
+    model.config.mtp_layer_types, model.config.mtp_mlp_layer_types = ["sliding_attention"], ["dense"]
+    written = mtp(model)
+    save_with_mtp(model, written, qwen_names, tmp_path, num_nextn_predict_layers=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if not name.startswith("mtp_")}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    heads = MtpHeads.native_to(load_model(tmp_path))
+    assert heads.config.layer_types == ["sliding_attention"]
+    assert all(torch.equal(part, written.state_dict()[name]) for name, part in heads.state_dict().items())
+    assert diagnosed(tmp_path)[1].text.startswith("1 MTP layer, ")

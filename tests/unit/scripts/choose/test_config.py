@@ -57,13 +57,13 @@ def test_what_cannot_be_is_refused_in_one_line(fields, message):
 @pytest.mark.parametrize("vocabulary", [64, 20_000])
 def test_candidates_of_every_kind_are_configs_of_their_commands(vocabulary, monkeypatch):
     target = tiny_llama(0, 64, layers=12).config
-    target.vocab_size = vocabulary
+    target.vocab_size, target.num_mtp_layers = vocabulary, 1
     monkeypatch.setattr(run, "load_config", lambda *args, **kwargs: target)
     found = run.candidates_of(ChooseConfig(**GIVEN, draft="small"))
     assert {fields["command"] for fields in found.values()} == recipes().keys()
     assert list(found)[-1] == "draft" and {"draft-2", "draft-3", "hydra", "eagle", "block-1", "block-2"} < found.keys()
     cut = [fields for fields in found.values() if any("draft_vocabulary" in key for key in fields)]
-    assert len(cut) == (0 if vocabulary == 64 else len(found) - 1)  # a given draft has its own
+    assert len(cut) == (0 if vocabulary == 64 else len(found) - 2)  # a given draft has its own, MTP layers draft all
     for server, kinds in (
         ("vllm", {"medusa", "eagle", "block-1", "draft-2"}),
         ("sglang", {"eagle", "block-1", "draft-2"}),
