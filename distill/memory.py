@@ -13,28 +13,21 @@ from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError, at_most
 from draftsmith.distill.config import DistillPlanConfig
 from draftsmith.distill.draft_init import make_draft
+from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.job.flops import Work
 from draftsmith.train.lora import add_lora
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_objective
-from draftsmith.train.losses.cut_vocabulary import LossVocabulary
-from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import OutputHead, head_of
-from draftsmith.train.memory.activations import (
-    BatchShape,
-    tensors_of,
-    through_chunks,
-    trace_cache,
-    trace_loss,
-)
+from draftsmith.train.losses.output_head import head_of
+from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.memory.activations import InPrecision, trace_cache
+from draftsmith.train.memory.layers import shallow
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.plan import read_config
-from draftsmith.train.memory.setting import MemorySetting, Precision, gib
+from draftsmith.train.memory.setting import MemorySetting, gib
 from draftsmith.train.memory.states import Weights
-from draftsmith.train.memory.training import TrainingPlan
-from draftsmith.train.teacher.distribution_shards import distribution_bytes
+from draftsmith.train.memory.training import TracedStep, TrainingPlan
+from draftsmith.train.teacher.distribution_shards import NUMBERS, distribution_bytes
 
 
 class DraftPlan(TrainingPlan):
@@ -42,10 +35,10 @@ class DraftPlan(TrainingPlan):
 
     label = "draft"
     most_rows = 8191
+    trainer_class = DistillTrainer
 
     def __init__(self, config: DistillPlanConfig):
         super().__init__(config)
-        self._losses = lru_cache(partial(trace_draft_loss, self.mode, config.objective, self.sizes, config.cache_k))
         self._cache_bytes = lru_cache(partial(trace_cache, self.mode))
         self._check_length()
 
@@ -82,40 +75,45 @@ class DraftPlan(TrainingPlan):
         """Return embeddings and head."""
         return [drafter.get_input_embeddings(), drafter.get_output_embeddings()]
 
-    @property
-    def draft_batch(self) -> BatchShape:
-        """The draft's input in training."""
-        return self.batch
-
-    @property
-    def evaluated_batch(self) -> BatchShape:
-        """Its input in evaluation."""
-        return self.batch
-
-    def positions(self, rows: int) -> int:
-        """Return the loss positions in the worst case, in which all tokens belong to completions."""
-        return rows * (self.draft_batch.entries - 1)
+    def vocabulary(self, setting: MemorySetting) -> int:
+        """Return the number of tokens that both models have, or that the draft proposes."""
+        return common_vocabulary(*self.models(setting))
 
     def models(self, setting: MemorySetting) -> tuple[PreTrainedModel, PreTrainedModel | None]:
         """Return draft and target; None with a teacher cache."""
         target = None if setting.target is None else self.target(setting.target_dtype)
         return self.drafter(setting), target
 
-    def loss_bytes(self, setting: MemorySetting, rows: int) -> tuple[float, float]:
-        """Return `trace_draft_loss`."""
-        models = self.models(setting)
-        chunk = max(1, self.sizes.chunk // common_vocabulary(*models))
-        return through_chunks(partial(self._losses, *models, setting.precision), self.positions(rows), chunk)
+    def trainer(self, step: TracedStep, **parts: Any) -> DistillTrainer:
+        """Return the run's trainer without data."""
+        draft, target = self.models(step.setting)
+        size = min(len(head_of(model).weight) for model in (draft, target) if model is not None)
+        parts |= {"config": self.config, "draft": draft, "target": target, "vocab_size": size, "sizes": self.sizes}
+        trainer = self.trainer_class.without_data(**parts)
+        objective, tokens = self.config.objective, kept_tokens(draft.config)
+        if not step.learns and step.positions is None:  # evaluations hold p of all tokens
+            objective, tokens = Objective({"forward_kl": 1.0}), None
+        trainer.compare_over(objective, tokens, size)
+        if target is not None:
+            _ = trainer.teacher_head  # is part of `target_held`
+        return trainer
 
-    def teacher_bytes(self, setting: MemorySetting, rows: int) -> float:
-        """Return the bytes that p is computed from: the target's hidden states, or its cached distributions."""
-        if not self.config.objective.needs_target:
-            return 0.0
-        positions = rows * (self.batch.length - 1)
-        if setting.target is None:
-            return float(positions * distribution_bytes(self.config.cache_k))
-        weight = head_of(self.target(setting.target_dtype)).weight
-        return float(positions * weight.shape[1] * weight.element_size())
+    def inputs(self, step: TracedStep, rows: int) -> dict[str, Any]:
+        """Return a batch of a number of rows."""
+        return self.batch.labelled(rows, positions=step.positions)
+
+    def loss(self, step: TracedStep, rows: int, **seams: Any) -> Tensor:
+        """Return the trainer's loss; the target's layers are counted separately."""
+        trainer, inputs, k = self._trainers(step), self.inputs(step, rows), self.config.cache_k
+        vars(trainer).update(seams)
+        positions, draft = LossPositions(inputs["positions"][0]), trainer.draft
+        if trainer.target is None:
+            wide = {"ids": (k,), "log_p": (k,)}
+            shapes = {name: (len(positions), *wide.get(name, ())) for name in NUMBERS}
+            inputs["teacher"] = {name: torch.zeros(shapes[name], dtype=dtype) for name, dtype in NUMBERS.items()}
+        # For the loss alone the draft's layers are not counted either.
+        with shallow(trainer.target, None if step.positions is None else draft):
+            return trainer.summed_loss(InPrecision(draft, step.setting.precision), inputs, positions)
 
     def eager_logits(self, setting: MemorySetting) -> float:
         """Return the bytes of a loss on whole logits: both models', their log-probabilities, and a gradient."""
@@ -125,6 +123,11 @@ class DraftPlan(TrainingPlan):
         theirs = head_of(target).weight.element_size() if target is not None else 0
         return float(size * (2 * width + theirs + 8))
 
+    def target_held(self, setting: MemorySetting) -> dict[str, float]:
+        """Return the bytes that the target takes at all times, and the copy of its head's rows of drafted tokens."""
+        compares = setting.target is not None and self.config.objective.needs_target
+        return super().target_held(setting) | (self.copied_head(setting) if compares else {})
+
     def target_forward(self, setting: MemorySetting) -> dict[str, float]:
         """Return the bytes of the target's forward; empty if the objective does not need it."""
         return super().target_forward(setting) if self.config.objective.needs_target else {}
@@ -132,16 +135,15 @@ class DraftPlan(TrainingPlan):
     def moments(self, setting: MemorySetting) -> list[Moment]:
         """Return the times at which memory may peak."""
         rows, draft, precision = setting.rows, self.drafter(setting), setting.precision
-        parts = self.step_bytes(draft, self.draft_batch, precision, setting.checkpointing)
-        loss, copies = self.loss_bytes(setting, rows), max(0.0, parts.in_loss.constant)
+        parts, loss = self.step_bytes(setting), self.loss_bytes(setting, rows)
+        copies = max(0.0, parts.in_loss.constant)
         moments = [
             Moment("the target's forward", self.target_forward(setting)),
             Moment(
                 "the loss",
                 {
                     "draft: copies of weights for autocast": copies,
-                    "draft: activations": parts.in_loss(rows) - copies,
-                    "p's hidden states or distributions": self.teacher_bytes(setting, rows),
+                    "draft: activations, p's hidden states or distributions": parts.in_loss(rows) - copies,
                     "loss: logits of a chunk, gradients of head and hidden states": loss[0],
                 },
             ),
@@ -157,9 +159,9 @@ class DraftPlan(TrainingPlan):
             logits = 6 * 4 * rows * len(head_of(draft).weight)  # processors sort and copy
             moments.append(Moment("sampling", {"draft: keys and values": cache, "sampling: logits": float(logits)}))
         if rows := self.eval_rows:
-            target = sum(self.target_forward(replace(setting, rows=rows)).values())
-            forward = self.forward_bytes(draft, self.evaluated_batch, precision)(rows)
-            of_draft = self.teacher_bytes(setting, rows) + max(forward, self.loss_bytes(setting, rows)[0])
+            target = sum(super().target_forward(replace(setting, rows=rows)).values())
+            evaluation, loss = self.step_bytes(setting, False), self.loss_bytes(setting, rows, False)
+            of_draft = max(evaluation.forward(rows), evaluation.in_loss(rows) + loss[0])
             moments.append(Moment("evaluation", {"both models: activations": max(target, of_draft)}))
         return moments
 
@@ -197,53 +199,8 @@ class _Tokens:
         return {"": self.size - 1}
 
 
-def trace_draft_loss(
-    mode: Any,
-    objective: Objective,
-    sizes: ChunkSizes,
-    k: int,
-    draft: PreTrainedModel,
-    target: PreTrainedModel | None,
-    precision: Precision,
-    positions: int,
-) -> tuple[float, float]:
-    """Return `trace_loss` for a draft; without a target, p comes from a cache of `k` tokens a position.
-
-    The gradients to hidden states and head are part of both figures, the hidden states themselves of neither.
-    """
-    size, kept_D = common_vocabulary(draft, target), kept_tokens(draft.config)
-    whole = head_of(draft if target is None else target)
-    with mode:
-        tokens_D = None if kept_D is None else torch.arange(size)  # which they are does not matter
-        vocabulary = LossVocabulary.of(objective, tokens_D, len(whole.weight))
-        hidden = _hidden(draft, positions, torch.float32 if precision == "autocast" else None).requires_grad_(True)
-        follows, given = torch.zeros(positions, dtype=torch.bool), list[Tensor]()
-        teacher: LiveDistributions | CachedDistributions
-        if target is None:
-            ids, log_p = torch.zeros(positions, k, dtype=torch.int32), torch.zeros(positions, k).half()
-            teacher = CachedDistributions(ids, log_p, *torch.zeros(2, positions))
-            given = [teacher.ids, teacher.log_p, teacher.log_tail]
-        else:
-            head = vocabulary.teacher_head(whole if tokens_D is not None else whole.cut(size))
-            teacher = LiveDistributions(_hidden(target, positions), head)
-            given = [*tensors_of(target), teacher.hidden]
-
-        def loss(labels: Tensor, p: TeacherDistributions | None, sizes: ChunkSizes) -> tuple[Tensor, OutputHead]:
-            own = head_of(draft)
-            own = own.cut(size) if vocabulary.cut is None else vocabulary.cut.of_head(own)
-            return chunked_objective(vocabulary.objective, hidden, own, p, labels, follows, sizes=sizes), own
-
-    args = mode, draft, vocabulary, teacher, positions, precision, sizes, loss
-    return trace_loss(*args, [*given, hidden, follows])
-
-
 def common_vocabulary(*models: PreTrainedModel | None) -> int:
     """Return the number of tokens that all of these models have, or propose; None is no model."""
     given = [model for model in models if model is not None]
     kept = [kept_tokens(model.config) for model in given]
     return min(len(head_of(m).weight) if kept_D is None else len(kept_D) for m, kept_D in zip(given, kept, strict=True))
-
-
-def _hidden(model: PreTrainedModel, positions: int, dtype: torch.dtype | None = None) -> Tensor:
-    head = head_of(model).weight
-    return torch.zeros(positions, head.shape[1], dtype=dtype or head.dtype)

@@ -7,7 +7,6 @@ token before the predicted one, so a row has T − 1 positions.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
-from draftsmith.train.losses.cut_vocabulary import LossVocabulary
 from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, WholeDistributions
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.objective import Objective
@@ -56,14 +54,10 @@ class DistillTrainer(RecipeTrainer):
         require_split(draft, "draft")
         open_forward(draft, draft.get_output_embeddings())  # the loss runs inside both: see `inside_forward.py`
         self.draft, self.config = draft, config
-        self.objective: Objective = config.objective
         super().__init__(
             draft, target, tokenizer, config, train_dataset, eval_dataset, compute_metrics=acceptance_metrics, **kwargs
         )
-        kept_D = kept_tokens(draft.config)
-        kept_D = None if kept_D is None else kept_D.to(self.args.device)
-        self.vocabulary = LossVocabulary.of(self.objective, kept_D, self.vocab_size)
-        self.objective, self.cut = self.vocabulary.objective, self.vocabulary.cut
+        self.compare_over(config.objective, kept_tokens(draft.config), self.vocab_size)
         self._written = {"on_policy_tokens": 0.0, "on_policy_seconds": 0.0}
 
     def step_batches(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -198,12 +192,8 @@ class DistillTrainer(RecipeTrainer):
         """Return p over the tokens that the draft proposes."""
         teacher = self._teacher_of(inputs, positions)
         if isinstance(teacher, LiveDistributions):
-            teacher = replace(teacher, head=self._teacher_head)
+            teacher = replace(teacher, head=self.teacher_head)
         return self.vocabulary.distributions(teacher)
-
-    @cached_property
-    def _teacher_head(self) -> OutputHead:
-        return self.vocabulary.teacher_head(self.target_head)
 
     def evaluation_features(self, p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return the four features of replay, over all tokens, followed by those of the loss."""

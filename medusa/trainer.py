@@ -21,10 +21,8 @@ from draftsmith.medusa.target_states import TargetStates, run_for_states
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
-from draftsmith.train.losses.cut_vocabulary import LossVocabulary
 from draftsmith.train.losses.distributions import LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.inside_forward import open_forward
-from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.teacher.feature_reader import cached_states
@@ -65,7 +63,6 @@ class HeadsTrainer(RecipeTrainer, ABC):
         self.heads: Any = heads
         self.config: Any = config
         self.count = count
-        self.objective: Objective = config.objective
         super().__init__(
             model,  # type: ignore[arg-type]
             target if live else None,
@@ -76,9 +73,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
             compute_metrics=chain_metrics,
             **kwargs,
         )
-        tokens_D = None if heads.token_map is None else heads.token_map.to(self.args.device)
-        self.vocabulary = LossVocabulary.of(self.objective, tokens_D, heads.config.vocab_size)
-        self.objective, self._cut = self.vocabulary.objective, self.vocabulary.cut
+        self.compare_over(config.objective, heads.token_map, heads.config.vocab_size)
 
     @property
     def ahead(self) -> int:  # type: ignore[override]
@@ -144,7 +139,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
             features: calls the function that it is given with guess i's states and head.
         """
         rows, width = chosen_BT.shape
-        sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
+        sizes = self.sizes if self.cut is None else self.cut.sizes(self.sizes)
 
         def features_of(states: Tensor, head: OutputHead) -> Tensor:
             return chunked_features(self._guess_features, positions.labels, states, head, p, sizes)
@@ -171,18 +166,13 @@ class HeadsTrainer(RecipeTrainer, ABC):
         wide_NV = self.heads.widened(q_logits_ND)[..., : self.vocab_size]
         replayed_N4 = replay_features(p, wide_NV, tokens_N, self.sampler)
         right_N = (wide_NV.argmax(-1) == tokens_N).float()
-        teacher = p if self._cut is None else self._cut.of_distributions(p)
+        teacher = p if self.cut is None else self.cut.of_distributions(p)
         objective_features = self.objective.features(teacher, q_logits_ND, self.vocabulary.labels(tokens_N))
         return torch.cat([replayed_N4[:, :2], right_N[:, None], objective_features], dim=1)
 
-    @cached_property
-    def teacher_head(self) -> OutputHead:
-        """The rows of the target's head that the objective needs."""
-        return self.vocabulary.teacher_head(self.target_head)
-
     def loss_head(self, head: OutputHead) -> OutputHead:
         """Return a trained head over the tokenizer's tokens; a draft vocabulary has no others."""
-        return head if self._cut is not None else head.cut(self.vocab_size)
+        return head if self.cut is not None else head.cut(self.vocab_size)
 
 
 class FeatureTrainer(HeadsTrainer):

@@ -12,14 +12,21 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self, cast
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Sampler as DataSampler
-from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProgressCallback,
+    TrainerState,
+)
 from transformers.training_args import OptimizerNames
 
 from draftsmith.decode.cache import rotate_by_text
@@ -36,6 +43,8 @@ from draftsmith.train.job.saving import SavingTrainer
 from draftsmith.train.job.step_checks import Deadline, FirstLoss, Learner, require_finite
 from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary, LossVocabulary
+from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.models import load_config, wants_bounds
@@ -61,6 +70,9 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     ahead = 0
     """The tokens past the next one that a position learns."""
+    objective: Objective
+    vocabulary: LossVocabulary
+    cut: CutVocabulary | None
     kept: StateCache | None = None
     """The memory of the target's states for later epochs and other trainings; None computes them each time."""
     known_order = False
@@ -125,6 +137,20 @@ class RecipeTrainer(SavingTrainer, ABC):
         if not rate_given and self.is_world_process_zero():
             name = "Muon" if self.muon else OptimizerNames(self.args.optim).value
             print(f"optimizer: {name}, learning rate {self.args.learning_rate:g}", file=sys.stderr)
+
+    @classmethod
+    def without_data(cls, **parts: Any) -> Self:
+        """Return a trainer of these attributes that only computes losses, on tensors without data."""
+        trainer = cls.__new__(cls)
+        trainer.args, trainer.state = cast(Any, SimpleNamespace(device=torch.device("cpu"))), TrainerState()
+        vars(trainer).update(parts)
+        return trainer
+
+    def compare_over(self, objective: Objective, tokens_D: Tensor | None, vocab_size: int) -> None:
+        """Let the loss compare p and q over some of the target's tokens, or all for None."""
+        tokens_D = None if tokens_D is None else tokens_D.to(self.args.device)
+        self.vocabulary = LossVocabulary.of(objective, tokens_D, vocab_size)
+        self.objective, self.cut = self.vocabulary.objective, self.vocabulary.cut
 
     @property
     def job(self) -> JobRecord:
@@ -302,6 +328,11 @@ class RecipeTrainer(SavingTrainer, ABC):
     def target_head(self) -> OutputHead:
         """The target's head on the device of the loss."""
         return head_of(self.target).cut(self.vocab_size).to(self.args.device)
+
+    @cached_property
+    def teacher_head(self) -> OutputHead:
+        """The rows of the target's head that the objective needs."""
+        return self.vocabulary.teacher_head(self.target_head)
 
 
 def texts(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -1,66 +1,58 @@
 """The memory plan of a parallel draft, whose rows hold masks in addition to texts."""
 
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftsmith.distill.config import DistillPlanConfig
 from draftsmith.distill.memory import DraftPlan
-from draftsmith.distill.parallel.chains import kept_shares, most_masks
-from draftsmith.distill.parallel.model import parallel_hidden
+from draftsmith.distill.parallel.chains import Chains, kept_shares, most_masks
+from draftsmith.distill.parallel.trainer import ParallelTrainer
+from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.losses.output_head import last_hidden
-from draftsmith.train.memory.activations import BatchShape
 from draftsmith.train.memory.setting import MemorySetting
-
-
-@dataclass(frozen=True)
-class MaskedBatch(BatchShape):
-    """The shape of rows with mask tokens after their texts, which the target does not see."""
-
-    masks: int = 0  # the number of mask tokens in a row
-    dense: bool = True  # whether attention takes a mask with an entry for each query and key
-
-    @property
-    def entries(self) -> int:
-        """The number of tokens and masks in a row."""
-        return self.length + self.masks
-
-    def inputs(self, rows: int) -> dict[str, Tensor]:
-        """Return a batch, (B, T + M), of padded or packed texts."""
-        ids = torch.zeros(rows, self.entries, dtype=torch.long)
-        inputs = {name: torch.ones_like(ids) for name in ("position_ids", "anchors")}
-        if self.packed:
-            inputs["texts"] = torch.ones_like(ids)
-        return {"input_ids": ids} | inputs
-
-    def hidden(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the last hidden states of a batch, (B, L, H)."""
-        return parallel_hidden(model, **inputs) if self.dense else last_hidden(model, input_ids=inputs["input_ids"])
+from draftsmith.train.memory.training import TracedStep
 
 
 class ParallelPlan(DraftPlan):
     """The plan of a draft with masks, and its target without."""
 
-    @property
-    def draft_batch(self) -> MaskedBatch:
-        """The texts with their greatest number of masks."""
-        return self._masked(most_masks(self.batch.length, self._shares()))
+    trainer_class = ParallelTrainer
 
-    @property
-    def evaluated_batch(self) -> MaskedBatch:
-        """The texts with a mask for each token."""
-        return self._masked(self.batch.length)
+    def masks(self, learns: bool) -> int:
+        """Return the masks of a row: the greatest number in training, one for each token in evaluation."""
+        return most_masks(self.batch.length, self._shares()) if learns else self.batch.length
+
+    def positions(self, rows: int, learns: bool = True) -> int:
+        """Return the greatest number of entries that learn."""
+        return super().positions(rows) + rows * self.masks(learns)
+
+    def trainer(self, step: TracedStep, **parts: Any) -> DistillTrainer:
+        """Return the run's trainer without data."""
+        if self.config.attn_implementation == "flex_attention":  # which takes no mask of all pairs
+            parts["hidden_of"] = lambda model, input_ids, **_: last_hidden(model, input_ids=input_ids)
+        return super().trainer(step, mask_token=0, _weights_K=torch.ones(self.config.parallel), **parts)
+
+    def inputs(self, step: TracedStep, rows: int) -> dict[str, Any]:
+        """Return a batch with the chains of its texts."""
+        masks, length, entries = self.masks(step.learns), self.batch.length, step.positions
+        if entries is None:
+            entries = rows * (length - 1 + masks)
+        texts = entries * length // (length + masks)  # the positions that have these chains
+        inputs = self.batch.labelled(rows, positions=texts)
+        zeros = partial(torch.zeros, dtype=torch.long)
+        packed = zeros(rows, length + masks) if self.batch.packed else None
+        spans: Any = np.arange(entries) * texts // entries  # the loss reads these numbers
+        chains = Chains(
+            zeros(rows, masks), zeros(rows, masks), packed, zeros(entries), zeros(entries), spans, zeros(entries)
+        )
+        return inputs | {"chains": chains}
 
     def _shares(self) -> np.ndarray:
         config = self.config
         return kept_shares(config.parallel, config.parallel_retention, config.parallel_minimum)
-
-    def _masked(self, masks: int) -> MaskedBatch:
-        dense = self.config.attn_implementation != "flex_attention"
-        return MaskedBatch(self.batch.length, self.batch.rows, self.batch.packed, masks, dense)
 
     def drafter_operations(self, setting: MemorySetting) -> float | None:
         """Return the operations of a token and its masks; a mask costs as much as a token."""

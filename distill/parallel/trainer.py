@@ -39,6 +39,7 @@ class ParallelTrainer(DistillTrainer):
     """
 
     needs_host_arrays = True
+    hidden_of = staticmethod(parallel_hidden)
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -133,7 +134,7 @@ class ParallelTrainer(DistillTrainer):
                 return self.checked_loss(objective_of, (chains.take(hidden_BLH), self.loss_head(head)))
 
         masked = self._with_masks(inputs, chains)
-        return model(**masked, inside=inside_model(self.draft, loss_of, parallel_hidden))
+        return model(**masked, inside=inside_model(self.draft, loss_of, self.hidden_of))
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's replay sums, loss, plain rounds, and two sums for each mask, (B, 7 + 2(K − 1)).
@@ -169,7 +170,7 @@ class ParallelTrainer(DistillTrainer):
                 return chunked_features(self.evaluation_features, labels_E, hidden_EH, head, p_E, self.evaluation_sizes)
 
             masked = self._with_masks(inputs, chains)
-            features_EF = model(**masked, inside=inside_model(self.draft, features, parallel_hidden)).float()
+            features_EF = model(**masked, inside=inside_model(self.draft, features, self.hidden_of)).float()
             if table_EF is None:
                 table_EF = features_EF.new_zeros(inside_BNK.numel(), features_EF.shape[1])
             # The cells (row, position, offset) of the entries in a flattened (B, N, K).

@@ -1,28 +1,31 @@
 """The memory plan of a training run of a block drafter: a forward of the target, and the blocks after some anchors."""
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.kernels import computing_dtype
-from draftsmith.medusa.block.blocks import anchors_at_once, anchors_of, states_of_blocks, work_of_blocks
+from draftsmith.medusa.block.blocks import anchors_of, work_of_blocks
 from draftsmith.medusa.block.config import BlockPlanConfig
 from draftsmith.medusa.block.initial import new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.memory import FeaturePlan, Guesses, fake_target_states
-from draftsmith.medusa.target_states import TargetStates
+from draftsmith.medusa.block.trainer import BlockTrainer, GuessStats
+from draftsmith.medusa.memory import FeaturePlan
+from draftsmith.medusa.trainer import HeadsTrainer
 from draftsmith.train.job.flops import Work
-from draftsmith.train.memory.activations import Forward, precision_of
+from draftsmith.train.memory.activations import BatchShape
 from draftsmith.train.memory.setting import MemorySetting
+from draftsmith.train.memory.training import TracedStep
 
 
 class BlockPlan(FeaturePlan):
     """A block drafter on a frozen target."""
 
-    part = "blocks"
+    part, trainer_class = "blocks", BlockTrainer
     config: BlockPlanConfig
 
     def build(self, lm_heads: str) -> BlockDrafter:
@@ -43,50 +46,27 @@ class BlockPlan(FeaturePlan):
         """The anchors of a row."""
         return anchors_of(self.config.anchors, self.batch.length)
 
-    def positions(self, rows: int) -> int:
+    def positions(self, rows: int, learns: bool = True) -> int:
         """Return the number of guesses in the drawn blocks."""
         return rows * self.anchors * self.drafter(self.setting).config.guesses  # type: ignore[no-any-return]
 
-    def forward(self, dtype: str) -> Forward:
-        """Return a forward of the blocks that a step draws."""
-        return self._blocks(dtype, self.anchors)
+    def trainer(self, step: TracedStep, **parts: Any) -> HeadsTrainer:
+        """Return the run's trainer without data, with as many anchors as the positions take."""
+        if step.positions is not None:
+            parts["config"] = config = copy(self.config)
+            config.anchors = self._anchors(step.positions)
+        trainer: Any = super().trainer(step, **parts)
+        _ = trainer.frozen_head
+        # Statistics of the guesses are not counted: with top-k or top-p they read logits, which have no data.
+        trainer._statistics = lambda blocks, *_: GuessStats(*torch.zeros(2, len(blocks.labels)))
+        return trainer  # type: ignore[no-any-return]
 
-    def _blocks(self, dtype: str, anchors: int) -> Forward:
-        target = self.target(dtype)
+    def shape(self, step: TracedStep) -> BatchShape:
+        """Return the shape of a batch that has room for the anchors."""
+        return replace(self.batch, length=max(self.batch.length, self._anchors(step.positions or 0)))
 
-        def forward(drafter: BlockDrafter, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:
-            ids, length = inputs["input_ids"], self.batch.length
-            states = fake_target_states(target, len(drafter.layer_ids), len(ids), length)
-            positions = torch.zeros(len(ids), anchors, dtype=torch.long)  # any anchors take the same memory
-            position_ids = self.batch.inputs(len(ids)).get("position_ids")
-            embed: Any = target.get_input_embeddings()
-            return [states_of_blocks(drafter, embed, states, ids, position_ids, positions).flatten(0, 2)], states
-
-        return forward
-
-    def evaluated(self, setting: MemorySetting) -> float:
-        """Return the bytes of an evaluation, which computes blocks in parts and keeps all of their outputs."""
-        drafter, rows, length = self.drafter(setting), setting.rows, self.batch.length
-        together = min(length, max(1, anchors_at_once(rows * length, drafter.config.block_size)))
-        forward = self._blocks(setting.target_dtype, together)
-        peak = self.forward_bytes(drafter, self.batch, setting.precision, forward)(rows)
-        with self.mode, precision_of(setting.precision):
-            size = computing_dtype(drafter.fc.weight).itemsize
-        return peak + rows * length * drafter.config.guesses * drafter.config.hidden_size * size  # type: ignore[no-any-return]
-
-    def guesses(self, heads: BlockDrafter, target: PreTrainedModel, positions: int) -> Guesses:
-        """Return the blocks' guesses; all but side states are counted with the blocks."""
-        shape, dtype = (positions, heads.config.hidden_size), computing_dtype(heads.fc.weight)
-        hidden, before = torch.zeros(shape, dtype=dtype, requires_grad=True), torch.zeros(positions, dtype=torch.long)
-        head = heads.head_for(target)
-        given = hidden, before, head.weight
-
-        def states_of(_: Tensor) -> list[Tensor]:
-            if heads.side_head is None:
-                return [hidden]
-            return [heads.head_states(hidden[:, None], before[:, None])[:, 0]]
-
-        return states_of, lambda _: heads.whole_head(head), given
+    def _anchors(self, positions: int) -> int:
+        return -(-positions // self.drafter(self.setting).config.guesses)  # type: ignore[no-any-return]
 
     def work(self, setting: MemorySetting) -> Work:
         """Return the arithmetic of the blocks."""

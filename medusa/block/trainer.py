@@ -197,7 +197,7 @@ class BlockTrainer(FeatureTrainer):
         self, blocks: BlockPositions, target_states: TargetStates, states_ME: Tensor, head: OutputHead
     ) -> GuessStats:
         """Return statistics of the finished guesses, a chunk at a time, without gradients."""
-        sizes = self.sizes if self._cut is None else self._cut.sizes(self.sizes)
+        sizes = self.sizes if self.cut is None else self.cut.sizes(self.sizes)
         p = LiveDistributions(blocks.teacher(target_states.hidden), self.target_head)
 
         def features(p_logits: Tensor, q_logits_ND: Tensor, tokens_N: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """The memory plan of a training run of Medusa heads."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,17 +12,28 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import at_most
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
-from draftsmith.medusa.memory import Guesses, HeadsPlan, StatesOf
+from draftsmith.medusa.heads.trainer import MedusaTrainer
+from draftsmith.medusa.memory import HeadsPlan
+from draftsmith.medusa.trainer import HeadsTrainer
 from draftsmith.train.job.flops import Work
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.output_head import head_of
+from draftsmith.train.memory.activations import Activations, text_loss, trace_step
+from draftsmith.train.memory.layers import shallow
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.setting import MemorySetting
 from draftsmith.train.memory.states import Weights
+from draftsmith.train.memory.training import TracedStep
 
 
 class MedusaPlan(HeadsPlan):
     """Medusa heads, and a target that may be trained with them (Medusa-2)."""
+
+    trainer_class = MedusaTrainer
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self._backbones = lru_cache(self._backbone)
 
     def empty_target(self, dtype: str) -> PreTrainedModel:
         """Return the target on the meta device, with gradients for its trained weights."""
@@ -59,11 +72,11 @@ class MedusaPlan(HeadsPlan):
         """Count the heads' numbers; FSDP gathers them part by part."""
         parts = (*drafter.all_lm_heads, *drafter.blocks)
         largest = max(sum(p.numel() for p in part.parameters()) for part in parts)
-        return replace(super().weights(drafter), buffers=0, largest_unit=largest, tail=0)
+        return replace(super().weights(drafter), largest_unit=largest, tail=0)
 
-    def vocabulary(self, heads: MedusaHeads) -> int:
+    def vocabulary(self, setting: MemorySetting) -> int:
         """Return the heads' vocabulary size."""
-        return heads.config.truncated_vocab_size
+        return int(self.drafter(setting).config.truncated_vocab_size)
 
     def target_held(self, setting: MemorySetting) -> dict[str, float]:
         """Return the bytes that the target always takes; only those of a copy if all of it is trained."""
@@ -73,31 +86,37 @@ class MedusaPlan(HeadsPlan):
         copy = "the target as it was: weights in float32, whole"
         return {copy: 4.0 * size * self.config.needs_original}
 
-    def moments(self, setting: MemorySetting) -> list[Moment]:
-        """Return the times at which memory may peak."""
-        target = self.target(setting.target_dtype)
-        positions, weight = setting.rows * (self.batch.length - 1), head_of(target).weight
-        forward, backward = self.loss_bytes(setting, positions)
-        # The target's states stay until the last head's backward.
-        hidden = float(positions * weight.shape[1] * weight.element_size())
-        parts = [Moment("the target's forward", self.target_forward(setting))]
-        held: dict[str, float] = {}
-        if self.joint:
-            backbone = self.step_bytes(target, self.batch, setting.precision, setting.checkpointing)
-            # In joint training the backbone's activations are held while the losses are computed.
-            parts.append(Moment("the backbone's backward", {"backbone: activations": backbone.backward(setting.rows)}))
-            held = {"backbone: activations": backbone.in_loss(setting.rows)}
-        held["target: hidden states"] = hidden * (1 + self.joint)
-        return [
-            *parts,
-            Moment("the losses", held | {"losses: states, logits of a chunk, gradients": forward}),
-            Moment("the heads' backward", held | {"losses: gradients": backward}),
-            self.optimizer_step(setting),
-        ]
+    def count(self, heads: MedusaHeads) -> int:
+        """Return the number of heads."""
+        return heads.config.num_heads
 
-    def guesses(self, heads: MedusaHeads, target: PreTrainedModel, positions: int) -> Guesses:
-        """Return all heads' guesses."""
-        return states_of_heads(heads), heads.head, ()
+    def trainer(self, step: TracedStep, **parts: Any) -> HeadsTrainer:
+        """Return the trainer of the heads alone: a backbone's activations are counted separately."""
+        config = copy(self.config)
+        config.backbone = "frozen"
+        return super().trainer(step, config=config, **parts)
+
+    def loss(self, step: TracedStep, rows: int, **seams: Any) -> Tensor:
+        """Return the trainer's loss; the target's layers are counted separately."""
+        with shallow(self.target(step.setting.target_dtype)):
+            return super().loss(step, rows, **seams)
+
+    def _backbone(self, setting: MemorySetting) -> Activations:
+        target = self.target(setting.target_dtype)
+        loss = text_loss(target, self.batch, setting.precision)
+        return trace_step(self.mode, target, self.batch, loss, setting.checkpointing)
+
+    def backbone(self, setting: MemorySetting) -> dict[str, float]:
+        """Return the activations of a backbone in training."""
+        return {"backbone: activations": self._backbones(setting.traced).in_loss(setting.rows)} if self.joint else {}
+
+    def moments(self, setting: MemorySetting) -> list[Moment]:
+        """Return the times at which memory may peak; in joint training the backbone's backward too."""
+        moments = super().moments(setting)
+        if self.joint:
+            size = self._backbones(setting.traced).backward(setting.rows)
+            moments.insert(1, Moment("the backbone's backward", {"backbone: activations": size}))
+        return moments
 
     def work(self, setting: MemorySetting) -> Work:
         """Return the arithmetic of the heads."""
@@ -123,14 +142,3 @@ class MedusaPlan(HeadsPlan):
         fixed = {"frozen": ("checkpointing",), "lora": (), "full": ("target_dtype", "target")}[self.config.backbone]
         changes = [change for change in super().known_changes() if change[1] not in fixed]
         return changes + [("lm_heads shared", "lm_heads", "shared")] * (self.setting.lm_heads == "own")
-
-
-def states_of_heads(heads: MedusaHeads) -> StatesOf:
-    """Return a function from the target's states to the inputs of each language-model head."""
-
-    def states_of(hidden: Tensor) -> list[Tensor]:
-        states, size = hidden.to(heads.dtype), (len(hidden), heads.config.num_heads, hidden.shape[1])
-        embeddings = states.new_zeros(()).expand(size) if heads.config.hydra else None
-        return [heads.states(i, states, embeddings) for i in range(heads.config.num_heads)]
-
-    return states_of

@@ -247,12 +247,9 @@ def test_a_plan_counts_masks_and_what_attention_is_told_of_them():
     kinds = {"plain": ["--parallel", "0"], "sdpa": [], "flex": ["--attn_implementation", "flex_attention"]}
     for name, options in kinds.items():
         plan = parse_config(DistillPlanConfig, [*argv, *options]).memory_plan()
-        step = plan.step_bytes(plan.drafter(plan.setting), plan.draft_batch, plan.setting.precision, False)
-        held[name] = step.after_loss(16)
-        assert getattr(plan.draft_batch, "masks", 0) == (
-            0 if name == "plain" else most_masks(512, kept_shares(4, 0.5, 0.05))
-        )
-    entries = plan.draft_batch.entries
+        held[name] = plan.step_bytes(plan.setting).after_loss(16)
+    assert plan.masks(learns=True) == most_masks(512, kept_shares(4, 0.5, 0.05))
+    entries = 512 + plan.masks(learns=True)
     assert 1.5 * held["plain"] < held["flex"] < held["sdpa"]
     assert held["sdpa"] - held["flex"] >= 16 * 4 * entries**2  # in float32
 

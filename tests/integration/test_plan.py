@@ -24,23 +24,27 @@ from transformers import (
 from draftsmith.decode.cache.kernels import CudaKernels
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillPlanConfig
-from draftsmith.distill.memory import DraftPlan, trace_draft_loss
+from draftsmith.distill.memory import DraftPlan
 from draftsmith.scripts.plan import command
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.memory.activations import (
+    Activations,
     BatchShape,
     LiveBytes,
     shadow,
-    through_chunks,
+    text_loss,
     trace_cache,
     trace_forward,
+    trace_loss,
     trace_step,
 )
 from draftsmith.train.memory.setting import GIB
 from draftsmith.train.memory.states import Weights
+from draftsmith.train.memory.training import TracedStep
 from draftsmith.train.runs import save_model
 
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
@@ -59,6 +63,11 @@ def faked(shape: LlamaConfig) -> tuple[FakeTensorMode, LlamaForCausalLM]:
     with mode:
         model = LlamaForCausalLM(shape)
     return mode, model
+
+
+def traced(mode: FakeTensorMode, model: PreTrainedModel, precision: str, checkpointing: bool = False) -> Activations:
+    batch = BatchShape(LENGTH, ROWS)
+    return trace_step(mode, model, batch, text_loss(model, batch, precision), checkpointing)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +102,7 @@ def really_saved(model: PreTrainedModel, amp: bool, checkpointing: bool) -> int:
 
 @pytest.mark.parametrize(("amp", "checkpointing"), [(False, False), (True, True)])
 def test_activations_are_what_autograd_saves(amp, checkpointing):
-    planned = trace_step(*faked(DEEP), BatchShape(LENGTH, ROWS), "autocast" if amp else "float32", checkpointing)
+    planned = traced(*faked(DEEP), "autocast" if amp else "float32", checkpointing)
     saved = really_saved(LlamaForCausalLM(DEEP), amp, checkpointing)
     kept = planned.after_loss(ROWS)
     # Beyond what autograd saves are a few tables of cosines and a mask that checkpointed layers take as arguments.
@@ -106,21 +115,21 @@ def test_activations_are_what_autograd_saves(amp, checkpointing):
 def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
     mode, shape = fake
     precision = "autocast" if amp else "float32"
-    planned = trace_step(mode, shape, BatchShape(LENGTH, ROWS), precision, checkpointing)
+    planned = traced(mode, shape, precision, checkpointing)
     model = LlamaForCausalLM(SHALLOW).train()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    inputs = BatchShape(LENGTH, ROWS).inputs(ROWS)
-    gradients = [p.grad for p in model.parameters()]
-    with LiveBytes([*model.parameters(), *model.buffers(), *gradients, *inputs.values()]) as live:
+    with LiveBytes() as live:
+        inputs = BatchShape(LENGTH, ROWS).labelled(ROWS)
+        positions = LossPositions(inputs.pop("positions")[0])
         with torch.autocast("cpu", enabled=amp):
             whole = last_hidden(model, **inputs)
-            hidden = BatchShape(LENGTH, ROWS).chosen(whole)
+            hidden = positions.take(whole)
             in_loss = live.now
             total = hidden.sum()
-            del hidden, whole
+            del hidden, whole, positions, inputs
         kept = live.now
         live.restart()
         total.backward()
@@ -133,8 +142,8 @@ def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
 def test_a_forward_without_gradients_is_what_it_allocates(fake):
     planned = trace_forward(*fake, BatchShape(LENGTH, ROWS), "float32")
     model, inputs = LlamaForCausalLM(SHALLOW).eval(), BatchShape(LENGTH, ROWS).inputs(ROWS)
-    with LiveBytes([*model.parameters(), *model.buffers(), *inputs.values()]) as live, torch.no_grad():
-        BatchShape(LENGTH, ROWS).chosen(last_hidden(model, **inputs))
+    with LiveBytes() as live, torch.no_grad():
+        last_hidden(model, **inputs)
     assert planned(ROWS) == live.peak
     cache = trace_cache(*fake, BatchShape(LENGTH, ROWS), "float32")
     assert cache(ROWS) == pytest.approx(2 * 2 * ROWS * 2 * LENGTH * 64 * 4, rel=0.01)  # k and v, layers, B, heads, T, D
@@ -152,10 +161,10 @@ def test_a_mixture_of_experts_takes_what_it_allocates_in_either_dtype(dtype):
         shape = MixtralForCausalLM._from_config(config, dtype=dtype)
     planned = trace_forward(mode, shape, BatchShape(LENGTH, ROWS), "float32")
     model, inputs = MixtralForCausalLM._from_config(config, dtype=dtype).eval(), BatchShape(LENGTH, ROWS).inputs(ROWS)
-    with LiveBytes([*model.parameters(), *model.buffers(), *inputs.values()]) as live, torch.no_grad():
-        BatchShape(LENGTH, ROWS).chosen(last_hidden(model, **inputs))
+    with LiveBytes() as live, torch.no_grad():
+        last_hidden(model, **inputs)
     assert planned(ROWS) == live.peak
-    step = trace_step(mode, shape, BatchShape(LENGTH, ROWS), "float32", checkpointing=False)
+    step = traced(mode, shape, "float32")
     assert step.backward(ROWS) > step.after_loss(ROWS) > planned(ROWS)
 
 
@@ -171,38 +180,10 @@ def test_a_layer_in_half_precision_is_that_of_the_formula():
             )  # fmt: skip
             model = GPT2LMHeadModel(config)
         shadow(mode, model, half=True)
-        kept.append(trace_step(mode, model, BatchShape(LENGTH, ROWS), "half", False).after_loss(ROWS))
+        kept.append(traced(mode, model, "half").after_loss(ROWS))
     found = (kept[1] - kept[0]) / (ROWS * LENGTH * h)
     # Moments of the norms, and the log of the sums that attention keeps.
     assert 32 <= found <= 32.5
-
-
-@pytest.mark.parametrize(
-    ("name", "cached"),
-    [
-        ("forward_kl", False),
-        ("tvd", False),
-        ("cross_entropy", False),
-        ("expected_length", False),
-        ("forward_kl", True),
-        ("expected_length", True),
-    ],
-)
-def test_the_loss_is_what_it_allocates(name, cached):
-    """Chunks of 40 positions, parts of 5; two chunks are traced, further ones reckoned."""
-    sizes = ChunkSizes(40 * 97, 5 * 97)
-    mode, objective = FakeTensorMode(), Objective({name: 1.0})
-
-    def models():
-        return tiny_llama(1, layers=1).requires_grad_(True), None if cached else tiny_llama(0, layers=1)
-
-    with mode:
-        fakes = models()
-    traced = partial(trace_draft_loss, mode, objective, sizes, 8, *fakes, "float32")
-    planned = through_chunks(traced, 200, 40)
-    # The same code on real tensors, all five chunks of it.
-    found = trace_draft_loss(nullcontext(), objective, sizes, 8, *models(), "float32", 200)
-    assert planned == pytest.approx(found, rel=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +206,41 @@ def flags(pair: Path, **options: object) -> list[str]:
 def planned(pair: Path, **options: object) -> DraftPlan:
     argv = [*flags(pair, **options), "--training.use_cpu", "true"]
     return parse_config(DistillPlanConfig, argv).memory_plan()
+
+
+@pytest.mark.parametrize(
+    ("name", "cached"),
+    [
+        ("forward_kl", False),
+        ("tvd", False),
+        ("cross_entropy", False),
+        ("expected_length", False),
+        ("forward_kl", True),
+        ("expected_length", True),
+    ],
+)
+def test_the_loss_is_what_it_allocates(pair, name, cached):
+    """Chunks of 40 positions, parts of 5; two chunks are traced, further ones reckoned."""
+    plan = planned(pair, divergence=name, **({"teacher_cache": "[c]", "prompt_loss": False} if cached else {}))
+    tokens = plan.vocabulary(plan.setting)
+    plan.sizes, plan.positions = ChunkSizes(40 * tokens, 5 * tokens), lambda rows, learns: 50 * rows
+    reckoned = plan.loss_bytes(plan.setting, 4)
+    # The same code on real tensors, all five chunks of it.
+    draft, target = (tiny_llama(seed, tokens, layers=1, hidden=size) for seed, size in ((1, 128), (0, 192)))
+    open_forward(draft.requires_grad_(True), draft.get_output_embeddings())
+    plan.drafter, plan.target, plan.mode = lambda _: draft, lambda _: target, nullcontext()
+    step = TracedStep(plan.setting.traced, positions=200)
+    plan._trainers(step)
+    assert reckoned == pytest.approx(trace_loss(plan.mode, draft, partial(plan.loss, step)), rel=0.01)
+
+
+def test_a_loss_over_a_cut_vocabulary_holds_a_copy_of_the_teachers_rows(pair):
+    """Not one that looks at the other tokens, too."""
+    copied = []
+    for name in ("forward_kl", "lk_hybrid"):
+        plan = planned(pair, divergence=name, **{"init.draft_vocabulary": 100})
+        copied.append(plan.held(plan.setting)["target: the head of the tokens that are drafted"])
+    assert copied == [100 * plan.target_shape.hidden_size * 4, 0.0]
 
 
 @pytest.fixture(scope="module")

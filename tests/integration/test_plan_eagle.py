@@ -50,7 +50,7 @@ def test_the_shape_of_qwen3_8b_holds_what_was_counted():
     for checkpointing in (False, True):
         more = options | {"training.activation_checkpointing": checkpointing}
         plan = planned(Path("Qwen/Qwen3-8B"), **more)
-        in_loss = plan.steps(plan.setting).in_loss
+        in_loss = plan.step_bytes(plan.setting).in_loss
         kept[checkpointing] = (in_loss(ROWS) - in_loss.constant) / GIB
     assert kept[False] == pytest.approx(12.25, rel=0.05) and kept[True] == pytest.approx(2.55, rel=0.1)
 

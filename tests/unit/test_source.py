@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_574,
-    "train": 14_746,
-    "distill": 2_945,
-    "medusa": 9_845,
+    "train": 14_863,
+    "distill": 2_885,
+    "medusa": 9_740,
     "scripts": 18_810,
     "benchmarks": 2_760,
-    "tests": 52_950,
+    "tests": 52_970,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

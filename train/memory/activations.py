@@ -12,7 +12,8 @@ with packed rows a mask of 2·b·s² bytes a layer.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,11 +27,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.cache.kernels import CudaKernels
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.cut_vocabulary import LossVocabulary
-from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.output_head import last_hidden
-from draftsmith.train.memory.layers import Course, traced_by_layers, traced_whole
+from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.memory.layers import Course, traced_by_layers
 from draftsmith.train.memory.setting import Precision
 
 GROUPED = torch.ops.aten._grouped_mm.default
@@ -43,17 +42,13 @@ class LiveBytes(TorchDispatchMode):
     Where CUDA would run attention by the math kernel, which holds all scores, so does this.
     """
 
-    def __init__(self, given: Iterable[Tensor] = ()):
+    def __init__(self) -> None:
         super().__init__()
         self.now = 0
         self.peak = 0
         """The most bytes since `restart`."""
         self._start, self._turns = 0, list[int]()
         self._sizes: dict[int, int] = {}
-        self._given = list(given)
-        """Tensors that are not counted; held, since a released storage's number is used again."""
-        for tensor in self._given:
-            self._sizes[tensor.untyped_storage()._cdata] = 0
         self._kernels = CudaKernels()
 
     def __enter__(self) -> "LiveBytes":
@@ -77,20 +72,24 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # the most frequent call on fake tensors
             return args[0].fake_device
+        self._meet((args, kwargs), counted=False)  # an operand that no operation returned was there before
         if func is GROUPED and args[0].dtype != torch.bfloat16:
             # Its kernels take every dtype, but its shape function only bfloat16; the stand-ins are not counted.
             halves = (tensor.to(torch.bfloat16) for tensor in args[:2])
             out = func(*halves, *args[2:], **(kwargs or {})).to(args[0].dtype)
         else:
             out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        self._meet(out, counted=True)
+        return out
+
+    def _meet(self, values: Any, counted: bool) -> None:
+        for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._sizes:
-                    self._sizes[storage._cdata] = storage.nbytes()
-                    self._change(storage.nbytes())
+                    self._sizes[storage._cdata] = size = storage.nbytes() * counted
+                    self._change(size)
                     weakref.finalize(storage, self._release, storage._cdata)
-        return out
 
     def _release(self, number: int) -> None:
         self._change(-self._sizes.pop(number))
@@ -126,7 +125,8 @@ class Affine:
 class Activations:
     """The bytes of a drafter's step, without weights and their gradients."""
 
-    forward: Affine  # the peak of its forward
+    teacher: Affine  # the peak of the target's forward
+    forward: Affine  # the peak of its own forward
     in_loss: Affine  # during the loss: what is kept for the backward, and autocast's copies of weights
     after_loss: Affine  # after the loss: what is kept for the backward
     backward: Affine  # the peak of its backward, with `after_loss`
@@ -142,11 +142,6 @@ class BatchShape:
     figures may be too high up to four times this number, and a little too low above it."""
     packed: bool = False  # whether rows have positions in place of a mask
 
-    @property
-    def entries(self) -> int:
-        """The entries of a row that a model reads: its tokens, and what a kind of drafter adds to them."""
-        return self.length
-
     def affine(self, bytes_of: Callable[[int], list[int]]) -> list[Affine]:
         """Return functions of the number of rows, from the bytes at `rows` and at four times `rows`."""
         few, many = self.rows, 4 * self.rows
@@ -157,19 +152,23 @@ class BatchShape:
         ids = torch.zeros(rows, self.length, dtype=torch.long)
         return {"input_ids": ids} | ({"position_ids": torch.ones_like(ids)} if self.packed else {})
 
-    def hidden(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the last hidden states of a batch, (B, L, H)."""
-        return last_hidden(model, **inputs)
+    def labelled(self, rows: int, ahead: int = 0, positions: int | None = None) -> dict[str, Any]:
+        """Return a batch as a trainer takes it, of completions; `positions` with a loss if not None."""
+        counts = (max(0, rows * (self.length - 1 - i)) if positions is None else positions for i in range(ahead + 1))
+        return self.inputs(rows) | {"positions": [torch.zeros(count, dtype=torch.long) for count in counts]}
 
-    def decoded(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the hidden states that the loss reads, and all of them: a `Forward`."""
-        whole = self.hidden(model, inputs)
-        return [self.chosen(whole)], whole
 
-    def chosen(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all positions that have a next token, (N, H), as the loss reads them."""
-        places = hidden.new_zeros(len(hidden) * (self.entries - 1), dtype=torch.long)
-        return hidden[:, :-1][places, places]
+class InPrecision(nn.Module):
+    """A model whose forward computes in a precision, as a trainer calls it."""
+
+    def __init__(self, model: nn.Module, precision: Precision):
+        super().__init__()
+        self.model, self.precision, self.training = model, precision, model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output."""
+        with precision_of(self.precision):
+            return self.model(*args, **kwargs)
 
 
 def shadow(mode: FakeTensorMode, model: nn.Module, half: bool = False) -> None:
@@ -196,27 +195,38 @@ def precision_of(precision: Precision) -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
 
 
-Forward = Callable[[Any, dict[str, Tensor]], tuple[Sequence[Tensor], Any]]
-"""A function from a model and a batch to the states that the loss reads, and to all else that lives as long."""
+Loss = Callable[..., Tensor]
+"""A function from a number of rows to a trainer's loss of them. Its named arguments, `checked_loss` and `clock`,
+replace the trainer's own."""
 
 
-def trace_forward(
-    mode: FakeTensorMode, model: nn.Module, batch: BatchShape, precision: Precision, forward: Forward | None = None
-) -> Affine:
-    """Return the peak of a model's forward without gradients, in bytes beyond its weights.
+def text_loss(model: Any, batch: BatchShape, precision: Precision) -> Loss:
+    """Return the loss of a causal LM's hidden states at all positions."""
 
-    `mode` is the one that the model was built in; `forward` is by default that of a causal LM's decoder.
+    def loss(rows: int, checked_loss: Any, clock: Any) -> Tensor:
+        inputs = batch.labelled(rows)
+        positions = LossPositions(inputs.pop("positions")[0])
+        with precision_of(precision):
+            hidden = last_hidden(model, **inputs)
+            return checked_loss(None, (positions.take(hidden), None))  # type: ignore[no-any-return]
+
+    return loss
+
+
+def trace_forward(mode: FakeTensorMode, model: nn.Module, batch: BatchShape, precision: Precision) -> Affine:
+    """Return the peak of a causal LM's forward without gradients, in bytes beyond its weights.
+
+    `mode` is the one that the model was built in.
     """
-    run, by_layers = (batch.decoded, traced_by_layers) if forward is None else (forward, traced_whole)
 
     def trace(rows: int) -> list[Course]:
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
-            with LiveBytes([*tensors_of(model), *inputs.values()]) as live, precision_of(precision):
-                run(model.eval(), inputs)
+            with LiveBytes() as live, precision_of(precision):
+                last_hidden(model.eval(), **inputs)  # type: ignore[arg-type]
                 return [live.course]
 
-    return batch.affine(lambda rows: [course.peak for course in by_layers(model, partial(trace, rows))])[0]
+    return batch.affine(lambda rows: [course.peak for course in traced_by_layers(model, partial(trace, rows))])[0]
 
 
 class StandInLoss(torch.autograd.Function):
@@ -234,53 +244,64 @@ class StandInLoss(torch.autograd.Function):
         return tuple(torch.zeros_like(like, memory_format=torch.contiguous_format) for like in ctx.like)
 
 
+class Phases:
+    """A trainer's clock that keeps the bytes of the target's forward apart from those after it."""
+
+    def __init__(self, live: LiveBytes | None = None):
+        self.live, self.teacher = live, Course(0, ())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block as a phase."""
+        yield
+        if name == "teacher" and self.live is not None:
+            self.teacher = self.live.course
+            self.live.restart()
+
+
 def trace_step(
-    mode: FakeTensorMode,
-    model: Any,
-    batch: BatchShape,
-    precision: Precision,
-    checkpointing: bool,
-    forward: Forward | None = None,
+    mode: FakeTensorMode, model: Any, batch: BatchShape, loss: Loss, checkpointing: bool, learns: bool = True
 ) -> Activations:
-    """Return the bytes that a training step holds, from a forward and a backward on fake tensors.
+    """Return the bytes that a training step holds without its loss, from a forward and a backward on fake tensors.
 
     Args:
         mode: the mode that the model was built in.
         model: has gradients where it trains, weights in half precision for "half", and no dropout in attention, which
             would run as separate operations without a GPU.
         batch: its input.
-        precision: how it computes.
+        loss: a trainer's, with this model.
         checkpointing: whether each layer's activations are recomputed in the backward (Chen et al. 2016).
-        forward: by default that of a causal LM's decoder.
+        learns: False for an evaluation, which has no backward, and always the batch's number of rows.
     """
-    run, by_layers = (batch.decoded, traced_by_layers) if forward is None else (forward, traced_whole)
 
     def trace(rows: int) -> list[Course]:
-        with mode:
-            model.train()
+        with mode, torch.set_grad_enabled(learns):
+            model.train(learns)
             if checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
             hold_gradients(model)
-            inputs = batch.inputs(rows)
-            with LiveBytes([*tensors_of(model), *inputs.values()]) as live:
-                with precision_of(precision):
-                    states, rest = run(model, inputs)
-                    before_loss = live.course
-                    total = StandInLoss.apply(*states)
-                    del states, rest
+            with LiveBytes() as live:
+                clock, before_loss = Phases(live), list[Course]()
+
+                def stand_in(_: Any, *learners: Any) -> Tensor:
+                    before_loss.append(live.course)
+                    return StandInLoss.apply(*(states for states, _ in learners))  # type: ignore[no-any-return]
+
+                total = loss(rows, checked_loss=stand_in, clock=clock)
                 live.restart()
-                total.backward()
+                if learns:
+                    total.backward()
                 after_loss = live.course
             if checkpointing:
                 model.activation_checkpointing_disable()
             model.zero_grad()
-        return [before_loss, after_loss]
+        return [clock.teacher, *before_loss, after_loss]
 
     def figures(rows: int) -> list[int]:
-        before, after = by_layers(model, partial(trace, rows))
-        return [before.peak, before.end, after.start, after.peak]
+        teacher, before, after = traced_by_layers(model, partial(trace, rows))
+        return [teacher.peak, before.peak, before.end, after.start, after.peak]
 
-    return Activations(*batch.affine(figures))
+    return Activations(*(batch.affine(figures) if learns else map(Affine, figures(batch.rows))))
 
 
 def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape, precision: Precision) -> Affine:
@@ -289,7 +310,7 @@ def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape,
     def trace(rows: int) -> list[Course]:
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
-            with LiveBytes([*tensors_of(draft), *inputs.values()]) as live, precision_of(precision):
+            with LiveBytes() as live, precision_of(precision):
                 decoder = decoder_of(draft.eval())
                 output = decoder(**inputs, use_cache=True)
                 cache = getattr(output, "past_key_values", None) or output.cache_params
@@ -301,39 +322,31 @@ def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape,
     return batch.affine(lambda rows: [course.end for course in traced_by_layers(draft, partial(trace, rows))])[0]
 
 
-Loss = Callable[[Tensor, TeacherDistributions | None, ChunkSizes], tuple[Tensor, Any]]
-"""A function from labels (N,), p and chunk sizes to a loss, and to all else that lives until its backward ends."""
-
-
-def trace_loss(
-    mode: Any,
-    model: nn.Module,
-    vocabulary: LossVocabulary,
-    teacher: LiveDistributions | CachedDistributions | None,
-    positions: int,
-    precision: Precision,
-    sizes: ChunkSizes,
-    loss: Loss,
-    given: Sequence[Tensor],
-) -> tuple[float, float]:
+def trace_loss(mode: Any, model: nn.Module, loss: Loss, learns: bool = True) -> tuple[float, float]:
     """Return the peaks of a loss, in bytes: of its forward, and of its own backward down to the hidden states.
 
-    The model's tensors and those `given` are not counted. If `mode` does nothing, real tensors are measured.
+    If `mode` does nothing, real tensors are measured. An evaluation, which does not learn, has no backward.
     """
-    with mode:
-        labels = torch.zeros(positions, dtype=torch.long)
-        hold_gradients(model)
-        with LiveBytes([*tensors_of(model), *given, labels]) as live:
-            with precision_of(precision):
-                wanted = teacher if vocabulary.objective.needs_target else None
-                p = None if wanted is None else vocabulary.distributions(wanted)
-                total, _held = loss(vocabulary.labels(labels), p, vocabulary.sizes(sizes))
-                del p
-            forward = live.peak
+    peaks = list[float]()
+
+    def measured(loss_of: Callable[[Any], Tensor], *learners: Any) -> Tensor:
+        leaves = [(states.detach().requires_grad_(learns), head) for states, head in learners]
+        with LiveBytes() as live:
+            total = loss_of(leaves)
+            peaks.append(live.peak)
             live.restart()
-            total.backward()
+            with torch.autocast("cpu", enabled=False):
+                if learns:
+                    total.backward()
+        peaks.append(live.peak)
+        return total.detach()
+
+    with mode, torch.set_grad_enabled(learns):
+        hold_gradients(model)
+        loss(1, checked_loss=measured, clock=Phases())
         model.zero_grad()
-    return float(forward), float(live.peak)
+    forward, backward = peaks
+    return forward, backward
 
 
 def through_chunks(traced: Callable[[int], tuple[float, float]], positions: int, chunk: int) -> tuple[float, float]:
@@ -350,9 +363,3 @@ def hold_gradients(model: nn.Module) -> None:
     """Give a model the gradients that it holds at all times, to which a step adds its own."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-
-
-def tensors_of(model: nn.Module) -> list[Tensor]:
-    """Return parameters, buffers and gradients."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [*model.parameters(), *model.buffers(), *gradients]

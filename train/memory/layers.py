@@ -5,7 +5,7 @@ backward; it is repeated for each further layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -77,7 +77,7 @@ def traced_whole(model: nn.Module, trace: Callable[[], Sequence[Course]]) -> Seq
 
 def like_layers(model: Any) -> tuple[nn.Module, str] | None:
     """Return the module that has a model's layers, and their name in it; None if they are few or not equal."""
-    if not hasattr(model, "get_decoder"):
+    if not hasattr(model, "get_decoder") or model.get_decoder() is model:
         return None
     decoder = decoder_of(model)
     lists = [name for name, part in decoder.named_children() if type(part) is nn.ModuleList]
@@ -114,3 +114,12 @@ def first_layers(owner: nn.Module, name: str, count: int) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, whole)
+
+
+@contextmanager
+def shallow(*models: nn.Module | None) -> Iterator[None]:
+    """A context in which models of many equal layers have one, for traces that do not count them."""
+    with ExitStack() as stack:
+        for found in filter(None, map(like_layers, filter(None, models))):
+            stack.enter_context(first_layers(*found, 1))
+        yield

@@ -3,7 +3,7 @@
 This module is light, since `--help` must not wait for torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
@@ -132,6 +132,12 @@ class MemorySetting:
     def precision(self) -> Precision:
         """How the drafter computes."""
         return "float32" if not self.half else "autocast" if self.strategy == "ddp" else "half"
+
+    @property
+    def traced(self) -> "MemorySetting":
+        """The setting that stands for all with the same activations."""
+        strategy: Strategy = "zero1" if self.precision == "half" else "ddp"
+        return replace(self, rows=0, strategy=strategy, target=self.target and "whole")
 
 
 def placement(config: RecipeConfig) -> Placement | None:

@@ -8,18 +8,35 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.memory.activations import shadow, trace_step
+from draftsmith.train.losses.inside_forward import open_forward
+from draftsmith.train.memory.activations import (
+    Activations,
+    InPrecision,
+    precision_of,
+    shadow,
+    through_chunks,
+    trace_loss,
+    trace_step,
+)
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.plan import MemoryPlan
 from draftsmith.train.memory.setting import GIB, ZERO, MemorySetting, gib, placement
 from draftsmith.train.memory.states import Weights, held_bytes, optimizer_bytes, step_bytes, target_bytes
+
+
+class TracedStep(NamedTuple):
+    """A step that is traced: of training or an evaluation, with all loss positions of its rows or another number."""
+
+    setting: MemorySetting
+    learns: bool = True
+    positions: int | None = None
 
 
 class TrainingPlan(MemoryPlan):
@@ -44,9 +61,9 @@ class TrainingPlan(MemoryPlan):
         super().__init__(config, setting, int(config.sequence_length or 0), config.packing)
         self.eval_rows = int(training.per_device_eval_batch_size) if training.eval_strategy != "no" else 0
         self.sizes = ChunkSizes.on_gpu(config.gpu_memory * GIB, config.loss_chunk)
-        self._drafters = lru_cache(self._drafter)
+        self._drafters, self._trainers = lru_cache(self._drafter), lru_cache(self._trainer)
         self._held = lru_cache(self._computed_held)
-        self.step_bytes = lru_cache(partial(trace_step, self.mode))
+        self._steps, self._losses = lru_cache(self._traced_step), lru_cache(self._traced_loss)
 
     @abstractmethod
     def build(self, lm_heads: str) -> nn.Module:
@@ -66,10 +83,33 @@ class TrainingPlan(MemoryPlan):
             return {}
         return target_bytes(self.target(setting.target_dtype), setting.target, self.config.gpus)
 
+    def copied_head(self, setting: MemorySetting) -> dict[str, float]:
+        """Return the bytes of the copy of the target's head that the loss holds if it needs some of the rows alone."""
+        trainer = self._trainers(TracedStep(setting.traced))
+        copied = trainer.teacher_head is not trainer.target_head
+        return {"target: the head of the tokens that are drafted": float(copied and trainer.teacher_head.weight.nbytes)}
+
+    def trainer(self, step: TracedStep, **parts: Any) -> Any:
+        """Return the run's trainer without data, whose loss is traced; None for `drafter(ids)` alone."""
+        return None
+
+    def loss(self, step: TracedStep, rows: int, **seams: Any) -> Tensor:
+        """Return the trainer's loss of a number of rows: an `activations.Loss`."""
+        logits = InPrecision(self.drafter(step.setting), step.setting.precision)(self.batch.inputs(rows)["input_ids"])
+        return seams["checked_loss"](None, (logits, None))  # type: ignore[no-any-return]
+
+    def positions(self, rows: int, learns: bool = True) -> int:
+        """Return the positions of a batch with a loss, at most; by default all that have a next token."""
+        return rows * (self.batch.length - 1)
+
+    def vocabulary(self, setting: MemorySetting) -> int:
+        """Return the number of tokens that the loss compares p and q over."""
+        return int(self.target_shape.get_text_config().vocab_size)
+
     def moments(self, setting: MemorySetting) -> list[Moment]:
         """Return the times at which memory may peak; by default those of a forward and a backward of `drafter(ids)`."""
-        step = self.step_bytes(self.drafter(setting), self.batch, setting.precision, False, _plain_forward)
-        logits = setting.rows * self.batch.length * self.target_shape.get_text_config().vocab_size
+        step = self.step_bytes(setting)
+        logits = setting.rows * self.batch.length * self.vocabulary(setting)
         chunk = 10.0 * 4 * min(logits, self.sizes.part)  # see `ChunkSizes`
         return [
             Moment("the target's forward", self.target_forward(setting)),
@@ -106,7 +146,35 @@ class TrainingPlan(MemoryPlan):
         with torch.device("meta"):
             drafter = self.build(lm_heads)
         shadow(self.mode, drafter, half)  # float16 takes the bytes of bfloat16
+        # Losses run inside of the forwards of some of these.
+        open_forward(drafter, *(module for module in drafter.modules() if isinstance(module, nn.Linear)))
         return drafter
+
+    def step_bytes(self, setting: MemorySetting, learns: bool = True) -> Activations:
+        """Return the bytes of a step of training or of an evaluation, without its loss."""
+        return self._steps(TracedStep(setting.traced, learns))
+
+    def _trainer(self, step: TracedStep) -> Any:
+        self.target(step.setting.target_dtype), self.drafter(step.setting)  # outside of the mode
+        with self.mode, precision_of(step.setting.precision):
+            return self.trainer(step)
+
+    def _traced_step(self, step: TracedStep) -> Activations:
+        drafter, _ = self.drafter(step.setting), self._trainers(step)  # both are there before the step
+        wanted = step.learns and step.setting.checkpointing
+        checkpointing = wanted and bool(getattr(drafter, "supports_gradient_checkpointing", False))
+        batch = self.batch if step.learns else replace(self.batch, rows=self.eval_rows)
+        return trace_step(self.mode, drafter, batch, partial(self.loss, step), checkpointing, step.learns)
+
+    def loss_bytes(self, setting: MemorySetting, rows: int, learns: bool = True) -> tuple[float, float]:
+        """Return the bytes of the loss of a number of rows, and those of its own backward: see `trace_loss`."""
+        key, chunk = replace(setting.traced, checkpointing=False), max(1, self.sizes.chunk // self.vocabulary(setting))
+        traced = lambda positions: self._losses(TracedStep(key, learns, positions))  # noqa: E731
+        return through_chunks(traced, self.positions(rows, learns), chunk)
+
+    def _traced_loss(self, step: TracedStep) -> tuple[float, float]:
+        drafter, _ = self.drafter(step.setting), self._trainers(step)
+        return trace_loss(self.mode, drafter, partial(self.loss, step), step.learns)
 
     def _trained(self, setting: MemorySetting) -> list[nn.Module]:
         return [self.drafter(setting), *([self.target(setting.target_dtype)] if self.joint else [])]
@@ -254,7 +322,3 @@ class TrainingPlan(MemoryPlan):
         checkpointing = "activation checkpointing" if setting.checkpointing else "no activation checkpointing"
         spread = f"{config.gpus} × {config.gpu_memory:g} GiB, {setting.strategy}, {setting.precision}"
         return f"{spread}, {checkpointing}"
-
-
-def _plain_forward(drafter: Any, inputs: dict[str, Tensor]) -> tuple[list[Tensor], None]:
-    return [drafter(inputs["input_ids"])], None

@@ -76,9 +76,7 @@ def test_few_operators_no_sort_of_a_vocabulary_and_no_wait(name, cached, hidden)
         weight = torch.zeros(V, hidden, dtype=torch.bfloat16, requires_grad=True)
         flat = torch.zeros(N, dtype=torch.long)
         ids, law = torch.zeros(ROWS, LENGTH, dtype=torch.long), teacher(4096, cached)
-        given = [batch, weight, flat, ids, *vars(law).values()]
-        given = [t for t in given if isinstance(t, torch.Tensor)] + ([] if cached else [law.head.weight])
-        with LiveBytes(given) as live, Operators() as seen:
+        with LiveBytes() as live, Operators() as seen:
             positions = LossPositions(flat)
             hidden_NH, labels = positions.take(batch), positions.next_tokens(ids)
             args = (hidden_NH, OutputHead(weight), law, labels, positions.follow())

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.train.memory import activations
-from draftsmith.train.memory.activations import BatchShape, shadow, trace_cache, trace_forward, trace_step
+from draftsmith.train.memory.activations import BatchShape, shadow, text_loss, trace_cache, trace_forward, trace_step
 from draftsmith.train.memory.layers import Course, like_layers, traced_whole
 
 CONFIGS = Path(__file__).parents[3] / "golden" / "configs"
@@ -47,7 +47,7 @@ def test_a_few_layers_tell_of_all(name, precision, checkpointing, packed, monkey
     refused, grown = [], Course.grown
     monkeypatch.setattr(Course, "grown", lambda *args: grown(*args) or refused.append(args))
     for _ in range(2):
-        step = trace_step(mode, model, batch, precision, checkpointing)
+        step = trace_step(mode, model, batch, text_loss(model, batch, precision), checkpointing)
         found.append((step, trace_forward(mode, model, batch, precision), trace_cache(mode, model, batch, precision)))
         assert like_layers(model) is not None
         monkeypatch.setattr(activations, "traced_by_layers", traced_whole)

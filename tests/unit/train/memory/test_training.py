@@ -46,7 +46,7 @@ def test_a_kind_is_planned_by_what_it_trains(tmp_path):
     assert held["drafter: weights"] == held["drafter: gradients"] == table
     assert held["drafter: optimiser states"] == 2 * table + 4
     moments = {moment.name: moment.parts for moment in plan.moments(plan.setting)}
-    assert moments["the loss"]["activations"] == ROWS * LENGTH * VOCAB * 4  # the logits
+    assert moments["the loss"]["activations"] == ROWS * LENGTH * (8 + VOCAB * 4)  # tokens and logits
     assert moments["the backward"]["activations"] >= ROWS * LENGTH * VOCAB * 4 + table  # and a gradient
     assert moments["the target's forward"]["target: activations"] > 0
     assert plan.fits(plan.setting) and plan.largest(plan.setting) >= ROWS
