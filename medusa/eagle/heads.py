@@ -9,7 +9,6 @@ Shape suffixes: B rows, T positions, S positions with keys, F features, H hidden
 heads'.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from draftsmith.decode.cache.features import check_layers, decoder_layers, defau
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import FeatureHeads, LayersConfig, LMHead, Norm, check_named, layer_fields
+from draftsmith.medusa.round_attention import Attend
 from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
@@ -89,10 +89,6 @@ class EagleAttention(nn.Module):
         )
         queries, keys = apply_rotary_pos_emb(queries, keys, *rotation)
         return queries, KeysValues(keys, values)
-
-
-Attend = Callable[[Tensor, KeysValues], Tensor]
-"""A function from queries, and the same positions' keys and values, to attended values, (B, heads, T, width)."""
 
 
 def attention(before: KeysValues | None, mask: Tensor | None) -> Attend:

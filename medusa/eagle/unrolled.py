@@ -17,19 +17,17 @@ Shape suffixes: B rows, T positions, S = T − k rounds of a step, N chosen posi
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collect_features, decoder_of
-from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, flash_takes, fused_attention, repeat_heads
+from draftsmith.decode.cache.kernels import additive_mask, computing_dtype
 from draftsmith.decode.replay.starts import LogitsAt
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
-from draftsmith.medusa.eagle.heads import Attend, EagleHeads, Step, attention
-from draftsmith.medusa.target_states import KeysValues, TargetStates
+from draftsmith.medusa.eagle.heads import EagleHeads, Step, attention
+from draftsmith.medusa.round_attention import FeatureKeys, round_attention, same_text
+from draftsmith.medusa.target_states import TargetStates
 from draftsmith.train.job.flops import Work
-
-SPARE = 8
-"""The columns added to keys and values: attention kernels need widths that are multiples of 8."""
 
 
 def logits_of_steps(target: PreTrainedModel, heads: EagleHeads, text: WrittenText, depth: int) -> LogitsAt:
@@ -91,78 +89,6 @@ def unroll(
         states_BSH = steps[-1].states[:, : max(embeddings_BTH.shape[1] - k, 0)]
         steps.append(heads.step(embeddings_BTH[:, k:], states_BSH, positions_BT[:, k:], attend))
     return steps
-
-
-def same_text(texts_BT: Tensor) -> Tensor:
-    """Return the causal mask within texts, (B, 1, T, T) bool: a position sees those up to itself in its text."""
-    causal_TT = torch.ones(2 * texts_BT.shape[1:], dtype=torch.bool, device=texts_BT.device).tril()
-    return ((texts_BT[:, :, None] == texts_BT[:, None, :]) & causal_TT)[:, None]
-
-
-class FeatureKeys:
-    """Keys and values of step 0 for `heads` query heads, with a sink before them: a key with a score for each query.
-
-    The softmax over all keys of a round splits into two. The round's own keys are few: their part is computed entry by
-    entry. The keys of step 0 are as many as positions: the library's kernel computes their part without T × T scores,
-    but does not return the sum of their exponentials, which weighs the parts. So the kernel gets one more key, the
-    sink. Its score is the logarithm of the other part's sum, and its value returns the weight that it got.
-
-    `current` has the shape (B, key heads, T, width); `visible` is the mask of `same_text`, or None: causal.
-    """
-
-    def __init__(self, current: KeysValues, heads: int, visible: Tensor | None):
-        # The score passes through the queries' dtype: what bfloat16 rounds off goes through a second entry.
-        self.keys = nn.functional.pad(current.keys, (0, SPARE, 1, 0))
-        self.keys[:, :, 0, -2:] = 1.0
-        self.values = nn.functional.pad(current.values, (0, SPARE, 1, 0))
-        self.values[:, :, 0, -1] = 1.0
-        if not flash_takes(self.keys, visible is not None):  # repeat them here, once for all steps
-            self.keys, self.values = repeat_heads(self.keys, heads), repeat_heads(self.values, heads)
-        self.mask: Tensor | None = None
-        if visible is not None:  # the sink's own query sees only the sink
-            visible = nn.functional.pad(visible, (1, 0, 1, 0))
-            visible[..., 0] = True
-            self.mask = additive_mask(visible, computing_dtype(current.keys))
-
-    def attend(self, queries: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attended values times their weight, (B, heads, S, width), and the sink's weight, (B, heads, S, 1).
-
-        `queries` are (B, heads, S, width); `scores` are the sink's, float32, (B, heads, S).
-        """
-        rounds, width = queries.shape[2:]
-        scaled, dtype = scores * width**0.5, computing_dtype(queries)
-        coarse = scaled.detach().to(dtype)
-        fine = (scaled - coarse).to(dtype)
-        at_sink = nn.functional.pad(torch.stack([coarse, fine], dim=-1), (SPARE - 2, 0))
-        outputs = fused_attention(
-            nn.functional.pad(torch.cat([queries, at_sink], dim=-1), (0, 0, 1, 0)),
-            self.keys[:, :, : rounds + 1],
-            self.values[:, :, : rounds + 1],
-            None if self.mask is None else self.mask[..., : rounds + 1, : rounds + 1],
-            is_causal=self.mask is None,
-            scale=width**-0.5,
-        )[:, :, 1:]
-        return outputs[..., :width], outputs[..., -1:]
-
-
-def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues]) -> Attend:
-    """Return the attention of step k: to the keys of step 0 up to the round's beginning, and to the round's own.
-
-    `drafted` holds the keys and values of the steps 1 … k − 1.
-    """
-
-    def attend(queries: Tensor, current: KeysValues) -> Tensor:
-        rounds, width = queries.shape[2:]
-        parts = [KeysValues(*(states[:, :, None, :rounds] for states in part)) for part in (*drafted, current)]
-        grouped = queries.unflatten(1, (current.keys.shape[1], -1))
-        # The round's own keys: one score a step, from the entry with the same index.
-        scores = torch.stack([(grouped * part.keys).sum(-1, dtype=torch.float32) for part in parts]) * width**-0.5
-        attended, weight = feature_keys.attend(queries, scores.logsumexp(0).flatten(1, 2))
-        shares = scores.softmax(0).to(queries.dtype)
-        own = torch.stack([share[..., None] * part.values for share, part in zip(shares, parts, strict=True)]).sum(0)
-        return attended + weight * own.flatten(1, 2)
-
-    return attend
 
 
 def states_of_steps(

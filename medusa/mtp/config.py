@@ -26,6 +26,8 @@ class MtpTrainingConfig(FeaturesConfig):
             raise InputError(
                 "draft_vocabulary: expected none, as MTP layers draft all of the target's tokens, found one"
             )
+        if self.training.activation_checkpointing:
+            raise InputError("training.activation_checkpointing: expected false, as steps share their keys, found true")
         if self.heads is not None and self.num_layers is not None:
             raise InputError("num_layers: expected none with heads, which have their own, found one")
 

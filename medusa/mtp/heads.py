@@ -24,10 +24,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from draftsmith.decode.cache.features import decoder_layers, decoder_of, last_norm
-from draftsmith.decode.cache.kernels import additive_mask, computing_dtype
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import DraftingHeads
 from draftsmith.medusa.mtp.native import load_native, make_layers
+from draftsmith.medusa.round_attention import Rounds, same_text
 from draftsmith.medusa.target_states import gather_weights
 from draftsmith.train.checkpoint import WEIGHTS, check_finite, reading_errors, stored_tensors
 from draftsmith.train.losses.output_head import head_of
@@ -223,32 +223,20 @@ class MtpHeads(DraftingHeads):
             num_steps: K.
             texts: in packed rows a number for each text, (B, T).
         """
-        several = len(self.layers) > 1
-        steps, cache = [states], None if several else DynamicCache()
-        same = None if texts is None else (texts[:, :, None] == texts[:, None, :])[:, None]
+        several, visible = len(self.layers) > 1, None if texts is None else same_text(texts)
+        steps, rounds = [states], Rounds(visible, self._window(0))
         for k in range(min(num_steps, embeddings.shape[1])):
-            count, layer, mask = embeddings.shape[1] - k, k if several else 0, None
-            if same is not None or (k and not several):
-                mask = additive_mask(self._visible(layer, count, 0 if several else k, same), computing_dtype(states))
-            inputs = embeddings[:, k:], steps[-1][:, :count], positions[:, :count] + 1 + k
-            steps.append(self.apply_layer(layer, *inputs, cache, mask))
+            count = embeddings.shape[1] - k
+            if several:  # each layer has keys of its own
+                rounds = Rounds(None if visible is None else visible[..., :count, :count], self._window(k))
+            with rounds.of(self.config):
+                inputs = embeddings[:, k:], steps[-1][:, :count], positions[:, :count] + 1 + k
+                steps.append(self.apply_layer(k if several else 0, *inputs))
         return steps[1:]
 
-    def _visible(self, layer: int, rounds: int, k: int, same: Tensor | None) -> Tensor:
-        """Return the keys that step k of each round attends to, (B or 1, 1, S, …): those of steps 0 … k in turn.
-
-        These are step 0's up to the round's beginning, in the `same` text, and one of each later step.
-        """
-        own = torch.eye(rounds, dtype=torch.bool, device=self.device)[None, None]
-        keys = [nn.functional.pad(own, (0, k - j)) for j in range(1, k + 1)]
-        sees = own.new_ones(rounds, rounds).tril()[None, None]
-        sees = nn.functional.pad(sees if same is None else sees & same[..., :rounds, :rounds], (0, k))
+    def _window(self, layer: int) -> int | None:
         kinds, window = getattr(self.config, "layer_types", None), getattr(self.config, "sliding_window", None)
-        if window and (kinds is None or kinds[layer] == "sliding_attention"):
-            order = torch.arange(rounds + k, device=self.device)
-            sees = sees & (order[:rounds, None] + k - order < window)  # a step is k positions after its round's start
-            keys = [part & (k - j < window) for j, part in enumerate(keys, 1)]
-        return torch.cat([sees, *(part.expand(len(sees), -1, -1, -1) for part in keys)], dim=-1)
+        return window if window and (kinds is None or kinds[layer] == "sliding_attention") else None
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:

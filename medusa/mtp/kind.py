@@ -74,6 +74,10 @@ class Mtp(DrafterKind):
 
         return inspect(spec, trust_remote_code)
 
+    def format_for(self, server: str | None) -> str:
+        """Return the only format: both servers read the target's files."""
+        return "target"
+
     def check_export(self, config: "ExportOptions") -> None:
         """Raise InputError for options that have no meaning where the target's files give names and dtypes."""
         super().check_export(config)

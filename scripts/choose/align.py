@@ -164,20 +164,20 @@ def _launch(config: AlignConfig, trained: TrainedDrafter, output: Path, draft_le
         print(f"\n{trained.name} needs no files: docs/deploy.md says which servers draft by copies")
         return
     kind = kind_of(trained.directory)
-    if config.server not in kind.formats:
+    if (format := kind.format_for(config.server)) is None:
         print(f"\n{trained.directory}: no format of {config.server} holds {kind.title}; draftsmith decodes with it")
         return
-    values: dict[str, Any] = {"drafter": trained.directory, "target": config.target, "format": config.server}
+    values: dict[str, Any] = {"drafter": trained.directory, "target": config.target, "format": format}
     values["trust_remote_code"] = config.trust_remote_code
     model = load_config(trained.directory, field="drafter", trust_remote_code=config.trust_remote_code)
     if kind.recipe is not None and (kind.recipe.begun == "heads" or kept_tokens(model) is not None):
         values["output"] = output / "export"  # servers load other draft models as they are
     lengths = output / "report/draft_lengths.json"
     # If the prediction says that nothing pays although something does, take the γ that passed the gate.
-    table = config.server == "vllm" and not kind.tree_alone and lengths.is_file()
+    table = format == "vllm" and not kind.tree_alone and lengths.is_file()
     if table and drafter_entry(str(lengths), trained.directory)["num_speculative_tokens"] > 0:
         values["draft_lengths"] = lengths
-    elif config.server in kind.launched and not kind.tree_alone and not kind.whole_blocks:
+    elif format in kind.launched and not kind.tree_alone and not kind.whole_blocks:
         values["draft_length"] = draft_length
     if python is not None:
         values |= {"verify": config.verify, "engine": python}

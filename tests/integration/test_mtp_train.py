@@ -259,6 +259,11 @@ def test_options_that_cannot_be_are_refused(options, said):
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
+def test_activation_checkpointing_is_refused(pipeline, tmp_path):
+    with pytest.raises(InputError, match=r"^training\.activation_checkpointing: expected false, as steps share"):
+        mtp_configured(pipeline, tmp_path, training={"activation_checkpointing": True})
+
+
 def test_several_layers_have_a_step_each(pipeline, shipping, tmp_path):
     config = mtp_configured(pipeline, tmp_path, target=str(shipping("several layers with a window")), num_steps=3)
     with pytest.raises(InputError, match=r"^num_steps: expected none with 2 layers, one step each, found 3$"):

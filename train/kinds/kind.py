@@ -174,6 +174,10 @@ class DrafterKind(ABC):
             raise InputError("output: expected a directory to write in, found none")
         check_output(Path(config.output))
 
+    def format_for(self, server: str | None) -> str | None:
+        """Return the format that a server loads, vllm or sglang; None without one."""
+        return server if server in self.formats else None
+
     def check_format(self, config: "ExportOptions") -> None:
         """Raise InputError for an unknown format, or an option that does not suit the format."""
         from draftsmith.train.kinds.export import check_format

@@ -1,0 +1,163 @@
+"""The attention of a round's later steps, for all rounds at once: to the text before it, and to its own steps.
+
+Step 0 makes keys at all positions of a text. Step k of the round that begins at position s attends to those up to s,
+and to one key of each of its own steps 1 … k. Tensors of step k have an entry for each round: so all steps see the keys
+of step 0 through the same causal mask, and the key of step j is the entry with the same index.
+
+Shape suffixes: B rows, T positions, S = T − k rounds of a step.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+
+from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, flash_takes, fused_attention, repeat_heads
+from draftsmith.medusa.target_states import KeysValues
+
+SPARE = 8
+"""The columns added to keys and values: attention kernels need widths that are multiples of 8."""
+Attend = Callable[[Tensor, KeysValues], Tensor]
+"""A function from queries, and the same positions' keys and values, to attended values, (B, heads, T, width)."""
+
+
+def same_text(texts_BT: Tensor) -> Tensor:
+    """Return the causal mask within texts, (B, 1, T, T) bool: a position sees those up to itself in its text."""
+    causal_TT = torch.ones(2 * texts_BT.shape[1:], dtype=torch.bool, device=texts_BT.device).tril()
+    return ((texts_BT[:, :, None] == texts_BT[:, None, :]) & causal_TT)[:, None]
+
+
+class FeatureKeys:
+    """Keys and values of step 0 for `heads` query heads, with a sink before them: a key with a score for each query.
+
+    The softmax over all keys of a round splits into two. The round's own keys are few: their part is computed entry by
+    entry. The keys of step 0 are as many as positions: the library's kernel computes their part without T × T scores,
+    but does not return the sum of their exponentials, which weighs the parts. So the kernel gets one more key, the
+    sink. Its score is the logarithm of the other part's sum, and its value returns the weight that it got.
+
+    `current` has the shape (B, key heads, T, width); `visible` is the mask of `same_text`, or None: causal. `scale`
+    multiplies scores; width^−½ if None.
+    """
+
+    def __init__(self, current: KeysValues, heads: int, visible: Tensor | None, scale: float | None = None):
+        self.scale = current.keys.shape[-1] ** -0.5 if scale is None else scale
+        # The score passes through the queries' dtype: what bfloat16 rounds off goes through a second entry.
+        self.keys = nn.functional.pad(current.keys, (0, SPARE, 1, 0))
+        self.keys[:, :, 0, -2:] = 1.0
+        self.values = nn.functional.pad(current.values, (0, SPARE, 1, 0))
+        self.values[:, :, 0, -1] = 1.0
+        if not flash_takes(self.keys, visible is not None):  # repeat them here, once for all steps
+            self.keys, self.values = repeat_heads(self.keys, heads), repeat_heads(self.values, heads)
+        self.mask: Tensor | None = None
+        if visible is not None:  # the sink's own query sees only the sink
+            visible = nn.functional.pad(visible, (1, 0, 1, 0))
+            visible[..., 0] = True
+            self.mask = additive_mask(visible, computing_dtype(current.keys))
+
+    def attend(self, queries: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attended values times their weight, (B, heads, S, width), and the sink's weight, (B, heads, S, 1).
+
+        `queries` are (B, heads, S, width); `scores` are the sink's, float32, (B, heads, S).
+        """
+        rounds, width = queries.shape[2], self.values.shape[-1] - SPARE
+        scaled, dtype = scores * (1 / self.scale), computing_dtype(queries)
+        coarse = scaled.detach().to(dtype)
+        fine = (scaled - coarse).to(dtype)
+        at_sink = nn.functional.pad(torch.stack([coarse, fine], dim=-1), (SPARE - 2, 0))
+        outputs = fused_attention(
+            nn.functional.pad(torch.cat([queries, at_sink], dim=-1), (0, 0, 1, 0)),
+            self.keys[:, :, : rounds + 1],
+            self.values[:, :, : rounds + 1],
+            None if self.mask is None else self.mask[..., : rounds + 1, : rounds + 1],
+            is_causal=self.mask is None,
+            scale=self.scale,
+        )[:, :, 1:]
+        return outputs[..., :width], outputs[..., -1:]
+
+
+def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues]) -> Attend:
+    """Return the attention of step k: to the keys of step 0 up to the round's beginning, and to the round's own.
+
+    `drafted` holds the keys and values of the steps 1 … k − 1.
+    """
+
+    def attend(queries: Tensor, current: KeysValues) -> Tensor:
+        rounds = queries.shape[2]
+        parts = [KeysValues(*(states[:, :, None, :rounds] for states in part)) for part in (*drafted, current)]
+        grouped = queries.unflatten(1, (current.keys.shape[1], -1))
+        # The round's own keys: one score a step, from the entry with the same index.
+        scores = torch.stack([(grouped * part.keys).sum(-1, dtype=torch.float32) for part in parts])
+        scores = scores * feature_keys.scale
+        attended, weight = feature_keys.attend(queries, scores.logsumexp(0).flatten(1, 2))
+        shares = scores.softmax(0).to(queries.dtype)
+        own = torch.stack([share[..., None] * part.values for share, part in zip(shares, parts, strict=True)]).sum(0)
+        return attended + weight * own.flatten(1, 2)
+
+    return attend
+
+
+class Rounds:
+    """The attention of one layer in all steps of all rounds, in place of the library's; see `round_attention`.
+
+    `visible`, (B, 1, T, T) bool, is the mask of `same_text`, None in rows of one text; `window` the positions that a
+    step sees, itself included, None for all.
+    """
+
+    def __init__(self, visible: Tensor | None, window: int | None):
+        self.visible, self.window = visible, window
+        self.steps: list[KeysValues] = []
+        self._feature_keys: FeatureKeys | None = None
+
+    def attend(self, queries: Tensor, current: KeysValues, scale: float) -> Tensor:
+        """Return the values that the next step attends to, (B, heads, S, width)."""
+        k = len(self.steps)
+        self.steps.append(current)
+        if k == 0:
+            visible = self._visible(0, current.keys)
+            mask = None if visible is None else additive_mask(visible, computing_dtype(queries))
+            return fused_attention(queries, *current, mask, is_causal=mask is None, scale=scale)
+        if self._feature_keys is None or self.window is not None:
+            visible = self._visible(k, self.steps[0].keys)
+            self._feature_keys = FeatureKeys(self.steps[0], queries.shape[1], visible, scale)
+        first = 1 if self.window is None else max(1, k + 1 - self.window)
+        return round_attention(self._feature_keys, self.steps[first:k])(queries, current)
+
+    def _visible(self, k: int, keys: Tensor) -> Tensor | None:
+        if self.window is None:
+            return self.visible
+        order = torch.arange(keys.shape[2], device=keys.device)
+        # Step k is k positions after its round's beginning, the last position of step 0 that it sees.
+        distance = order[:, None] - order
+        within = (distance >= 0) & (distance + k < self.window)
+        return within[None, None] if self.visible is None else self.visible & within
+
+    @contextmanager
+    def of(self, config: PretrainedConfig) -> Iterator[None]:
+        """Let the library's layers with this config attend so, in this block."""
+        own: Any = config._attn_implementation
+        token = _CURRENT.set(self)
+        config._attn_implementation = NAME
+        try:
+            yield
+        finally:
+            config._attn_implementation = own
+            _CURRENT.reset(token)
+
+
+NAME = "draftsmith_rounds"
+_CURRENT: ContextVar[Rounds] = ContextVar(NAME)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _CURRENT.get().attend(query, KeysValues(key, value), scale).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)
