@@ -156,7 +156,7 @@ class FeaturePlan(HeadsPlan):
     def known_changes(self) -> list[tuple[str, str, Any]]:
         """Return changes that may help; a quantised layer cannot be copied."""
         changes = super().known_changes()
-        if self.config.heads is not None or self.config.init in ("auto", "random"):
+        if self.config.heads is not None or getattr(self.config, "init", "auto") in ("auto", "random"):
             return changes
         begin = {"8bit": ", init random", "4bit": ", init random"}
         return [(name + begin.get(value, ""), field, value) for name, field, value in changes]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.medusa.block.blocks import anchors_of, work_of_blocks
 from draftsmith.medusa.block.config import BlockPlanConfig
-from draftsmith.medusa.block.initial import new_drafter
+from draftsmith.medusa.block.initial import new_drafter, with_further_heads
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.trainer import BlockTrainer, GuessStats
 from draftsmith.medusa.memory import FeaturePlan
@@ -35,7 +35,8 @@ class BlockPlan(FeaturePlan):
         def new(target: PreTrainedModel, tokens: Tensor | None) -> BlockDrafter:
             return new_drafter(config, target, config.mask_token or 0, tokens)
 
-        return self.made(config, BlockDrafter, new)  # type: ignore[no-any-return]
+        drafter = self.made(config, BlockDrafter, new)
+        return drafter if config.heads is None else with_further_heads(drafter, config)[0]  # type: ignore[no-any-return]
 
     def ends(self, drafter: BlockDrafter) -> Sequence[nn.Module]:
         """Return the head that adds logits."""

@@ -29,6 +29,7 @@ class Mtp(DrafterKind):
         "trains the MTP layers that a target ships with, or new ones",
         "draftsmith.medusa.mtp",
         "draftsmith.medusa.mtp.config:MtpTrainingConfig",
+        "draftsmith.medusa.mtp.config:MtpPlanConfig",
         made=("num_layers",),
     )
     cost_remedy = "take a smaller --draft_length"

@@ -186,20 +186,22 @@ def _found(role: str, path: str, heads: Any, stored: Stored) -> tuple[Part, Find
 
 def describe_run(target: Side, config: MtpTrainingConfig) -> tuple[str, list[Finding]]:
     """Return which layers a training run trains and how many steps, or raise an InputError if it cannot begin."""
+    with torch.device("meta"):
+        heads, begun = new_layers(target.model, config)
+    text = f"{count_of(len(heads.layers), 'MTP layer')} of {count(heads.num_parameters())} parameters, {begun}"
+    return f"{text}; {count_of(config.steps_of(len(heads.layers)), 'step')}", []
+
+
+def new_layers(target: PreTrainedModel, config: MtpTrainingConfig) -> tuple[Any, str]:
+    """Return the `MtpHeads` that a run begins with, without their weights, and a clause that says how they begin."""
     from draftsmith.medusa.mtp.heads import MtpHeads
 
-    with torch.device("meta"):
-        if config.heads is not None:
-            heads, begun = MtpHeads.as_stored(config.heads, target.model), f"from {config.heads}"
-        elif config.begins_new:
-            heads, begun = MtpHeads.of_target(target.model, config.num_layers or 1), "begun as the target's last layer"
-        else:
-            layers, stored = mtp_layers(target.model.config), _stored_layers(target.path, target.model.config)
-            heads = MtpHeads(make_layers(target.model, layers, stored), target.model)
-            begun = "the target's own"
-    steps = config.steps_of(len(heads.layers))
-    text = f"{count_of(len(heads.layers), 'MTP layer')} of {count(heads.num_parameters())} parameters, {begun}"
-    return f"{text}; {count_of(steps, 'step')}", []
+    if config.heads is not None:
+        return MtpHeads.as_stored(config.heads, target), f"from {config.heads}"
+    if config.begins_new:
+        return MtpHeads(make_layers(target, config.num_layers or 1), target), "begun as the target's last layer"
+    stored = _stored_layers(config.target, target.config)
+    return MtpHeads(make_layers(target, mtp_layers(target.config), stored), target), "the target's own"
 
 
 @phase("loading the target's MTP layers")

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from pipelines import block_configured, configured, eagle_configured, heads_configured
+from pipelines import block_configured, configured, eagle_configured, heads_configured, mtp_configured
 
 from draftsmith.distill.__main__ import distill
 from draftsmith.medusa.__main__ import train_heads as train_medusa
 from draftsmith.medusa.block.__main__ import train_block
 from draftsmith.medusa.eagle.__main__ import train_heads
+from draftsmith.medusa.mtp.__main__ import train_heads as train_mtp
 from draftsmith.scripts.plan.config import plan_config
 from draftsmith.train import launch
 from draftsmith.train.cli import parse_config
@@ -28,6 +29,7 @@ RECIPES = {
     "eagle": (eagle_configured, train_heads),
     "block": (block_configured, train_block),
     "medusa": (heads_configured, train_medusa),
+    "mtp": (mtp_configured, train_mtp),
 }
 PARALLEL = {"parallel": 4, "parallel_mask_token": 1, "parallel_retention": 1.0}  # all masks, none by chance
 EAGLE, BLOCK = {"num_steps": 2}, {"block_size": 4, "markov_rank": 16}
@@ -53,6 +55,8 @@ STEPS = {
         "block", BLOCK | {"layers": 2, "anchor_guesses": False, "markov_rank": 0} | CHECKPOINTING,
     ),
     "DSpark, packed, few anchors": ("block", BLOCK | {"divergence": "tvd", "anchors": 10} | PACKED),
+    "MTP": ("mtp", {"num_steps": 3}),
+    "MTP, a step for each layer, packed": ("mtp", {"num_layers": 2} | PACKED),
     "DSpark, autocast, cut vocabulary": ("block", BLOCK | {"draft_vocabulary": 100} | BF16),
 }  # fmt: skip
 
