@@ -50,6 +50,8 @@ def stitch(source: str, target: str, output: Path, trust_remote_code: bool = Fal
     if not directory.is_dir():
         raise InputError(f"target: expected a directory with the target's files, found {target}")
     stored = stored_tensors(target, "target")
+    if not stored:
+        raise InputError(f"target: expected safetensors in {target}, found none")
     model = empty_model(target, field="target", trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         heads = MtpHeads.as_stored(source, model)

@@ -367,6 +367,10 @@ def test_what_cannot_go_back_is_refused(pipeline, shipping, tmp_path, capsys):
         stitch(str(tmp_path / "one"), str(target), tmp_path / "out")
     with pytest.raises(InputError, match=r"^target: expected a directory with the target's files, found some/hub-id$"):
         stitch(str(tmp_path / "one"), "some/hub-id", tmp_path / "out")
+    (tmp_path / "pickled").mkdir()
+    shutil.copy(target / "config.json", tmp_path / "pickled")
+    with pytest.raises(InputError, match=r"^target: expected safetensors in .*pickled, found none$"):
+        stitch(str(tmp_path / "one"), str(tmp_path / "pickled"), tmp_path / "out")
     capsys.readouterr()
     assert main(["export", "--drafter", "mtp", "--target", str(target), "--format", "target", "--output", "o"]) == 2
     assert "drafter: expected mtp:DIR to export, found mtp alone" in capsys.readouterr().err
