@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 
 from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, flash_takes, fused_attention, repeat_heads
 from draftsmith.medusa.target_states import KeysValues
@@ -160,4 +160,3 @@ def _attention(
 
 
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, lambda *_, **__: None)

@@ -165,15 +165,20 @@ class MtpHeads(DraftingHeads):
         return self.native.embed_tokens(tokens).to(self.device, self.dtype)  # type: ignore[no-any-return]
 
     def apply_layer(
-        self, layer: int, embeddings: Tensor, states: Tensor, positions: Tensor, cache: Any = None, mask: Any = None
+        self,
+        layer: int,
+        embeddings: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        cache: Any = None,
+        masks: Mapping[str, Tensor | None] | None = None,
     ) -> Tensor:
         """Return a layer's outputs, (B, T, H), of the embeddings of tokens at their positions, and of states.
 
-        The mask is additive, (B or 1, 1, T, …); without one the library makes it, from the cache if there is one.
+        The masks are the layer's arguments; without them the library makes them, from the cache if there is one.
         """
         native = self.native
-        masks = {"attention_mask": mask}
-        if mask is None:
+        if masks is None:
             masks = native.create_masks_for_mtp_layer(layer, embeddings, cache, positions)
         rotation = None
         if native.rotary_emb is not None:
@@ -200,7 +205,8 @@ class MtpHeads(DraftingHeads):
         if isinstance(mask, Mapping):
             mask = mask[self.config.layer_types[layer]]
         positions = position_ids.expand(len(input_ids), -1) + 1 + layer
-        outputs = self.apply_layer(layer, self.embed(input_ids), states, positions, past_key_values, mask)
+        masks = None if mask is None else {"attention_mask": mask}
+        outputs = self.apply_layer(layer, self.embed(input_ids), states, positions, past_key_values, masks)
         return SimpleNamespace(logits=outputs[:, -logits_to_keep:])
 
     def unroll(
@@ -231,7 +237,8 @@ class MtpHeads(DraftingHeads):
                 rounds = Rounds(None if visible is None else visible[..., :count, :count], self._window(k))
             with rounds.of(self.config):
                 inputs = embeddings[:, k:], steps[-1][:, :count], positions[:, :count] + 1 + k
-                steps.append(self.apply_layer(k if several else 0, *inputs))
+                # Without a mask of theirs: to look for texts in a row, the library would wait for the device.
+                steps.append(self.apply_layer(k if several else 0, *inputs, None, {"attention_mask": None}))
         return steps[1:]
 
     def _window(self, layer: int) -> int | None:

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from pipelines import block_configured, configured, eagle_configured, furthest, heads_configured
+from pipelines import block_configured, configured, eagle_configured, furthest, heads_configured, mtp_configured
 from safetensors.torch import load_file
 
 from draftsmith.distill import __main__ as distill
@@ -12,6 +12,7 @@ from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as medusa
 from draftsmith.medusa.block import __main__ as block
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.mtp import __main__ as mtp
 from draftsmith.scripts import cli
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.options import LoraOptions
@@ -23,6 +24,7 @@ RECIPES = {
     "medusa": (medusa.train_heads, heads_configured, {}),
     "eagle": (eagle.train_heads, eagle_configured, {}),
     "block": (block.train_block, block_configured, {}),
+    "mtp": (mtp.train_heads, mtp_configured, {}),
 }
 STEPS = {"max_steps": 5, "load_best_model_at_end": None, "save_strategy": "steps", "save_steps": 5}
 HEIGHTS = {1: 1.5, 2: 2.5, 3: 2.0, 4: 1.75, 5: 1.25}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import block_configured, configured, eagle_configured, heads_configured
+from pipelines import block_configured, configured, eagle_configured, heads_configured, mtp_configured
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
@@ -21,6 +21,7 @@ from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as heads
 from draftsmith.medusa.block import __main__ as block
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.mtp import __main__ as mtp
 from draftsmith.train import launch
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
@@ -34,6 +35,7 @@ RECIPES: dict[str, tuple[Callable, Callable]] = {
     "medusa": (heads_configured, heads.train_heads),
     "eagle": (eagle_configured, eagle.train_heads),
     "block": (block_configured, block.train_block),
+    "mtp": (mtp_configured, mtp.train_heads),
 }
 STEPS = {
     "draft": ("distil", {"divergence": "expected_length"} | QWEN),
@@ -54,6 +56,9 @@ STEPS = {
     "EAGLE-3": ("eagle", {}),
     "EAGLE-3, packed": ("eagle", PACKED),
     "EAGLE-3, cut vocabulary": ("eagle", {"draft_vocabulary": 50, "divergence": "lk_hybrid", "prompt_loss": True}),
+    "MTP": ("mtp", {}),
+    "MTP, packed": ("mtp", PACKED),
+    "MTP, a step for each layer": ("mtp", {"num_layers": 2}),
     "DSpark": ("block", {}),
     "DFlash": ("block", {"markov_rank": 0, "anchor_guesses": False, "layers": 2}),
     "DSpark, packed": ("block", {"divergence": {"cross_entropy": 0.1, "tvd": 1.8}, "confidence": 1.0} | PACKED),

@@ -22,10 +22,10 @@ BUDGET = {
     "decode": 13_574,
     "train": 14_867,
     "distill": 2_885,
-    "medusa": 9_881,
+    "medusa": 9_886,
     "scripts": 18_810,
     "benchmarks": 2_760,
-    "tests": 52_976,
+    "tests": 52_980,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
