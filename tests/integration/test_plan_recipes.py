@@ -157,7 +157,10 @@ def test_texts_are_written_at_the_speed_of_the_memory(target):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"recipe": "export"}, "recipe: expected one of distill, medusa, eagle, block, cache, prepare, found 'export'"),
+        (
+            {"recipe": "export"},
+            "recipe: expected one of distill, medusa, eagle, block, mtp, cache, prepare",
+        ),
         ({"recipe": "cache", "output": "o"}, "sequence_length: expected the tokens of a sample"),
         ({"recipe": "medusa", "sequence_length": 9, "heads": "h"}, "heads: expected none in a plan"),
         ({"recipe": "medusa", "sequence_length": 9, "draft_vocabulary": 301}, "draft_vocabulary: expected at most 300"),

@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_574,
-    "train": 14_867,
+    "train": 14_876,
     "distill": 2_885,
     "medusa": 9_886,
     "scripts": 18_810,
     "benchmarks": 2_760,
-    "tests": 52_980,
+    "tests": 52_983,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

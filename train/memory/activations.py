@@ -36,6 +36,16 @@ GROUPED = torch.ops.aten._grouped_mm.default
 """The product of a mixture's experts."""
 
 
+class GroupedMaps(TorchDispatchMode):
+    """Lets the experts' product run on fake tensors of any dtype: it takes all, but its shape function only one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not GROUPED or args[0].dtype == torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        halves = (tensor.to(torch.bfloat16) for tensor in args[:2])
+        return func(*halves, *args[2:], **(kwargs or {})).to(args[0].dtype)
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of living storages that operations allocate, on fake tensors or real ones.
 
@@ -49,14 +59,16 @@ class LiveBytes(TorchDispatchMode):
         """The most bytes since `restart`."""
         self._start, self._turns = 0, list[int]()
         self._sizes: dict[int, int] = {}
-        self._kernels = CudaKernels()
+        self._kernels, self._grouped = CudaKernels(), GroupedMaps()  # the latter's stand-ins are not counted
 
     def __enter__(self) -> "LiveBytes":
         self._kernels.__enter__()
+        self._grouped.__enter__()
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._grouped.__exit__(*error)
         self._kernels.__exit__(*error)
 
     def restart(self) -> None:
@@ -73,12 +85,7 @@ class LiveBytes(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # the most frequent call on fake tensors
             return args[0].fake_device
         self._meet((args, kwargs), counted=False)  # an operand that no operation returned was there before
-        if func is GROUPED and args[0].dtype != torch.bfloat16:
-            # Its kernels take every dtype, but its shape function only bfloat16; the stand-ins are not counted.
-            halves = (tensor.to(torch.bfloat16) for tensor in args[:2])
-            out = func(*halves, *args[2:], **(kwargs or {})).to(args[0].dtype)
-        else:
-            out = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         self._meet(out, counted=True)
         return out
 
@@ -343,7 +350,8 @@ def trace_loss(mode: Any, model: nn.Module, loss: Loss, learns: bool = True) -> 
 
     with mode, torch.set_grad_enabled(learns):
         hold_gradients(model)
-        loss(1, checked_loss=measured, clock=Phases())
+        with GroupedMaps():
+            loss(1, checked_loss=measured, clock=Phases())
         model.zero_grad()
     forward, backward = peaks
     return forward, backward

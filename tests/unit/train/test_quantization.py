@@ -126,7 +126,8 @@ def test_the_ends_of_a_packed_target_are_in_floating_point(packed, tmp_path):
     save_ends(packed, tmp_path / "ends.safetensors")
     layer = load_ends(tmp_path / "ends.safetensors", str(tmp_path)).model.layers[-1]
     assert torch.allclose(
-        layer.mlp.up_proj.weight, float_state(packed)[f"model.layers.{len(packed.model.layers) - 1}.mlp.up_proj.weight"]
+        layer.mlp.up_proj.weight,
+        float_state(packed, packed.dtype)[f"model.layers.{len(packed.model.layers) - 1}.mlp.up_proj.weight"],
     )
 
 
