@@ -64,7 +64,7 @@ def autoregressive_decode(
 
 
 def _resume(row: TextRow, tokens: Sequence[int]) -> None:
-    """Continue after the tokens of an earlier call, each of which took a random number."""
+    """Continue after the tokens of an earlier call, which took one random number each."""
     row.text[row.length : row.length + len(tokens)] = row.text.new_tensor(tokens)
     row.advance(tokens)
     row.rounds += [TOKEN] * len(tokens)

@@ -1,4 +1,4 @@
-"""Files of checkpoints: the fields of a config, and tensors, all of which must be expected."""
+"""Files of checkpoints: the fields of a config, and tensors, where an unexpected one is an error."""
 
 import pickle
 from collections.abc import Callable, Mapping

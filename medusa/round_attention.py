@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, flash_takes, fused_attention, repeat_heads
+from draftsmith.decode.errors import InputError
 from draftsmith.medusa.target_states import KeysValues
 
 SPARE = 8
@@ -79,10 +80,11 @@ class FeatureKeys:
         return outputs[..., :width], outputs[..., -1:]
 
 
-def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues]) -> Attend:
+def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues], sinks: Tensor | None = None) -> Attend:
     """Return the attention of step k: to the keys of step 0 up to the round's beginning, and to the round's own.
 
-    `drafted` holds the keys and values of the steps 1 … k − 1.
+    `drafted` holds the keys and values of the steps 1 … k − 1. `sinks`, (heads,), are scores of the model's own whose
+    weight goes nowhere (gpt-oss, MiMo V2).
     """
 
     def attend(queries: Tensor, current: KeysValues) -> Tensor:
@@ -92,8 +94,11 @@ def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues]) -> Att
         # The round's own keys: one score a step, from the entry with the same index.
         scores = torch.stack([(grouped * part.keys).sum(-1, dtype=torch.float32) for part in parts])
         scores = scores * feature_keys.scale
+        if sinks is not None:
+            at_sinks = sinks.float().view(grouped.shape[1:3])[..., None].expand_as(scores[:1])
+            scores = torch.cat([scores, at_sinks])
         attended, weight = feature_keys.attend(queries, scores.logsumexp(0).flatten(1, 2))
-        shares = scores.softmax(0).to(queries.dtype)
+        shares = scores.softmax(0)[: len(parts)].to(queries.dtype)
         own = torch.stack([share[..., None] * part.values for share, part in zip(shares, parts, strict=True)]).sum(0)
         return attended + weight * own.flatten(1, 2)
 
@@ -112,19 +117,22 @@ class Rounds:
         self.steps: list[KeysValues] = []
         self._feature_keys: FeatureKeys | None = None
 
-    def attend(self, queries: Tensor, current: KeysValues, scale: float) -> Tensor:
-        """Return the values that the next step attends to, (B, heads, S, width)."""
+    def attend(self, queries: Tensor, current: KeysValues, scale: float, sinks: Tensor | None) -> Tensor:
+        """Return the values that the next step attends to, (B, heads, S, width); `sinks` as in `round_attention`."""
         k = len(self.steps)
         self.steps.append(current)
         if k == 0:
             visible = self._visible(0, current.keys)
+            if sinks is not None:
+                feature_keys = FeatureKeys(current, queries.shape[1], visible, scale)
+                return feature_keys.attend(queries, sinks.float()[:, None].expand(queries.shape[:3]))[0]
             mask = None if visible is None else additive_mask(visible, computing_dtype(queries))
             return fused_attention(queries, *current, mask, is_causal=mask is None, scale=scale)
         if self._feature_keys is None or self.window is not None:
             visible = self._visible(k, self.steps[0].keys)
             self._feature_keys = FeatureKeys(self.steps[0], queries.shape[1], visible, scale)
         first = 1 if self.window is None else max(1, k + 1 - self.window)
-        return round_attention(self._feature_keys, self.steps[first:k])(queries, current)
+        return round_attention(self._feature_keys, self.steps[first:k], sinks)(queries, current)
 
     def _visible(self, k: int, keys: Tensor) -> Tensor | None:
         if self.window is None:
@@ -153,10 +161,20 @@ _CURRENT: ContextVar[Rounds] = ContextVar(NAME)
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _CURRENT.get().attend(query, KeysValues(key, value), scale).transpose(1, 2).contiguous(), None
+    if odd := [name for name in ("softcap", "position_bias") if others.get(name) is not None]:
+        raise InputError(f"mtp: expected attention by scaled products alone, found {odd[0]} in {type(module).__name__}")
+    attended = _CURRENT.get().attend(query, KeysValues(key, value), scale, s_aux)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attention)

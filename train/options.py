@@ -70,7 +70,7 @@ class TargetOptions(Options):
     def require_own_device(self, processes: int) -> None:
         """Require that each of several processes has its own GPU: neither one for all of them, nor all for each."""
         if processes > 1 and self.alone:
-            place = f"none, cpu or cuda with {processes} processes, each of which has its own GPU"
+            place = f"none, cpu or cuda with {processes} processes, which have a GPU each"
             raise InputError(f"target_device: expected {place}, found {self.target_device}")
 
     @property

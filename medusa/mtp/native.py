@@ -94,6 +94,8 @@ def promise(config: PretrainedConfig, layers: int, names: Iterable[str] = ()) ->
         fields["mtp_mlp_layer_types"] = ["dense" if dense else experts[-1]] * layers
     with ExitStack() as after:
         for name, value in fields.items():
+            if isinstance(getattr(type(text), name, None), property):  # the family tells the library itself
+                continue
             own = name in vars(text) or name in getattr(text, "attribute_map", {})
             after.callback(setattr, text, name, getattr(text, name)) if own else after.callback(delattr, text, name)
             setattr(text, name, value)
@@ -109,6 +111,8 @@ def make_layers(target: PreTrainedModel, layers: int, names: Iterable[str] = ())
         no_init_weights(),  # or it would begin the target's embeddings and head anew, which it takes for its own
     ):
         model = MtpModel(target, layers)
+    if getattr(model.config, "index_topk", None) is not None:
+        raise InputError(f"drafter: expected MTP layers that attend without an index, found those of {name}")
     types: Sequence[str] = getattr(model.config, "layer_types", None) or ()
     if not types:
         model.config.sliding_window = None  # the library's masks of such layers have no window

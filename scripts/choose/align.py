@@ -147,7 +147,7 @@ def _measuring(config: AlignConfig, trained: TrainedDrafter, prompts: Path, outp
 
 
 def _gate(path: Path) -> dict[tuple[float, int], int]:
-    """Print the verdicts; return γ by temperature and batch size of the passing settings, one of which is enough."""
+    """Print the verdicts; return γ by temperature and batch size of the passing settings; one is enough."""
     verdicts = parse_json(path.read_text(encoding="utf-8"))["recommendation"]["settings"]
     passed = {(row["temperature"], row["batch_size"]): row["draft_length"] for row in verdicts if row["go"]}
     print()

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
-from pipelines import Sizes, eagle_configured, furthest, history, measured_on_what_it_learns, weights
+from pipelines import eagle_configured, furthest, history, measured_on_what_it_learns, weights
 from safetensors.torch import load_file
 from torch import Tensor
-from training_steps import assert_same, batch_of, some_samples
+from training_steps import assert_autocast_rounds, assert_logits_in_chunks, assert_same, batch_of, some_samples
 
 from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.errors import InputError
@@ -21,7 +21,6 @@ from draftsmith.medusa.eagle.unrolled import unroll
 from draftsmith.train import launch
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.packing import pack
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.positions import IGNORED
 
 T = 0.8
@@ -132,22 +131,12 @@ def test_a_text_too_short_for_any_step_is_no_loss(pipeline, tmp_path, untrained,
 
 def test_autocast_rounds_and_no_more(pipeline, tmp_path, untrained):
     trainer = untrained(eagle_configured(pipeline, tmp_path, temperature=T))
-    batch = batch_of(trainer, some_samples(pipeline))
-    whole = trainer.compute_loss(trainer.heads, batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = trainer.compute_loss(trainer.heads, batch)
-    assert half.item() == pytest.approx(whole.item(), rel=0.02) and half.item() != whole.item()
+    assert_autocast_rounds(trainer, some_samples(pipeline))
 
 
 def test_steps_times_tokens_times_vocabulary_is_never_held(pipeline, tmp_path, untrained):
     trainer = untrained(eagle_configured(pipeline, tmp_path))
-    vocab = len(trainer.processing_class)
-    trainer.sizes = ChunkSizes(8 * vocab, 4 * vocab)
-    batch = batch_of(trainer, some_samples(pipeline))
-    with Sizes(vocab, 32) as sizes:
-        trainer.compute_loss(trainer.heads, batch).backward()
-        trainer.prediction_step(trainer.heads, batch, False)
-    assert sizes.most == 8 * vocab
+    assert_logits_in_chunks(trainer, some_samples(pipeline))
 
 
 def test_the_split_of_a_batch_changes_nothing(pipeline, tmp_path):

@@ -22,6 +22,7 @@ TARGETS = {
     "several layers with a window": ("qwen2-window", 3, "deepseek", "num_nextn_predict_layers"),
     "experts": ("deepseek-v3", 1, "deepseek", "num_nextn_predict_layers"),
     "several layers of experts": ("deepseek-v3", 2, "deepseek", "num_nextn_predict_layers"),
+    "sinks and windows": ("gpt-oss", 1, "qwen", "num_mtp_layers"),
     "states": ("qwen3-5", 1, "qwen", "mtp_num_hidden_layers"),
 }
 

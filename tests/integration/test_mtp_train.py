@@ -9,12 +9,12 @@ import torch
 from conftest import tiny_llama
 from families import tiny_model
 from native_layers import deepseek_names, qwen_names, save_with_mtp
-from pipelines import Sizes, furthest, history, measured_on_what_it_learns, mtp_configured
+from pipelines import furthest, history, measured_on_what_it_learns, mtp_configured
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from specimens import mtp
 from torch import Tensor
-from training_steps import assert_same, batch_of, some_samples
+from training_steps import assert_autocast_rounds, assert_logits_in_chunks, assert_same, batch_of, some_samples
 from transformers.cache_utils import MtpCache
 
 from draftsmith.decode.errors import InputError
@@ -28,7 +28,6 @@ from draftsmith.train import launch
 from draftsmith.train.checkpoint import is_mtp
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.packing import pack
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_config
 from draftsmith.train.runs import save_model
@@ -41,6 +40,7 @@ SHIPPED = {
     "several layers with a window": ("qwen2-window", 2, "deepseek", "num_nextn_predict_layers"),
     "experts": ("deepseek-v3", 1, "deepseek", "num_nextn_predict_layers"),
     "states": ("qwen3-5", 1, "qwen", "mtp_num_hidden_layers"),
+    "sinks and windows": ("gpt-oss", 1, "qwen", "num_mtp_layers"),
 }
 
 
@@ -152,22 +152,12 @@ def test_packed_rows_are_the_same_samples(pipeline, shipping, tmp_path, untraine
 
 def test_autocast_rounds_and_no_more(pipeline, tmp_path, untrained):
     trainer = untrained(mtp_configured(pipeline, tmp_path, temperature=T))
-    batch = batch_of(trainer, some_samples(pipeline))
-    whole = trainer.compute_loss(trainer.heads, batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = trainer.compute_loss(trainer.heads, batch)
-    assert half.item() == pytest.approx(whole.item(), rel=0.02) and half.item() != whole.item()
+    assert_autocast_rounds(trainer, some_samples(pipeline))
 
 
 def test_steps_times_tokens_times_vocabulary_is_never_held(pipeline, tmp_path, untrained):
     trainer = untrained(mtp_configured(pipeline, tmp_path))
-    vocab = len(trainer.processing_class)
-    trainer.sizes = ChunkSizes(8 * vocab, 4 * vocab)
-    batch = batch_of(trainer, some_samples(pipeline))
-    with Sizes(vocab, 32) as sizes:
-        trainer.compute_loss(trainer.heads, batch).backward()
-        trainer.prediction_step(trainer.heads, batch, False)
-    assert sizes.most == 8 * vocab
+    assert_logits_in_chunks(trainer, some_samples(pipeline))
 
 
 def test_a_text_too_short_for_any_step_is_no_loss(pipeline, tmp_path, untrained):

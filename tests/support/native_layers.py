@@ -31,7 +31,9 @@ def deepseek_names(layers: int) -> Any:
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors with an entry for each expert's map, as checkpoints have them."""
+    """Return tensors with an entry for each expert's map, as checkpoints have them; gpt-oss's have them joined."""
+    if any(name.endswith("gate_up_proj_bias") for name in tensors):
+        return tensors
     split = {}
     for name, tensor in tensors.items():
         if not name.endswith((".gate_up_proj", ".down_proj")) or tensor.ndim != 3:

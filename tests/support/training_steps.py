@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pipelines import Sizes
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from draftsmith.train.cli import run
 from draftsmith.train.data.examples import training_examples
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 
 
 def some_samples(pipeline: Path) -> list[dict]:
@@ -33,6 +36,25 @@ def assert_same(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> No
         expected_own = torch.zeros_like(parameter) if gradient is None else gradient
         assert (own - expected_own).abs().max() < 1e-5 * largest
         parameter.grad = None
+
+
+def assert_autocast_rounds(trainer: Any, samples: list[dict]) -> None:
+    """Autocast changes the loss of heads by its rounding and no more."""
+    batch = batch_of(trainer, samples)
+    whole = trainer.compute_loss(trainer.heads, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = trainer.compute_loss(trainer.heads, batch)
+    assert half.item() == pytest.approx(whole.item(), rel=0.02) and half.item() != whole.item()
+
+
+def assert_logits_in_chunks(trainer: Any, samples: list[dict]) -> None:
+    """Neither a step nor an evaluation of heads 32 wide holds more logits than a chunk of 8 positions."""
+    vocab, batch = len(trainer.processing_class), batch_of(trainer, samples)
+    trainer.sizes = ChunkSizes(8 * vocab, 4 * vocab)
+    with Sizes(vocab, 32) as sizes:
+        trainer.compute_loss(trainer.heads, batch).backward()
+        trainer.prediction_step(trainer.heads, batch, False)
+    assert sizes.most == 8 * vocab
 
 
 class Killed(Exception):

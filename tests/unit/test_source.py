@@ -22,10 +22,10 @@ BUDGET = {
     "decode": 13_574,
     "train": 14_876,
     "distill": 2_885,
-    "medusa": 9_886,
+    "medusa": 9_908,
     "scripts": 18_810,
     "benchmarks": 2_760,
-    "tests": 52_983,
+    "tests": 53_017,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

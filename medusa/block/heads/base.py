@@ -7,6 +7,7 @@ remembers of the tokens is a state for each node of a draft.
 Shape suffixes: K guesses of a block, the first J of them with tokens before, H hidden, R side.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -44,7 +45,7 @@ class BlockHead(nn.Module):
         return cls.new_fields(config, width)
 
 
-class SideHead(BlockHead):
+class SideHead(BlockHead, ABC):
     """A head that adds logits: a side state for each guess, and the map from it."""
 
     out: nn.Linear
@@ -54,9 +55,9 @@ class SideHead(BlockHead):
         """Return its state before a block's first guess, (…, *), from all guesses' states, (…, K, H)."""
         return None
 
+    @abstractmethod
     def step(self, state: Tensor | None, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a guess's side state, (…, R), and the head's next state, after the token before the guess, (…)."""
-        raise NotImplementedError
 
     def forced(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Return side states, (…, J, R), from all guesses' states, (…, K, H), and the tokens before, (…, J) int64."""

@@ -65,9 +65,9 @@ class RoutingRule:
     model: str | None = None
     """The requested model; * and ? stand for any characters."""
     category: list[str] = field(default_factory=list)
-    """Categories, one of which the request names: as `metadata.category` of its body, or in x-draftsmith-category."""
+    """Categories. A request names one: as `metadata.category` of its body, or in x-draftsmith-category."""
     keywords: list[str] = field(default_factory=list)
-    """Regular expressions (RE2), one of which is found in the last user turn, ignoring case."""
+    """Regular expressions (RE2). One must be found in the last user turn, ignoring case."""
     load_of: str | None = None
     """The pair whose load the following conditions read."""
     load_at_least: int | None = None

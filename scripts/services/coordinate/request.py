@@ -127,7 +127,7 @@ def _temperature(body: Mapping[str, Any]) -> float:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message's content: a string, or parts, some of which are text."""
+    """Return the text of a message's content: a string, or those of its parts that are text."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         return "\n".join(part for part in parts if isinstance(part, str))

@@ -22,7 +22,7 @@ from draftsmith.train.job.processes import end_session
 
 VARIABLE = "DRAFTSMITH_ENGINE"
 """The environment variable that names the engine's Python."""
-BESIDE = Path(".venv-engine/bin/python")
+IN_THIS_FOLDER = Path(".venv-engine/bin/python")
 """The Python that `make engine` installs."""
 ANSWER = 60.0
 """The seconds that a Python may take to answer whether it has vllm."""
@@ -98,8 +98,8 @@ def engine_python(path: str | None = None) -> Path:
         if not _has_vllm(python):
             raise InputError(f"{field}: expected a Python that has vllm, found none at {name}")
         return python
-    if _has_vllm(BESIDE.absolute()):
-        return BESIDE.absolute()
+    if _has_vllm(IN_THIS_FOLDER.absolute()):
+        return IN_THIS_FOLDER.absolute()
     if importlib.util.find_spec("vllm") is not None:
         return Path(sys.executable)
     remedy = f"name one by --engine or {VARIABLE}, or install one with `make engine`"

@@ -188,3 +188,34 @@ def test_layers_without_types_in_the_config_are_known_by_their_names(tmp_path):
     assert heads.config.layer_types == ["sliding_attention"]
     assert all(torch.equal(part, written.state_dict()[name]) for name, part in heads.state_dict().items())
     assert diagnosed(tmp_path)[1].text.startswith("1 MTP layer, ")
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("deepseek-v32", r"^drafter: expected MTP layers that attend without an index, found those of DeepseekV32"),
+        ("inkling", r"^drafter: expected "),
+        ("gemma2", r"^mtp: expected attention by scaled products alone, found softcap in Gemma2Attention$"),
+    ],
+)
+def test_layers_that_cannot_be_unrolled_are_refused_in_one_line(family, said):
+    target = tiny_model(family)
+    with pytest.raises(InputError, match=said) as error:
+        heads, ids = MtpHeads.of_target(target), torch.arange(2, 9)[None]
+        states = target(ids, output_hidden_states=True).hidden_states[-1]
+        heads.unroll(heads.embed(ids), states, torch.arange(7)[None], 1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-5"])
+def test_scaled_layers_scale_their_logits_alone(family):
+    """Also of families whose norms add 1 to their weight; the next step sees no difference, and the target none."""
+    target = tiny_model(family)
+    heads, ids = MtpHeads.of_target(target), torch.arange(2, 9)[None]
+    states = target(ids, output_hidden_states=True).hidden_states[-1]
+    found = []
+    for _ in range(2):
+        found.append(heads.unroll(heads.embed(ids), states, torch.arange(7)[None], 3))
+        heads.scale(0.5)
+    for before, after in zip(*found, strict=True):
+        torch.testing.assert_close(after, before / 2, atol=1e-4, rtol=1e-4)
