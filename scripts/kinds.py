@@ -109,8 +109,12 @@ def drafter_specs(texts: Sequence[str], draft_lengths: Sequence[int] = (4,), **f
     for kind in KINDS:
         indices = [index for index, (name, other, _) in enumerate(drafters) if name is None and other is kind]
         taken = {STOCK, *(other.name for other in KINDS), *filter(None, names)} - {kind.name}
-        paths = [str(drafters[index][2]) for index in indices]
-        for index, short in zip(indices, short_names(kind.name, paths, taken), strict=True):
+        stored = [index for index in indices if drafters[index][2] is not None]
+        for index in set(indices) - set(stored):  # such as a target's own layers, next to trained ones
+            names[index] = kind.name
+        paths = [str(drafters[index][2]) for index in stored]
+        shorts = short_names(kind.name, paths, taken, alone=len(stored) == len(indices))
+        for index, short in zip(stored, shorts, strict=True):
             names[index] = short
     for name in names:
         if names.count(name) > 1:
@@ -119,9 +123,12 @@ def drafter_specs(texts: Sequence[str], draft_lengths: Sequence[int] = (4,), **f
     return [DrafterSpec(kind.name, path, name, draft_lengths, **fields) for name, (_, kind, path) in specs]
 
 
-def short_names(kind: str, paths: Sequence[str], taken: set[str]) -> list[str]:
-    """Return a kind's name for its only drafter, or for several the last parts of their paths that differ."""
-    if len(paths) == 1:
+def short_names(kind: str, paths: Sequence[str], taken: set[str], alone: bool = True) -> list[str]:
+    """Return a kind's name for its only drafter, or for several the last parts of their paths that differ.
+
+    The only path is not `alone` if there is a drafter of this kind without one.
+    """
+    if len(paths) == 1 and alone:
         return [kind]
     whole = [Path(os.path.abspath(path)).parts for path in paths]
     for parts in range(1, 1 + max(map(len, whole), default=0)):

@@ -23,9 +23,9 @@ BUDGET = {
     "train": 14_876,
     "distill": 2_885,
     "medusa": 9_908,
-    "scripts": 18_810,
+    "scripts": 18_817,
     "benchmarks": 2_760,
-    "tests": 53_017,
+    "tests": 53_019,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -62,6 +62,8 @@ def test_names_kinds_and_arguments(directories):
     specs = drafter_specs([draft, f"draft:{directories / 'parallel_draft'}", "prompt_lookup", f"mine={draft}"])
     both = [f"{directories.name}/draft", f"{directories.name}/parallel_draft"]  # of one kind: told apart by their paths
     assert [spec.name for spec in specs] == [*both, "prompt_lookup", "mine"]
+    own = drafter_specs(["mtp", "mtp:runs/a", "mtp:runs/b"]), drafter_specs(["mtp:runs/a", "mtp"])
+    assert [[spec.name for spec in specs] for specs in own] == [["mtp", "a", "b"], ["a", "mtp"]]
 
 
 @pytest.mark.parametrize(
