@@ -103,7 +103,7 @@ def text_seconds(
 ) -> list[float]:
     """Return the seconds of each text's rounds, without its prompt, where S drafters take turns over `rows` rows.
 
-    `sizes` are each text's rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `BatchReplay.sizes`.
+    `sizes` are each text's rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `TextReplay.sizes`.
     """
     sizes_NSK = stack_sizes(sizes, len(costs))
     prices_SK, all_SK = turn_seconds(costs, draft_lengths, sizes_NSK.shape[2] - 1), sizes_NSK.sum(0)

@@ -1,10 +1,11 @@
 """Trials of drafters: what they accept of texts that the target wrote, and files of what their rounds cost."""
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from draftsmith.decode import Proposer, Replay
@@ -84,12 +85,13 @@ def load_chains(
 
 def replay_completions(
     pair: Pair, proposers: Mapping[Key, Proposer], samples: Sequence[Mapping[str, Any]], draft_lengths: Sequence[int],
-    sampler: Sampler, max_new_tokens: int | None = None, with_sizes: Container[Key] = (),
+    sampler: Sampler, max_new_tokens: int | None = None, with_sizes: bool = False,
 ) -> dict[Key, Replay]:  # fmt: skip
-    """Replay proposers on samples of completions; warn of tokens past a drafter's positions."""
+    """Replay proposers on samples of completions, `with_sizes` of rounds; warn of tokens past their positions."""
     texts = [torch.tensor(sample["input_ids"], device=pair.target.device) for sample in samples]
     lengths = [sample["prompt_length"] for sample in samples]
     pair.warn_undrafted(lengths, list(map(len, texts)))
+    whole = [np.zeros(len(text) - n, int) for text, n in zip(texts, lengths, strict=True)] if with_sizes else []
     return replay_drafters(
-        pair.target, proposers, texts, lengths, draft_lengths, sampler, max_new_tokens, with_sizes=with_sizes
+        pair.target, proposers, texts, lengths, draft_lengths, sampler, max_new_tokens, stretches=whole
     )

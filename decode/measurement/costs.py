@@ -139,7 +139,7 @@ class CostTable:
         """Return the seconds of a batch where S drafters take turns.
 
         `sizes` holds for each row its rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1), as
-        `BatchReplay.sizes` counts them; `prompt` is as in `speculative_seconds`.
+        `TextReplay.sizes` counts them; `prompt` is as in `speculative_seconds`.
         """
         sizes_BSK = stack_sizes(sizes, len(names))
         rows, pooled_SK = len(sizes_BSK), sizes_BSK.sum(0)

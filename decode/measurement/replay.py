@@ -6,7 +6,7 @@ of drafters (`draftsmith.decode.replay.rounds` has the sums). At T=0 its counts 
 Shape suffixes: B texts, N tokens of a text, T tokens with the prompt, V vocabulary.
 """
 
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -25,7 +25,7 @@ from draftsmith.decode.measurement.authorship import Authorship, readmit_ties
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.base import DraftTask, Proposer
-from draftsmith.decode.replay.batch_replay import BatchReplay
+from draftsmith.decode.replay.batch_replay import BatchReplay, Stretches
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 
@@ -53,8 +53,23 @@ class TextReplay:
     None for trees, or if not requested."""
     drafted: np.ndarray | None = None
     """The drafted tokens of each such round, (N,), for copies and drafters that take turns; None where always γ."""
-    sizes: dict[int, np.ndarray] = field(default_factory=dict)
-    """`BatchReplay.sizes` by draft length; empty if not requested."""
+    stretches: Stretches | None = None  # None if not requested, or not known of the drafter
+
+    @property
+    def sizes(self) -> dict[int, np.ndarray]:
+        """The expected rounds by draft length, then drafter and number of drafted tokens, (S, K + 1)."""
+        return {} if self.stretches is None else {k: x.sum(-1) for k, x in self.stretches.rounds.items()}
+
+    def within(self, labels: Sequence[int]) -> "TextReplay | None":
+        """Return the sums over stretches with these numbers, without positions; None if the text has no such token."""
+        if self.stretches is None or not len((kept := self.stretches.within(labels)).labels):
+            return None
+        counts = {}
+        for k, rounds in kept.rounds.items():
+            drafted = float((rounds.sum((0, 2)) * np.arange(rounds.shape[1])).sum())
+            started, accepted = float(rounds.sum()), float(kept.accepted[k].sum())
+            counts[k] = Ratios(started, drafted, accepted, (), (), (), num_emitted_tokens=float(kept.tokens.sum()))
+        return TextReplay(counts, float(kept.overlap.sum()), int(kept.contexts.sum()), (), stretches=kept)
 
 
 @dataclass(frozen=True)
@@ -173,9 +188,12 @@ def replay_drafters(
     max_new_tokens: int | None = None,
     allow_biased: bool = False,
     rounds_of: int | None = None,
-    with_sizes: Container[Key] = (),
+    stretches: Sequence[np.ndarray] = (),
 ) -> dict[Key, Replay]:
-    """Replay several drafters with one forward of the target; keep `rounds` for γ = `rounds_of`, and some `sizes`."""
+    """Replay several drafters with one forward of the target; keep `rounds` for γ = `rounds_of`.
+
+    `stretches` number the stretch of each token of each text, (N,), over which `TextReplay.stretches` sums.
+    """
     texts = _checked_texts(target, sequences, prompt_lengths, max_new_tokens)
     if not texts or min(draft_lengths, default=0) < 1:
         raise InputError(
@@ -186,7 +204,7 @@ def replay_drafters(
             raise InputError(refusal)
     state = PartialState()
     indices = range(len(texts))[state.process_index :: state.num_processes]
-    shares = [_share(target, proposers, texts, indices, draft_lengths, sampler, allow_biased, rounds_of, with_sizes)]
+    shares = [_share(target, proposers, texts, indices, draft_lengths, sampler, allow_biased, rounds_of, stretches)]
     if state.num_processes > 1:
         shares = gather_object(shares)
     for share in shares:
@@ -219,7 +237,7 @@ def _share(
     sampler: Sampler,
     allow_biased: bool,
     rounds_of: int | None,
-    with_sizes: Container[Key],
+    stretches: Sequence[np.ndarray],
 ) -> _Share[Key]:
     """Replay the texts at these indices, in batches that fit into memory."""
     share: _Share[Key] = _Share()
@@ -238,15 +256,16 @@ def _share(
         with phase("replay", len(indices), "texts") as progress:
             for batch in _batches(texts, indices, vocab_size):
                 members = [texts[index] for index in batch]
+                labels = [stretches[index] for index in batch] if stretches else []
                 distributions = _distributions(target, members, sampler, share, allow_biased)
-                replays, computed = {}, dict[tuple[int, bool], list[TextReplay]]()
+                replays, computed = {}, dict[int, list[TextReplay]]()
                 batches = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
                 for name, replayed in batches.items():
                     # Drafters may share one replay, whose sums are then taken once.
-                    if (key := (id(replayed), name in with_sizes)) not in computed:
-                        sized = members if name in with_sizes else ()
-                        computed[key] = _text_replays(replayed, draft_lengths, rounds_of, sized)
-                    replays[name] = computed[key]
+                    if id(replayed) not in computed:
+                        sums = replayed.stretches(members, labels, draft_lengths) if labels else None
+                        computed[id(replayed)] = _text_replays(replayed, draft_lengths, rounds_of, sums)
+                    replays[name] = computed[id(replayed)]
                 for i, index in enumerate(batch):
                     share.replays[index] = {name: text_replays[i] for name, text_replays in replays.items()}
                 progress.advance(len(batch))
@@ -273,12 +292,11 @@ def _distributions(
 
 
 def _text_replays(
-    replayed: BatchReplay, draft_lengths: Sequence[int], rounds_of: int | None, sized: Sequence[WrittenText]
+    replayed: BatchReplay, draft_lengths: Sequence[int], rounds_of: int | None, stretches: Sequence[Stretches] | None
 ) -> list[TextReplay]:
-    """Return one drafter's replay of each text of a batch, with the sizes of rounds for `sized` texts."""
+    """Return one drafter's replay of each text of a batch."""
     counts = {k: replayed.counts(k) for k in draft_lengths}
     rounds = _chain_rounds(replayed, rounds_of) if rounds_of else None
-    sizes = {k: replayed.sizes(sized, k) for k in draft_lengths} if sized else {}
     return [
         TextReplay(
             {k: text_counts[i] for k, text_counts in counts.items()},
@@ -287,7 +305,7 @@ def _text_replays(
             tuple(acceptance.tolist()),
             None if rounds is None else rounds[i][0],
             None if rounds is None else rounds[i][1],
-            {k: text_sizes[i] for k, text_sizes in sizes.items() if text_sizes is not None},
+            None if stretches is None else stretches[i],
         )
         for i, (acceptance, overlap) in enumerate(zip(replayed.acceptance, replayed.overlaps, strict=True))
     ]

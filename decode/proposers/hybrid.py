@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer
 from draftsmith.decode.proposers.copied import CopiedDraft, CopyProposer, Evidence
-from draftsmith.decode.replay.batch_replay import BatchReplay, StartRounds, counts_of_rounds
+from draftsmith.decode.replay.batch_replay import BatchReplay, StartRounds, counts_of_rounds, overlap_by_start
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import ROOT, Tree
@@ -166,7 +166,7 @@ class HybridProposer(Proposer):
         overlaps = []
         for text, source_N in enumerate(sources):
             pairs = zip(replays, first_rounds, strict=True)
-            by_start = torch.stack([_overlap_by_start(replay.overlaps[text], first[text]) for replay, first in pairs])
+            by_start = torch.stack([overlap_by_start(replay.overlaps[text], first[text])[0] for replay, first in pairs])
             overlaps.append(by_start.gather(0, source_N[None])[0])
         acceptance = [start_rounds.acceptance[:, 0] for start_rounds in rounds(1)]
         hybrids[key] = BatchReplay(
@@ -232,14 +232,6 @@ def _select_rounds(source_N: Tensor, members: Sequence[StartRounds]) -> StartRou
         return torch.stack(padded)[source_N, torch.arange(len(source_N))]
 
     return StartRounds(select("acceptance"), select("widths").long())
-
-
-def _overlap_by_start(overlap: Tensor, rounds: StartRounds) -> Tensor:
-    """Return the overlap at each start, (N,), 0 where nothing is drafted: some drafters leave these starts out."""
-    drafts = rounds.widths[:, 0] > 0
-    if len(overlap) == len(drafts):
-        return overlap.double()
-    return torch.zeros(len(drafts), dtype=torch.double).masked_scatter_(drafts, overlap.double())
 
 
 def graft_copy(draft: Proposal, copied: CopiedDraft, vocab_size: int) -> Proposal:

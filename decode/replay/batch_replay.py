@@ -30,6 +30,31 @@ class StartRounds:
 
 
 @dataclass(frozen=True)
+class Stretches:
+    """Sums over L stretches of a text, such as its parts, or the lengths of context at which its tokens are."""
+
+    labels: np.ndarray  # the caller's number of each stretch, (L,), ascending
+    tokens: np.ndarray  # (L,)
+    contexts: np.ndarray  # the contexts that the overlap was summed over, (L,)
+    overlap: np.ndarray  # Σ over contexts of Σ_v min(p, q), (L,)
+    rounds: dict[int, np.ndarray]
+    """The expected rounds that start there by draft length, then drafter and drafted tokens, (S, K + 1, L)."""
+    accepted: dict[int, np.ndarray]  # the expected accepted tokens there by draft length, then drafter, (S, L)
+
+    def within(self, labels: Sequence[int]) -> "Stretches":
+        """Return the stretches with these numbers."""
+        kept = np.isin(self.labels, labels)
+        return Stretches(
+            self.labels[kept],
+            self.tokens[kept],
+            self.contexts[kept],
+            self.overlap[kept],
+            {k: rounds[..., kept] for k, rounds in self.rounds.items()},
+            {k: accepted[:, kept] for k, accepted in self.accepted.items()},
+        )
+
+
+@dataclass(frozen=True)
 class BatchReplay:
     """The acceptance of a batch's texts by one drafter, from which the counts for every draft length follow."""
 
@@ -46,22 +71,71 @@ class BatchReplay:
     sources: Sequence[Tensor] = ()
     """For each text, if drafters take turns, the index of the drafter of a round from each token, (N,)."""
 
-    def sizes(self, texts: Sequence[WrittenText], draft_length: int) -> list[np.ndarray] | None:
-        """Return each text's expected rounds by drafter and number of drafted tokens, (S, K + 1); None if not known."""
+    def stretches(
+        self, texts: Sequence[WrittenText], labels: Sequence[np.ndarray], draft_lengths: Sequence[int]
+    ) -> list[Stretches] | None:
+        """Return sums over each text's stretches: `labels` are those of its tokens, (N,); None if not known."""
         if self.rounds is None:
             return None
-        rounds = self.rounds(draft_length)
-        a_BNK = pad_sequence([start_rounds.acceptance for start_rounds in rounds], batch_first=True)
-        starts_BN = start_probabilities(a_BNK.double(), _sizes(texts)[0]).numpy()
-        sizes = []
-        for row, start_rounds in enumerate(rounds):
-            drafted_N = start_rounds.widths.sum(1).numpy()
-            source_N = self.sources[row].numpy() if self.sources else np.zeros_like(drafted_N)
-            counts = np.zeros((int(source_N.max(initial=0)) + 1, int(drafted_N.max(initial=0)) + 1))
-            # `add.at` accumulates repeated indices, which `+=` would not.
-            np.add.at(counts, (source_N, drafted_N), starts_BN[row, : len(drafted_N)])
-            sizes.append(counts)
-        return sizes
+        rounds = {k: self.rounds(k) for k in draft_lengths}
+        starts = {k: _starts(texts, of_length) for k, of_length in rounds.items()}
+        firsts, stretches = self.rounds(1), []
+        for row, overlap in enumerate(self.overlaps):
+            names, label_N = np.unique(labels[row], return_inverse=True)
+            source_N = self.sources[row].numpy() if self.sources else np.zeros_like(label_N)
+            overlap_N, in_context_N = (x.numpy() for x in overlap_by_start(overlap, firsts[row]))
+            summed = {k: _summed(of_length[row], starts[k][row], source_N, label_N) for k, of_length in rounds.items()}
+            stretches.append(
+                Stretches(
+                    names,
+                    np.bincount(label_N),
+                    np.bincount(label_N, in_context_N),
+                    np.bincount(label_N, overlap_N),
+                    {k: by_size for k, (by_size, _) in summed.items()},
+                    {k: accepted for k, (_, accepted) in summed.items()},
+                )
+            )
+        return stretches
+
+
+def overlap_by_start(overlap: Tensor, rounds: StartRounds) -> tuple[Tensor, Tensor]:
+    """Return the overlap at each start, 0 where nothing is drafted, and the mask of contexts, (N,) each.
+
+    `overlap`, (≤ N,), is in a drafter's contexts, and some drafters leave the starts out at which they draft nothing.
+    """
+    drafts_N = rounds.widths[:, 0] > 0
+    if len(overlap) == len(drafts_N):
+        return overlap.double(), torch.ones_like(drafts_N)
+    return torch.zeros(len(drafts_N), dtype=torch.double).masked_scatter_(drafts_N, overlap.double()), drafts_N
+
+
+def _starts(texts: Sequence[WrittenText], rounds: Sequence[StartRounds]) -> np.ndarray:
+    """Return the probability that a round starts at each token, (B, N)."""
+    a_BNK = pad_sequence([start_rounds.acceptance for start_rounds in rounds], batch_first=True)
+    return start_probabilities(a_BNK.double(), _sizes(texts)[0]).numpy()
+
+
+def _summed(
+    rounds: StartRounds, start_N: np.ndarray, source_N: np.ndarray, label_N: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `Stretches.rounds` and `Stretches.accepted` of one draft length."""
+    drafted_N, n, reach_N = rounds.widths.sum(1).numpy(), len(label_N), start_N[: len(label_N)]
+    by_size = _counted(reach_N, source_N, drafted_N, label_N)
+    accepted = np.zeros((len(by_size), by_size.shape[-1]))
+    # Where the text has no room the table may hold an acceptance, but nothing is drafted.
+    a_NK = rounds.acceptance.where(rounds.widths > 0, 0.0).double().numpy()
+    for offset in range(min(n, a_NK.shape[1])):
+        # The token at `offset` belongs to its own stretch, which need not be that of the round's start.
+        reach_N = reach_N[: n - offset] * a_NK[: n - offset, offset]
+        found = _counted(reach_N, source_N[: n - offset], label_N[offset:])
+        accepted[: len(found), : found.shape[1]] += found
+    return by_size, accepted
+
+
+def _counted(weights_N: np.ndarray, *indices_N: np.ndarray) -> np.ndarray:
+    """Return the weights summed at each combination of indices, an axis for each."""
+    shape = tuple(int(index_N.max()) + 1 for index_N in indices_N)
+    return np.bincount(np.ravel_multi_index(indices_N, shape), weights_N, int(np.prod(shape))).reshape(shape)
 
 
 def replay_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor], overlaps: list[Tensor]) -> BatchReplay:

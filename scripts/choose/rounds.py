@@ -62,7 +62,7 @@ class ReplayedRounds:
 
     tokens: list[Count]  # of each text
     sizes: dict[str, dict[Size, list[list[list[Amount]]]]]
-    """`Way.drafters` → γ → for each text its rounds by drafter and number of drafted tokens: `BatchReplay.sizes`."""
+    """`Way.drafters` → γ → for each text its rounds by drafter and number of drafted tokens: `TextReplay.sizes`."""
 
     def ways(self) -> list[Way]:
         """Return all ways that were replayed."""
@@ -120,7 +120,9 @@ def replay_candidates(
     for temperature in config.temperature:
         samples = list(load_completions(heldout[temperature]).sort("id"))
         sampler = config.at(temperature).sampler()
-        replays = replay_completions(pair, ways, samples, draft_lengths, sampler, config.max_new_tokens, ways)
+        replays = replay_completions(
+            pair, ways, samples, draft_lengths, sampler, config.max_new_tokens, with_sizes=True
+        )
         tokens = [len(sample["input_ids"]) - sample["prompt_length"] for sample in samples]
         for (name, drafters_of), replay in replays.items():
             replayed_texts = results[name].setdefault(f"{temperature:g}", ReplayedRounds(tokens, {}))

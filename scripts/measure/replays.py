@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from draftsmith.decode import Proposer, Replay, Tree
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.measurement.replay import replay_drafters
@@ -29,9 +31,9 @@ def replay_all(
         if isinstance(drafter.proposer, TreeProposer) and (drafter.name, PROBABILISTIC) not in proposers:
             proposers[drafter.name, None] = drafter.proposer.with_tree(Tree.chain(1))
     texts = measured.sequences(temperature), measured.prompt_lengths
-    with_sizes = {key for key in proposers if measured.drafter(key[0]).members}
     most = measured.config.max_new_tokens
-    replays = replay_drafters(pair.target, proposers, *texts, draft_lengths, sampler, most, with_sizes=with_sizes)
+    whole = [np.zeros(len(text), int) for text in measured.texts[temperature]]
+    replays = replay_drafters(pair.target, proposers, *texts, draft_lengths, sampler, most, stretches=whole)
     return (
         {(name, verifier): replay for (name, verifier), replay in replays.items() if verifier is not None},
         {name: replay for (name, verifier), replay in replays.items() if verifier is None},

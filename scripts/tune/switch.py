@@ -11,6 +11,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -159,11 +160,11 @@ def _priced(
     sampler, lengths = config.sampler(), list(config.draft_length)
     if _has_tree(pair.drafter):
         lengths = sorted({*lengths, *pair.drafter.draft_lengths})
+    sizes = [len(text) - len(prompt) for text, prompt in zip(texts, ids, strict=True)]
     replays = replay_drafters(
         pair.target, methods, texts, [len(prompt) for prompt in ids], lengths, sampler, config.max_new_tokens,
-        with_sizes=methods,
+        stretches=[np.zeros(size, int) for size in sizes],
     )  # fmt: skip
-    sizes = [len(text) - len(prompt) for text, prompt in zip(texts, ids, strict=True)]
     prompt = max(1, round(sum(map(len, ids)) / len(ids)))
     (costs,) = measure_costs(
         pair.target,

@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 13_574,
+    "decode": 13_658,
     "train": 14_876,
     "distill": 2_885,
     "medusa": 9_908,
-    "scripts": 18_817,
+    "scripts": 18_824,
     "benchmarks": 2_760,
-    "tests": 53_019,
+    "tests": 53_077,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

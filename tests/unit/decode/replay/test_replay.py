@@ -1,8 +1,10 @@
 """Replay against enumeration, closed forms, and the decoder itself, count for count."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
@@ -20,7 +22,10 @@ from draftsmith.decode import (
     replay_acceptance,
     speculative_generate,
 )
+from draftsmith.decode.measurement.replay import TextReplay
+from draftsmith.decode.replay.batch_replay import replay_by_position
 from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_counts, expected_rounds, overlap
+from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
@@ -127,6 +132,37 @@ def test_expected_counts_are_the_sums_over_all_patterns(limit, draft_length):
     assert found.num_accepted_tokens == pytest.approx(sum(total["accepted"]))
     assert found.num_draft_tokens == pytest.approx(sum(total["drafted"]))
     assert found.num_drafts == pytest.approx(enumerated(a, draft_length))
+
+
+def test_sums_over_stretches_are_those_over_all_patterns():
+    """Two drafters that take turns on a text of three stretches, one in two pieces and one of a single token."""
+    a, k, n = random_a(7, 0), 3, 7
+    sources, labels = [0, 0, 1, 1, 0, 1, 0], [5, 5, 2, 2, 9, 2, 5]
+    rounds, taken = torch.zeros(2, n).double(), torch.zeros(2, n).double()
+    for accepted in product((0, 1), repeat=n):
+        mass = math.prod(float(x) if kept else 1 - float(x) for x, kept in zip(a, accepted, strict=True))
+        at = 0
+        while at < n:
+            block = accepted[at : at + k]
+            length = block.index(0) if 0 in block else len(block)
+            rounds[sources[at], at] += mass
+            taken[sources[at], at : at + length] += mass
+            at += length + 1
+    text = WrittenText(torch.arange(n + 2), 2, 20)
+    chain = replay_by_position([text], [a], [a])
+    [found] = replace(chain, sources=[torch.tensor(sources)]).stretches([text], [np.array(labels)], [k])
+    of = torch.tensor([[label == wanted for label in labels] for wanted in (2, 5, 9)]).double()
+    assert (found.labels.tolist(), found.tokens.tolist(), found.contexts.tolist()) == ([2, 5, 9], [3, 3, 1], [3, 3, 1])
+    assert found.overlap.tolist() == pytest.approx((of @ a).tolist())
+    assert found.rounds[k].shape == (2, k + 1, 3)  # the text ends far from its limit, so all rounds draft γ tokens
+    assert found.rounds[k][:, k].ravel().tolist() == pytest.approx((rounds @ of.T).ravel().tolist())
+    assert found.accepted[k].ravel().tolist() == pytest.approx((taken @ of.T).ravel().tolist())
+    # All stretches together are the text.
+    whole = TextReplay({}, 0.0, 0, (), stretches=found).within([2, 5, 9])
+    [counts] = chain.counts(k)
+    for name in ("num_drafts", "num_accepted_tokens", "num_emitted_tokens"):
+        assert getattr(whole.counts[k], name) == pytest.approx(getattr(counts, name)), name
+    assert TextReplay({}, 0.0, 0, (), stretches=found).within([3]) is None
 
 
 def test_acceptance_probability_is_q_over_p_of_the_token_that_stands():

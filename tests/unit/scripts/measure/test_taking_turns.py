@@ -11,6 +11,7 @@ from draftsmith.decode import Counts, DraftModelProposer, HybridProposer, Prompt
 from draftsmith.decode.measurement.costs import DraftCosts
 from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.decode.measurement.replay import Replay, TextReplay
+from draftsmith.decode.replay.batch_replay import Stretches
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
@@ -53,7 +54,9 @@ def hybrid(last, **options) -> Drafter:
 def text(tokens: int, sizes: np.ndarray) -> TextReplay:
     drafted = sum(n * float(column.sum()) for n, column in enumerate(sizes.T))
     rounds = replace(Counts(), num_drafts=float(sizes.sum()), num_draft_tokens=drafted, num_emitted_tokens=tokens)
-    return TextReplay({GAMMA: rounds}, 0.0, tokens, (0.0,) * tokens, sizes={GAMMA: sizes})
+    ones = np.ones(1)
+    whole = Stretches(0 * ones, tokens * ones, tokens * ones, 0 * ones, {GAMMA: sizes[..., None]}, {})
+    return TextReplay({GAMMA: rounds}, 0.0, tokens, (0.0,) * tokens, stretches=whole)
 
 
 @pytest.fixture(scope="module")
