@@ -30,12 +30,15 @@ class LocalHandler(BaseHTTPRequestHandler):
 
 
 @asynccontextmanager
-async def answering(body: bytes, status: str = "200 OK") -> AsyncIterator[str]:
-    """Give the URL of a server that answers every request so."""
+async def answering(body: bytes | list[bytes], status: str = "200 OK") -> AsyncIterator[str]:
+    """Give the URL of a server that answers every request so; a list of bytes comes in these pieces."""
+    chunks = None if isinstance(body, bytes) else [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in [*body, b""]]
+    kind = "" if chunks is None else "Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+    content = body if isinstance(body, bytes) else b"".join(chunks or ())
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode() + body)
+        writer.write(f"HTTP/1.1 {status}\r\n{kind}Connection: close\r\n\r\n".encode() + content)
         await writer.drain()
         writer.close()
 

@@ -44,6 +44,7 @@ class Delta(ServerMessage):
     content: Annotated[str | None, BeforeValidator(_joined)] = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same in newer versions of vLLM
+    tool_calls: list[Any] | None = None
 
     @property
     def text(self) -> str:

@@ -69,10 +69,11 @@ class ServedCompletion:
             self.prompt_ids = part.prompt_token_ids or self.prompt_ids or choice.prompt_token_ids
             if ids is not None:
                 self.token_ids = [*(self.token_ids or []), *ids]
-            if ids or text:
+            if ids or text or delta.tool_calls:  # a call's arguments are tokens, too
                 self.arrivals.append((now, len(ids or [])))
             self.finish_reason = choice.finish_reason or self.finish_reason
-            self.stop_id = _id(choice.matched_stop if choice.stop_reason is None else choice.stop_reason)
+            stop = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
+            self.stop_id = self.stop_id if stop is None else _id(stop)
         if part.usage is not None:
             usage = part.usage
             self.prompt_tokens = self.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.decode.validation import ServerMessage, parse, parse_json
+from draftsmith.decode.validation import ServerMessage, parse_answer, parse_json
 from draftsmith.scripts.services.coordinate.config import Log
 from draftsmith.scripts.services.coordinate.patterns import Pattern
 
@@ -107,12 +107,14 @@ def unstreamed_answer(content: bytes, streamed: bool) -> dict[str, Any] | None:
     usage: Any = None
     for line in lines[:-1]:
         part = _checked(_Part, line)
-        if "error" in part:
+        if part.get("error") is not None:
             return None
         usage = part.get("usage") or usage
         for choice in part.get("choices") or []:
             _add(choices.setdefault(choice.get("index", 0), {}), choice)
-    return {"choices": [{"index": i, **choice} for i, choice in sorted(choices.items())], "usage": usage}
+    whole = {"choices": [{"index": i, **choice} for i, choice in sorted(choices.items())], "usage": usage}
+    # Written and read again, the halves of a character that was cut between two parts are one character.
+    return dict(parse_json(json.dumps(whole)))
 
 
 def record(
@@ -180,7 +182,7 @@ class LogWriter:
 def _checked(kind: type[ServerMessage], text: str) -> dict[str, Any]:
     """Return an answer or a part of one as JSON, checked against a model of it."""
     try:
-        parse(kind, text, "answer")
+        parse_answer(kind, text, "answer")
         return dict(parse_json(text))
     except (InputError, ValueError) as error:
         raise InputError(str(error).partition(", found")[0]) from None  # the rest may quote a user's text
@@ -209,7 +211,8 @@ def _add_call(calls: list[dict[str, Any]], part: Mapping[str, Any]) -> None:
     if whole is None:
         whole = {"index": part.get("index"), "function": {}}
         calls.append(whole)
-    whole |= {name: value for name, value in part.items() if name not in ("index", "function")}
+    known = {name: value for name, value in part.items() if value is not None}  # SGLang's later parts have a null id
+    whole |= {name: value for name, value in known.items() if name not in ("index", "function")}
     for name, text in (part.get("function") or {}).items():
         whole["function"][name] = whole["function"].get(name, "") + (text or "")
 
