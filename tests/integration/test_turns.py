@@ -7,6 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from draftsmith.decode.errors import InputError
@@ -110,6 +112,61 @@ def test_a_turn_that_no_longer_fits_is_left_out_and_counted(config, tmp_path):
     assert [prompt.id for prompt in prompts] == ["1.1", "2.1", "2.2"]
     cut = prepare(replace(config, max_prompt_tokens=40, output=str(tmp_path / "cut")))
     assert cut.left_out == [] and cut.written == 5
+
+
+def speed_bench(tmp_path, name: str, rows: list[dict]) -> str:
+    """Write rows as SPEED-Bench's scripts do: as JSON lines of messages, or as Parquet with `turns`."""
+    unread = {"sub_category": None, "source": "x", "src_id": "7", "difficulty": None, "multiturn": True}
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([row | unread for row in rows]), path)
+        return str(path)
+    spoken = [row | {"messages": [{"role": "user", "content": turn} for turn in row["turns"]]} for row in rows]
+    lines = [json.dumps({k: v for k, v in (row | unread).items() if k != "turns"}) for row in spoken]
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+ROWS = [
+    {"question_id": "a" * 32, "category": "coding", "turns": ["def f(x):", "return x", "import os"]},
+    {"question_id": "b" * 32, "category": "roleplay", "turns": ["class A:"]},
+]
+
+
+@pytest.mark.parametrize("name", ["qualitative.jsonl", "test.parquet"])
+@pytest.mark.parametrize("config", [True], indirect=True)
+def test_speed_bench_is_read_as_its_scripts_write_it(config, name, tmp_path):
+    path = speed_bench(tmp_path, name, ROWS)
+    first, other = read_prompts(path)
+    assert (first.id, first.category) == ("a" * 32, "coding")
+    assert first.messages == [{"role": "user", "content": "def f(x):"}]
+    assert other.messages == [{"role": "user", "content": "class A:"}]
+    summary = prepare(replace(config, prompts=path))
+    assert summary.written == 4
+    prompts = read_prompts(str(tmp_path / "out/prompts.jsonl"))
+    assert [prompt.id for prompt in prompts] == ["a" * 32 + ".1", "b" * 32 + ".1", "a" * 32 + ".2", "a" * 32 + ".3"]
+    assert [prompt.category for prompt in prompts] == ["coding", "roleplay", "coding", "coding"]
+    spoken = [[message["role"] for message in prompt.messages] for prompt in prompts]
+    assert spoken[0] == ["user"] and spoken[3] == ["user", "assistant", "user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("name", ["qualitative.jsonl", "test.parquet"])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_questions_that_were_not_fetched_are_refused_by_file_row_and_turn(name, turn, tmp_path):
+    unfetched = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nTranslate {question}"
+    turns = ["Who?"] * turn + [unfetched]
+    path = speed_bench(tmp_path, name, [*ROWS, {"question_id": "c" * 32, "category": "qa", "turns": turns}])
+    place = ":3" if name.endswith("jsonl") else ": row 3"
+    with pytest.raises(InputError, match=rf"^{path}{place}: turns\[{turn}\]: expected a question, found SPEED-Bench's"):
+        read_prompts(path)
+
+
+def test_questions_in_a_row_of_a_conversation_stay_one_prompt(tmp_path):
+    """Only SPEED-Bench's records, which have a `question_id`, have turns there; a server saw these together."""
+    asked = [{"role": "user", "content": "A text."}, {"role": "user", "content": "Who wrote it?"}]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"id": 1, "messages": asked}) + "\n")
+    (prompt,) = read_prompts(str(tmp_path / "p.jsonl"), later=True)
+    assert prompt.messages == asked and prompt.later == ()
 
 
 @pytest.mark.slow

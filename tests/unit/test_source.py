@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_658,
-    "train": 14_877,
+    "train": 14_899,
     "distill": 2_885,
     "medusa": 9_908,
     "scripts": 18_827,
     "benchmarks": 2_760,
-    "tests": 53_456,
+    "tests": 53_513,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -7,6 +7,7 @@ A record is recognised by its field; if it has several, the first of these count
 * `conversations`: ShareGPT, a list of `{"from": …, "value": …}`;
 * `turns`: the user's turns in Spec-Bench, MT-Bench, SPEED-Bench and DeepSpec. The first is the prompt. `prepare` can
   ask the later ones, each after the target's answers to those before; the id of such a turn ends in its number, `81.2`.
+  SPEED-Bench's own script writes them as `messages`, of the user alone, of a record with a `question_id`.
 
 A line of a request log, as `train/endpoint/request_logs.py` knows them, is a conversation and its answer.
 
@@ -47,6 +48,8 @@ UNREAD = {
     **dict.fromkeys(MEDIA, "text alone"),
 }
 """Fields that change how a server renders a conversation or show more than text, and what is expected instead."""
+UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""The beginning of turns of SPEED-Bench whose texts may not be given away; its script fetches them."""
 ALL_TURNS = "prompts.jsonl"  # the file of all turns, each after the answers before it, as prompts for other commands
 
 AnswersMode = Literal["dropped", "kept", "required"]
@@ -255,8 +258,27 @@ def answer_texts(
 
 def _unlogged(record: Any, where: str, answers: AnswersMode) -> Any:
     if not is_logged(record):
-        return record
+        return _with_turns(record, where)
     return conversation(record, where, answers == "required" or (answers == "kept" and has_answer(record)))
+
+
+def _with_turns(record: Any, where: str) -> Any:
+    """Return a record of SPEED-Bench with its `turns`, or any other as it is; refuse turns that were not fetched."""
+    if not isinstance(record, dict):
+        return record
+    turns, messages = record.get("turns"), record.get("messages")
+    if turns is None and isinstance(messages, list) and record.get("question_id") is not None:
+        asked = [m for m in messages if isinstance(m, dict) and m.keys() == {"role", "content"} and m["role"] == "user"]
+        turns = [message["content"] for message in asked]
+        if 1 < len(asked) == len(messages):
+            record = {name: value for name, value in record.items() if name != "messages"} | {"turns": turns}
+    for n, turn in enumerate(turns if isinstance(turns, list) else []):
+        if isinstance(turn, str) and turn.startswith(UNFETCHED):
+            raise InputError(
+                f"{where}: turns[{n}]: expected a question, found SPEED-Bench's placeholder for one: run the script of "
+                "the data set, which fetches the texts, and read the file that it writes"
+            )
+    return record
 
 
 def _record_id(record: Any, where: str) -> str | None:
