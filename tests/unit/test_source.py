@@ -23,9 +23,9 @@ BUDGET = {
     "train": 14_899,
     "distill": 2_885,
     "medusa": 9_908,
-    "scripts": 18_827,
+    "scripts": 18_919,
     "benchmarks": 2_760,
-    "tests": 53_513,
+    "tests": 53_594,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -53,24 +53,26 @@ class Names:
         if servers is not None and servers != clients:
             spelled = {json.dumps(servers, ensure_ascii=ascii).encode("utf-8", "replace") for ascii in (True, False)}
             self._pattern = re.compile(rb'("model"\s*:\s*)(?:' + b"|".join(map(re.escape, spelled)) + b")")
-        self._clients, self._rest = json.dumps(clients).encode(), b""
+        self._clients, self._rest = json.dumps(clients).encode(), bytearray()
 
     def whole(self, content: bytes) -> bytes:
         """Return a whole answer, or whole lines of one, with the names replaced."""
         return content if self._pattern is None else self._pattern.sub(lambda m: m[1] + self._clients, content)
 
     def part(self, content: bytes) -> bytes:
-        """Return the lines that are complete so far; the start of an incomplete one waits."""
+        """Return the lines that are complete so far; the start of an incomplete one waits, up to `MOST_BYTES`."""
         if self._pattern is None:
             return content
-        lines, end, rest = (self._rest + content).rpartition(b"\n")
-        self._rest = rest
-        return self.whole(lines + end)
+        self._rest += content
+        if b"\n" not in content:  # joined once, not at each byte of a line that comes byte by byte
+            return self.end() if len(self._rest) > MOST_BYTES else b""
+        lines, end, self._rest = self._rest.rpartition(b"\n")
+        return self.whole(bytes(lines + end))
 
     def end(self) -> bytes:
         """Return the incomplete last line."""
-        rest, self._rest = self._rest, b""
-        return self.whole(rest)
+        rest, self._rest = self._rest, bytearray()
+        return self.whole(bytes(rest))
 
 
 class Dispatch(Protocol):

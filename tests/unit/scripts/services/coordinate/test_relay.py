@@ -9,10 +9,11 @@ import pytest
 from local_server import answering
 
 from draftsmith.decode.errors import InputError
+from draftsmith.scripts.services.coordinate import relay
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, RoutingRule, ServedPair
 from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
-from draftsmith.scripts.services.coordinate.relay import LeaseOutcome, Relay
+from draftsmith.scripts.services.coordinate.relay import LeaseOutcome, Names, Relay
 from draftsmith.scripts.services.coordinate.request import TEXT, Keywords, read_request
 from draftsmith.scripts.services.coordinate.routing import Facts, Router
 from draftsmith.scripts.services.coordinate.watch import AWAY, ReplicaWatch, answers
@@ -74,6 +75,14 @@ def test_a_request_that_always_brings_a_500_does_not_shut_the_only_server():
     assert {message["body"] for message in sent[1::2]} == {WORDS}
     assert not any(outcome.failed for outcome in outcomes) and broken == [False]
     assert [outcome.status for outcome in outcomes if outcome.status] == [500] * 5
+
+
+def test_a_line_without_end_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(relay, "MOST_BYTES", 100)
+    names = Names("m", "mine")
+    assert names.part(b'data: {"model"') == b"" and names.part(b': "m"}\r\nda') == b'data: {"model": "mine"}\r\n'
+    assert names.part(b"x" * 99) == b"da" + b"x" * 99
+    assert names.part(b"y") == b"" and names.end() == b"y" and names.end() == b""
 
 
 def test_a_500_counts_against_a_server_where_another_one_answers():
