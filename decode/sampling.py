@@ -225,11 +225,6 @@ def scores_of_rows(samplers: Sequence[Sampler], logits_BV: Tensor, contexts: Seq
     return torch.cat([sampler.scores(logits_1V, [context]) for sampler, logits_1V, context in rows])
 
 
-def prefixes(tokens_T: Tensor, count: int) -> list[Tensor]:
-    """Return the contexts of a text's last `count` positions, each one token longer, the last one (T,)."""
-    return [tokens_T[: len(tokens_T) - count + 1 + j] for j in range(count)]
-
-
 def draw(p_V: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw one token, (1,) int64, from a distribution (V,), normalised or not."""
     # Inverting the cumulative distribution takes one random number. `torch.multinomial` takes V, which was a third of

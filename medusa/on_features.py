@@ -24,8 +24,8 @@ from draftsmith.decode.proposers.draft_tree import DynamicTree, TreeProposer
 from draftsmith.decode.proposers.feeder import Feeder, ProgramBlock
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
-from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, ranks_by_start
-from draftsmith.decode.replay.texts import WrittenText, fit_positions
+from draftsmith.decode.replay.starts import LogitsOfRounds, acceptance_by_start, ranks_by_start
+from draftsmith.decode.replay.texts import AtTokens, WrittenText, fit_positions
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
@@ -50,8 +50,8 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         return type(self)(self.heads, tree)  # type: ignore[call-arg]
 
     @abstractmethod
-    def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
-        """Return the heads' logits by guess and start of a round of K = `depth` tokens, from one target forward."""
+    def logits_of(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsOfRounds:
+        """Return the heads' logits by start and guess of a round of K = `depth` tokens, from one target forward."""
 
     def ranks(
         self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
@@ -109,7 +109,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
 
     def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
         """Replay chains, and at T=0 trees of one shape; drafts are cut to the longest that the heads know."""
         target, depth, sampler = task.target, min(task.draft_length, self.longest or task.draft_length), task.sampler
@@ -119,8 +119,8 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         tree = self.shape(depth)
         if distributions is not None:
             acceptances = [
-                self._acceptance(target, text, sampler, p_NV, tree.depth)
-                for text, p_NV in zip(texts, distributions, strict=True)
+                self._acceptance(target, text, sampler, p, tree.depth)
+                for text, p in zip(texts, distributions, strict=True)
             ]
             overlaps = [common_NK[:, 0][drafted_NK[:, 0]] for _, common_NK, drafted_NK in acceptances]
             return replay_by_start(texts, [a_NK for a_NK, _, _ in acceptances], overlaps, first=1)
@@ -133,15 +133,16 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     def _ranks(
         self, target: PreTrainedModel, text: WrittenText, sampler: Sampler, most: Sequence[int], by_argmax: bool = False
     ) -> TextRanks:
-        return ranks_by_start(text, sampler, most, self.logits_at(target, text, len(most)), by_argmax)
+        logits = self.logits_of(target, text, len(most))
+        return ranks_by_start(text, sampler, most, self.heads.config.vocab_size, logits, by_argmax)
 
     @torch.inference_mode()
     def _acceptance(
-        self, target: PreTrainedModel, text: WrittenText, sampler: Sampler, p_NV: Tensor, depth: int
+        self, target: PreTrainedModel, text: WrittenText, sampler: Sampler, p: AtTokens, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a, Σ_v min(p, q) and whether a token is drafted: see `acceptance_by_start`."""
-        logits_at = self.logits_at(target, text, depth)
-        return acceptance_by_start(text, sampler, depth, logits_at, lambda first, end: p_NV[first:end], self.greedy)
+        logits, vocab_size = self.logits_of(target, text, depth), self.heads.config.vocab_size
+        return acceptance_by_start(text, sampler, depth, logits, p, vocab_size, self.greedy)
 
     def _widest(self, draft_length: int) -> int:
         """Return the largest number of siblings in a draft."""

@@ -59,32 +59,46 @@ class FeatureKeys:
             visible[..., 0] = True
             self.mask = additive_mask(visible, computing_dtype(current.keys))
 
-    def attend(self, queries: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, scores: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """Return the attended values times their weight, (B, heads, S, width), and the sink's weight, (B, heads, S, 1).
 
-        `queries` are (B, heads, S, width); `scores` are the sink's, float32, (B, heads, S).
+        `queries` are those of S rounds from the `first` on, (B, heads, S, width); `scores` are the sink's, float32,
+        (B, heads, S).
         """
         rounds, width = queries.shape[2], self.values.shape[-1] - SPARE
+        seen, mask = slice(first + rounds + 1), self._mask(first, rounds)
         scaled, dtype = scores * (1 / self.scale), computing_dtype(queries)
         coarse = scaled.detach().to(dtype)
         fine = (scaled - coarse).to(dtype)
         at_sink = nn.functional.pad(torch.stack([coarse, fine], dim=-1), (SPARE - 2, 0))
         outputs = fused_attention(
             nn.functional.pad(torch.cat([queries, at_sink], dim=-1), (0, 0, 1, 0)),
-            self.keys[:, :, : rounds + 1],
-            self.values[:, :, : rounds + 1],
-            None if self.mask is None else self.mask[..., : rounds + 1, : rounds + 1],
-            is_causal=self.mask is None,
+            self.keys[:, :, seen],
+            self.values[:, :, seen],
+            mask,
+            is_causal=mask is None,
             scale=self.scale,
         )[:, :, 1:]
         return outputs[..., :width], outputs[..., -1:]
 
+    def _mask(self, first: int, rounds: int) -> Tensor | None:
+        """Return the mask of the sink's own query and those of rounds from the `first` on; None if causal from 0."""
+        if self.mask is not None:
+            return self.mask[..., first : first + rounds + 1, : first + rounds + 1]
+        if not first:
+            return None
+        # Kernels count causal positions from the first query and the first key.
+        order = torch.arange(first + rounds + 1, device=self.keys.device)
+        return additive_mask(order <= order[first:, None], computing_dtype(self.keys))
 
-def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues], sinks: Tensor | None = None) -> Attend:
+
+def round_attention(
+    feature_keys: FeatureKeys, drafted: list[KeysValues], sinks: Tensor | None = None, first: int = 0
+) -> Attend:
     """Return the attention of step k: to the keys of step 0 up to the round's beginning, and to the round's own.
 
-    `drafted` holds the keys and values of the steps 1 … k − 1. `sinks`, (heads,), are scores of the model's own whose
-    weight goes nowhere (gpt-oss, MiMo V2).
+    `drafted` holds the keys and values of the steps 1 … k − 1, of rounds from the `first` on. `sinks`, (heads,), are
+    scores of the model's own whose weight goes nowhere (gpt-oss, MiMo V2).
     """
 
     def attend(queries: Tensor, current: KeysValues) -> Tensor:
@@ -97,7 +111,7 @@ def round_attention(feature_keys: FeatureKeys, drafted: list[KeysValues], sinks:
         if sinks is not None:
             at_sinks = sinks.float().view(grouped.shape[1:3])[..., None].expand_as(scores[:1])
             scores = torch.cat([scores, at_sinks])
-        attended, weight = feature_keys.attend(queries, scores.logsumexp(0).flatten(1, 2))
+        attended, weight = feature_keys.attend(queries, scores.logsumexp(0).flatten(1, 2), first)
         shares = scores.softmax(0)[: len(parts)].to(queries.dtype)
         own = torch.stack([share[..., None] * part.values for share, part in zip(shares, parts, strict=True)]).sum(0)
         return attended + weight * own.flatten(1, 2)

@@ -1,6 +1,6 @@
 """A test that the target wrote the replayed texts: replay of other texts is biased.
 
-Shape suffixes: N tokens of a text, V vocabulary.
+Shape suffixes: N tokens of a text, C of a chunk of it, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from torch import Tensor
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.exactness import TIE_ULPS
 from draftsmith.decode.replay.rounds import on_host
-from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
 
 FOREIGN = 6.0
@@ -35,27 +34,31 @@ class Authorship:
     def __add__(self, other: "Authorship") -> "Authorship":
         return Authorship(self.excess + other.excess, self.variance + other.variance)
 
-    def check(self, text: WrittenText, logits_NV: Tensor, scores_NV: Tensor, p_NV: Tensor | None) -> None:
-        """Add a text, with p None at T=0; raise InputError if the target cannot have written the texts so far."""
-        x, start = text.tokens.to(logits_NV.device), text.prompt_length
-        if p_NV is None:
-            deficit = scores_NV.amax(-1) - scores_NV.gather(-1, x[:, None])[:, 0]
-            tolerance = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_NV.abs().amax(-1).float()
-            self._refuse(deficit > tolerance, start, "the target's argmax")
-            return
-        wrong_N = p_NV.gather(-1, x[:, None])[:, 0] <= 0
+    def add(self, tokens_C: Tensor, logits_CV: Tensor, scores_CV: Tensor, p_CV: Tensor | None) -> Tensor:
+        """Add a chunk of a text, p None at T=0; return which tokens the target cannot have written, (C,) bool."""
+        x = tokens_C.to(logits_CV.device)
+        if p_CV is None:
+            deficit = scores_CV.amax(-1) - scores_CV.gather(-1, x[:, None])[:, 0]
+            tolerance = TIE_ULPS * torch.finfo(logits_CV.dtype).eps * logits_CV.abs().amax(-1).float()
+            return (deficit > tolerance).cpu()
+        wrong_C = p_CV.gather(-1, x[:, None])[:, 0] <= 0
         # Scores are log p plus a constant, which cancels in both figures, so that no log-softmax is needed. The clamp
         # replaces −inf, where p = 0, so that p · s is 0 there and not NaN.
-        s_NV = (scores_NV - scores_NV.amax(-1, keepdim=True)).clamp_(min=-1e3)
-        mean_N1 = (p_NV * s_NV).sum(-1, keepdim=True)
-        s_NV -= mean_N1
-        below_N = s_NV.gather(-1, x[:, None])[:, 0].double()
-        squares_N = s_NV.square_().mul_(p_NV).sum(-1).double()
-        wrong_N, below_N, squares_N = on_host(wrong_N.double(), below_N, squares_N)
-        self._refuse(wrong_N > 0, start, "a token that the target could have drawn")
-        self.excess -= float(below_N.sum())
-        self.variance += float(squares_N.sum())
-        self.judge()
+        s_CV = (scores_CV - scores_CV.amax(-1, keepdim=True)).clamp_(min=-1e3)
+        mean_C1 = (p_CV * s_CV).sum(-1, keepdim=True)
+        s_CV -= mean_C1
+        below_C = s_CV.gather(-1, x[:, None])[:, 0].double()
+        squares_C = s_CV.square_().mul_(p_CV).sum(-1).double()
+        wrong_C, below_C, squares_C = on_host(wrong_C.double(), below_C, squares_C)
+        self.excess -= float(below_C.sum())
+        self.variance += float(squares_C.sum())
+        return wrong_C > 0
+
+    def conclude(self, wrong_N: Tensor, start: int, sampled: bool) -> None:
+        """Raise InputError if some tokens of a whole text are wrong, or the texts so far cannot be the target's."""
+        self._refuse(wrong_N, start, "a token that the target could have drawn" if sampled else "the target's argmax")
+        if sampled:
+            self.judge()
 
     def judge(self) -> None:
         """Raise InputError where the surprise is not that of the target's texts."""
@@ -68,7 +71,6 @@ class Authorship:
             )
 
     def _refuse(self, wrong_N: Tensor, start: int, expected: str) -> None:
-        wrong_N = wrong_N.cpu()
         if bool(wrong_N.any()):
             index = start + int(wrong_N.int().argmax())
             raise InputError(

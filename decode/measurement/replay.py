@@ -26,17 +26,18 @@ from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.base import DraftTask, Proposer
 from draftsmith.decode.replay.batch_replay import BatchReplay, Stretches
-from draftsmith.decode.replay.texts import WrittenText, teacher_forced
-from draftsmith.decode.sampling import Sampler, prefixes
+from draftsmith.decode.replay.texts import (
+    AtTokens,
+    WrittenText,
+    chunks,
+    contexts_of,
+    keep_last,
+    teacher_forced,
+    tokens_at_a_time,
+)
+from draftsmith.decode.sampling import Sampler
 
 Key = TypeVar("Key", bound=Hashable)  # the caller's key of a drafter
-LOGITS_AT_A_TIME = 2**27
-"""The most logits of the target that are held at a time, prompts included, unless one text needs more: 512 MiB.
-
-The distributions take the same again; the drafter's logits then replace the target's. Measured in float32 with texts of
-512 tokens and a chain, replay added to the peak of the process: V = 32k, eight texts at a time, 0.5 GiB at T=0, 1.1 at
-T=1, 1.6 with top-p, which sorts; V = 128k, two at a time, 1.4 at T=1.
-"""
 
 
 @dataclass(frozen=True)
@@ -276,19 +277,43 @@ def _share(
 
 def _distributions(
     target: PreTrainedModel, texts: Sequence[WrittenText], sampler: Sampler, share: _Share[Key], allow_biased: bool
-) -> list[Tensor] | None:
-    """Return p at each text's tokens, (N, V), None at T=0; raise InputError for texts that the target did not write."""
-    distributions: list[Tensor] | None = [] if sampler.do_sample else None
-    for text, logits_NV in zip(texts, teacher_forced(target, texts), strict=True):
-        contexts = prefixes(text.sequence[:-1], len(text))
-        scores_NV, p_NV = sampler.scores(logits_NV, contexts), None
-        if distributions is not None:
-            share.ties += readmit_ties(sampler, logits_NV, scores_NV, text.tokens, contexts)
-            p_NV = scores_NV.softmax(-1)
-            distributions.append(p_NV)
+) -> list[AtTokens] | None:
+    """Return p at each text's tokens, None at T=0; raise InputError for texts that the target did not write."""
+    if allow_biased and not sampler.do_sample:
+        return None
+    vocab_size, distributions = target.config.get_text_config().vocab_size, list[AtTokens]()
+    for text, logits in zip(texts, teacher_forced(target, texts), strict=True):
+        at_tokens, wrong = _checked_distributions(text, logits, sampler, share, allow_biased)
+        for first, end in chunks(len(text), vocab_size):
+            at_tokens(first, end)
         if not allow_biased:
-            share.authorship.check(text, logits_NV, scores_NV, p_NV)
-    return distributions
+            share.authorship.conclude(torch.cat(wrong), text.prompt_length, sampler.do_sample)
+        distributions.append(at_tokens)
+    return distributions if sampler.do_sample else None
+
+
+def _checked_distributions(
+    text: WrittenText, logits: AtTokens, sampler: Sampler, share: _Share[Key], allow_biased: bool
+) -> tuple[AtTokens, list[Tensor]]:
+    """Return p at a text's tokens, and the list of tokens that cannot be the target's, which the first pass fills."""
+    seen, wrong = 0, list[Tensor]()
+
+    def at_tokens(first: int, end: int) -> Tensor:
+        nonlocal seen
+        logits_CV, contexts = logits(first, end), contexts_of(text, sampler, first, end)
+        tokens_C = text.tokens[first:end]
+        scores_CV, ties, p_CV = sampler.scores(logits_CV, contexts), 0, None
+        if sampler.do_sample:
+            ties = readmit_ties(sampler, logits_CV, scores_CV, tokens_C, contexts)
+            p_CV = scores_CV.softmax(-1)
+        if first == seen:  # later drafters ask again
+            seen = end
+            share.ties += ties
+            if not allow_biased:
+                wrong.append(share.authorship.add(tokens_C, logits_CV, scores_CV, p_CV))
+        return torch.empty(end - first, 0) if p_CV is None else p_CV
+
+    return keep_last(at_tokens), wrong
 
 
 def _text_replays(
@@ -339,11 +364,11 @@ def _checked_texts(
 
 
 def _batches(texts: Sequence[WrittenText], chosen: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
-    """Yield indices of texts of about equal length, in batches whose logits stay below `LOGITS_AT_A_TIME`."""
+    """Yield indices of texts of about equal length, in batches whose logits can be held at a time."""
     batch: list[int] = []
     for i in sorted(chosen, key=lambda i: -len(texts[i].sequence)):
         longest = len(texts[batch[0] if batch else i].sequence)
-        if batch and (len(batch) + 1) * longest * vocab_size > LOGITS_AT_A_TIME:
+        if batch and (len(batch) + 1) * longest > tokens_at_a_time(vocab_size):
             yield batch
             batch = []
         batch.append(i)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import pad_right
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_deterministic
-from draftsmith.decode.replay.texts import Distributions, WrittenText
+from draftsmith.decode.replay.texts import AtTokens, Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
@@ -238,11 +238,11 @@ class Proposer(ABC):
         )
 
     def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
         """Replay texts that the target wrote: see `draftsmith.decode.measurement.replay`.
 
-        `task` is that of one row. `distributions` are the target's at each text's tokens, (N, V); None at T=0.
+        `task` is that of one row. `distributions` are the target's at each text's tokens; None at T=0.
 
         Raises:
             InputError: drafts that replay does not apply to.
@@ -265,7 +265,7 @@ class StatelessProposer(Proposer):
         return None
 
     def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
         """Draft from every position of the texts; a round accepts the beginning that a draft shares with the text."""
         self.start(task)
@@ -281,4 +281,4 @@ class StatelessProposer(Proposer):
                 rounds.append((proposal.tokens.tolist(), proposal.tree))
             return rounds
 
-        return replay_deterministic(texts, distributions, drafts)
+        return replay_deterministic(texts, distributions, task.vocab_size, drafts)

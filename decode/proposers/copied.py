@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.decode.proposers.base import DraftTask, Proposal, Proposer
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_deterministic
-from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.replay.texts import AtTokens, WrittenText
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import Tree
 
@@ -98,7 +98,7 @@ class CopyProposer(Proposer):
         return None
 
     def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
         """Draft from every position of the texts; a round accepts the beginning that a draft shares with the text."""
         longest: dict[int, list[CopiedDraft]] = {}
@@ -112,4 +112,4 @@ class CopyProposer(Proposer):
                 copies = [copied.cut(draft_length) for copied in longest[id(text)]]
             return [(copied.tokens, copied.tree) for copied in copies]
 
-        return replay_deterministic(texts, distributions, drafts)
+        return replay_deterministic(texts, distributions, task.vocab_size, drafts)

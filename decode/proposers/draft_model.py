@@ -25,14 +25,17 @@ from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_positio
 from draftsmith.decode.replay.ranks import NONE, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.replay.texts import (
+    AtTokens,
     Distributions,
     WrittenText,
+    chunks,
+    contexts_of,
     fit_positions,
     model_distributions,
     pad_tokens,
     teacher_forced,
 )
-from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax, draw_rows, prefixes, scores_of_rows, uniforms
+from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax, draw_rows, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
 
 Stop = Callable[[Tensor], bool]  # the next token's q, (V,) → whether drafting stops before the token is drawn
@@ -205,34 +208,38 @@ class DraftModelProposer(Proposer):
         return model_distributions(self.draft_model, sampler, target.config.get_text_config().vocab_size)
 
     def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
         """Replay chains, and at T=0 trees of one shape: see `draftsmith.decode.measurement.replay`."""
-        sampler, widest = task.sampler, max(map(len, self.tree.children)) if isinstance(self.tree, Tree) else 1
-        ranks, acceptance, overlaps = [], [], []
+        acceptance, overlaps, ranks = list[Tensor](), list[Tensor](), list[Tensor]()
         drafted, texts = fit_positions(texts, self.positions)
         for index, (text, logits) in enumerate(zip(drafted, teacher_forced(self.draft_model, drafted), strict=True)):
-            contexts = prefixes(text.sequence[:-1], len(text))
-            scores = sampler.scores(align_vocabulary(logits, task.vocab_size).to(text.sequence.device), contexts)
-            if self.tree is not None:
-                ranks.append(ranks_of(scores, text.tokens, widest))
-            guess = scores.argmax(-1)
-            agrees = (guess == text.tokens).to(scores.dtype)
-            if distributions is None:
-                acceptance.append(agrees)
-                overlaps.append(agrees)
-                continue
-            p = distributions[index][: len(text)]
-            if self.greedy:  # q is one-hot on a token x: Σ min(p, q) is p(x)
-                acceptance.append(agrees)
-                overlaps.append(p.gather(1, guess[:, None])[:, 0])
-            else:
-                q = scores.softmax(-1)
-                acceptance.append(acceptance_probabilities(p, q, text.tokens))
-                overlaps.append(overlap(p, q))
+            nothing = text.sequence.new_zeros(0, dtype=torch.float32)  # positions may end before the text begins
+            parts = [(nothing, nothing, nothing.to(torch.int16))]
+            for first, end in chunks(len(text), task.vocab_size):
+                logits_CV = align_vocabulary(logits(first, end), task.vocab_size).to(text.sequence.device)
+                scores_CV = task.sampler.scores(logits_CV, contexts_of(text, task.sampler, first, end))
+                p_CV = None if distributions is None else distributions[index](first, end)
+                parts.append(self._accepted(scores_CV, p_CV, text.tokens[first:end]))
+            for whole, chunk in zip((acceptance, overlaps, ranks), zip(*parts, strict=True), strict=True):
+                whole.append(torch.cat(chunk))
         if not isinstance(self.tree, Tree):
             return replay_by_position(texts, pad_tokens(acceptance, texts, 0.0), overlaps)
         return replay_by_ranks(texts, pad_tokens(ranks, texts, NONE), self.tree, overlaps)
+
+    def _accepted(self, scores_CV: Tensor, p_CV: Tensor | None, tokens_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a_i, Σ_v min(p, q) and, of a tree, the ranks of some tokens of a text, (C,); p is None at T=0."""
+        ranks_C = tokens_C.new_zeros(0, dtype=torch.int16)
+        if isinstance(self.tree, Tree):
+            ranks_C = ranks_of(scores_CV, tokens_C, max(map(len, self.tree.children)))
+        guess_C = scores_CV.argmax(-1)
+        agrees_C = (guess_C == tokens_C).to(scores_CV.dtype)
+        if p_CV is None:
+            return agrees_C, agrees_C, ranks_C
+        if self.greedy:  # q is one-hot on a token x: Σ min(p, q) is p(x)
+            return agrees_C, p_CV.gather(1, guess_C[:, None])[:, 0], ranks_C
+        q_CV = scores_CV.softmax(-1)
+        return acceptance_probabilities(p_CV, q_CV, tokens_C), overlap(p_CV, q_CV), ranks_C
 
     @property
     def draws(self) -> bool:

@@ -12,7 +12,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer
 from draftsmith.decode.proposers.copied import CopiedDraft, CopyProposer, Evidence
 from draftsmith.decode.replay.batch_replay import BatchReplay, StartRounds, counts_of_rounds, overlap_by_start
-from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.replay.texts import AtTokens, WrittenText
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import ROOT, Tree
 
@@ -142,7 +142,7 @@ class HybridProposer(Proposer):
         return self.last.replay_refusal(do_sample)
 
     def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
         """Replay rounds that start with the drafter that the switch takes there."""
         self._replays.update(self, task, texts, distributions)
@@ -211,7 +211,7 @@ class _DrafterReplays:
         hybrid: HybridProposer,
         task: DraftTask,
         texts: Sequence[WrittenText],
-        distributions: Sequence[Tensor] | None,
+        distributions: Sequence[AtTokens] | None,
     ) -> None:
         """Replay the drafters, unless the last replays were of the same list of texts."""
         if self._texts is not texts:

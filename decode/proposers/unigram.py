@@ -9,7 +9,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Proposal, StatelessProposer
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start
 from draftsmith.decode.replay.rounds import overlap
-from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.replay.texts import AtTokens, WrittenText, chunks
 from draftsmith.decode.sampling import draw
 from draftsmith.decode.tree import Tree
 
@@ -57,23 +57,28 @@ class BlindProposer(StatelessProposer):
         return drafts
 
     def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
         """Replay deterministic drafts at T=0; under sampling, those drawn from the frequencies at the round's start."""
         if distributions is None:
             return super().replay(task, texts, distributions)
         self.start(task)
-        acceptance, overlaps = [], []
-        for text, p in zip(texts, distributions, strict=True):
-            n = len(text)
-            contexts = [text.sequence[: text.prompt_length + start] for start in range(n)]
-            q = torch.stack([self._distribution(context) for context in contexts]).to(p)
-            # All tokens of a round have the q of its start.
-            places = torch.arange(n, device=p.device)[:, None] + torch.arange(task.draft_length, device=p.device)
-            tokens = text.tokens[places.clamp(max=n - 1)]
-            p_x = p[places.clamp(max=n - 1), tokens].clamp(min=torch.finfo(p.dtype).tiny)
-            acceptance.append((q.gather(1, tokens) / p_x).clamp(max=1.0).where(places < n, 0.0))
-            overlaps.append(overlap(p, q))
+        acceptance, overlaps, k = list[Tensor](), list[Tensor](), task.draft_length
+        for text, distribution in zip(texts, distributions, strict=True):
+            n, parts = len(text), list[tuple[Tensor, Tensor]]()
+            for first, end in chunks(n, task.vocab_size):
+                p = distribution(first, min(end + k - 1, n))
+                contexts = [text.sequence[: text.prompt_length + start] for start in range(first, end)]
+                q = torch.stack([self._distribution(context) for context in contexts]).to(p)
+                # All tokens of a round have the q of its start.
+                places = torch.arange(end - first, device=p.device)[:, None] + torch.arange(k, device=p.device)
+                inside = places.clamp(max=len(p) - 1)
+                tokens = text.tokens[first + inside]
+                p_x = p[inside, tokens].clamp(min=torch.finfo(p.dtype).tiny)
+                accepted = (q.gather(1, tokens) / p_x).clamp(max=1.0).where(places < len(p), 0.0)
+                parts.append((accepted, overlap(p[: end - first], q)))
+            for whole, of_chunks in zip((acceptance, overlaps), zip(*parts, strict=True), strict=True):
+                whole.append(torch.cat(of_chunks))
         return replay_by_start(texts, acceptance, overlaps)
 
     def select(self, rows: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.decode.counts import Ratios
 from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_mask
 from draftsmith.decode.replay.rounds import expected_counts, on_host, start_probabilities
-from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.replay.texts import AtTokens, WrittenText, chunks
 from draftsmith.decode.tree import ROOT, Tree
 
 
@@ -241,11 +241,11 @@ DeterministicDrafts = Callable[[WrittenText, int], Sequence[tuple[Sequence[int],
 
 
 def replay_deterministic(
-    texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None, drafts: DeterministicDrafts
+    texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None, vocab_size: int, drafts: DeterministicDrafts
 ) -> BatchReplay:
     """Replay deterministic drafts: at any temperature, a round accepts the beginning that a draft shares with the text.
 
-    `distributions` are the target's at each text's tokens, (N, V); None at T=0.
+    `distributions` are the target's at each text's tokens; None at T=0.
     """
     acceptance, overlaps = [], []
     for index, text in enumerate(texts):
@@ -255,9 +255,12 @@ def replay_deterministic(
         overlap_N = hits_N.clone()
         if distributions is not None:
             # α is defined for one draft token: Σ min(p, q) of a q that is one-hot on the first child is p of it.
-            starts = [start for start, siblings in enumerate(candidates) if siblings]
-            first = torch.tensor([candidates[start][0] for start in starts], dtype=torch.long)
-            overlap_N[starts] = distributions[index].cpu()[starts, first].to(overlap_N.dtype)
+            for first, end in chunks(len(text), vocab_size):
+                starts = [start for start in range(first, end) if candidates[start]]
+                firsts = torch.tensor([candidates[start][0] for start in starts], dtype=torch.long)
+                p_CV = distributions[index](first, end)
+                places = torch.tensor(starts, dtype=torch.long) - first
+                overlap_N[starts] = p_CV[places, firsts].cpu().to(overlap_N.dtype)
         acceptance.append(hits_N)
         overlaps.append(overlap_N)
 

@@ -3,6 +3,7 @@
 Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens of a text without its prompt, V vocabulary.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,11 +15,21 @@ from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 from draftsmith.decode.cache import layers_with_states, own_positions, positions_of
+from draftsmith.decode.cache.features import decoder_of
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 
 Distributions = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
 """(texts (B, T), mask of wanted tokens (B, T) bool, C) → for each C columns from column 1 on, the distributions of the
 wanted tokens, (N, V), column by column."""
+AtTokens = Callable[[int, int], Tensor]
+"""(first, end) → a model's logits or distributions at these tokens of a text, (C, V)."""
+LOGITS_AT_A_TIME = 2**27
+"""The most logits of a model that are held at a time: 512 MiB in float32, for one long text or for several short ones.
+
+The distributions take the same again; the drafter's logits then replace the target's. Measured in float32 with texts of
+512 tokens and a chain, replay added to the peak of the process: V = 32k, eight texts at a time, 0.5 GiB at T=0, 1.1 at
+T=1, 1.6 with top-p, which sorts; V = 128k, two at a time, 1.4 at T=1.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,26 +97,95 @@ def fixed_packing(packed: bool) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = original
 
 
-def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list[Tensor]:
-    """Return a model's logits for each text's tokens on their true prefixes, (N, V) each, from one forward."""
+def contexts_of(text: WrittenText, sampler: Sampler, first: int, end: int) -> list[Tensor]:
+    """Return the contexts of tokens `first` … `end` − 1 of a text; an empty list if the sampler ignores them."""
+    return [] if sampler.context_free else [text.sequence[: text.prompt_length + t] for t in range(first, end)]
+
+
+def tokens_at_a_time(vocab_size: int) -> int:
+    """Return the number of tokens whose logits are held at a time."""
+    return max(1, LOGITS_AT_A_TIME // vocab_size)
+
+
+def chunks(tokens: int, vocab_size: int, first: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of the chunks of a text, from token `first` on, whose logits are held at a time."""
+    size = tokens_at_a_time(vocab_size)
+    while first < tokens:
+        end = min(first - first % size + size, tokens)
+        yield first, end
+        first = end
+
+
+def keep_last(at_tokens: AtTokens) -> AtTokens:
+    """Return a function that remembers the last chunk that it computed, for which several drafters ask."""
+    begin, kept = 0, list[Tensor]()
+
+    def at(first: int, end: int) -> Tensor:
+        nonlocal begin
+        if not kept or first < begin or end > begin + len(kept[0]):
+            kept.clear()  # two chunks would take twice the memory
+            begin = first
+            kept.append(at_tokens(first, end))
+        return kept[0][first - begin : end - begin]
+
+    return at
+
+
+@contextmanager
+def held_states(model: PreTrainedModel) -> Iterator[Callable[[int, int, int], Tensor]]:
+    """Hold a causal LM's last hidden states of the forward in this block; its head sees only the last position.
+
+    Yields (row, first, end) → the logits at these positions, (C, V). They are the model's own: its forward runs on the
+    states held, in place of its layers, so that caps, factors and other ids are those of the family.
+    """
+    decoder, outputs = decoder_of(model), []
+
+    def given(output: Any, states: Tensor) -> Any:
+        output = copy.copy(output)
+        output.last_hidden_state = states
+        return output
+
+    def hold(_module: Any, _inputs: Any, output: Any) -> Any:
+        outputs.append(output)
+        return given(output, output.last_hidden_state[:, -1:])
+
+    def logits(row: int, first: int, end: int) -> Tensor:
+        output = given(outputs[-1], outputs[-1].last_hidden_state[row : row + 1, first:end])
+        tokens = torch.zeros(1, end - first, dtype=torch.long, device=model.device)
+        own = vars(decoder).get("forward")  # hooks of accelerate replace it, too
+        decoder.forward = lambda *_args, **_inputs: output
+        try:
+            return model(input_ids=tokens, use_cache=False).logits[0]  # type: ignore[no-any-return]
+        finally:
+            del decoder.forward
+            if own is not None:
+                decoder.forward = own
+
+    hook = decoder.register_forward_hook(hold)
+    try:
+        yield logits
+    finally:
+        hook.remove()
+
+
+def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list[AtTokens]:
+    """Return a model's logits at each text's tokens, on their true prefixes, from one forward of its layers."""
     device, written = model.device, [text for text in texts if len(text)]
     if not written:
-        return [torch.zeros(0, model.config.get_text_config().vocab_size, device=device) for _ in texts]
-    first = min(text.prompt_length for text in written) - 1
+        return [lambda first, end: torch.empty(0)] * len(texts)
     inputs = clamp_tokens(model, [text.sequence[:-1] for text in written])
     padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True).to(device)
     # Padding follows the texts, where a causal model does not see it.
-    keep: dict[str, Any] = (
-        {"logits_to_keep": padded.shape[1] - first} if "logits_to_keep" in signature(model.forward).parameters else {}
-    )
-    keep |= own_positions(model, [len(text.sequence) - 1 for text in written], padded)
-    with fixed_packing(False):
-        logits = model(input_ids=padded, use_cache=False, **keep).logits[:, first - padded.shape[1] :]
-    rows = iter(logits)
-    return [
-        next(rows)[text.prompt_length - 1 - first : len(text.sequence) - 1 - first] if len(text) else logits[0, :0]
-        for text in texts
-    ]
+    positions = own_positions(model, [len(text.sequence) - 1 for text in written], padded)
+    with fixed_packing(False), held_states(model) as logits:
+        model(input_ids=padded, use_cache=False, **positions)
+
+    def at_tokens(text: WrittenText) -> AtTokens:
+        row = next(rows) if len(text) else 0  # nobody asks for tokens of a text that has none
+        return lambda first, end: logits(row, text.prompt_length - 1 + first, text.prompt_length - 1 + end)
+
+    rows = iter(range(len(written)))
+    return [at_tokens(text) for text in texts]
 
 
 def lengths_to_read(wanted_BT: Tensor) -> list[int]:

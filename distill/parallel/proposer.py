@@ -15,7 +15,7 @@ from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
-from draftsmith.decode.replay.texts import WrittenText, fit_positions, pad_tokens
+from draftsmith.decode.replay.texts import AtTokens, WrittenText, fit_positions, pad_tokens
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.parallel.layout import check_depth, length_of, mask_token_of
@@ -78,7 +78,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
 
     def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
         """Replay chains, and at T=0 trees of fixed shape, up to the trained length."""
         drafted, texts = fit_positions(texts, self.positions)
@@ -86,8 +86,8 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         tree = self.shape(depth)
         if distributions is not None:
             pairs = [
-                text_acceptance(self.draft_model, text, sampler, p_NV[: len(text)], tree.depth, self.greedy)
-                for text, p_NV in zip(drafted, distributions, strict=True)
+                text_acceptance(self.draft_model, text, sampler, v, p, tree.depth, self.greedy)
+                for text, p in zip(drafted, distributions, strict=True)
             ]
             acceptance = pad_tokens([a_NK for a_NK, _ in pairs], texts, 0.0)
             return replay_by_start(texts, acceptance, [overlap_N for _, overlap_N in pairs])

@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_mask, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
-from draftsmith.decode.replay.texts import WrittenText, clamp_tokens
+from draftsmith.decode.replay.texts import AtTokens, WrittenText, clamp_tokens, held_states, tokens_at_a_time
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.distill.parallel.layout import mask_token_of, visible_entries
 
 DRAFTS_AT_A_TIME = 512  # the greatest number of drafts in one forward
-LOGITS_AT_A_TIME = 2**26  # the greatest number of logits in memory
 
 
 def text_ranks(
@@ -53,26 +52,36 @@ def text_ranks(
 
 
 def text_acceptance(
-    model: PreTrainedModel, text: WrittenText, sampler: Sampler, p_NV: Tensor, depth: int, greedy: bool = False
+    model: PreTrainedModel,
+    text: WrittenText,
+    sampler: Sampler,
+    vocab_size: int,
+    distributions: AtTokens,
+    depth: int,
+    greedy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return a_{s,j} = min(1, q_j(x) / p(x)) of a chain on a sampled text, (N, K), and Σ_v min(p, q_0), (N,).
 
-    a is 0 where nothing is drafted. If `greedy`, the draft is each distribution's argmax.
+    a is 0 where nothing is drafted. `distributions` are the target's at the text's tokens. If `greedy`, the draft is
+    each distribution's argmax.
     """
-    a_NK, common_N = p_NV.new_zeros(len(text), depth), p_NV.new_zeros(len(text))
-    for batch in _drafts(model, text, sampler, p_NV.shape[1], depth):
-        starts, offsets, scores = (part.to(p_NV.device) for part in batch)
-        p_EV, x_E = p_NV[starts + offsets], text.tokens.to(p_NV.device)[starts + offsets]
+    home = text.sequence.device
+    a_NK, common_N = torch.zeros(len(text), depth, device=home), torch.zeros(len(text), device=home)
+    for starts_E, offsets_E, scores_EV in _drafts(model, text, sampler, vocab_size, depth):
+        first, end = int((starts_E + offsets_E).min()), int((starts_E + offsets_E).max()) + 1
+        p_CV, scores = distributions(first, end), scores_EV.to(home)
+        starts, offsets = starts_E.to(home), offsets_E.to(home)
+        p_EV, x_E = p_CV[starts + offsets - first], text.tokens[starts + offsets]
         if greedy:
             guess_E = scores.argmax(-1)
-            a_E, common_E = (guess_E == x_E).to(p_NV), p_EV.gather(1, guess_E[:, None])[:, 0]
+            a_E, common_E = (guess_E == x_E).to(p_EV), p_EV.gather(1, guess_E[:, None])[:, 0]
         else:
-            q_EV = scores.softmax(-1).to(p_NV)
+            q_EV = scores.softmax(-1).to(p_EV)
             a_E, common_E = acceptance_probabilities(p_EV, q_EV, x_E), overlap(p_EV, q_EV)
-        a_NK[starts, offsets] = a_E
-        first = (batch[1] == 0).nonzero()[:, 0].to(p_NV.device)  # on the host: `nonzero` would wait for the device
-        common_N[starts[first]] = common_E[first]
-    inside = torch.from_numpy(drafted_mask(len(text), depth, text.limit, first=0)).to(p_NV.device)
+        a_NK[starts, offsets] = a_E.to(a_NK)
+        at_first = (offsets_E == 0).nonzero()[:, 0].to(home)  # on the host: `nonzero` would wait for the device
+        common_N[starts[at_first]] = common_E[at_first].to(common_N)
+    inside = torch.from_numpy(drafted_mask(len(text), depth, text.limit, first=0)).to(home)
     return a_NK.where(inside, 0.0), common_N
 
 
@@ -84,14 +93,15 @@ def _drafts(
 
     Offset 0 comes first, from all starts, and then the masks' offsets, from some starts at a time.
     """
-    at_a_time = max(1, min(DRAFTS_AT_A_TIME, LOGITS_AT_A_TIME // vocab_size))
+    at_a_time = min(DRAFTS_AT_A_TIME, tokens_at_a_time(vocab_size))
     (sequence,), device = clamp_tokens(model, [text.sequence.to(model.device)]), model.device
     n, context = len(text), len(sequence) - 1
     if not n:
         return
     # The block spans the whole text, so that layers with a window keep all of it: masks go back to its beginning.
     cached = CachedModel(model, 1, context + 1, block=context + max(at_a_time, depth))
-    logits_NV = cached.prefill(sequence[None, :-1], keep=n)[0]
+    with held_states(model) as logits_at:
+        cached.prefill(sequence[None, :-1])
 
     def score(starts_E: Tensor, offsets_E: Tensor, logits_EV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ends = [] if sampler.context_free else (text.prompt_length + starts_E + offsets_E).tolist()
@@ -101,8 +111,8 @@ def _drafts(
 
     all_starts = torch.arange(n)
     for starts in all_starts.split(at_a_time):
-        yield score(starts, torch.zeros_like(starts), logits_NV[int(starts[0]) : int(starts[-1]) + 1])
-    del logits_NV
+        first, end = int(starts[0]) + text.prompt_length - 1, int(starts[-1]) + text.prompt_length
+        yield score(starts, torch.zeros_like(starts), logits_at(0, first, end))
     if depth == 1:
         return
     mask, positions = mask_token_of(model), torch.arange(context)

@@ -7,7 +7,7 @@ it, which heads see, are the text's own. So guesses made with the text's tokens 
 Shape suffixes: B rows, T positions, N anchors, S slots, K guesses, Q = N · S, F features, H hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collect_features, decoder_of
 from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, fused_attention
-from draftsmith.decode.replay.starts import LogitsAt
+from draftsmith.decode.replay.starts import LogitsOfRounds
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
 from draftsmith.medusa.block.model import Attend, BlockDrafter
 from draftsmith.medusa.target_states import KeysValues, TargetStates
@@ -144,14 +144,14 @@ def work_of_blocks(drafter: BlockDrafter, share: float) -> Work:
     return Work(round(decoder), round(logits), round(slots * attended), decoder / (decoder + logits))
 
 
-def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: WrittenText) -> LogitsAt:
-    """Return the drafter's logits by guess and start for replay, from one target forward and the blocks of all rounds.
+def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: WrittenText) -> LogitsOfRounds:
+    """Return the drafter's logits by start and guess for replay, from one target forward.
 
     After a prompt of P tokens, the round from s ≥ 1 has the anchor x_{s−1}, at position P + s − 1; its guess j is
     x_{s+j}.
     """
     if len(text) < 2:  # nothing is drafted
-        return lambda guess, first, end: torch.empty(0)
+        return lambda first, end: iter(())
     ids_1T = text.sequence[None].to(target.device)
     # The last anchor that drafts a token of the text is its last token but one, whose own features no block sees.
     with collect_features(target, drafter.layer_ids) as features, fixed_packing(False):
@@ -160,20 +160,22 @@ def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: Writt
     states_1TH, ids_T = drafter.fuse(features.pop().to(home, drafter.dtype)), ids_1T[0].to(home)
     positions = states_1TH.shape[1]
     context = drafter.context(states_1TH, torch.arange(positions, device=home)[None])
-    rounds_N = torch.arange(text.prompt_length, len(ids_T) - 1, device=home)
-    hidden_NKH = torch.cat(
-        [
-            block_states(drafter, embed, context, Anchors(at[None], ids_T[at][None], at[None]))[0]
-            for at in rounds_N.split(anchors_at_once(positions, drafter.config.block_size))
-        ]
-    )
+    at_once = anchors_at_once(positions, drafter.config.block_size)
     head, order_K = drafter.head_for(target).to(home), torch.arange(drafter.config.guesses, device=home)
-    # Guesses after the text's end have no tokens before them, and nobody asks for their logits.
-    side_NKR = drafter.sides(hidden_NKH, ids_T[(rounds_N[:, None] + order_K).clamp(max=len(ids_T) - 1)])
 
-    def logits_at(guess: int, first: int, end: int) -> Tensor:
-        rounds = slice(first - 1, end - 1)
-        side = None if side_NKR is None else side_NKR[rounds, guess]
-        return drafter.widened(drafter.logits(hidden_NKH[rounds, guess], side, head))
+    def logits_of(first: int, end: int) -> Iterator[Tensor]:
+        begin = text.prompt_length - 1
+        rounds_C = torch.arange(begin + first, begin + end, device=home)
+        hidden_CKH = torch.cat(
+            [
+                block_states(drafter, embed, context, Anchors(at[None], ids_T[at][None], at[None]))[0]
+                for at in rounds_C.split(at_once)
+            ]
+        )
+        # Guesses after the text's end have no tokens before them, and nobody asks for their logits.
+        side_CKR = drafter.sides(hidden_CKH, ids_T[(rounds_C[:, None] + order_K).clamp(max=len(ids_T) - 1)])
+        for guess in range(drafter.config.guesses):
+            side = None if side_CKR is None else side_CKR[:, guess]
+            yield drafter.widened(drafter.logits(hidden_CKH[:, guess], side, head))
 
-    return logits_at
+    return logits_of

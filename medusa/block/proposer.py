@@ -24,7 +24,7 @@ from draftsmith.decode.errors import InputError, at_least, at_most
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Proposal
 from draftsmith.decode.proposers.draft_forward import DraftForward, make_draws, read_draft
 from draftsmith.decode.proposers.draft_tree import LogitsAfter, draft_static_tree
-from draftsmith.decode.replay.starts import LogitsAt
+from draftsmith.decode.replay.starts import LogitsOfRounds
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Level, Tree
@@ -255,7 +255,7 @@ class BlockProposer(FeatureProposer):
             return "replay: expected drafts of one shape, found some that a confidence cuts: decode them"
         return super().replay_refusal(do_sample)
 
-    def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
+    def logits_of(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsOfRounds:
         """Return the logits of the blocks of all rounds: see `draftsmith.medusa.block.blocks`."""
         return logits_of_blocks(target, self.heads, text)
 

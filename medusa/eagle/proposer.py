@@ -22,7 +22,7 @@ from draftsmith.decode.cache.features import collect_features, decoder_of
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.draft_tree import DynamicTree
-from draftsmith.decode.replay.starts import LogitsAt
+from draftsmith.decode.replay.starts import LogitsOfRounds
 from draftsmith.decode.replay.texts import Distributions, WrittenText, fixed_packing, lengths_to_read
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Tree
@@ -103,7 +103,7 @@ class EagleProposer(FeatureProposer):
         one_shape = task.fixed_length or self.tree is not None
         return super().fits_programs(task) and one_shape and task.draft_length <= self.most_steps
 
-    def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
+    def logits_of(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsOfRounds:
         """Return the logits of K unrolled steps: see `draftsmith.medusa.eagle.unrolled`."""
         return logits_of_steps(target, self.heads, text, depth)
 

@@ -14,6 +14,7 @@ steps see the keys of step 0 through the same causal mask, and the key of step j
 Shape suffixes: B rows, T positions, S = T − k rounds of a step, N chosen positions, K steps, F features, H hidden.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,38 +23,76 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collect_features, decoder_of
 from draftsmith.decode.cache.kernels import additive_mask, computing_dtype
-from draftsmith.decode.replay.starts import LogitsAt
+from draftsmith.decode.replay.starts import LogitsOfRounds
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
 from draftsmith.medusa.eagle.heads import EagleHeads, Step, attention
 from draftsmith.medusa.round_attention import FeatureKeys, round_attention, same_text
-from draftsmith.medusa.target_states import TargetStates
+from draftsmith.medusa.target_states import KeysValues, TargetStates
 from draftsmith.train.job.flops import Work
 
 
-def logits_of_steps(target: PreTrainedModel, heads: EagleHeads, text: WrittenText, depth: int) -> LogitsAt:
-    """Return the heads' logits by step and start for replay, from one target forward and K = `depth` steps.
+def logits_of_steps(target: PreTrainedModel, heads: EagleHeads, text: WrittenText, depth: int) -> LogitsOfRounds:
+    """Return the heads' logits by start and step for replay, from one target forward and K = `depth` steps.
 
     After a prompt of P tokens, the round from s ≥ 1 begins at position P + s − 2, the last one with features, and sees
     the embedding of x_{s−1}. Its step j guesses x_{s+j} from the text's own tokens, because a draft only counts if
     those before it were accepted.
     """
     if len(text) < 2:  # nothing is drafted
-        return lambda step, first, end: torch.empty(0)
+        return lambda first, end: iter(())
     ids_1T = text.sequence[None].to(target.device)
     # The last position that guesses a token of the text is at its last token but two.
     with collect_features(target, heads.layer_ids) as features, fixed_packing(False):
         decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
     embed: Any = target.get_input_embeddings()
     embeddings, positions = embed(ids_1T[:, 1:-1]), torch.arange(ids_1T.shape[1] - 2, device=heads.device)[None]
-    embeddings, fused_features = (part.to(heads.device, heads.dtype) for part in (embeddings, features.pop()))
-    steps = unroll(heads, embeddings, fused_features, positions, min(depth, len(text) - 1))
-    hidden = [step.hidden[0] for step in steps]
+    embeddings, features_BTF = (part.to(heads.device, heads.dtype) for part in (embeddings, features.pop()))
+    rounds, begin = UnrolledRounds(heads, embeddings, features_BTF, positions), text.prompt_length - 2
 
-    def logits_at(step: int, first: int, end: int) -> Tensor:
-        begin = text.prompt_length - 2
-        return heads.widened(heads.head(hidden[step][begin + first : begin + end]))
+    def logits_of(first: int, end: int) -> Iterator[Tensor]:
+        # The later steps of all rounds at once would take K times the memory of the text's states.
+        for step in rounds.steps(begin + first, begin + end, depth):
+            yield heads.widened(heads.head(step.hidden[0]))
 
-    return logits_at
+    return logits_of
+
+
+class UnrolledRounds:
+    """The rounds that begin at every position: their step 0, and the later steps of some of them at a time.
+
+    Arguments are those of `unroll`.
+    """
+
+    def __init__(
+        self,
+        heads: EagleHeads,
+        embeddings_BTH: Tensor,
+        features_BTF: Tensor,
+        positions_BT: Tensor,
+        texts_BT: Tensor | None = None,
+    ):
+        self.heads, self.embeddings, self.positions = heads, embeddings_BTH, positions_BT
+        self.visible = None if texts_BT is None else same_text(texts_BT)
+        states_BTH = heads.fuse(features_BTF)
+        mask = None if self.visible is None else additive_mask(self.visible, computing_dtype(states_BTH))
+        self.first = heads.step(embeddings_BTH, states_BTH, positions_BT, attention(None, mask))
+        self._keys: FeatureKeys | None = None
+
+    def steps(self, begin: int, end: int, num_steps: int) -> Iterator[Step]:
+        """Yield the steps of the rounds that begin at some positions; later steps of the last rounds are left out."""
+        first, length = self.first, self.embeddings.shape[1]
+        step = Step(first.states[:, begin:end], first.hidden[:, begin:end], first.own)
+        yield step
+        drafted = list[KeysValues]()
+        for k in range(1, num_steps):
+            if self._keys is None:
+                self._keys = FeatureKeys(first.own, self.heads.config.num_attention_heads, self.visible)
+            last = max(begin, min(end, length - k))
+            attend = round_attention(self._keys, drafted, first=begin)
+            inputs = self.embeddings[:, begin + k : last + k], step.states[:, : last - begin]
+            step = self.heads.step(*inputs, self.positions[:, begin + k : last + k], attend)
+            drafted.append(step.own)
+            yield step
 
 
 def unroll(
@@ -77,18 +116,8 @@ def unroll(
         num_steps: K.
         texts_BT: in packed rows a number for each text, such as (positions_BT == 0).cumsum(1).
     """
-    visible = None if texts_BT is None else same_text(texts_BT)
-    states_BTH = heads.fuse(features_BTF)
-    mask = None if visible is None else additive_mask(visible, computing_dtype(states_BTH))
-    steps = [heads.step(embeddings_BTH, states_BTH, positions_BT, attention(None, mask))]
-    query_heads = heads.config.num_attention_heads
-    feature_keys = FeatureKeys(steps[0].own, query_heads, visible) if num_steps > 1 else None
-    for k in range(1, num_steps):
-        assert feature_keys is not None
-        attend = round_attention(feature_keys, [step.own for step in steps[1:]])
-        states_BSH = steps[-1].states[:, : max(embeddings_BTH.shape[1] - k, 0)]
-        steps.append(heads.step(embeddings_BTH[:, k:], states_BSH, positions_BT[:, k:], attend))
-    return steps
+    rounds = UnrolledRounds(heads, embeddings_BTH, features_BTF, positions_BT, texts_BT)
+    return list(rounds.steps(0, embeddings_BTH.shape[1], num_steps))
 
 
 def states_of_steps(

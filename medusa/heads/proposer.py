@@ -18,7 +18,7 @@ from draftsmith.decode.proposers.draft_forward import DraftForward, make_draws, 
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.replay.texts import Distributions, WrittenText, lengths_to_read
+from draftsmith.decode.replay.texts import AtTokens, Distributions, WrittenText, lengths_to_read
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.heads.model import MedusaHeads, check_depth
@@ -224,7 +224,7 @@ class MedusaProposer(TreeProposer):
         return None
 
     def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
         """Replay trees at T=0, and chains at any temperature: see `draftsmith.medusa.heads.replay`."""
         target, heads = task.target, self.heads
@@ -236,7 +236,10 @@ class MedusaProposer(TreeProposer):
                 replay_ranks(target, heads, t.sequence, t.prompt_length, task.sampler, widths, t.limit) for t in texts
             ]
             return replay_by_start_ranks(ranks, self.tree, [r.agreement for r in ranks])
-        chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.sampler, t.limit) for t in texts]
+        chains = [
+            replay_heads(target, heads, t.sequence, t.prompt_length, task.sampler, t.limit, p)
+            for t, p in zip(texts, distributions, strict=True)
+        ]
         overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]
         depth = self.tree.depth
         return replay_by_start(texts, [chain.acceptance[:, :depth] for chain in chains], overlaps, first=1)

@@ -12,7 +12,7 @@ siblings drawn without replacement would need the draws.
 Shape suffixes: N tokens of the text, T tokens with the prompt, C tokens of a chunk, K heads, H hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
-from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, contexts_of, ranks_by_start
-from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.replay.starts import LogitsOfRounds, acceptance_by_start, ranks_by_start
+from draftsmith.decode.replay.texts import AtTokens, WrittenText, contexts_of
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.train.losses.output_head import head_of, text_states
@@ -75,7 +75,7 @@ def replay_ranks(
         hidden_NH = text_states(target, sequence, prompt_length)
     text = WrittenText(sequence, prompt_length, len(hidden_NH) if limit is None else limit)
     cuts = (most,) * heads.config.num_heads if isinstance(most, int) else tuple(most)
-    return ranks_by_start(text, sampler, cuts, _logits(target, heads, hidden_NH, text))
+    return ranks_by_start(text, sampler, cuts, heads.config.vocab_size, _logits(target, heads, hidden_NH, text))
 
 
 @torch.inference_mode()
@@ -86,10 +86,12 @@ def replay_heads(
     prompt_length: int,
     sampler: Sampler,
     limit: int | None = None,
+    distributions: AtTokens | None = None,
 ) -> ReplayedHeads:
     """Return the acceptance probabilities of a chain of all heads on a text, a_{s,j} = min(1, q_j(x) / p(x)).
 
     Arguments are those of `replay_ranks`; the text was written under `sampler`, at a temperature above 0.
+    `distributions` are the target's at the text's tokens; computed if None.
     """
     hidden, project = text_states(target, sequence, prompt_length), head_of(target)
     text = WrittenText(sequence, prompt_length, len(hidden) if limit is None else limit)
@@ -97,22 +99,24 @@ def replay_heads(
     def distributions_at(first: int, end: int) -> Tensor:
         return sampler.probabilities(project(hidden[first:end]), contexts_of(text, sampler, first, end))
 
-    logits_at = _logits(target, heads, hidden, text)
-    return ReplayedHeads(*acceptance_by_start(text, sampler, heads.config.num_heads, logits_at, distributions_at))
+    at_tokens, logits = distributions or distributions_at, _logits(target, heads, hidden, text)
+    depth, vocab_size = heads.config.num_heads, heads.config.vocab_size
+    return ReplayedHeads(*acceptance_by_start(text, sampler, depth, logits, at_tokens, vocab_size))
 
 
 @torch.inference_mode()
-def _logits(target: PreTrainedModel, heads: MedusaHeads, hidden_NH: Tensor, text: WrittenText) -> LogitsAt:
-    """Return the heads' logits by head and start: a round from s sees h_{s−1} and the tokens from s − 1 on."""
+def _logits(target: PreTrainedModel, heads: MedusaHeads, hidden_NH: Tensor, text: WrittenText) -> LogitsOfRounds:
+    """Return the heads' logits by start and head: a round from s sees h_{s−1} and the tokens from s − 1 on."""
     tokens = text.tokens.to(hidden_NH.device)
     embed: Any = target.get_input_embeddings()
 
-    def logits_at(i: int, first: int, end: int) -> Tensor:
-        positions, embeddings = slice(first - 1, end - 1), None
-        if heads.config.hydra:
-            # The tokens from s − 1 on, which the head saw as drafts: accepted drafts are the text's own tokens.
-            windows = tokens[: end + i - 1].unfold(0, i + 1, 1)[positions]  # (C, i + 1)
-            embeddings = embed(windows).to(heads.device, heads.dtype)
-        return heads.logits(i, hidden_NH[positions].to(heads.device, heads.dtype), embeddings)
+    def logits_of(first: int, end: int) -> Iterator[Tensor]:
+        for i in range(heads.config.num_heads):
+            positions, embeddings = slice(first - 1, min(end, len(text) - i) - 1), None
+            if heads.config.hydra:
+                # The tokens from s − 1 on, which the head saw as drafts: accepted drafts are the text's own tokens.
+                windows = tokens[: positions.stop + i].unfold(0, i + 1, 1)[positions]  # (C, i + 1)
+                embeddings = embed(windows).to(heads.device, heads.dtype)
+            yield heads.logits(i, hidden_NH[positions].to(heads.device, heads.dtype), embeddings)
 
-    return logits_at
+    return logits_of

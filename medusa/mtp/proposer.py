@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import Slots, pad_right
 from draftsmith.decode.cache.features import collect_features, decoder_of
 from draftsmith.decode.proposers.base import DraftTask, Proposal
-from draftsmith.decode.replay.starts import LogitsAt
+from draftsmith.decode.replay.starts import LogitsOfRounds
 from draftsmith.decode.replay.texts import Distributions, WrittenText, fixed_packing
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.medusa.mtp.heads import MtpHeads
@@ -63,14 +63,14 @@ class MtpProposer(FeatureProposer):
             self.feeder.finish()
         return drafts
 
-    def logits_at(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsAt:
-        """Return the logits by step and start, from one target forward and the steps of all rounds at once.
+    def logits_of(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsOfRounds:
+        """Return the logits by start and step, from one target forward and the steps of all rounds at once.
 
         After a prompt of P tokens, the round from s ≥ 1 begins at position P + s − 2, the last one with a state, which
         sees x_{s−1}. Its step j guesses x_{s+j} from the text's own tokens.
         """
         if len(text) < 2:  # nothing is drafted
-            return lambda step, first, end: torch.empty(0)
+            return lambda first, end: iter(())
         heads, ids_1T = self.heads, text.sequence[None].to(target.device)
         # The last position that guesses a token of the text is at its last token but two.
         with collect_features(target, heads.layer_ids) as features, fixed_packing(False):
@@ -79,7 +79,7 @@ class MtpProposer(FeatureProposer):
             order = torch.arange(ids_1T.shape[1] - 2, device=heads.device)[None]
             steps = heads.unroll(heads.embed(ids_1T[:, 1:-1]), states, order, min(depth, len(text) - 1))
         begin = text.prompt_length - 2
-        return lambda step, first, end: self._aligned(heads.head(steps[step][0, begin + first : begin + end]))
+        return lambda first, end: (self._aligned(heads.head(step[0, begin + first : begin + end])) for step in steps)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first step's distribution of each token, in a round that begins with that token.

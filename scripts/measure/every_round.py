@@ -8,8 +8,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.progress import phase, track
-from draftsmith.decode.replay.texts import WrittenText, teacher_forced
-from draftsmith.decode.sampling import Sampler, prefixes
+from draftsmith.decode.replay.texts import WrittenText, chunks, contexts_of, teacher_forced
+from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure.replays import replayed_proposers
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.report.types import Verifier
@@ -100,8 +100,11 @@ def _margins(
     margins = []
     for sequence, length in track(list(zip(sequences, lengths, strict=True)), "margins", "texts"):
         text = WrittenText(sequence, length, len(sequence) - length)
-        logits_NV = teacher_forced(target, [text])[0]
-        top_N2 = sampler.scores(logits_NV, prefixes(sequence[:-1], len(text))).topk(2, dim=-1).values.float()
-        scale_N = logits_NV.abs().amax(-1).float().clamp_min(1e-30)
-        margins.append([float(f"{x:.{DIGITS}g}") for x in ((top_N2[:, 0] - top_N2[:, 1]) / scale_N).tolist()])
+        (logits,), text_margins = teacher_forced(target, [text]), list[float]()
+        for first, end in chunks(len(text), target.config.get_text_config().vocab_size):
+            logits_CV = logits(first, end)
+            top_C2 = sampler.scores(logits_CV, contexts_of(text, sampler, first, end)).topk(2, dim=-1).values.float()
+            scale_C = logits_CV.abs().amax(-1).float().clamp_min(1e-30)
+            text_margins += ((top_C2[:, 0] - top_C2[:, 1]) / scale_C).tolist()
+        margins.append([float(f"{x:.{DIGITS}g}") for x in text_margins])
     return margins

@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 13_658,
+    "decode": 13_767,
     "train": 14_899,
-    "distill": 2_885,
-    "medusa": 9_908,
-    "scripts": 18_919,
+    "distill": 2_895,
+    "medusa": 9_961,
+    "scripts": 18_922,
     "benchmarks": 2_760,
-    "tests": 53_594,
+    "tests": 53_715,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -6,7 +6,6 @@ from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
-from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask
@@ -14,7 +13,7 @@ from draftsmith.decode.proposers.copied import CopiedDraft, CopyProposer, Eviden
 from draftsmith.decode.proposers.suffix.index import Index
 from draftsmith.decode.proposers.suffix.store import SuffixStore
 from draftsmith.decode.replay.batch_replay import BatchReplay
-from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.replay.texts import AtTokens, WrittenText
 from draftsmith.decode.tree import ROOT, Tree
 
 MOST = 64  # the greatest number of occurrences that are counted: see `Index.following`
@@ -63,7 +62,7 @@ class SuffixProposer(CopyProposer):
         return super().start(task)
 
     def replay(
-        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
         """Replay as `CopyProposer` does."""
         self._check_store(task)

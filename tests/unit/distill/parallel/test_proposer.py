@@ -220,7 +220,9 @@ def test_replay_of_chains_under_sampling_has_every_offset(small):
     ).sequences[0]
     with torch.no_grad():
         p_NV = small(text[None]).logits[0, 3:-1].softmax(-1)
-    a_NK, _ = text_acceptance(draft, WrittenText(text, 4, 12), Sampler.of(1.0), p_NV, 5)
+    a_NK, _ = text_acceptance(
+        draft, WrittenText(text, 4, 12), Sampler.of(1.0), p_NV.shape[1], lambda first, end: p_NV[first:end], 5
+    )
     for start in range(12):
         q_KV = eager(draft, text[: 4 + start], 5).softmax(-1)
         for j in range(5):

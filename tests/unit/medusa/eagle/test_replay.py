@@ -13,7 +13,7 @@ from draftsmith.decode import (
     replay_acceptance,
     speculative_generate,
 )
-from draftsmith.decode.replay import starts
+from draftsmith.decode.replay import texts
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
 
@@ -31,7 +31,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch):
-    monkeypatch.setattr(starts, "CHUNK", 5)
+    monkeypatch.setattr(texts, "LOGITS_AT_A_TIME", 5 * 13)
 
 
 @pytest.fixture(scope="module")

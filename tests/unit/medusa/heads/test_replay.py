@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.replay import starts
+from draftsmith.decode.replay import texts
 from draftsmith.decode.replay.ranks import NONE, TextRanks, ranks_of
 from draftsmith.decode.replay.rounds import expected_rounds, expected_rounds_of_starts, start_probabilities
 from draftsmith.decode.sampling import Sampler
@@ -35,7 +35,7 @@ TREES = {
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch):
-    monkeypatch.setattr(starts, "CHUNK", 5)
+    monkeypatch.setattr(texts, "LOGITS_AT_A_TIME", 5 * 13)
 
 
 def rounds_of(accepts, depth: int) -> int:
