@@ -166,14 +166,14 @@ class _Encoded:
 
     def count_until(self, end: int) -> int:
         """Return the number of ids wholly before a character."""
-        return _common(self.ids, self._encode(self.text[:end]))
+        return common_length(self.ids, self._encode(self.text[:end]))
 
     def first_from(self, start: int) -> int:
         """Return the index of the first id wholly at or after a character."""
         before = self._encode(self.text[:start])
         if self.ids[: len(before)] == before:
             return len(before)
-        return len(self.ids) - _common(self.ids[::-1], self._encode(self.text[start:])[::-1])
+        return len(self.ids) - common_length(self.ids[::-1], self._encode(self.text[start:])[::-1])
 
 
 def _locate(
@@ -205,8 +205,8 @@ def _locate(
             left_out[i] = _departure(before, after, template.tokenizer) if i == turns[-1] else ELSEWHERE
             continue
         # Not all of `after`: some templates end a conversation with a token that a longer one does not have there.
-        common = len(after) if text.startswith(after) else _common(text, after)
-        prompt_start, closing = _common(before, template.render(messages[:i])[0]), _closing(messages, i, template)
+        common = len(after) if text.startswith(after) else common_length(text, after)
+        prompt_start, closing = common_length(before, template.render(messages[:i])[0]), _closing(messages, i, template)
         if _turn(after, len(before), len(after), messages[i], closing, prompt_start) is None:
             left_out[i] = REWRITTEN
         elif (turn := _turn(text, len(before), common, messages[i], closing, prompt_start)) is None:
@@ -256,7 +256,7 @@ def _closing(messages: Sequence[Message], i: int, template: ChatTemplate) -> int
         return 0
     with_call = template.render(messages[: i + 1])[0]
     with_text = template.render([*messages[:i], {"role": "assistant", "content": "x"}])[0]
-    return len(with_call) - _common(with_call[::-1], with_text[::-1])  # the common ending is the template's
+    return len(with_call) - common_length(with_call[::-1], with_text[::-1])  # the common ending is the template's
 
 
 def _turn(text: str, begin: int, end: int, message: Message, closing: int, prompt_start: int) -> _Turn | None:
@@ -291,11 +291,11 @@ def _end_of_message(turn: str, message: Message) -> int | None:
 
 def _departure(before: str, after: str, tokenizer: PreTrainedTokenizerBase) -> str:
     prompt_ids, ids = encode_rendered(tokenizer, before), encode_rendered(tokenizer, after)
-    at = _common(prompt_ids, ids)
+    at = common_length(prompt_ids, ids)
     prompt, conversation = (tokenizer.decode(part[at : at + 8]) for part in (prompt_ids, ids))
     return f"the ids depart at token {at}, {prompt!r} in the generation prompt and {conversation!r} in the conversation"
 
 
-def _common(a: Sequence[object], b: Sequence[object]) -> int:
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the longest common prefix of two sequences of ids or characters."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
