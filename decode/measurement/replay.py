@@ -128,6 +128,11 @@ class Replay:
         """Return each text's summed overlap and its contexts, whose sums' ratio is α."""
         return [text.overlap for text in self.texts], [text.contexts for text in self.texts]
 
+    def within(self, labels: Sequence[int]) -> "Replay":
+        """Return the replay of the stretches with these numbers, of the texts that have any."""
+        texts = [part for text in self.texts if (part := text.within(labels)) is not None]
+        return Replay(texts, self.biased, self.num_ties)
+
     def _by_position(self, denominator: str) -> dict[int, list[Estimate]]:
         def values(name: str, k: int) -> Iterator[tuple[float, ...]]:
             # One column a position; zeros fill it for short texts, which draft less far.

@@ -22,10 +22,10 @@ from draftsmith.scripts.measure.estimates import (
     rows_of,
     same_length,
 )
-from draftsmith.scripts.measure.state import PLAIN, PROBABILISTIC, Measured, Method, Row
+from draftsmith.scripts.measure.state import PLAIN, PROBABILISTIC, Measured, Method, Row, turns_of
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, partial
 from draftsmith.scripts.report import types as report
-from draftsmith.scripts.report.entries import DrafterMemory, Memory
+from draftsmith.scripts.report.entries import DrafterMemory, Memory, RunGroup
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.models import load_config
 from draftsmith.train.provenance import environment
@@ -61,18 +61,18 @@ def build_report(
     )
 
 
-def by_category(
-    categories: Mapping[str, Set[int]],
+def by_group(
+    groups: Mapping[str, Sequence[int]],
+    measured: frozenset[int],
     own: Observation,
     plain: Observation | None,
     length: Callable[[Set[int]], Estimate],
-) -> dict[str, report.RunCategory]:
-    """Return a run's figures for each category of prompts; `length` returns τ of some prompts."""
+) -> dict[str, RunGroup]:
+    """Return a run's figures for each group of prompts that has measured ones; `length` returns τ of some prompts."""
     return {
-        name: report.RunCategory(
-            len(indices), length(indices), own.within(indices).speedup(plain and plain.within(indices))
-        )
-        for name, indices in categories.items()
+        name: RunGroup(len(prompts), length(prompts), own.within(prompts).speedup(plain and plain.within(prompts)))
+        for name, indices in groups.items()
+        if (prompts := measured.intersection(indices))
     }
 
 
@@ -151,8 +151,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
     replay = measured.replays.get((temperature, drafter.name, PROBABILISTIC))
     alpha_replay = replay or measured.first_heads.get((temperature, drafter.name))
     prediction_key = temperature, drafter, method.draft_length, groups, plain_groups
-    decoded = {row.prompt for row in rows}
-    categories = {name: decoded.intersection(indices) for name, indices in measured.categories().items()}
+    decoded = frozenset(row.prompt for row in rows)
 
     def length(prompts: Set[int]) -> Estimate:
         return intervals.ratio(*emitted_and_rounds([row for row in rows if row.prompt in prompts]))
@@ -177,7 +176,8 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         gain_over_baseline_draft=_gains(measured, setting, method),
         replay=None if replay is None else _replayed(measured, replay, rows, method.draft_length, temperature),
         lossless=measured.lossless[*setting, method],
-        by_category=by_category({name: indices for name, indices in categories.items() if indices}, own, plain, length),
+        by_category=by_group(measured.categories(), decoded, own, plain, length),
+        by_turn=by_group(turns_of(measured.prompts), decoded, own, plain, length),
         repeated_ngram_share=own.repeated(),
         sources=_sources(drafter, rows),
         speedup_over=_speedup_over(measured, setting, drafter, own),

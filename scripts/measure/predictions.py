@@ -6,7 +6,6 @@ decoding is faster.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
@@ -15,11 +14,21 @@ import numpy as np
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.measurement.replay import Replay
-from draftsmith.decode.planner import RoundCosts, text_seconds
+from draftsmith.decode.planner import RoundCosts, stack_sizes, text_seconds
+from draftsmith.scripts.measure.groups import contexts_of, groups_of_texts, groups_of_tokens
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, member_name
-from draftsmith.scripts.report.entries import ByLoad, Goodput, LoadRange, PlannerCheck, Prediction
+from draftsmith.scripts.report.entries import (
+    ByLoad,
+    CurveGroup,
+    DraftShare,
+    Goodput,
+    Grouping,
+    LoadRange,
+    PlannerCheck,
+    Prediction,
+)
 from draftsmith.scripts.report.entries import Costs as CostsEntry
-from draftsmith.scripts.report.types import Curve, CurveCategory, ProposerEntry, Run, Verifier
+from draftsmith.scripts.report.types import Curve, ProposerEntry, Run, Verifier
 from draftsmith.scripts.serving.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
 from draftsmith.train.kinds.drafter import Drafter
 
@@ -102,10 +111,9 @@ def nodes_of(drafter: Drafter, replay: Replay | None, draft_length: int, rows: i
     """
     if not drafter.family.drafts_less or replay is None:
         return drafter.nodes
-    counts = [text.counts[draft_length] for text in replay.texts]
-    drafts = sum(c.num_drafts for c in counts)
-    drafted = [sum(position) for position in zip_longest(*(c.num_draft_tokens_per_pos for c in counts), fillvalue=0.0)]
-    return sum(1 - (1 - min(1.0, count / drafts)) ** rows for count in drafted)
+    sizes_K = stack_sizes([text.sizes[draft_length] for text in replay.texts], max(1, len(drafter.sources))).sum((0, 1))
+    fewer_K = sizes_K.cumsum()[:-1] / sizes_K.sum()
+    return float((1 - fewer_K**rows).sum())
 
 
 def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifier, replay: Replay) -> Curve:
@@ -115,20 +123,29 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
     lengths = list(drafter.draft_lengths) if drafter.has_one_length else replay.draft_lengths
     lengths = [k for k in lengths if drafter.proposer.longest is None or k <= drafter.proposer.longest]
     costs: dict[int, dict[int, tuple[RoundCosts, float | None]]] = {}
-    predicted: dict[int, dict[int, Estimate]] = {}
     with_prompts: dict[int, dict[int, Estimate]] = {}
-    table = measured.costs(temperature)
+    table, sizes = measured.costs(temperature), [b for t, b in measured.settings if t == temperature]
     if table is not None:
-        for rows in dict.fromkeys(b for t, b in measured.settings if t == temperature):
+        for rows in sizes:
             costs[rows] = {k: (table.at(name, rows), nodes_of(drafter, replay, k, rows)) for k in lengths}
             with_prompts[rows] = _with_prompts(measured, table, drafter, replay, lengths, rows)
-            if drafter.members:
-                predicted[rows] = _taking_turns(table, drafter, replay, lengths, rows)
-                continue
-            predicted[rows] = {
-                k: replay.mean_acceptance_length[k].scaled(cost.speedup(1.0, k, nodes))
-                for k, (cost, nodes) in costs[rows].items()
-            }
+    # Costs grow with the context: those at another length are not a group's.
+    tables = [table for table in measured.tables if table.temperature == temperature]
+    groups: dict[Grouping, dict[str, CurveGroup]] = {
+        grouping: {
+            group: _of_group(
+                next((one for one in tables if one.context in contexts_of(group)), None)
+                if grouping == "context"
+                else table,
+                drafter,
+                part,
+                lengths,
+                sizes,
+            )
+            for group, part in replays.items()
+        }
+        for grouping, replays in (groups_of_texts(measured, replay) | groups_of_tokens(replay)).items()
+    }
     return Curve(
         proposer=ProposerEntry(**drafter.to_dict()),
         temperature=temperature,
@@ -137,18 +154,68 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
         mean_acceptance_length={k: replay.mean_acceptance_length[k] for k in lengths},
         acceptance_per_position=replay.acceptance_per_position[lengths[-1]],
         conditional_acceptance=replay.conditional_acceptance[lengths[-1]],
-        by_category={
-            category: CurveCategory(len(part.texts), part.alpha, {k: part.mean_acceptance_length[k] for k in lengths})
-            for category, indices in measured.categories().items()
-            for part in [Replay([replay.texts[i] for i in indices])]
-        },
-        predicted_speedup=predicted,
+        by_category=groups.get("category", {}),
+        predicted_speedup=_by_rows(table, drafter, replay, lengths, sizes),
         predicted_speedup_with_prompt=with_prompts,
         break_even_alpha={
             b: {k: cost.break_even_acceptance(k) if nodes is None else None for k, (cost, nodes) in by_length.items()}
             for b, by_length in costs.items()
         },
+        by_turn=groups.get("turn", {}),
+        by_part=groups.get("part", {}),
+        by_context=groups.get("context", {}),
     )
+
+
+def _of_group(
+    table: CostTable | None, drafter: Drafter, replay: Replay, lengths: Sequence[int], sizes: Sequence[int]
+) -> CurveGroup:
+    """Return the figures of one group's replay."""
+    return CurveGroup(
+        len(replay.texts),
+        replay.alpha,
+        {k: replay.mean_acceptance_length[k] for k in lengths},
+        round(sum(replay.tokens_and_rounds(lengths[0])[0])),
+        _by_rows(table, drafter, replay, lengths, sizes),
+        _draft_shares(drafter, replay, lengths) if drafter.members else None,
+    )
+
+
+def _draft_shares(drafter: Drafter, replay: Replay, lengths: Sequence[int]) -> dict[str, dict[int, DraftShare]]:
+    """Return by name, then γ, what each drafter drafted of those that take turns."""
+    columns: dict[tuple[int, int, str], tuple[list[float], list[float]]] = {}
+    for k in lengths:
+        tokens, rounds = replay.tokens_and_rounds(k)
+        stretches = [text.stretches for text in replay.texts if text.stretches is not None]
+        for index in range(len(drafter.sources)):
+            # A text in which a drafter has no turn may not list it.
+            started = [float(of.rounds[k][index : index + 1].sum()) for of in stretches]
+            accepted = [float(of.accepted[k][index : index + 1].sum()) for of in stretches]
+            columns |= {(index, k, "rounds"): (started, rounds), (index, k, "accepted"): (accepted, tokens)}
+    found = ratios(columns)
+    return {
+        name: {k: DraftShare(found[index, k, "rounds"], found[index, k, "accepted"]) for k in lengths}
+        for index, name in enumerate(drafter.sources)
+    }
+
+
+def _by_rows(
+    table: CostTable | None, drafter: Drafter, replay: Replay, lengths: Sequence[int], sizes: Sequence[int]
+) -> dict[int, dict[int, Estimate]]:
+    """Return the speed-up by batch size, then γ, without prompts; empty where costs are unknown."""
+    predicted: dict[int, dict[int, Estimate]] = {}
+    if table is None:
+        return predicted
+    for rows in sizes:
+        if drafter.members:
+            predicted[rows] = _taking_turns(table, drafter, replay, lengths, rows)
+            continue
+        cost = table.at(drafter.name, rows)
+        predicted[rows] = {
+            k: replay.mean_acceptance_length[k].scaled(cost.speedup(1.0, k, nodes_of(drafter, replay, k, rows)))
+            for k in lengths
+        }
+    return predicted
 
 
 def _taking_turns(

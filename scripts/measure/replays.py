@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from draftsmith.decode import Proposer, Replay, Tree
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.measurement.replay import replay_drafters
@@ -11,6 +9,7 @@ from draftsmith.decode.measurement.tree_search import acceptance_estimate, node_
 from draftsmith.decode.progress import track
 from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.sampling import Sampler
+from draftsmith.scripts.measure.groups import number_stretches
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
 from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.report.types import TreePicture, Verifier
@@ -32,8 +31,8 @@ def replay_all(
             proposers[drafter.name, None] = drafter.proposer.with_tree(Tree.chain(1))
     texts = measured.sequences(temperature), measured.prompt_lengths
     most = measured.config.max_new_tokens
-    whole = [np.zeros(len(text), int) for text in measured.texts[temperature]]
-    replays = replay_drafters(pair.target, proposers, *texts, draft_lengths, sampler, most, stretches=whole)
+    stretches = number_stretches(measured, temperature)
+    replays = replay_drafters(pair.target, proposers, *texts, draft_lengths, sampler, most, stretches=stretches)
     return (
         {(name, verifier): replay for (name, verifier), replay in replays.items() if verifier is not None},
         {name: replay for (name, verifier), replay in replays.items() if verifier is None},

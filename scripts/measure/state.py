@@ -84,6 +84,16 @@ def categories_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
     return dict(sorted(categories.items()))
 
 
+def turns_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Return the indices of the conversations that ask for each turn of the assistant; empty if all ask for one."""
+    turns: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        if prompt.messages is not None:
+            before = sum(message["role"] == "assistant" for message in prompt.messages)
+            turns.setdefault(before + 1, []).append(index)
+    return {str(turn): turns[turn] for turn in sorted(turns)} if len(turns) > 1 else {}
+
+
 @dataclass
 class Measured:
     """One run of `measure`: its input, and the results so far."""

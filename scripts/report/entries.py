@@ -1,20 +1,24 @@
-"""Entries of a report: the ranges of their values, costs, and what is known of a server measured from outside.
+"""Entries of a report: the ranges of their values, groups, costs, and what is known of a server from outside.
 
 Costs are seconds and bytes on the measuring machine, and what they predict.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from draftsmith.decode.measurement.costs import CostTable
-from draftsmith.decode.measurement.intervals import Interval
+from draftsmith.decode.measurement.intervals import Estimate, Interval
 from draftsmith.decode.measurement.server_counts import ServerCounts
 
 Role = Literal["server", "baseline_server"]
 Source = Literal["answers", "parts", "counters", "means"]
 """answers: the server counted each answer. parts: the server's counters, with intervals by the parts in which answers
 arrived, one a step. counters: the counters alone, without intervals. means: means of the server's last steps."""
+
+
+Grouping = Literal["category", "turn", "part", "context"]
+"""The groups into which a report divides acceptance: of prompts, the last two of tokens."""
 
 
 class Limited:
@@ -49,6 +53,40 @@ Seconds = ByNumber[NotNegative]
 """Seconds by batch size, or by tokens."""
 Overheads = ByNumber[float]
 """Seconds by batch size; negative where a loop is faster than its parts alone."""
+
+
+@dataclass(frozen=True)
+class RunGroup(Entry):
+    """A run's figures for one category or turn; the speed-up is of batches that hold only its prompts."""
+
+    prompts: Positive
+    mean_acceptance_length: Estimate
+    speedup: Estimate
+
+
+@dataclass(frozen=True)
+class DraftShare(Entry):
+    """The share of one of the drafters that take turns."""
+
+    rounds: Estimate
+    """The share of the rounds that start at a token of the group."""
+    accepted: Estimate
+    """The share of the group's tokens that are accepted drafts of this drafter; the target's own are no one's."""
+
+
+@dataclass(frozen=True)
+class CurveGroup(Entry):
+    """A curve's figures for a group of prompts, or of tokens of all texts; of tokens τ is those ÷ rounds from them."""
+
+    prompts: Positive
+    """The prompts of the group; of a group of tokens, those whose text has some."""
+    alpha: Estimate
+    mean_acceptance_length: ByNumber[Estimate]
+    tokens: Count | None = None
+    predicted_speedup: ByNumber[ByNumber[Estimate]] = field(default_factory=dict)
+    """The prediction as in `Curve`; for a length of context only where costs were measured at such a length."""
+    drafters: Mapping[str, ByNumber[DraftShare]] | None = None
+    """Who drafted, by name, then draft length; null for drafters that take no turns."""
 
 
 @dataclass(frozen=True)

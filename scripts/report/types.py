@@ -17,7 +17,9 @@ from draftsmith.scripts.report.entries import (
     ByNumber,
     Costs,
     Count,
+    CurveGroup,
     Entry,
+    Grouping,
     Limited,
     Memory,
     Name,
@@ -25,6 +27,7 @@ from draftsmith.scripts.report.entries import (
     NotNegative,
     PlannerCheck,
     Positive,
+    RunGroup,
     Serving,
     Share,
     Temperature,
@@ -155,15 +158,6 @@ class ReplayedLength(Entry):
     agrees: bool | None
 
 
-@dataclass(frozen=True)
-class RunCategory(Entry):
-    """A run's figures for one category; the speed-up is of batches that hold only this category."""
-
-    prompts: Positive
-    mean_acceptance_length: Estimate
-    speedup: Estimate
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run(Entry):
     """One drafter, decoded with one draft length, temperature and batch size."""
@@ -194,7 +188,9 @@ class Run(Entry):
     replay: ReplayedLength | None = None
     """Null where replay does not apply: trees under sampling."""
     lossless: Certificate
-    by_category: Mapping[str, RunCategory] = field(default_factory=dict)
+    by_category: Mapping[str, RunGroup] = field(default_factory=dict)
+    by_turn: Mapping[str, RunGroup] = field(default_factory=dict)
+    """The figures by turn of the assistant, where prompts ask for several."""
     repeated_ngram_share: Share | None = None
     sources: Mapping[str, Counts] | None = None
     """For drafters that take turns, the counts of their rounds, by name."""
@@ -215,15 +211,6 @@ class Run(Entry):
 
 
 @dataclass(frozen=True)
-class CurveCategory(Entry):
-    """A curve's figures for one category."""
-
-    prompts: Positive
-    alpha: Estimate
-    mean_acceptance_length: ByNumber[Estimate]
-
-
-@dataclass(frozen=True)
 class Curve(Entry):
     """The replay of one drafter, temperature and verifier by draft length; positions are those of the greatest."""
 
@@ -234,13 +221,28 @@ class Curve(Entry):
     mean_acceptance_length: ByNumber[Estimate]
     acceptance_per_position: Sequence[Estimate]
     conditional_acceptance: Sequence[Estimate]
-    by_category: Mapping[str, CurveCategory]
+    by_category: Mapping[str, CurveGroup]
     predicted_speedup: ByNumber[ByNumber[Estimate]]
     """The prediction by batch size, then draft length, without prompts; empty where costs are unknown."""
     break_even_alpha: ByNumber[ByNumber[Share | None]]
     """The α from which it pays by batch size, then draft length; null if no α pays, and for trees and n-grams."""
     predicted_speedup_with_prompt: ByNumber[ByNumber[Estimate]] = field(default_factory=dict)
     """The prediction with the forwards over the prompts of the replayed texts, as in a measured speed-up."""
+    by_turn: Mapping[str, CurveGroup] = field(default_factory=dict)
+    """The figures by turn of the assistant; empty where all prompts ask for one, as the two below with one group."""
+    by_part: Mapping[str, CurveGroup] = field(default_factory=dict)
+    """The figures by part of the texts: `answer`, `thinking` or `tool call`."""
+    by_context: Mapping[str, CurveGroup] = field(default_factory=dict)
+    """The figures by length of context, prompt included; a group's name is the number of tokens that it ends before."""
+
+    def groups(self, grouping: Grouping) -> Mapping[str, CurveGroup]:
+        """Return the groups of this kind."""
+        return {
+            "category": self.by_category,
+            "turn": self.by_turn,
+            "part": self.by_part,
+            "context": self.by_context,
+        }[grouping]
 
     @property
     def predictions(self) -> Mapping[int, Mapping[int, Estimate]]:

@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 13_767,
-    "train": 14_899,
+    "decode": 13_772,
+    "train": 15_088,
     "distill": 2_895,
     "medusa": 9_961,
-    "scripts": 18_922,
+    "scripts": 19_112,
     "benchmarks": 2_760,
-    "tests": 53_715,
+    "tests": 53_952,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

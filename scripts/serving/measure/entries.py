@@ -8,9 +8,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.intervals import LEAST, Estimate, confidence_of_each, format_estimate
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.measure.build import build_report, by_category
+from draftsmith.scripts.measure.build import build_report, by_group
 from draftsmith.scripts.measure.estimates import Observation, Observations
-from draftsmith.scripts.measure.state import Method, categories_of
+from draftsmith.scripts.measure.state import Method, categories_of, turns_of
 from draftsmith.scripts.measure.verdict import SPEEDUP, bounds_of, judge, level_words
 from draftsmith.scripts.report import types as report
 from draftsmith.scripts.report.entries import Counted, Latency, Reconciliation, Role, ServedBy, Serving
@@ -38,7 +38,7 @@ def server_report(observed: Observed, expectation: Expectation | None = None) ->
         plain = None
         if config.baseline_server is not None:
             plain = observations[*setting, Method()] = estimates.observation(observed, setting, "baseline_server")
-        runs.append(_run(observed, setting, figures, own, plain, {name: set(of) for name, of in indices.items()}))
+        runs.append(_run(observed, setting, figures, own, plain))
         observations[*setting, Method(*runs[-1].key[:2])] = own
     reconciliations = reconcile_settings(expectation, observed, accepted)
     failures = []
@@ -176,10 +176,11 @@ def _run(
     accepted: estimates.Acceptance,
     own: Observation,
     plain: Observation | None,
-    categories: Mapping[str, set[int]],
 ) -> report.Run:
     method, length = observed.servers["server"].engine.method, _draft_length(observed, accepted)
     counts = _counts(accepted.total or ServerCounts(), sum(own.tokens))
+    prompts = [entry.prompt for entry in observed.prompts]
+    asked = frozenset(range(len(prompts)))
     without = replace(counts, num_draft_tokens_per_pos=(), num_reached_per_pos=())
 
     def tau(prompts: Set[int] | None = None) -> Estimate:
@@ -201,7 +202,8 @@ def _run(
         speedup=own.speedup(plain),
         tokens_per_second=own.speed(),
         lossless=_compared(observed, setting),
-        by_category=by_category(categories, own, plain, tau),
+        by_category=by_group(categories_of(prompts), asked, own, plain, tau),
+        by_turn=by_group(turns_of(prompts), asked, own, plain, tau),
         repeated_ngram_share=own.repeated(),
     )
 

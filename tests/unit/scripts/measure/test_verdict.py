@@ -13,7 +13,8 @@ from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
 from draftsmith.decode.measurement.replay import Replay, TextReplay
-from draftsmith.decode.replay.rounds import expected_counts
+from draftsmith.decode.replay.batch_replay import replay_by_position
+from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.build import TEXTS, TOKENS, rejections_of
 from draftsmith.scripts.measure.config import MeasureConfig
@@ -394,10 +395,12 @@ def replayed(acceptance: list[list[float]], lengths=LENGTHS) -> Replay:
     """What replay says of texts whose tokens are accepted with these probabilities."""
     texts = []
     for a in acceptance:
-        padded = torch.nn.functional.pad(torch.tensor([a], dtype=torch.float64), (0, max(lengths) - 1))
-        size = torch.tensor([len(a)])
-        counts = {k: expected_counts(padded.unfold(1, max(lengths), 1), size, size, k)[0] for k in lengths}
-        texts.append(TextReplay(counts, sum(a), len(a), tuple(a)))
+        a_N = torch.tensor(a, dtype=torch.float64)
+        text = [WrittenText(torch.arange(len(a) + 1), 1, len(a))]
+        of_text = replay_by_position(text, [a_N], [a_N])
+        [whole] = of_text.stretches(text, [np.zeros(len(a), int)], lengths)
+        counts = {k: of_text.counts(k)[0] for k in lengths}
+        texts.append(TextReplay(counts, sum(a), len(a), tuple(a), stretches=whole))
     return Replay(texts)
 
 
