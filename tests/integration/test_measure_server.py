@@ -229,8 +229,16 @@ def test_steps_that_come_together_leave_no_interval_and_so_no_pass(measure, prom
     assert code == 3 and "no interval over prompts" in report["server"]["warnings"][0]
 
 
+def test_chats_of_sglang_are_counted_one_by_one_where_it_tells(measure, chats):
+    with simulated_server(kind="sglang", counts_answers=True) as server:
+        code, report, _ = measure(server, chats, "--min-alpha", "0.3")
+    assert code == 0 and report["server"]["counted"][0]["source"] == "answers"
+    check_run(report, server)
+    assert {path for path, _ in server.asked} == {"/v1/chat/completions"}
+
+
 @pytest.mark.parametrize("newer", [True, False], ids=["verify calls", "a gauge alone"])
-def test_chats_of_sglang_are_not_counted_one_by_one(measure, chats, newer):
+def test_chats_of_an_older_sglang_are_not_counted_one_by_one(measure, chats, newer):
     with simulated_server(kind="sglang", verify_calls=newer) as server:
         code, report, _ = measure(server, chats)
     (run,) = report["runs"]

@@ -43,7 +43,7 @@ class Simulated:
     """Whether a vLLM with a draft length of 0 counts, as one whose table says 0: drafts, none of them."""
     step_seconds: float = 0.0
     counts_answers: bool = False
-    """vLLM's `--per-request-spec-decode-metrics summary`."""
+    """vLLM's `--per-request-spec-decode-metrics summary`, and chats of SGLang since 0.5.19."""
     merges: bool = False
     """Whether two steps of a text come in one part, as under load."""
     verify_calls: bool = True
@@ -148,6 +148,15 @@ class Simulated:
             "num_spec_tokens": self.draft_length,
         }
 
+    def verified(self, accepted: list[int]) -> dict[str, Any]:
+        histogram = [accepted.count(j) for j in range(max(accepted) + 1)]  # grows as far as it must
+        return {
+            "spec_verify_ct": len(accepted),
+            "spec_num_proposed_drafts": self.draft_length * len(accepted),
+            "spec_num_correct_drafts": sum(accepted),
+            "spec_correct_drafts_histogram": histogram,
+        }
+
     def answers(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
         """Give the parts of one answer."""
         native = path == "/generate"
@@ -167,11 +176,7 @@ class Simulated:
                     "completion_tokens": len(written),
                 }
                 if last and accepted:
-                    drafted = self.draft_length * len(accepted)
-                    histogram = [accepted.count(j) for j in range(max(accepted) + 1)]  # grows as far as it must
-                    meta |= {"spec_verify_ct": len(accepted), "spec_num_proposed_drafts": drafted}
-                    meta |= {"spec_num_correct_drafts": sum(accepted), "spec_correct_drafts_histogram": histogram}
-                    meta |= {"spec_accept_length": length / len(accepted)}
+                    meta |= self.verified(accepted) | {"spec_accept_length": length / len(accepted)}
                 yield {"text": " ".join(map(str, written)), "output_ids": list(written), "meta_info": meta}
                 continue
             words = " ".join(map(str, part)) + " "
@@ -183,7 +188,11 @@ class Simulated:
         if not native:
             usage = {"prompt_tokens": 3, "completion_tokens": length, "total_tokens": length + 3}
             ending: dict[str, Any] = {"id": "1", "model": MODEL, "choices": [], "usage": usage}
-            if self.counts_answers and accepted:
+            if self.kind == "sglang":
+                if self.counts_answers and accepted and body.get("return_spec_tokens_details"):
+                    own = {"spec_tokens_details": self.verified(accepted)}
+                    yield {"id": "1", "model": MODEL, "choices": [], "usage": None, "sglext": own}
+            elif self.counts_answers and accepted:
                 ending["metrics"] = {"speculative_decoding": self.counted(steps, accepted)}
             yield ending
         yield "[DONE]"

@@ -84,36 +84,9 @@ class AnswerMetrics(ServerMessage):
     speculative_decoding: Drafted | None = None
 
 
-class StreamPart(ServerMessage):
-    """A streamed part of a completion or a chat."""
+class Verified(ServerMessage):
+    """SGLang's counts of drafts in one answer; they were renamed in 2026."""
 
-    error: Any = None
-    choices: Sequence[Choice] | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    usage: Usage | None = None
-    metrics: AnswerMetrics | None = None
-
-
-class WholeCompletion(StreamPart):
-    """A completion in one piece."""
-
-    choices: Annotated[Sequence[Choice], Field(min_length=1)]
-
-
-class FinishReason(ServerMessage):
-    """The reason why a text of SGLang's `/generate` ended, and the token or text that it `matched`."""
-
-    type: str
-    message: str | None = None
-    matched: Any = None
-
-
-class Meta(ServerMessage):
-    """SGLang's `meta_info`; its counts were renamed in 2026."""
-
-    completion_tokens: Count
-    prompt_tokens: Count | None = None
-    finish_reason: FinishReason | None = None
     spec_verify_ct: Count | None = None
     spec_num_proposed_drafts: Count | None = None
     spec_num_correct_drafts: Count | None = None
@@ -131,6 +104,45 @@ class Meta(ServerMessage):
                     return ServerCounts.of_histogram(steps, drafted)
                 return ServerCounts(self.spec_verify_ct, drafted, accepted or 0, ())
         return None
+
+
+class Extension(ServerMessage):
+    """SGLang's own part of an answer in OpenAI's API, a part without choices (0.5.19 and later)."""
+
+    spec_tokens_details: Verified | None = None
+
+
+class StreamPart(ServerMessage):
+    """A streamed part of a completion or a chat."""
+
+    error: Any = None
+    choices: Sequence[Choice] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    usage: Usage | None = None
+    metrics: AnswerMetrics | None = None
+    sglext: Extension | None = None
+
+
+class WholeCompletion(StreamPart):
+    """A completion in one piece."""
+
+    choices: Annotated[Sequence[Choice], Field(min_length=1)]
+
+
+class FinishReason(ServerMessage):
+    """The reason why a text of SGLang's `/generate` ended, and the token or text that it `matched`."""
+
+    type: str
+    message: str | None = None
+    matched: Any = None
+
+
+class Meta(Verified):
+    """SGLang's `meta_info`."""
+
+    completion_tokens: Count
+    prompt_tokens: Count | None = None
+    finish_reason: FinishReason | None = None
 
 
 class Generated(ServerMessage):

@@ -52,8 +52,8 @@ class ServedCompletion:
     """The server's count."""
     prompt_tokens: int | None = None
     counts: ServerCounts | None = None
-    """The server's counts of this completion, if it gives them: SGLang's `/generate` does, and vLLM started with
-    `--per-request-spec-decode-metrics summary`."""
+    """The server's counts of this completion, if it gives them: SGLang's `/generate` does, its chats since 0.5.19,
+    and vLLM started with `--per-request-spec-decode-metrics summary`."""
     sent: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """Time and tokens of each part; 0 tokens if the server gave no ids."""
@@ -82,6 +82,8 @@ class ServedCompletion:
         if part.metrics is not None and part.metrics.speculative_decoding is not None:  # in the last part
             counted = part.metrics.speculative_decoding
             self.counts = ServerCounts.of_histogram(counted.acceptance_histogram, counted.num_draft_tokens)
+        if part.sglext is not None and part.sglext.spec_tokens_details is not None:
+            self.counts = part.sglext.spec_tokens_details.counts()
 
     def add_generated(self, part: Generated, now: float = 0.0) -> None:
         """Add a part that came `now`, or a whole answer, of SGLang's `/generate`.
@@ -141,14 +143,16 @@ class Client(HttpClient):
         """Return one completion, read as it streams in.
 
         `request` and `path` are those of `completion_request`. Streaming, usage and ids are requested here. `token_ids`
-        requests ids, which SGLang refuses for streamed chats; ids are dropped if some are missing.
+        requests ids, which are dropped if some are missing. SGLang refuses them for streamed chats: without them its
+        counts of the answer are requested.
         """
         native, size = path == NATIVE, 0
         stream: dict[str, Any] = {"stream": True}
         if native:
             stream["return_prompt_token_ids"] = True
         else:
-            stream |= {"stream_options": {"include_usage": True}} | ({"return_token_ids": True} if token_ids else {})
+            wanted = "return_token_ids" if token_ids else "return_spec_tokens_details"
+            stream |= {"stream_options": {"include_usage": True}, wanted: True}
         most = request.get("sampling_params", {}).get("max_new_tokens") if native else request.get("max_tokens")
         answer = ServedCompletion(sent=time.perf_counter())
         async for data in self.events(path, {**request, **stream}):

@@ -16,7 +16,7 @@ COUNTED_BY = {
 }
 EACH = (
     "vLLM counts each answer with `--per-request-spec-decode-metrics summary`, SGLang each that is asked for by tokens "
-    "(`--target`)"
+    "(`--target`), and since 0.5.19 chats"
 )
 
 
