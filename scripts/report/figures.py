@@ -1,17 +1,25 @@
 """The selection of the report's figures for the charts of its page."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 from markupsafe import Markup
 
 from draftsmith.decode.measurement.intervals import LEAST, Estimate
 from draftsmith.scripts.report.charts import Form, Mark, Series, Style, check_chart, dot_chart, limits, line_chart
+from draftsmith.scripts.report.entries import Grouping
 from draftsmith.scripts.report.types import Curve, Report, Run
+from draftsmith.scripts.report.words import at_length, group_words, who_drafted
 
 Panel = tuple[str, Markup]  # A title and a chart
 TARGET = Style(-1)
-Value = TypeVar("Value")
+GROUPINGS: dict[Grouping, str] = {
+    "category": "Categories",
+    "part": "Thinking, answer and tool calls",
+    "turn": "Turns",
+    "context": "Length of context",
+}
+"""The titles of the page's sections on groups, in their order."""
 
 
 def styles(report: Report) -> dict[str, Style]:
@@ -22,13 +30,6 @@ def styles(report: Report) -> dict[str, Style]:
 def has_value(estimate: Estimate | None) -> TypeGuard[Estimate]:
     """Return whether an estimate has a value."""
     return estimate is not None and estimate.value is not None
-
-
-def at_length(by_length: Mapping[int, Value], draft_length: int | None) -> Value | None:
-    """Return the entry of this γ, or the only entry, as trees have."""
-    if len(by_length) == 1:
-        return next(iter(by_length.values()))
-    return None if draft_length is None else by_length.get(draft_length)
 
 
 def setting_words(report: Report, batch: int) -> str:
@@ -84,41 +85,90 @@ def position_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
     return _lines(panels, "conditional acceptance", "position", "conditional acceptance", span=(-0.03, 1.03))
 
 
-def small_categories(report: Report) -> list[str]:
-    """Return the categories with too few prompts for an interval, whose charts would show only chance."""
-    return [name for name, count in report.prompts.categories.items() if count < LEAST]
+def group_sizes(report: Report, grouping: Grouping) -> dict[str, int]:
+    """Return the number of prompts of each group, in its order."""
+    if grouping == "category":
+        return dict(report.prompts.categories)
+    sizes: dict[str, int] = {}
+    for curve in report.curves:
+        sizes |= {name: group.prompts for name, group in curve.groups(grouping).items()}
+    for run in report.runs:  # of fewer prompts, or of a server, which has no curves
+        sizes = {name: group.prompts for name, group in run.groups(grouping).items()} | sizes
+    return sizes
 
 
-def category_panels(report: Report, style: Mapping[str, Style], draft_length: int | None) -> list[Panel]:
-    """Draw τ of each category at one γ, and the speed-up where it was measured, a panel for each temperature."""
+def group_panels(
+    report: Report, style: Mapping[str, Style], grouping: Grouping, draft_length: int | None
+) -> list[Panel]:
+    """Draw τ of each group at one γ, and the speed-up, a panel for each temperature.
+
+    The speed-up of groups of prompts was measured; that of groups of tokens is predicted. Groups of too few prompts
+    for an interval, whose charts would show only chance, are left out.
+    """
     drawn: list[tuple[str, str, list[Mark]]] = []
-    small = small_categories(report)
+    shown = [name for name, prompts in group_sizes(report, grouping).items() if prompts >= LEAST]
+    batches = [(t, batch) for t, batch in _settings(report) if report.recommendation.batch_size in (None, batch)]
     for temperature in _temperatures(report):
         marks = [
-            Mark(category, style[curve.proposer.name], length)
+            Mark(group_words(grouping, name), style[curve.proposer.name], length)
+            for name in shown
             for curve in _curves(report, temperature)
-            for category, figures in curve.by_category.items()
-            if category not in small and has_value(length := at_length(figures.mean_acceptance_length, draft_length))
+            if (figures := curve.groups(grouping).get(name)) is not None
+            and has_value(length := at_length(figures.mean_acceptance_length, draft_length))
         ]
         drawn.append(("τ", f"T = {temperature:g}", marks))
-    for temperature, batch in _settings(report):
-        if report.recommendation.batch_size in (None, batch):
-            marks = []
-            for name, runs in _runs(report, temperature, batch).items():
-                by_category = at_length({run.draft_length: run.by_category for run in runs}, draft_length) or {}
-                marks += [
-                    Mark(category, style[name], figures.speedup)
-                    for category, figures in by_category.items()
-                    if category not in small and has_value(figures.speedup)
-                ]
-            drawn.append(("speed-up", f"T = {temperature:g}, {setting_words(report, batch)}", marks))
+    for temperature, batch in batches:
+        predicted, measured = list[Mark](), list[Mark]()
+        for curve in _curves(report, temperature):
+            for name, figures in curve.groups(grouping).items():
+                speedup = at_length(figures.predicted_speedup.get(batch, {}), draft_length)
+                if name in shown and has_value(speedup):
+                    predicted.append(Mark(group_words(grouping, name), style[curve.proposer.name], speedup))
+        for name, runs in _runs(report, temperature, batch).items():
+            of_run = at_length({run.draft_length: run.groups(grouping) for run in runs}, draft_length) or {}
+            measured += [
+                Mark(group_words(grouping, group), style[name], figures.speedup)
+                for group, figures in of_run.items()
+                if group in shown and has_value(figures.speedup)
+            ]
+        title = f"T = {temperature:g}, {setting_words(report, batch)}"
+        of_tokens = grouping in ("part", "context")
+        drawn.append(("predicted speed-up" if of_tokens else "speed-up", title, predicted if of_tokens else measured))
     panels = []
     for x, title, marks in drawn:
         if marks:
             # Panels of the same quantity share their limits.
             span = limits([mark.estimate for quantity, _, row in drawn if quantity == x for mark in row], 1.0)
-            panels.append((f"{x}, {title}", dot_chart(f"{x} by category, {title}", marks, x, span, level=1.0)))
+            panels.append((f"{x}, {title}", dot_chart(f"{x} by {grouping}, {title}", marks, x, span, level=1.0)))
     return panels
+
+
+def groupings(report: Report, style: Mapping[str, Style], draft_length: int | None) -> list[dict[str, Any]]:
+    """Return what the page shows of each grouping that the report has, at one γ: panels, and a row for each figure."""
+    found: list[dict[str, Any]] = []
+    for grouping, title in GROUPINGS.items():
+        if sizes := group_sizes(report, grouping):
+            found.append(
+                {
+                    "id": grouping,
+                    "title": title,
+                    "sizes": {group_words(grouping, name): prompts for name, prompts in sizes.items()},
+                    "panels": group_panels(report, style, grouping, draft_length),
+                    "rows": [
+                        {
+                            "curve": curve,
+                            "name": group_words(grouping, name),
+                            "group": group,
+                            "length": at_length(group.mean_acceptance_length, draft_length),
+                            "drafted": who_drafted(group, draft_length),
+                        }
+                        for temperature in _temperatures(report)
+                        for curve in _curves(report, temperature)
+                        for name, group in curve.groups(grouping).items()
+                    ],
+                }
+            )
+    return found
 
 
 def load_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:

@@ -21,7 +21,7 @@ from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.entries import Latency
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.types import Comparison, Report, Run
-from draftsmith.scripts.report.words import gate_words, headline, load_words, turns
+from draftsmith.scripts.report.words import cliffs, gate_words, headline, load_words, turns
 from draftsmith.scripts.summary import DOUBTFUL
 from draftsmith.train.files import write_atomically
 from draftsmith.train.kinds.quantities import size
@@ -58,7 +58,7 @@ def render_page(report: Report) -> str:
         winners=report.winners(),
         gated=gate_words(report),
         repeated=_repeated(report),
-        small_categories=figures.small_categories(report),
+        cliffs=cliffs(report),
         least=LEAST,
         settings=list(dict.fromkeys((run.temperature, run.batch_size) for run in report.runs)),
         plain={(run.temperature, run.batch_size): run.tokens_per_second for run in report.plain_runs()},
@@ -74,7 +74,7 @@ def render_page(report: Report) -> str:
         speedups=[] if report.server else figures.speedup_panels(report, style),
         lengths=[] if report.server else figures.length_panels(report, style),
         positions=figures.position_panels(report, style),
-        categories=figures.category_panels(report, style, opening.run.draft_length if opening.run else None),
+        groupings=figures.groupings(report, style, opening.run.draft_length if opening.run else None),
         loads=figures.load_panels(report, style),
         load_words=load_words,
         costs=figures.cost_panels(report, style),

@@ -5,7 +5,7 @@ import os
 
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report
-from draftsmith.scripts.report.words import gate_words, headline, load_words, turns
+from draftsmith.scripts.report.words import cliffs, gate_words, headline, load_words, turns
 from draftsmith.train.kinds.quantities import count_of
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ def markdown(report: Report) -> str:
         if (words := turns(run)) is not None
     ]
     lines += ["", "Who drafted, and wrote:", "", *taking_turns] if taking_turns else []
+    falls = [f"* {line}" for line in cliffs(report)]
+    lines += ["", "Long contexts:", "", *falls] if falls else []
     loads = [f"* {load.proposer}: {load_words(load)}" for load in report.by_load if len(load.goodput) > 1]
     lines += ["", "Draft length by texts at a time:", "", *loads] if loads else []
     lines += ["", f"{_measured(report)} τ: tokens per target forward, bonus included; 95 % intervals over prompts."]

@@ -199,6 +199,10 @@ class Run(Entry):
     predicted_speedup_without_prompt: Estimate | None = None
     """The predicted speed-up without the forwards over the prompts, which long texts approach."""
 
+    def groups(self, grouping: Grouping) -> Mapping[str, RunGroup]:
+        """Return the groups of this kind; tokens of a decoded text have none."""
+        return {"category": self.by_category, "turn": self.by_turn}.get(grouping, {})
+
     @property
     def key(self) -> tuple[str, int, int, float]:
         """The drafter's name, draft length, batch size and temperature."""

@@ -1,12 +1,23 @@
-"""Phrases on a run that page, table and summary share."""
+"""Phrases on a report's figures that page, table and summary share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
-from draftsmith.decode.measurement.intervals import format_estimate
-from draftsmith.scripts.report.entries import ByLoad
-from draftsmith.scripts.report.types import Report, Run
+from draftsmith.decode.measurement.intervals import Estimate, format_estimate
+from draftsmith.scripts.report.entries import ByLoad, CurveGroup, Grouping
+from draftsmith.scripts.report.types import Curve, Report, Run
 
 MOST_NAMED = 4  # the most settings that a headline names; more are counted
+CLIFF = 2 / 3
+"""The fall of τ that is named: to less than this share of what it is at shorter contexts."""
+Value = TypeVar("Value")
+
+
+def at_length(by_length: Mapping[int, Value], draft_length: int | None) -> Value | None:
+    """Return the entry of this γ, or the only entry, as trees have."""
+    if len(by_length) == 1:
+        return next(iter(by_length.values()))
+    return None if draft_length is None else by_length.get(draft_length)
 
 
 def setting_names(
@@ -75,6 +86,61 @@ def turns(run: Run) -> str | None:
         words.append(f"{name} {rate:.0f} %{units[0]}, {share:.0f} %{units[1]}")
         units = ("", "")  # only the first drafter names the units
     return "; ".join(words)
+
+
+def group_words(grouping: Grouping, name: str) -> str:
+    """Return what a group is called: a category or part by its name, "turn 2", "1k to 2k"."""
+    if grouping == "turn":
+        return f"turn {name}"
+    if grouping != "context":
+        return name
+    end = int(name) // 1024
+    return f"{end // 2}k to {end}k" if end > 1 else "below 1k"
+
+
+def who_drafted(group: CurveGroup, draft_length: int | None) -> str | None:
+    """Describe the shares of a group's tokens that drafters who take turns drafted; None without turns."""
+    words, units = [], (" of the tokens", " of the rounds")
+    for name, by_length in (group.drafters or {}).items():
+        share = at_length(by_length, draft_length)
+        if share is None or share.accepted.value is None or share.rounds.value is None:
+            return None
+        accepted, rounds = 100 * share.accepted.value, 100 * share.rounds.value
+        words.append(f"{name} {accepted:.0f} %{units[0]} in {rounds:.0f} %{units[1]}")
+        units = ("", "")
+    return "; ".join(words) or None
+
+
+def cliffs(report: Report) -> list[str]:
+    """Return a line for each drafter whose τ falls off with the length of context, where it falls most."""
+    worst: dict[str, tuple[float, str]] = {}
+    lengths = {run.proposer.name: run.draft_length for run in reversed(report.runs)}
+    if (chosen := report.recommendation).proposer is not None and chosen.draft_length is not None:
+        lengths[chosen.proposer] = chosen.draft_length
+    for curve in report.curves:
+        name = curve.proposer.name
+        if curve.verifier != "greedy" and (fall := _cliff(curve, lengths.get(name))) is not None:
+            worst[name] = min(worst.get(name, fall), fall)
+    return [line for _, line in worst.values()]
+
+
+def _cliff(curve: Curve, draft_length: int | None) -> tuple[float, str] | None:
+    """Return the greatest fall of τ between two lengths of context whose intervals are apart, and words for it."""
+    found: list[tuple[float, str]] = []
+    known: list[tuple[str, Estimate]] = []
+    for name in sorted(curve.by_context, key=int):
+        after = at_length(curve.by_context[name].mean_acceptance_length, draft_length)
+        if after is None or after.value is None or after.ci95 is None:
+            continue
+        for earlier, before in known:
+            if after.value < CLIFF * (before.value or 0.0) and after.ci95[1] < (before.ci95 or (0.0,))[0]:
+                high, low = (format_estimate(estimate, spread="none") for estimate in (before, after))
+                first, second = (group_words("context", group) for group in (earlier, name))
+                where = f"{curve.proposer.name}, γ = {draft_length}, T = {curve.temperature:g}"
+                words = f"{where}: τ falls from {high} (contexts {first} tokens) to {low} ({second})"
+                found.append((after.value / (before.value or 1.0), words))
+        known.append((name, after))
+    return min(found, default=None)
 
 
 def load_words(load: ByLoad) -> str:

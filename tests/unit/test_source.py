@@ -23,9 +23,9 @@ BUDGET = {
     "train": 15_104,
     "distill": 2_895,
     "medusa": 9_961,
-    "scripts": 19_112,
+    "scripts": 19_236,
     "benchmarks": 2_760,
-    "tests": 53_969,
+    "tests": 54_019,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

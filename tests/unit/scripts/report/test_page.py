@@ -666,3 +666,53 @@ def test_page_table_and_summary_say_who_drafted_in_the_same_words():
     for other in (alone, empty):
         assert turns(other.runs[0]) is None
         assert "take turns" not in Page(render_page(other)).text and "Who drafted" not in markdown(other)
+
+
+def groups_of(prompts, lengths, drafters=None):
+    return {
+        name: {"prompts": count, "tokens": 100 * count, "alpha": est(0.6, 0.1), "drafters": drafters}
+        | {"mean_acceptance_length": {"4": length}, "predicted_speedup": {"1": {"4": est(1.5, 0.1)}}}
+        for (name, count), length in zip(prompts.items(), lengths, strict=True)
+    }
+
+
+def test_parts_turns_and_lengths_of_context_have_charts_and_figures(full):
+    shares = {
+        name: {"4": {"rounds": est(x, 0.1), "accepted": est(x / 2, 0.1)}}
+        for name, x in (("suffix", 0.8), ("model", 0.2))
+    }
+    report = copy.deepcopy(full)
+    curve, run = report["curves"][0], report["runs"][0]
+    curve["by_part"] = groups_of({"answer": 80, "thinking": 60, "tool call": 4}, [est(2, 0.1)] * 3, shares)
+    curve["by_turn"] = groups_of({"1": 80, "2": 30}, [est(2, 0.1)] * 2)
+    run["by_turn"] = {"1": {"prompts": 20, "mean_acceptance_length": est(2, 0.1), "speedup": est(1.5, 0.1)}}
+    page = Page(source := render_page(TYPED.validate_python(report)))
+    for heading in ("Thinking, answer and tool calls", "Turns"):
+        assert heading in page.headings
+    assert "Length of context" not in page.headings  # this report has none
+    assert "Prompts: answer 80, thinking 60." in page.text and "an interval: 1 part." in page.text
+    said = "suffix 40 % of the tokens in 80 % of the rounds; model 10 % in 20 %"
+    assert f"tool call, T = 0: ● draft: {said}" in page.text
+    assert "predicted speed-up by part, T = 0, batch size 1" in source and "predicted speed-up by turn" not in source
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([est(2.3, 0.1), est(1.4, 0.1), est(1.08, 0.05)], "2.30 (contexts below 1k tokens) to 1.08 (16k to 32k)"),
+        ([est(1.2, 0.1), est(2.3, 0.1), est(1.4, 0.1)], "2.30 (contexts 8k to 16k tokens) to 1.40 (16k to 32k)"),
+        ([est(2.3, 0.1), est(1.8, 0.1), est(1.6, 0.1)], None),  # by less than a third
+        ([est(2.3, 0.5), est(1.9, 0.5), est(1.4, 0.5)], None),  # perhaps by chance
+        ([est(1.1, 0.1), est(1.9, 0.1), Estimate(1.0, None, 2)], None),
+    ],
+)  # fmt: skip
+def test_where_acceptance_falls_off_with_the_length_of_context_is_named(full, lengths, said):
+    report = copy.deepcopy(full)
+    names = {"1024": 80, "16384": 40, "32768": 20}
+    report["curves"][0]["by_context"] = dict(reversed(groups_of(names, lengths).items()))
+    typed, shown = TYPED.validate_python(report), io.StringIO()
+    print_report(typed, Console(width=80, file=shown))
+    line = f"draft, γ = 4, T = 0: τ falls from {said}"
+    places = Page(render_page(typed)).text, markdown(typed), " ".join(shown.getvalue().split())
+    assert [line in place for place in places] == [said is not None] * 3
+    assert ["τ falls" in place for place in places] == [said is not None] * 3
