@@ -9,10 +9,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import check_rollback
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.progress import track
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.train.checkpoint import end_of_sequence_ids, unapplied_settings
-from draftsmith.train.data.prompts import Prompt, encode_prompt
+from draftsmith.train.data.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading, Pair
 from draftsmith.train.models import check_head, empty_model, load_model, load_tokenizer, resolve_dtype, vocabulary_size
 from draftsmith.train.options import TemplateOptions
@@ -72,13 +71,13 @@ def load_pair(
 
 
 def read_tokens(
-    target: str, config: TemplateOptions, prompts: Sequence[Prompt]
-) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:
-    """Return a target's tokenizer, and the prompts' tokens through its chat template; or raise InputError."""
+    target: str, config: TemplateOptions, source: str, limit: int | None
+) -> tuple[PreTrainedTokenizerBase, list[Prompt], list[list[int]]]:
+    """Return a target's tokenizer, and prompts with their tokens through its chat template; or raise InputError."""
+    prompts = read_prompts(source, limit=limit, invalid=config.invalid_prompts)
     tokenizer = load_tokenizer(target, field="target", trust_remote_code=config.trust_remote_code)
     size = vocabulary_size(target, trust_remote_code=config.trust_remote_code)
-    counted = track(prompts, "prompts", "texts")
-    return tokenizer, [encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding) for prompt in counted]
+    return tokenizer, *encode_prompts(prompts, tokenizer, size, config.invalid_prompts, **config.encoding)
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

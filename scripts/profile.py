@@ -16,7 +16,6 @@ from draftsmith.scripts.configs import ProfileConfig
 from draftsmith.scripts.kinds import drafter_specs, kind_named
 from draftsmith.scripts.pair import left_padded, load_pair, read_tokens
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.files import require_writable
 from draftsmith.train.models import default_device
 from draftsmith.train.provenance import environment, write_json
@@ -31,7 +30,7 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
     output = require_writable(config.output, "trace.json", "profile.json")
     if config.threads:
         torch.set_num_threads(config.threads)
-    tokenizer, encoded = read_tokens(config.target, config, read_prompts(config.prompts, limit=config.limit))
+    tokenizer, _, encoded = read_tokens(config.target, config, config.prompts, config.limit)
     if max(config.batch_size) > len(encoded):
         raise InputError(f"batch_size: expected at most the {len(encoded)} prompts, found {max(config.batch_size)}")
     specs = drafter_specs(config.drafter, [config.draft_length])

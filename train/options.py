@@ -22,6 +22,7 @@ from draftsmith.decode.options import Filters, Options
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 SAVE_DTYPES = ("float32", "bfloat16", "float16", "auto")
 QUANTIZATIONS = ("8bit", "4bit")
+INVALID = ("refuse", "skip")
 DEVICE = Range(
     "auto, cpu, or a device such as cuda:1",
     lambda name: re.fullmatch(r"auto|cpu|mps|(cuda|xpu|npu|hpu)(:\d+)?", name) is not None,
@@ -88,6 +89,9 @@ class TemplateOptions(ModelOptions):
     """The system turn of every conversation that has none of its own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as '{"enable_thinking": false}'."""
+    invalid_prompts: str = "refuse"
+    """`refuse` ends the command at the first record that cannot be read or rendered by the target's chat template;
+    `skip` leaves such records out, counts them and names the first ones."""
     max_prompt_tokens: int | None = None
     """The most tokens of a prompt. The oldest user text of a longer conversation is cut from the left, so that what the
     chat template writes stays whole; of plain text the last tokens are kept."""
@@ -95,6 +99,7 @@ class TemplateOptions(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, at_least(1), "max_prompt_tokens")
+        require(self, one_of(INVALID), "invalid_prompts")
 
     @property
     def template(self) -> dict[str, Any]:
@@ -108,11 +113,14 @@ class TemplateOptions(ModelOptions):
 
 
 TEXT_FIELDS = (
-    "max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs", "top_k", "top_p", "min_p",
-    "repetition_penalty", "no_repeat_ngram_size", "trust_remote_code",
+    "max_new_tokens", "max_prompt_tokens", "system_prompt", "chat_template_kwargs", "invalid_prompts", "top_k", "top_p",
+    "min_p", "repetition_penalty", "no_repeat_ngram_size", "trust_remote_code",
 )  # fmt: skip
 """The options of reading prompts and sampling texts, except temperature."""
-NEUTRAL: dict[str, Any] = {option.name: option.default for option in fields(Filters)} | {"trust_remote_code": False}
+NEUTRAL: dict[str, Any] = {option.name: option.default for option in fields(Filters)} | {
+    "trust_remote_code": False,
+    "invalid_prompts": "refuse",
+}
 """The defaults that all commands share."""
 
 

@@ -38,7 +38,8 @@ class Traffic:
 def read_traffic(config: AdaptConfig, old_requests: int, least: int) -> Traffic | None:
     """Read the log; return None if fewer than `least` requests are new, and raise InputError if it is too short."""
     mode: AnswersMode = "required" if config.answers == "given" else "dropped"
-    requests = [prompt for path in config.log for prompt in read_prompts(path, answers=mode)]
+    logs = [read_prompts(path, answers=mode, invalid=config.invalid_prompts) for path in config.log]
+    requests = [prompt for log in logs for prompt in log]
     if len(requests) < old_requests:
         old_requests = 0  # files were rotated away: treat all that is left as new
     if len(requests) - old_requests < least:

@@ -62,7 +62,7 @@ def align(config: AlignConfig) -> int:
     """Run all stages; return 0, or 3 if no drafter pays."""
     python = None if config.verify is None else engine_python(None)
     output = require_writable(config.output)
-    prompts = read_prompts(config.prompts, limit=config.limit)
+    prompts = read_prompts(config.prompts, limit=config.limit, invalid=config.invalid_prompts)
     if len(prompts) < 2 * config.measured_prompts:
         raise InputError(
             f"prompts: expected at least {2 * config.measured_prompts} in {config.prompts}, {config.measured_prompts} "

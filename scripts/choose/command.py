@@ -46,7 +46,7 @@ from draftsmith.scripts.stages import Stages, flags_of, nest
 from draftsmith.scripts.trials import CostFile
 from draftsmith.train.cli import OutOfTime, parse_config
 from draftsmith.train.data.corpus import write_prompts
-from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
+from draftsmith.train.data.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.train.files import require_writable, write_atomically
 from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import as_json, write_json
@@ -71,7 +71,7 @@ def choose(config: ChooseConfig) -> Choice:
     """Choose a drafter, write choose.json, choose.html and winner.yaml, and return the choice."""
     output = require_writable(config.output)
     checks = Stages(output / "doctor")  # apart: another --draft must not invalidate the stages that follow
-    prompts = read_prompts(config.prompts, limit=config.limit)
+    prompts = read_prompts(config.prompts, limit=config.limit, invalid=config.invalid_prompts)
     least = config.heldout_prompts + 2 * FIRST_PROMPTS
     if len(prompts) < least:
         raise InputError(
@@ -297,9 +297,9 @@ def _more_text(run: ChooseRun, missing: float) -> str:
 def split_prompts(config: ChooseConfig, prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
     """Split prompts into the first `count`, to measure on, and the rest, without any that encode to the same tokens."""
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    ids = [tuple(encode_prompt(prompt, tokenizer, **config.encoding)) for prompt in prompts]
-    measured = set(ids[:count])
-    return prompts[:count], [prompt for at, prompt in enumerate(prompts) if ids[at] not in measured]
+    prompts, ids = encode_prompts(prompts, tokenizer, None, config.invalid_prompts, **config.encoding)
+    measured = set(map(tuple, ids[:count]))
+    return prompts[:count], [prompt for at, prompt in enumerate(prompts) if tuple(ids[at]) not in measured]
 
 
 def require_same_settings(

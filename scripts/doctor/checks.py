@@ -12,7 +12,7 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.pair import NOT_HERE
 from draftsmith.train.checkpoint import unapplied_settings
-from draftsmith.train.data.chat.masks import has_generation_markers, mask_conversation
+from draftsmith.train.data.chat.masks import mask_conversation
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import STORED, Setup, Side
 from draftsmith.train.kinds.quantities import count_of
@@ -160,8 +160,7 @@ def _chat_template(target: Side, drafts: Sequence[Side]) -> Finding:
         remedy = "right for a base model; for a chat model copy its chat_template.jinja there, because your users' "
         remedy += "prompts go through it"
         return Finding("warning", name, "none in the target's tokenizer: prompts are plain text", remedy)
-    marked = has_generation_markers(target.tokenizer)
-    text = "with generation markers" if marked else "without generation markers: turns are found by comparison"
+    text = "turns are found by rendering each in its own context"
     others = [draft for draft in drafts if draft.tokenizer.chat_template != template]
     for draft in others:
         text += f"; {'none' if draft.tokenizer.chat_template is None else 'another one'} in the {draft.role}"

@@ -59,7 +59,7 @@ def read(
         for prompt in track(prompts, "samples", "texts"):
             try:
                 if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
-                    masked = mask_answers(prompt, tokenizer, vocab_size, closing, ends, **config.template)
+                    (masked,) = mask_answers(prompt, tokenizer, vocab_size, closing, ends, **config.template)
                     reasons = tuple(masked.left_out.values())
                     samples.all.append(MaskedSample(prompt.id, masked.ids, masked.mask, True, reasons))
                 else:
@@ -88,7 +88,7 @@ def check_masks(samples: Samples) -> Iterator[Finding]:
     if reasons:
         cut = sum(len(sample.left_out) > 0 for sample in answered)
         text = f"{reasons.total()} assistant turns in {cut} samples do not count: {'; '.join(sorted(reasons))}"
-        remedy = "fine if meant so; else take a chat template that keeps them, or a sample for each turn"
+        remedy = "fine if meant so; else prepare --turns all, which makes a sample of each context"
         yield Finding("warning", "turns", text, remedy)
     empty = [sample.name for sample in answered if not any(sample.mask)]
     prompts = len(samples.all) - len(answered)

@@ -37,7 +37,6 @@ from draftsmith.scripts.serving.measure.expectation import read_expectation, req
 from draftsmith.scripts.serving.reconcile.rounds import ROUNDS, write_rounds
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove, require_writable, write_atomically
@@ -59,8 +58,9 @@ def measure(config: MeasureConfig) -> Report:
         InputError: bad input, another run's unfinished work, or a full disk.
     """
     output = require_writable(config.output, *FILES, "costs.json", DRAFT_LENGTHS, ROUNDS)
-    prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
-    tokenizer, encoded = read_tokens(config.target, config, prompts)
+    tokenizer, prompts, encoded = read_tokens(
+        config.target, config, config.prompts, config.replay_limit or config.limit
+    )
     count = len(encoded[: config.limit])
     if max(config.batch_size) > count:
         raise InputError(

@@ -36,7 +36,6 @@ from draftsmith.scripts.tune.tradeoff import (
     print_tradeoff,
 )
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment, write_json
@@ -125,10 +124,9 @@ def _report(task: Task) -> dict[str, Any]:
 
 
 def _load(config: TuneConfig) -> Task:
-    prompts = read_prompts(config.prompts, limit=config.limit)
+    tokenizer, prompts, ids = read_tokens(config.target, config, config.prompts, config.limit)
     if len(prompts) < 2:  # an interval needs two
         raise InputError(f"prompts: expected at least 2 in {config.prompts}, found {len(prompts)}")
-    tokenizer, ids = read_tokens(config.target, config, prompts)
     specs = drafter_specs(config.drafter, [config.draft_length])
     pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
     pair.check_positions(max(map(len, ids)), config.max_new_tokens)

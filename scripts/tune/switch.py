@@ -28,7 +28,7 @@ from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.summary import figures_table, print_doubts
 from draftsmith.scripts.tune.config import SwitchConfig
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.prompts import Prompt, read_prompts
+from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.kinds.hybrid import AT
@@ -84,10 +84,9 @@ class Priced:
 def tune_switch(config: SwitchConfig) -> dict[str, Any]:
     """Find the switch, write `switch.json`, and return its content."""
     output = require_writable(config.output, FILE)
-    prompts = read_prompts(config.prompts, limit=config.limit)
+    tokenizer, prompts, ids = read_tokens(config.target, config, config.prompts, config.limit)
     if len(prompts) < 4:  # an interval needs two in each half
         raise InputError(f"prompts: expected at least 4 in {config.prompts}, found {len(prompts)}")
-    tokenizer, ids = read_tokens(config.target, config, prompts)
     specs = drafter_specs(config.drafter, config.draft_length)
     pair, settings = load_fastest(
         config.target, tokenizer, specs, config.dtype, config.threads, config.compiled, config.trust_remote_code

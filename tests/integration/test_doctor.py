@@ -95,7 +95,7 @@ def chats(directory, *talks) -> str:
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
     """A target that speaks ChatML, and the tokenizer it has."""
-    tokenizer, path = byte_level(trim_offsets=True), tmp_path_factory.mktemp("chat") / "target"
+    tokenizer, path = byte_level(gpt2=True), tmp_path_factory.mktemp("chat") / "target"
     tokenizer.chat_template = CHATML
     model = tiny_llama(0, len(tokenizer))
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
@@ -123,7 +123,7 @@ def test_the_target_alone_can_be_checked(chat, capsys):
     assert code == 0 and list(lines) == [
         "target", "vocabulary", "rollback", "positions", "dtype", "chat template", "special tokens", "memory",
     ]  # fmt: skip
-    assert lines["chat template"] == "✓ without generation markers: turns are found by comparison"
+    assert lines["chat template"] == "✓ turns are found by rendering each in its own context"
     assert "texts end with '<|endoftext|>' (0), '<|im_end|>'" in lines["special tokens"]
     assert all(line.startswith("✓ ") for line in lines.values())
 
@@ -244,7 +244,7 @@ def test_chat_templates_are_compared(chat, tmp_path, capsys):
         save_model(tiny_llama(0, len(tokenizer)), tokenizer, tmp_path / "draft")
         code, lines, _, _ = check(capsys, chat, tmp_path / "draft")
         assert code == 0
-        assert lines["chat template"] == f"✓ without generation markers: turns are found by comparison{expected}"
+        assert lines["chat template"] == f"✓ turns are found by rendering each in its own context{expected}"
 
 
 def test_the_smallest_acceptance_solves_for_the_break_even():
@@ -815,7 +815,7 @@ def test_the_loss_masks_of_conversations_and_prompts_are_counted(chat, tmp_path,
 def test_answers_that_the_template_rewrites_are_counted_or_refused(chat, tmp_path, capsys):
     tokenizer = load_tokenizer(chat)
     for template, code, name, expected in (
-        (QWEN3, 0, "turns", "! 1 assistant turns in 1 samples do not count: the chat template writes them differently"),
+        (QWEN3, 0, "turns", "! 1 assistant turns in 1 samples do not count: the chat template writes them or"),
         (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), 2, "samples",
          f"✗ 1 cannot be used; {tmp_path}/chats.jsonl:1: sample '0"),
     ):  # fmt: skip
@@ -849,7 +849,7 @@ def test_completions_are_shown_with_the_masks_they_were_written_with(pair_dirs, 
 
 
 def test_every_token_is_shown_once_in_its_colour_and_characters_stay_whole():
-    tokenizer = byte_level(trim_offsets=False)
+    tokenizer = byte_level(gpt2=False)
     text = "say é語🙂<|im_end|>\n\tdef\x1b[0m"
     ids = tokenizer.encode(text)
     for start in range(len(ids)):
@@ -872,7 +872,7 @@ def test_a_terminal_gets_colours_and_a_hanging_indent():
     rows = [row for row in file.getvalue().splitlines() if row]
     assert "\x1b[33m!" in rows[0] and len(rows) > 2 and rows[1].startswith(" " * 17)
     assert len(whole.getvalue().splitlines()) == 1 and "positions: a long text" in whole.getvalue()
-    tokenizer = byte_level(trim_offsets=False)
+    tokenizer = byte_level(gpt2=False)
     ids = tokenizer.encode(TEXTS[0])
     file.truncate(0)
     show(Samples([MaskedSample("x", ids, [0, 1] + [1] * (len(ids) - 2))]), 1, tokenizer, console)

@@ -12,6 +12,7 @@ from draftsmith.train.data import generate as completions
 from draftsmith.train.data.chat.masks import LATER, mask_conversation
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.data.prompts import encode_prompts, read_prompts
 from draftsmith.train.models import load_tokenizer
 
 # Turns that an end-of-sequence token ends, and turns that nothing ends. An added token stands before them, because a
@@ -151,6 +152,61 @@ def test_turns_left_out_are_warned_of_once_a_reason(config, caplog):
     assert record.message.startswith(f"some assistant turns are not learned from: {LATER} (")
 
 
+def test_each_context_that_the_template_rewrites_later_is_a_sample(config):
+    shouting = ENDED.replace("m.content", "(m.content if loop.last or m.role == 'user' else m.content | upper)")
+    cfg = config(template=shouting, turns="all")
+    summary = prepare(cfg)
+    rows = {row["id"]: row for row in load_completions(cfg.output)}
+    assert set(rows) == {"one.1", "two.1", "two.2", "pair.1", "silent.1"} and summary.left_out == ["long.1"]
+    tokenizer = load_tokenizer(cfg.target)
+    texts = [tokenizer.decode(rows[f"two.{turn}"]["input_ids"]) for turn in (1, 2)]
+    end = tokenizer.eos_token
+    first = f"user<|pad|>a{end}assistant<|pad|>"
+    assert texts == [f"{first}b = 1{end}", f"{first}B = 1{end}user<|pad|>again{end}assistant<|pad|>c = 2\n{end}"]
+    assert [sum(rows[f"two.{turn}"]["loss_mask"]) for turn in (1, 2)] == [
+        len(tokenizer.encode(text)) for text in (f"b = 1{end}", f"c = 2\n{end}")
+    ]
+
+
+@pytest.mark.parametrize("answers", ["given", "target"])
+def test_records_that_cannot_be_used_are_skipped_counted_and_named_or_refused(answers, config, tmp_path, caplog):
+    path = tmp_path / "mixed.jsonl"
+    wrong = [
+        {"id": "role", "messages": [{"role": "robot", "content": "a"}]},
+        {"id": "one", "messages": conversation("print", "again the id")},
+        {"id": "calls", "messages": [*conversation("a"), {"role": "assistant", "tool_calls": [{"name": "f"}]}]},
+    ]
+    if answers == "target":  # the call is an earlier turn of a prompt
+        wrong[2]["messages"] += [{"role": "tool", "content": "b"}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in [RECORDS[0], *wrong, RECORDS[1]]))
+    with pytest.raises(InputError, match=r"mixed\.jsonl:3: expected a unique id, found 'one' again"):
+        read_prompts(str(path), answers="required" if answers == "given" else "dropped")
+    cfg = config(prompts=str(path), answers=answers, invalid_prompts="skip")
+    if answers == "given":
+        samples = load_completions(prepare(cfg).output)
+        assert sorted(samples["id"]) == ["one", "two"]
+    else:
+        tokenizer = load_tokenizer(cfg.target)
+        read = read_prompts(cfg.prompts, invalid="skip")
+        assert [prompt.id for prompt in encode_prompts(read, tokenizer, None, "skip")[0]] == ["one", "two"]
+    counted = [record.message for record in caplog.records if "are skipped" in record.message]
+    assert len(counted) == 3
+    for line, expected in zip(
+        counted,
+        (
+            f"1 of 5 records are skipped: {path}:3: expected a unique id, found 'one' again",
+            f"1 of 4 records are skipped: {path}:2: messages[0].role",
+            f"1 of 3 {'conversations' if answers == 'given' else 'prompts'} are skipped: {path}:4:",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(expected), line
+    only = tmp_path / "wrong.jsonl"
+    only.write_text(json.dumps(wrong[0]))
+    with pytest.raises(InputError, match=r"wrong\.jsonl:1: .*; with it all 1 records are skipped$"):
+        read_prompts(str(only), invalid="skip")
+
+
 def test_a_resume_compares_what_was_said_and_not_how_it_would_have_been_sampled(config):
     cfg = config()
     prepare(cfg)
@@ -158,7 +214,7 @@ def test_a_resume_compares_what_was_said_and_not_how_it_would_have_been_sampled(
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     manifest = json.loads(before["manifest.json"])
     assert manifest["source"] == {"answers": "given"}
-    template = {"system_prompt": None, "chat_template_kwargs": {}}
+    template = {"system_prompt": None, "chat_template_kwargs": {}, "turns": "first"}
     assert manifest["settings"] == {"split": "train", "limit": None, "shard_size": 2} | template
     (output / "shard-00001.parquet").unlink()
     assert (summary := prepare(config(temperature=0.5, seed=3))).kept == 2, summary
@@ -167,6 +223,7 @@ def test_a_resume_compares_what_was_said_and_not_how_it_would_have_been_sampled(
     for settings, message in (
         ({"answers": "target"}, "answers: expected 'given', found 'target'"),
         ({"shard_size": 3}, "shard_size: expected 2, found 3"),
+        ({"turns": "all"}, "turns: expected 'first', found 'all'"),
     ):
         short = {"max_new_tokens": 4, "limit": 3} if "answers" in settings else {}
         with pytest.raises(InputError) as error:

@@ -86,9 +86,9 @@ def test_what_turns_wrote_is_what_other_commands_read(config, tmp_path):
             assert answers[sample["id"]] == sample["input_ids"]
 
 
-@pytest.mark.parametrize("fields", [{"samples": 2, "temperature": 1.0}, {"temperatures": [0, 1]}, {"answers": "given"}])
+@pytest.mark.parametrize("fields", [{"samples": 2, "temperature": 1.0}, {"temperatures": [0, 1]}])
 def test_several_answers_to_a_turn_have_no_next_one(fields):
-    with pytest.raises(InputError, match="turns: expected first where a prompt has several completions, or given ones"):
+    with pytest.raises(InputError, match="turns: expected first where a prompt has several completions: a later turn"):
         PrepareConfig(target="t", prompts="p", output="o", turns="all", **fields)
 
 

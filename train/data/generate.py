@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -26,13 +27,22 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase, track
 from draftsmith.train.checkpoint import end_of_sequence_ids, load_generation_config, unapplied_settings
-from draftsmith.train.data.chat.masks import ClosingTokens
+from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.decoding import complete, set_generation_config
 from draftsmith.train.data.partial_shard import PartialShard, WritingProgress
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
-from draftsmith.train.data.prompts import ALL_TURNS, answer_texts, encode_prompt, mask_answers, read_prompts
+from draftsmith.train.data.prompts import (
+    ALL_TURNS,
+    Prompt,
+    answer_texts,
+    encode_prompt,
+    encode_prompts,
+    mask_answers,
+    read_prompts,
+    usable,
+)
 from draftsmith.train.data.samples import Completion, Sample, ShardBatch, make_batches, mixed_seed
 from draftsmith.train.data.samples import CompletionsSummary as CompletionsSummary
 from draftsmith.train.data.shards import (
@@ -76,7 +86,8 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
         if processes.first and config.answers == "target":
             target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
             unapplied_settings(load_generation_config(config.target, target_config, field="target"), config.target)
-        summary = (_prepare if config.turns == "first" else _prepare_turns)(config, processes)
+        asks_later = config.turns == "all" and config.answers == "target"
+        summary = (_prepare_turns if asks_later else _prepare)(config, processes)
     done = summary.kept + summary.written
     if processes.first and summary.cut > done / 2:  # a draft would not learn how texts end
         logger.warning(
@@ -90,7 +101,8 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
 
 def _prepare_turns(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     """Complete the first turn of all prompts, then the next turn of those that have one, and so on."""
-    prompts = read_prompts(config.prompts, split=config.split, limit=config.limit, later=True)
+    invalid = config.invalid_prompts
+    prompts = read_prompts(config.prompts, split=config.split, limit=config.limit, later=True, invalid=invalid)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     model_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
@@ -198,9 +210,9 @@ def _prompts(
     config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, size: int, limit: int | None, new_tokens: int
 ) -> list[Sample]:
     """Encode the prompts; each must leave room for its completion within the target's positions."""
-    prompts = read_prompts(config.prompts, split=config.split, limit=config.limit)
-    encoding = config.encoding
-    ids = [encode_prompt(p, tokenizer, vocab_size=size, **encoding) for p in track(prompts, "prompts", "texts")]
+    invalid = config.invalid_prompts
+    prompts = read_prompts(config.prompts, split=config.split, limit=config.limit, invalid=invalid)
+    prompts, ids = encode_prompts(prompts, tokenizer, size, invalid, **config.encoding)
     samples = [
         Sample(p if n == 1 else replace(p, id=f"{p.id}#{n}"), prompt_ids, temperature=temperature)
         for n, temperature in enumerate(config.plan(), 1)
@@ -231,19 +243,32 @@ def _given(
     ends: list[int],
     summary: CompletionsSummary,
 ) -> list[Sample]:
-    """Encode the conversations that fit the target's positions, and mask the assistant's tokens."""
-    samples, reasons, closing = list[Sample](), set[str](), ClosingTokens.of(tokenizer)
-    read = read_prompts(config.prompts, split=config.split, limit=config.limit, answers="required")
-    for conversation in track(read, "masks of conversations", "texts"):
-        if conversation.cut:
-            summary.unfinished.append(conversation.id)
-            continue
-        masked = mask_answers(conversation, tokenizer, size, closing, ends, **config.template)
-        reasons.update(masked.left_out.values())
-        if limit is not None and len(masked.ids) > limit:  # if cut, it would teach an answer that ends in the middle
-            summary.left_out.append(conversation.id)
-        else:
-            samples.append(Sample(conversation, masked.ids, masked.mask))
+    """Encode the conversations that fit the target's positions, and mask the assistant's tokens.
+
+    With all turns, a conversation is a sample for each context in which turns were written, whose id ends in a turn's
+    number.
+    """
+    samples, reasons, each = list[Sample](), set[str](), config.turns == "all"
+    invalid, template = config.invalid_prompts, config.template | {"whole": not each}
+    read = read_prompts(config.prompts, split=config.split, limit=config.limit, answers="required", invalid=invalid)
+    summary.unfinished += [conversation.id for conversation in read if conversation.cut]
+    whole = [conversation for conversation in read if not conversation.cut]
+    closing = ClosingTokens.of(tokenizer)
+
+    def masked(conversation: Prompt) -> list[MaskedConversation]:
+        return mask_answers(conversation, tokenizer, size, closing, ends, **template)
+
+    for conversation, contexts in usable(whole, masked, invalid, "conversations"):
+        for context in contexts:
+            named = replace(conversation, id=f"{conversation.id}.{context.turn}") if each else conversation
+            reasons.update(context.left_out.values())
+            if limit is not None and len(context.ids) > limit:  # if cut, it would teach answers that end in the middle
+                summary.left_out.append(named.id)
+            else:
+                samples.append(Sample(named, context.ids, context.mask))
+    names = [sample.prompt.id for sample in samples]
+    if twice := next((name for name, count in Counter(names).items() if count > 1), None):
+        raise InputError(f"prompts: expected ids that differ with turns' numbers after them, found {twice!r} twice")
     for reason in sorted(reasons):
         logger.warning(
             "some assistant turns are not learned from: %s (`draftsmith doctor --prompts` counts them)", reason

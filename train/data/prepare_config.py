@@ -53,7 +53,8 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     turns: str = "first"
     """The turns to complete in records with several user `turns`: `first`, or `all`, each after the target's answers to
     those before it. The completions are then in output/turn-1, output/turn-2, …, and output/prompts.jsonl has all turns
-    as prompts."""
+    as prompts. With given answers, `first` makes one sample of a conversation, without the turns that the chat template
+    writes differently later; `all` makes one for each context in which turns were written."""
     endpoint: str | None = None
     """Let a server that runs the target complete the prompts: the base URL of an OpenAI-compatible API
     (http://localhost:8000/v1), or SGLang's native http://localhost:30000/generate."""
@@ -83,10 +84,9 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
         if self.temperatures and self.answers == "given":
             raise InputError("temperatures: expected none with --answers given, which samples nothing")
         require(self, one_of(TURNS), "turns")
-        if self.turns == "all" and (self.answers == "given" or len(self.plan()) > 1):
+        if self.turns == "all" and len(self.plan()) > 1:
             raise InputError(
-                "turns: expected first where a prompt has several completions, or given ones: a later turn follows "
-                "one answer"
+                "turns: expected first where a prompt has several completions: a later turn follows one answer"
             )
         hottest = max(self.temperatures, default=self.temperature)
         if self.samples > 1 and (hottest == 0 or self.answers == "given"):
@@ -127,9 +127,9 @@ def decisive_settings(config: PrepareConfig) -> tuple[str, ...]:
     Prompts, target and server are compared by their contents instead, since files and servers may move.
     """
     if config.answers == "given":
-        return ("split", "limit", "shard_size", "system_prompt", "chat_template_kwargs")
+        return ("split", "limit", "shard_size", "system_prompt", "chat_template_kwargs", "turns")
     elsewhere = {"target", "prompts", "output", "trust_remote_code", "answers", "samples", "turns"}  # samples have ids
-    elsewhere.add("target_device")
+    elsewhere |= {"target_device", "invalid_prompts"}
     if config.endpoint is not None:
         elsewhere |= {"dtype", "target_quantization", "batch_size"}  # the server decides these
     names = (f.name for f in fields(PrepareConfig))

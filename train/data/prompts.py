@@ -16,16 +16,19 @@ if its answers are to be learned. `id` (or `question_id`), `category`, and for c
 `chat_template_kwargs` are optional.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from draftsmith.decode.draft_models.vocabulary import require_logits
 from draftsmith.decode.errors import InputError, at_least
-from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation, mask_conversation
+from draftsmith.decode.progress import track
+from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation, mask_contexts
 from draftsmith.train.data.chat.messages import ASKING, MEDIA, Message, kind, read_messages, read_tools, text
 from draftsmith.train.data.chat.templates import (
     chat_request,
@@ -36,6 +39,7 @@ from draftsmith.train.data.chat.templates import (
 )
 from draftsmith.train.data.prompt_files import read_records
 from draftsmith.train.endpoint.request_logs import CUT, conversation, has_answer, is_logged
+from draftsmith.train.job.processes import is_first
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # the fields that may answer a `prompt`
@@ -53,6 +57,9 @@ UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 ALL_TURNS = "prompts.jsonl"  # the file of all turns, each after the answers before it, as prompts for other commands
 
 AnswersMode = Literal["dropped", "kept", "required"]
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,7 @@ def read_prompts(
     limit: int | None = None,
     answers: AnswersMode = "dropped",
     later: bool = False,
+    invalid: str = "refuse",
 ) -> list[Prompt]:
     """Read prompts or conversations from a file, a directory or a data set on the hub, and make their ids unique.
 
@@ -137,25 +145,28 @@ def read_prompts(
             and a `prompt` comes with a `completion` or `response`, both strings or both lists of messages. "kept": as
             "required" if there is an answer, otherwise as "dropped".
         later: keep the later ones of `turns` too.
+        invalid: "refuse" raises an error at the first record that cannot be used; "skip" leaves all such records out,
+            with a warning that counts and names them.
 
     Raises:
-        InputError: the first record that cannot be used, with its file and line (or row).
+        InputError: the first record that cannot be used, with its file and line (or row); or there is none to use.
     """
     if limit is not None:
         at_least(1).check("limit", limit)
-    records = islice(read_records(source, split), limit)
-    entries = [(where, _unlogged(record, where, answers)) for where, record in records]
-    if not entries:
-        raise InputError(f"{source}: expected prompts, found none")
-    names = [_record_id(record, where) for where, record in entries]
-    places: dict[str, str] = {}
-    for (where, _), name in zip(entries, names, strict=True):
+    places = dict[str, str]()
+
+    def named(row: tuple[str, Any]) -> tuple[str | None, Any]:
+        where, record = row
+        record = _unlogged(record, where, answers)
+        name = _record_id(record, where)
         if name is not None and name in places:
             raise InputError(f"{where}: expected a unique id, found {name!r} again (first at {places[name]})")
         if name is not None:
             places[name] = where
-    prompts = []
-    for position, ((where, record), name) in enumerate(zip(entries, names, strict=True)):
+        return name, record
+
+    def parsed(row: tuple[int, str, str | None, Any]) -> Prompt:
+        position, where, name, record = row
         if name is None:
             name = str(position)
             while name in places:  # another record has this number as its id
@@ -165,8 +176,52 @@ def read_prompts(
         if later and record.get("turns") is not None and prompt.messages is not None:
             turns = [text(turn, f"{where}: turns[{n}]") for n, turn in enumerate(record["turns"][1:], 1)]
             prompt = replace(prompt, later=tuple(turns))
-        prompts.append(replace(prompt, cut=record.get("finish_reason") == CUT, where=where))
-    return prompts
+        return replace(prompt, cut=record.get("finish_reason") == CUT, where=where)
+
+    rows = list(islice(read_records(source, split), limit))
+    if not rows:
+        raise InputError(f"{source}: expected prompts, found none")
+    positions = {where: position for position, (where, _) in enumerate(rows)}
+    # The ids of all records come first, since records without one are named around them.
+    entries = [(positions[where], where, *entry) for (where, _), entry in usable(rows, named, invalid)]
+    return [prompt for _, prompt in usable(entries, parsed, invalid)]
+
+
+def usable(
+    items: Collection[Item], read: Callable[[Item], Value], invalid: str, title: str = "records"
+) -> list[tuple[Item, Value]]:
+    """Return items with what `read` makes of them; with `invalid` "skip", without those for which it raises InputError.
+
+    A warning counts and names those, and it is an error if none are left.
+    """
+    results, errors = list[tuple[Item, Value]](), list[InputError]()
+    for item in track(items, title, "texts"):
+        try:
+            results.append((item, read(item)))
+        except InputError as error:
+            if invalid == "refuse":
+                raise
+            errors.append(error)
+    if errors and not results:
+        raise InputError(f"{errors[0]}; with it all {len(errors)} {title} are skipped")
+    if errors and is_first():
+        rest = f"; then {', '.join(str(error).split(': ')[0] for error in errors[1:6])}" if errors[1:] else ""
+        more = ", …" if errors[6:] else ""
+        logger.warning("%d of %d %s are skipped: %s%s%s", len(errors), len(items), title, errors[0], rest, more)
+    return results
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+    invalid: str = "refuse",
+    **encoding: Any,
+) -> tuple[list[Prompt], list[list[int]]]:
+    """Return the prompts that can be encoded, and their token ids, as `encode_prompt` returns them."""
+    counted = partial(encode_prompt, tokenizer=tokenizer, vocab_size=vocab_size, **encoding)
+    encoded = usable(prompts, counted, invalid, "prompts")
+    return [prompt for prompt, _ in encoded], [ids for _, ids in encoded]
 
 
 def encode_prompt(
@@ -222,9 +277,10 @@ def mask_answers(
     ends: Sequence[int],
     system_prompt: str | None = None,
     variables: Mapping[str, Any] | None = None,
-) -> MaskedConversation:
-    """Encode a conversation that ends with its answer, and mask the assistant's tokens, as `mask_conversation` does."""
-    masked = mask_conversation(
+    whole: bool = True,
+) -> list[MaskedConversation]:
+    """Encode a conversation that ends with its answer, and mask the assistant's tokens, as `mask_contexts` does."""
+    contexts = mask_contexts(
         conversation.messages or [],
         tokenizer,
         conversation.id,
@@ -234,9 +290,10 @@ def mask_answers(
         variables={**(variables or {}), **conversation.read_variables(tokenizer)},
         tools=conversation.tools,
         place=conversation.place,
+        whole=whole,
     )
-    conversation.require_logits(masked.ids, tokenizer, vocab_size)
-    return masked
+    conversation.require_logits(contexts[-1].ids, tokenizer, vocab_size)
+    return contexts
 
 
 def answer_texts(

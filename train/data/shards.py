@@ -45,6 +45,7 @@ UNNAMED: dict[str, Any] = {
     "target_quantization": None,
     "temperatures": [],
     "window": False,
+    "turns": "first",
 }
 """Settings that older manifests lack, with the values that they had."""
 SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}

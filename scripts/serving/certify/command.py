@@ -104,10 +104,10 @@ def _judge(
 
 
 def _load(config: CertifyConfig) -> tuple[list[SentPrompt], Pair | None]:
-    prompts = read_prompts(config.prompts, limit=config.limit)
     if config.target is None:
+        prompts = read_prompts(config.prompts, limit=config.limit, invalid=config.invalid_prompts)
         return [SentPrompt(prompt, fields=prompt.request(**config.template)) for prompt in prompts], None
-    tokenizer, encoded = read_tokens(config.target, config, prompts)
+    tokenizer, prompts, encoded = read_tokens(config.target, config, config.prompts, config.limit)
     specs = drafter_specs(config.drafter)
     decodes = config.plain_server is None and 0 in config.temperature
     pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code, decodes=decodes)

@@ -17,7 +17,7 @@ from draftsmith.decode.errors import (
 )
 from draftsmith.decode.options import Filters
 from draftsmith.train.cli import Floats, Ints, numbers
-from draftsmith.train.options import DRAFT_LENGTH
+from draftsmith.train.options import DRAFT_LENGTH, INVALID
 
 MOST_REQUESTS = 1024
 
@@ -95,6 +95,8 @@ class MeasureServerConfig(GatedSettings, Filters):
     """Begins every conversation that has no system turn of its own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as '{"enable_thinking": false}'."""
+    invalid_prompts: str = "refuse"
+    """`refuse` ends the command at the first record that cannot be read or rendered; `skip` leaves such records out."""
     max_prompt_tokens: int | None = None
     """The most tokens of a prompt, with `target`: longer ones lose their beginning."""
     draft_length: int | None = None
@@ -137,6 +139,7 @@ class MeasureServerConfig(GatedSettings, Filters):
         if self.draft_length != 0:
             require(self, DRAFT_LENGTH, "draft_length")
         require(self, one_of(("probabilistic", "greedy")), "expect_verifier")
+        require(self, one_of(INVALID), "invalid_prompts")
         if self.no_repeat_ngram_size:
             raise InputError("no_repeat_ngram_size: expected 0, for servers know no such filter, found another number")
         if self.max_prompt_tokens is not None and self.target is None:

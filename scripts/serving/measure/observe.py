@@ -22,7 +22,7 @@ from draftsmith.scripts.serving.client import ServerMetrics
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.serving.measure.load import MeasuredServer, RequestRecord, records_of
 from draftsmith.train.checkpoint import load_generation_config, unapplied_settings
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.prompts import encode_prompts, read_prompts
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.endpoint.client import Client, SentPrompt
 from draftsmith.train.endpoint.http import ServerFailure
@@ -86,7 +86,7 @@ class Observed:
 
 def read_load_prompts(config: MeasureServerConfig) -> list[SentPrompt]:
     """Read the prompts, in the form in which they are sent, or raise InputError."""
-    prompts = read_prompts(config.prompts, limit=config.limit)
+    prompts = read_prompts(config.prompts, limit=config.limit, invalid=config.invalid_prompts)
     if config.target is None:  # the server encodes
         template = config.system_prompt, config.chat_template_kwargs
         return [SentPrompt(prompt, fields=prompt.request(*template)) for prompt in prompts]
@@ -94,12 +94,13 @@ def read_load_prompts(config: MeasureServerConfig) -> list[SentPrompt]:
     target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     unapplied_settings(load_generation_config(config.target, target_config, field="target"), config.target)
     encoding: dict[str, Any] = {
-        "vocab_size": target_config.get_text_config().vocab_size,
         "max_tokens": config.max_prompt_tokens,
         "system_prompt": config.system_prompt,
         "variables": config.chat_template_kwargs,
     }
-    return [SentPrompt(prompt, ids=encode_prompt(prompt, tokenizer, **encoding)) for prompt in prompts]
+    size, invalid = target_config.get_text_config().vocab_size, config.invalid_prompts
+    encoded = zip(*encode_prompts(prompts, tokenizer, size, invalid, **encoding), strict=True)
+    return [SentPrompt(prompt, ids=ids) for prompt, ids in encoded]
 
 
 async def observe(config: MeasureServerConfig, prompts: Sequence[SentPrompt], kept: Kept | None = None) -> Observed:

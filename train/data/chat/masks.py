@@ -1,32 +1,30 @@
-"""Loss masks: which tokens of a conversation the assistant wrote, so that a draft learns to write them.
+r"""Loss masks: which tokens of a conversation the assistant wrote, so that a draft learns to write them.
 
-First, the text of each assistant turn is located:
+Each turn of the assistant is proven on its own: the conversation up to the turn is rendered with the generation prompt,
+as the server that wrote the turn saw it, and then with the turn. The ids of the first must begin those of the second.
+What follows is the turn, up to the first special token (`<|im_end|>`, `</s>`, …; or else another added one) after the
+assistant's text. That token counts, because it ends an answer at inference; the template's text after it (mostly a
+newline) never counts. Where a template ends turns without a token, as GLM's do, the next turn's first token ends them
+if it ends the target's texts.
 
-* with `{% generation %}` markers in the chat template, it is the text between them, without the generation prompt;
-* without markers, or if they do not enclose the turns, renderings are compared: the conversation up to a turn, with the
-  generation prompt, must begin the conversation with that turn. The turn is what follows, as far as the whole
-  conversation agrees.
+Three things are no part of a turn, although they stand in it:
 
-A turn is learned only if all that the assistant wrote (reasoning, text, calls) is in it, whitespace aside. Many
-templates rewrite earlier turns (Qwen3's drops their reasoning). The target reads such text but does not write it, so
-those turns get the mask 0 and a reason. If it is the last turn, the sample is refused.
+* what a template writes for an answer without thinking, such as `<think>\n\n</think>`: a server writes it into the
+  prompt;
+* turns that a template writes differently from what the assistant wrote (some drop what they do not know);
+* in a longer conversation, turns whose own context is not there: many templates drop earlier thinking, or move tools.
+  The target reads such text but does not write it. Those turns get the mask 0 and a reason, or with `mask_contexts` a
+  sample of their own.
 
-Then, its tokens are chosen. A token counts if all of its text is in the turn, so that one joined across the border does
-not. The turn ends with the first special token (`<|im_end|>`, `</s>`, …; or else another added one) after the
-assistant's text. That token counts, because it ends an answer at inference, even if a marker closes just before it; the
-template's text after it (mostly a newline) never counts. If a template ends turns without such a token, the whole turn
-counts except the whitespace after it.
-
-`apply_chat_template(return_assistant_tokens_mask=True)` is not used. It asks each character for its token, and
-whitespace has none where a tokenizer trims its offsets, as GPT-2's and Llama 3's do. Then an answer that begins with a
-space empties the mask of the whole sample, and one that ends with a newline extends it over all that follows. Markers
-inside a macro give wrong spans. Both were seen in transformers 5.23.
+`{% generation %}` markers are not read: templates enclose headers by them, or leave the end of a turn out.
+`apply_chat_template(return_assistant_tokens_mask=True)` also asks each character for its token, and whitespace has none
+where a tokenizer trims its offsets, as GPT-2's and Llama 3's do. Both were seen in transformers 5.23.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -40,13 +38,13 @@ from draftsmith.train.data.chat.templates import (
     require_no_template,
 )
 
-MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REWRITTEN = "the chat template leaves out some of what the assistant wrote"
-LATER = "the chat template writes them differently later in the conversation"
+LATER = "the chat template writes them or their context differently later in the conversation"
 ELSEWHERE = "the chat template does not continue its generation prompt"
 UNASKED = "no message comes before them"
 UNWEIGHTED = "their weight in the record is 0"
 UNTEMPLATED = "without a chat template the user's turns and the last answer are plain text"
+THOUGHT, SPOKEN = "zqthoughtqz", "zqspokenqz"  # texts that no conversation holds
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,13 @@ class MaskedConversation:
     """A conversation's T tokens, and which of them count in the loss.
 
     `mask` is 1 for tokens that the assistant wrote, not shifted to the predictions. `left_out` has the reasons why
-    assistant messages are not learned, by their index.
+    assistant messages are not learned, by their index. `turn` is the number of the assistant's last turn, from 1.
     """
 
     ids: list[int]
     mask: list[int]
     left_out: dict[int, str]
+    turn: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,12 @@ class ClosingTokens:
         return cls(frozenset(special.union(tokenizer.all_special_ids)), frozenset(added))
 
 
-def mask_conversation(
+def mask_conversation(messages: Sequence[Message], *args: Any, **kwargs: Any) -> MaskedConversation:
+    """Encode a whole conversation, and mask the assistant's tokens; the arguments are those of `mask_contexts`."""
+    return mask_contexts(messages, *args, **kwargs, whole=True)[-1]
+
+
+def mask_contexts(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     name: str,
@@ -91,8 +95,12 @@ def mask_conversation(
     ends: Sequence[int] = (),
     tools: Tools | None = None,
     place: str = "",
-) -> MaskedConversation:
-    """Encode a whole conversation, which ends with the assistant's message, and mask the assistant's tokens.
+    whole: bool = False,
+) -> list[MaskedConversation]:
+    """Encode a conversation that ends with the assistant's message, once for each context that turns were written in.
+
+    The last is the whole conversation, with all turns whose context is in it; if `whole`, it is the only one. Each
+    other turn is in exactly one of those before, which end with a turn.
 
     Without a chat template a conversation is plain text, as in `encode_prompt`: the user's turns, the last answer
     directly after them, and a token that ends the target's texts.
@@ -112,162 +120,211 @@ def mask_conversation(
     variables = variables or {}
     if tokenizer.chat_template is None:
         require_no_template("none in the target's tokenizer", place, system_prompt, variables, tools, messages)
-        return _plain(messages, turns, tokenizer, ends)
-    record_length = len(messages)
-    template, messages = for_template(messages, tokenizer, name, place, system_prompt, variables, tools, answer=False)
-    added_turns = len(messages) - record_length
-    turns = [turn + added_turns for turn in turns]
-    text, located, left_out = _locate(messages, turns, template)
-    encoded = _Encoded(text, lambda part: encode_rendered(tokenizer, part))
+        return [_plain(messages, turns, tokenizer, ends)]
+    template, rendered = for_template(messages, tokenizer, name, place, system_prompt, variables, tools, answer=False)
+    shift = len(rendered) - len(messages)
     closing = ClosingTokens.of(tokenizer) if closing is None else closing
-    mask, closed_by = [0] * len(encoded.ids), {tokenizer.eos_token_id, *ends}
-    # From the last turn to the first: its closing token is found anywhere after its text, and then also closes earlier
-    # turns whose markers exclude it.
-    for i in sorted(located, reverse=True):
-        begin, end, text_end = located[i]
-        first, stop = encoded.first_from(begin), encoded.count_until(end)
-        tail = range(encoded.count_until(text_end), len(mask) if i == turns[-1] else stop)
-        last = next((k for tokens in (closing.special, closing.added) for k in tail if encoded.ids[k] in tokens), None)
-        if last is None and stop < len(mask) and encoded.ids[stop] in closed_by:
-            last = stop
-        if last is not None:
-            closed_by.add(encoded.ids[last])
-            stop = last + 1
+    reader = _TurnReader(template, rendered, closing, ends or [tokenizer.eos_token_id])
+    written, left_out = dict[int, _WrittenTurn](), dict[int, str]()
+    for turn in turns:
+        found = reader.read(turn + shift)
+        if not isinstance(found, str):
+            written[turn] = found
+        elif turn != turns[-1]:
+            left_out[turn] = found
         else:
-            stop = encoded.count_until(max(text_end, begin + len(text[begin:end].rstrip())))
-        if messages[i].get("weight") == 0:
-            left_out[i] = UNWEIGHTED
-        else:
-            mask[first:stop] = [1] * max(stop - first, 0)
-    return MaskedConversation(encoded.ids, mask, {turn - added_turns: reason for turn, reason in left_out.items()})
+            raise InputError(
+                f"{template.name}: expected a chat template that writes the last answer as the assistant did, found: "
+                f"{found} (message {turn}); take another template, or answers without what it drops"
+            )
+    samples = list[MaskedConversation]()
+    while written and not (whole and samples):
+        last = max(written)
+        ids, mask = reader.with_end(written[last], last + shift)
+        for turn in list(written):
+            end = written[turn].end_in(ids, reader.ends)
+            if end is None:
+                continue
+            begin = written.pop(turn).begin
+            if messages[turn].get("weight") == 0:
+                left_out[turn] = UNWEIGHTED
+            else:
+                mask[begin:end] = [1] * (end - begin)
+        samples.append(MaskedConversation(ids, mask, {}, turns.index(last) + 1))
+    left_out |= dict.fromkeys(written, LATER)
+    samples[0].left_out.update(sorted(left_out.items()))
+    return samples[::-1]
 
 
-def has_generation_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template marks the assistant's text by `{% generation %}`."""
-    return tokenizer.chat_template is not None and MARKER.search(tokenizer.get_chat_template()) is not None
+@dataclass(frozen=True)
+class _WrittenTurn:
+    """A turn in the context in which the assistant wrote it: ids from `begin` to `end` of the conversation so far.
 
-
-class _Turn(NamedTuple):
-    """The characters of an assistant's turn in a text; its own text ends at `text_end`, the template's may continue."""
-
-    begin: int
-    end: int
-    text_end: int
-
-
-class _Encoded:
-    """A text and its ids, and which ids are wholly inside a part of it.
-
-    Borders are found by encoding the text on one side, since many tokenizers trim offsets or give none.
+    `closed` says whether `end` is after a closing token, which is the last one of the turn.
     """
 
-    def __init__(self, text: str, encode: Callable[[str], list[int]]):
-        self.text, self._encode, self.ids = text, encode, encode(text)
+    ids: list[int]
+    begin: int
+    end: int
+    closed: bool
 
-    def count_until(self, end: int) -> int:
-        """Return the number of ids wholly before a character."""
-        return common_length(self.ids, self._encode(self.text[:end]))
-
-    def first_from(self, start: int) -> int:
-        """Return the index of the first id wholly at or after a character."""
-        before = self._encode(self.text[:start])
-        if self.ids[: len(before)] == before:
-            return len(before)
-        return len(self.ids) - common_length(self.ids[::-1], self._encode(self.text[start:])[::-1])
+    def end_in(self, ids: Sequence[int], ends: Collection[int]) -> int | None:
+        """Return where the turn ends in a longer conversation; None if its context or its text is not in there."""
+        common = common_length(self.ids[: self.end], ids)
+        if common < self.end - self.closed:
+            return None
+        # Where the template closes no turn, the next one's first token does, if it ends texts.
+        return common + (not self.closed and common < len(ids) and ids[common] in ends)
 
 
-def _locate(
-    messages: Sequence[Message], turns: list[int], template: ChatTemplate
-) -> tuple[str, dict[int, _Turn], dict[int, str]]:
-    """Return the text, where the assistant's turns are in it, and the reasons why some are left out."""
-    marked = MARKER.search(template.source) is not None
-    text, spans = template.render(messages, marked=marked)
-    if marked and len(spans) == len(turns):
-        located, left_out = dict[int, _Turn](), dict[int, str]()
-        for i, (begin, end) in zip(turns, spans, strict=True):
-            prompt_end = _prompt_end(messages, i, template, text, begin)
-            if prompt_end is None:
-                left_out[i] = LATER
-            elif turn := _turn(text, max(begin, prompt_end), end, messages[i], _closing(messages, i, template), begin):
-                located[i] = turn
-            else:
-                left_out[i] = REWRITTEN
-        if turns[-1] in located:
-            return text, located, left_out
-    located, left_out = {}, {}
-    for i in turns:
+class _TurnReader:
+    """Reads the assistant's turns of a conversation, each in its own context."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        closing: ClosingTokens,
+        ends: Collection[int],
+    ):
+        self.ends = ends
+        self._template, self._messages, self._closing = template, messages, closing
+
+    def read(self, i: int) -> _WrittenTurn | str:
+        """Return the turn that is message i, or why it cannot be learned."""
         if not i:
-            left_out[i] = UNASKED
-            continue
-        before = template.render(messages[:i], answer=True)[0]
-        after = template.render(messages[: i + 1])[0]
+            return UNASKED
+        context = self._messages[:i]
+        try:
+            headless, before = (self._template.render(context, answer=answer) for answer in (False, True))
+            after = self._template.render(self._messages[: i + 1])
+        except InputError:
+            if i == len(self._messages) - 1:
+                raise
+            return ELSEWHERE
         if not after.startswith(before):
-            left_out[i] = _departure(before, after, template.tokenizer) if i == turns[-1] else ELSEWHERE
-            continue
-        # Not all of `after`: some templates end a conversation with a token that a longer one does not have there.
-        common = len(after) if text.startswith(after) else common_length(text, after)
-        prompt_start, closing = common_length(before, template.render(messages[:i])[0]), _closing(messages, i, template)
-        if _turn(after, len(before), len(after), messages[i], closing, prompt_start) is None:
-            left_out[i] = REWRITTEN
-        elif (turn := _turn(text, len(before), common, messages[i], closing, prompt_start)) is None:
-            left_out[i] = LATER
-        else:
-            located[i] = turn
-    if turns[-1] not in located:
-        raise InputError(
-            f"{template.name}: expected a chat template that writes the last answer as the assistant did, found: "
-            f"{left_out[turns[-1]]} (message {turns[-1]}); take another template, or answers without what it drops"
-        )
-    return text, located, left_out
+            return ELSEWHERE if i < len(self._messages) - 1 else self._departure(before, after)
+        before += self._empty_thinking(i, before, after[len(before) :])
+        text_end = self._text_end(i, after, len(before), common_length(before, headless))
+        if text_end is None:
+            return REWRITTEN
+        context_ids, ids = self._encode(before), self._encode(after)
+        if ids[: len(context_ids)] != context_ids:
+            # The tokenizer joins two newlines at the border, for example, where the server wrote a second one.
+            apart = _continued(self._template.tokenizer, context_ids, after[len(before) :], ids)
+            if apart is None:
+                return self._departure(before, after) if i == len(self._messages) - 1 else ELSEWHERE
+            ids = apart
+        begin, said = len(context_ids), self._encode(after[len(before) : text_end])
+        for tokens in (self._closing.special, self._closing.added):
+            in_text = sum(token in tokens for token in said)
+            places = [k for k in range(begin, len(ids)) if ids[k] in tokens]
+            if len(places) > in_text:
+                return _WrittenTurn(ids, begin, places[in_text] + 1, closed=True)
+        end = max(text_end, len(after.rstrip()))
+        return _WrittenTurn(ids, begin, max(begin, common_length(ids, self._encode(after[:end]))), closed=False)
+
+    def with_end(self, turn: _WrittenTurn, i: int) -> tuple[list[int], list[int]]:
+        """Return the ids of the conversation up to a turn, message i, with a mask of zeros.
+
+        Where the template writes no end of the turn, the token that begins the next turn is added if it ends texts.
+        """
+        ids, message = list(turn.ids), self._messages[i]
+        if not turn.closed and turn.end == len(ids):
+            calls = message.get("tool_calls")
+            short = {"role": "assistant", "content": "x"} | ({"tool_calls": calls} if calls else {})
+            reply: Message = {"role": "user", "content": "x"}
+            if calls:
+                reply = {"role": "tool", "content": "x", "name": function_of(calls[0])["name"]}
+                reply |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
+            with suppress(InputError):
+                talk = [*self._messages[:i], short]  # a reply may change how the turn itself is written
+                before, after = (self._encode(self._template.render(part)) for part in (talk, [*talk, reply]))
+                if after[: len(before)] == before and after[len(before)] in self.ends:
+                    ids.append(after[len(before)])
+        return ids, [0] * len(ids)
+
+    def _encode(self, text: str) -> list[int]:
+        return encode_rendered(self._template.tokenizer, text)
+
+    def _empty_thinking(self, i: int, before: str, turn: str) -> str:
+        """Return the beginning of a turn that a template writes where there is no thinking; mostly nothing.
+
+        A probe with thinking shows what surrounds it; this is empty thinking if the turn begins with both sides of it.
+        """
+        source, message = self._template.source, self._messages[i]
+        if any(name in message for name in REASONING) or not any(word in source for word in ("reasoning", "think")):
+            return ""
+        probe: Message = {"role": "assistant", "content": SPOKEN, "reasoning_content": THOUGHT}
+        in_text = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{SPOKEN}"}
+        for probed in (probe, in_text):
+            with suppress(InputError):
+                text = replace(self._template, reasoning_renamed=True).render([*self._messages[:i], probed])
+                text = text[len(before) :] if text.startswith(before) else ""
+                opened, _, rest = text.partition(THOUGHT)
+                closed, _, _ = rest.partition(SPOKEN)
+                if rest and (length := _empty_block(turn, opened, closed)):
+                    own = dense(message["content"]).startswith(dense(turn[:length]))
+                    return "" if own else turn[:length]
+        return ""
+
+    def _text_end(self, i: int, after: str, begin: int, prompt_start: int) -> int | None:
+        """Return where the assistant's own text ends in `after`; None if some of it is not there.
+
+        Its beginning may be in the generation prompt, from `prompt_start` on: some templates open the reasoning there.
+        """
+        message = self._messages[i]
+        for start in (begin, prompt_start):
+            length = _end_of_message(after[start:], message)
+            if length is not None and begin <= start + length:
+                return max(start + length, self._calls_end(i, after))
+        return None
+
+    def _calls_end(self, i: int, after: str) -> int:
+        """Return where the template closes turn i if it calls a tool, the same way as it closes a text; otherwise 0.
+
+        The tokens around a call are the assistant's, and may end with special ones of their own.
+        """
+        if "tool_calls" not in self._messages[i]:
+            return 0
+        with_text = self._template.render([*self._messages[:i], {"role": "assistant", "content": "x"}])
+        return len(after) - common_length(after[::-1], with_text[::-1])  # the common ending is the template's
+
+    def _departure(self, before: str, after: str) -> str:
+        prompt_ids, ids = self._encode(before), self._encode(after)
+        at = common_length(prompt_ids, ids)
+        prompt, talk = (self._template.tokenizer.decode(part[at : at + 8]) for part in (prompt_ids, ids))
+        return f"the ids depart at token {at}, {prompt!r} in the generation prompt and {talk!r} in the conversation"
 
 
 def _plain(
     messages: Sequence[Message], turns: list[int], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
 ) -> MaskedConversation:
     question = "\n\n".join(message["content"] for message in messages if message["role"] == "user")
-    encoded = _Encoded(question + messages[-1]["content"], lambda part: list(tokenizer(part, verbose=False).input_ids))
-    ids, first = encoded.ids, encoded.first_from(len(question))
+    prompt, ids = (list(tokenizer(t, verbose=False).input_ids) for t in (question, question + messages[-1]["content"]))
+    if ids[: len(prompt)] != prompt:
+        ids = _continued(tokenizer, prompt, messages[-1]["content"], ids) or ids
+    first = common_length(ids, prompt)
     usual = tokenizer.eos_token_id if tokenizer.eos_token_id in ends or not ends else ends[0]
     if usual is not None and not {usual, *ends} & set(ids[-1:]):
         ids = [*ids, usual]
     weight, left_out = messages[-1].get("weight", 1), dict.fromkeys(turns[:-1], UNTEMPLATED)
     left_out |= {} if weight else {turns[-1]: UNWEIGHTED}
-    return MaskedConversation(ids, [0] * first + [weight] * (len(ids) - first), left_out)
+    return MaskedConversation(ids, [0] * first + [weight] * (len(ids) - first), left_out, len(turns))
 
 
-def _prompt_end(messages: Sequence[Message], i: int, template: ChatTemplate, text: str, begin: int) -> int | None:
-    """Return where turn i begins after the generation prompt; None if the text does not continue that prompt.
+def _continued(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: str, whole: list[int]
+) -> list[int] | None:
+    """Return a prompt's ids and then an answer's own, as a server writes them; None if they make another text.
 
-    `begin` is where the marked turn begins in the conversation's text.
+    `whole` are the ids of both together. Some tokenizers begin a text with a space, but not after a special token.
     """
-    before = template.render(messages[: max(i, 1)], answer=True)[0]
-    if i:
-        return len(before) if text.startswith(before) else None
-    prompt = before[len(template.render(messages[:1])[0]) :]
-    return begin + len(prompt) if text.startswith(prompt, begin) else begin
-
-
-def _closing(messages: Sequence[Message], i: int, template: ChatTemplate) -> int:
-    """Return where the template closes turn i if it calls a tool, the same way as it closes a text; otherwise 0.
-
-    The tokens around a call are the assistant's, and may end with special ones of their own.
-    """
-    if "tool_calls" not in messages[i]:
-        return 0
-    with_call = template.render(messages[: i + 1])[0]
-    with_text = template.render([*messages[:i], {"role": "assistant", "content": "x"}])[0]
-    return len(with_call) - common_length(with_call[::-1], with_text[::-1])  # the common ending is the template's
-
-
-def _turn(text: str, begin: int, end: int, message: Message, closing: int, prompt_start: int) -> _Turn | None:
-    """Return the turn if all that the assistant wrote is in it, else None.
-
-    Its beginning may be in the generation prompt, from `prompt_start` on: some templates open the reasoning there.
-    """
-    for start in (begin, prompt_start):
-        length = _end_of_message(text[start:end], message)
-        if length is not None and begin <= start + length and begin <= end:
-            return _Turn(begin, end, min(max(start + length, closing), end))
+    start: Any = tokenizer.eos_token or ""
+    skipped = len(encode_rendered(tokenizer, start))
+    for apart in (encode_rendered(tokenizer, answer), encode_rendered(tokenizer, start + answer)[skipped:]):
+        if tokenizer.decode(prompt + apart) == tokenizer.decode(whole):
+            return prompt + apart
     return None
 
 
@@ -277,7 +334,7 @@ def _end_of_message(turn: str, message: Message) -> int | None:
     visible, at, end = "".join(turn[i] for i in positions), 0, 0
     calls = [function_of(call)["name"] for call in message.get("tool_calls", ())]
     for text in [*(message[name] for name in REASONING if name in message), message["content"], *calls]:
-        sought, trailing = "".join(text.split()), text[len(text.rstrip()) :]
+        sought, trailing = dense(text), text[len(text.rstrip()) :]
         place = visible.find(sought, at)
         if place < 0:  # a template may write the parts in another order
             place = visible.find(sought)
@@ -289,11 +346,19 @@ def _end_of_message(turn: str, message: Message) -> int | None:
     return end
 
 
-def _departure(before: str, after: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    prompt_ids, ids = encode_rendered(tokenizer, before), encode_rendered(tokenizer, after)
-    at = common_length(prompt_ids, ids)
-    prompt, conversation = (tokenizer.decode(part[at : at + 8]) for part in (prompt_ids, ids))
-    return f"the ids depart at token {at}, {prompt!r} in the generation prompt and {conversation!r} in the conversation"
+def _empty_block(turn: str, opened: str, closed: str) -> int:
+    """Return the length of empty thinking at a turn's beginning, compared without whitespace; 0 if there is none."""
+    sought, trailing, length = dense(opened + closed), closed[len(closed.rstrip()) :], 0
+    if not sought or not dense(turn).startswith(sought):
+        return 0
+    while len(dense(turn[:length])) < len(sought):
+        length += 1
+    return length + len(trailing) * turn.startswith(trailing, length)
+
+
+def dense(text: str) -> str:
+    """Return a text without whitespace."""
+    return "".join(text.split())
 
 
 def common_length(a: Sequence[object], b: Sequence[object]) -> int:

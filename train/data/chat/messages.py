@@ -25,7 +25,7 @@ ROLES = {
 ASKING = ("user", "tool")  # the roles that the assistant answers
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names that servers give to the reasoning before an answer."""
-MEANT = ("content", "name", "tool_calls", "function_call", "tools", "refusal", *REASONING, "train", "loss", "mask")
+MEANT = ("content", "tool_calls", "function_call", "tools", "refusal", *REASONING, "train", "loss", "mask")
 """The fields of a message that concern a model or the loss; others are metadata."""
 MEDIA = ("audio", "image", "images", "video", "videos")
 PARTS = ("text", "input_text", "output_text")
@@ -66,13 +66,9 @@ def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]
 
 
 def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Return a record's tools, a list of objects or its JSON in a string; None if there are none."""
+    """Return a record's tools, which may be a list of objects, one object or their JSON; None if there are none."""
     at = f"{where}: tools"
-    if isinstance(value, str) and value.strip():
-        try:
-            value = parse_json(value)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{at}: expected a list of objects, found a string that is no JSON") from error
+    value = _objects(value, at)
     if value in EMPTY:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -120,7 +116,18 @@ def _field(name: str, value: Any, role: str, at: str) -> Any:
     return _calls(value, role, at) if name == "tool_calls" else value
 
 
+def _objects(value: Any, at: str) -> Any:
+    """Return a list of objects from its JSON or from one object; anything else as it is."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = parse_json(value)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{at}: expected a list of objects, found a string that is no JSON") from error
+    return [value] if isinstance(value, dict) and value else value
+
+
 def _calls(value: Any, role: str, at: str) -> list[dict[str, Any]]:
+    value = _objects(value, at)
     if role != "assistant" or not isinstance(value, list):
         problem = f"{kind(value)} of a {role} turn"
         raise InputError(f"{at}: expected a list of an assistant's calls, found {problem}")

@@ -17,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data.chat.masks import common_length
+from draftsmith.train.data.chat.masks import common_length, dense
 from draftsmith.train.data.chat.messages import Message
 from draftsmith.train.data.chat.templates import ChatTemplate, Tools
 
@@ -120,7 +120,7 @@ class TextParts:
 
     def _piece(self, token: int) -> str:
         if token not in self._pieces:
-            self._pieces[token] = _dense(str(self._tokenizer.decode([token])))
+            self._pieces[token] = dense(str(self._tokenizer.decode([token])))
         return self._pieces[token]
 
     def _thinking(self) -> Mark | None:
@@ -131,11 +131,11 @@ class TextParts:
                 continue
             opening, _, rest = rendered[1].partition(THOUGHT)
             tag = self._tag.search(rest)
-            closing = _dense(rest.partition(ANSWERED)[0] if ANSWERED in rest else rest[: tag.end()] if tag else "")
+            closing = dense(rest.partition(ANSWERED)[0] if ANSWERED in rest else rest[: tag.end()] if tag else "")
             if with_call is not None and THOUGHT in with_call[1]:  # what follows is no part of the closing
-                closing = closing[: common_length(closing, _dense(with_call[1].partition(THOUGHT)[2]))]
+                closing = closing[: common_length(closing, dense(with_call[1].partition(THOUGHT)[2]))]
             # Where the generation prompt has opened the thinking, its last tag is the opening.
-            opened = _dense(opening) or self._last_tag(rendered[0])
+            opened = dense(opening) or self._last_tag(rendered[0])
             return Mark(THINKING, opened, closing, not opening.strip()) if opened and closing else None
         return self._opened_only()
 
@@ -143,7 +143,7 @@ class TextParts:
         """Return the mark of thinking that the generation prompt opens and conversations lose."""
         template = ChatTemplate(self._tokenizer, "template", None, self._variables)
         try:
-            opening = self._last_tag(template.render([USER], answer=True)[0])
+            opening = self._last_tag(template.render([USER], answer=True))
         except InputError:
             return None
         closing = f"{opening[:1]}/{opening[1:]}"
@@ -160,7 +160,7 @@ class TextParts:
         openings = [tag for tag in self._tag.findall(before) if tag not in known]
         tags = self._tag.findall(after.removesuffix(end))
         closings = [tag for tag in tags if tag not in known and KEY not in tag]
-        opening = _dense(openings[0] if openings else before)
+        opening = dense(openings[0] if openings else before)
         first_only = not openings and "<" not in opening
         return Mark(CALL, opening, closings[-1] if closings else None, first_only) if opening else None
 
@@ -170,7 +170,7 @@ class TextParts:
             template = ChatTemplate(self._tokenizer, "template", tools, self._variables)
             try:
                 template = template.fitted([USER, turn], answer=False)
-                prompt, whole = template.render([USER], answer=True)[0], template.render([USER, turn])[0]
+                prompt, whole = template.render([USER], answer=True), template.render([USER, turn])
             except InputError:
                 continue
             shared = common_length(prompt, whole)
@@ -182,8 +182,4 @@ class TextParts:
     def _last_tag(self, text: str) -> str:
         """Return the tag that a text ends with, or nothing."""
         tags = list(self._tag.finditer(text.rstrip()))
-        return _dense(tags[-1].group()) if tags and tags[-1].end() == len(text.rstrip()) else ""
-
-
-def _dense(text: str) -> str:
-    return "".join(text.split())
+        return dense(tags[-1].group()) if tags and tags[-1].end() == len(text.rstrip()) else ""

@@ -56,15 +56,13 @@ class ChatTemplate:
         """The template's source; a tokenizer may have another one for tools."""
         return self.tokenizer.get_chat_template(tools=self.tools)
 
-    def render(
-        self, messages: Sequence[Message], *, answer: bool = False, marked: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, up to the answer to come if `answer`, and the spans of `{% generation %}` if `marked`."""
-        return self._render([self._format(message) for message in messages], answer, marked)
+    def render(self, messages: Sequence[Message], *, answer: bool = False) -> str:
+        """Return the text, up to the answer to come if `answer`."""
+        return self._render([self._format(message) for message in messages], answer)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation up to the answer to come."""
-        return encode_rendered(self.tokenizer, self.render(messages, answer=True)[0])
+        return encode_rendered(self.tokenizer, self.render(messages, answer=True))
 
     def fitted(self, messages: Sequence[Message], *, answer: bool, added: int = 0) -> "ChatTemplate":
         """Return the template with the forms of fields in which it reads the whole conversation.
@@ -96,9 +94,7 @@ class ChatTemplate:
                 errors.append((0 if type(error.__cause__) is TemplateError else sys.maxsize, error))
         raise min(errors, key=lambda error: error[0])[1]
 
-    def _render(
-        self, conversation: list[Message], answer: bool = False, marked: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, conversation: list[Message], answer: bool = False) -> str:
         rendered: Any
         tools: Any = self.tools
         with reading_errors(self.name, "messages that the chat template renders"):
@@ -107,11 +103,9 @@ class ChatTemplate:
                 tools=tools,
                 chat_template=self.source,
                 add_generation_prompt=answer,
-                return_assistant_tokens_mask=marked,
                 **{**self.tokenizer.special_tokens_map, **self.variables},
             )
-        (text,), spans = rendered
-        return text, list(spans[0]) if marked else []
+        return str(rendered[0][0])
 
     def _format(self, message: Message) -> Message:
         result = {name: value for name, value in message.items() if name != "weight"}
@@ -130,7 +124,7 @@ class ChatTemplate:
 
     def _left_out(self, messages: Sequence[Message], answer: bool, added: int) -> list[str]:
         """Return the fields that leave no mark."""
-        text = self.render(messages, answer=answer)[0]
+        text = self.render(messages, answer=answer)
         if not text:
             return []
         marks = _Marks(text)
@@ -141,13 +135,13 @@ class ChatTemplate:
         ]
         tools = None if self.tools is None else [marks.tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
         marked = replace(self, tools=tools)
-        written = marked._render(conversation, answer)[0].lower()
+        written = marked._render(conversation, answer).lower()
 
         def is_written(mark: str) -> bool:
             if mark in written:
                 return not any(misread in written for misread in marks.misread.get(mark, ()))
             turn = marks.reasoning.get(mark, len(messages))  # would the template write it in the last answer?
-            return turn < len(messages) - 1 and mark in marked._render(conversation[: turn + 1])[0].lower()
+            return turn < len(messages) - 1 and mark in marked._render(conversation[: turn + 1]).lower()
 
         left_out = [field for mark, field in marks.fields.items() if not is_written(mark)]
         unnamed = [f for f, name in marks.unmarked.items() if re.search(rf"\b{re.escape(name)}\b", self.source) is None]

@@ -5,12 +5,12 @@ import random
 from itertools import groupby
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.chat import masks
-from draftsmith.train.data.chat.masks import has_generation_markers, mask_conversation
+from draftsmith.train.data.chat.masks import mask_contexts, mask_conversation
 from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 
@@ -72,18 +72,22 @@ def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
-def byte_level(trim_offsets: bool) -> PreTrainedTokenizerFast:
+def byte_level(gpt2: bool) -> PreTrainedTokenizerFast:
+    """Llama 3's and Qwen's way, or GPT-2's, which splits newlines before a letter, but not at a prompt's end."""
     tokenizer = train_bpe(TEXTS, 330)
     tokenizer.add_tokens([AddedToken(token, special=True) for token in ADDED] + [AddedToken(t) for t in THINK])
-    if trim_offsets:  # GPT-2's and Llama 3's
-        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    if not gpt2:
+        lines = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+(?!\S)|\s?\w+|\s?[^\s\w]+|\s+"), "isolated")
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, whole])
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     return tokenizer
 
 
-def sentencepiece() -> PreTrainedTokenizerFast:
+def sentencepiece(prefix: str = "first") -> PreTrainedTokenizerFast:
     """Mistral's way: spaces are part of the next piece, and the text's first piece gets one."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix)
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
     pieces = ["<unk>", END_OF_TEXT, *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer.train_from_iterator(
@@ -94,7 +98,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-TOKENIZERS = {"byte level": byte_level(False), "trimmed offsets": byte_level(True), "sentencepiece": sentencepiece()}
+TOKENIZERS = {"byte level": byte_level(gpt2=False), "gpt-2": byte_level(gpt2=True), "sentencepiece": sentencepiece()}
 
 
 def using(template: str | None, kind: str = "byte level") -> PreTrainedTokenizerFast:
@@ -120,10 +124,9 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 TALK = [SYSTEM, user("say hello"), assistant("hello world"), user("and add?"), assistant("def add(a, b):\n    return")]
 
 
-@pytest.mark.parametrize("kind", ["byte level", "trimmed offsets"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_the_assistant_wrote_and_its_end_of_turn_count_and_nothing_else(name, kind):
-    tokenizer = using(TEMPLATES[name], kind)
+def test_what_the_assistant_wrote_and_its_end_of_turn_count_and_nothing_else(name):
+    tokenizer = using(TEMPLATES[name])
     ids, mask = encode_conversation(TALK, tokenizer, "x")
     assert ids == tokenizer.apply_chat_template(TALK, return_dict=False)
     end, space = ENDS.get(name, "<|im_end|>"), " " if name in ("mistral", "no end") else ""
@@ -133,7 +136,6 @@ def test_what_the_assistant_wrote_and_its_end_of_turn_count_and_nothing_else(nam
 
 def test_templates_with_and_without_markers_agree_and_the_library_agrees_where_it_can():
     mask = encode_conversation(TALK, using(TEMPLATES["marked"]), "x")[1]
-    assert has_generation_markers(using(TEMPLATES["marked"])) and not has_generation_markers(using(CHATML))
     library = using(TEMPLATES["marked"]).apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
     assert mask == library["assistant_masks"] and sum(mask) > 0
     for name in ("chatml", "marked, end outside", "marked, newline inside", "marked in a macro", "trimming"):
@@ -143,7 +145,10 @@ def test_templates_with_and_without_markers_agree_and_the_library_agrees_where_i
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_random_conversations_never_train_on_a_prompt_and_always_on_the_answer(name, kind):
-    """Users write Q alone, assistants A, with odd whitespace and characters of several bytes around them."""
+    """Users write Q alone, assistants A, with odd whitespace and characters of several bytes around them.
+
+    A turn whose first newline the tokenizer joins with the prompt's last has a sample of its own.
+    """
     tokenizer, draw = using(TEMPLATES[name], kind), random.Random(name + kind)
     end = ENDS.get(name, "<|im_end|>")
     for _ in range(12):
@@ -151,18 +156,21 @@ def test_random_conversations_never_train_on_a_prompt_and_always_on_the_answer(n
         turns = [[draw.choice(odd) + letter * draw.randint(1, 3) + draw.choice(odd) for letter in "QA"]
                  for _ in range(draw.randint(1, 4))]  # fmt: skip
         talk = [message for asked, told in turns for message in (user(asked), assistant(told))]
-        ids, mask = encode_conversation(talk, tokenizer, "x")
-        assert ids == tokenizer.apply_chat_template(talk, return_dict=False)
-        own = learned(ids, mask, tokenizer)
-        assert len(own) == len(turns)
-        for text, (_, told) in zip(own, turns, strict=True):
-            # Less what a tokenizer joins with the template's own text at the border, such as two newlines.
-            assert "".join(text.split()) == "".join((told + end).split()) and "Q" not in text
-            assert not end or text.endswith(end)
+        samples = mask_contexts(talk, tokenizer, "x")
+        text = tokenizer.decode(tokenizer.apply_chat_template(talk, return_dict=False))
+        assert tokenizer.decode(samples[-1].ids) == text
+        assert sum(map(len, (learned(each.ids, each.mask, tokenizer) for each in samples))) == len(turns)
+        for sample in samples:
+            context = encode_prompt(Prompt("x", None, talk[: 2 * sample.turn - 1], None), tokenizer)
+            assert sample.ids[: len(context)] == context and sample.mask[len(context) :].index(1) < 2
+            told = turns[sample.turn - 1][1]
+            *_, own = learned(sample.ids, sample.mask, tokenizer)
+            assert "".join(own.split()) == "".join((told + end).split()) and "Q" not in own
+            assert not end or own.endswith(end)
 
 
 def test_whitespace_that_the_assistant_wrote_counts_and_the_templates_own_does_not():
-    for kind in ("byte level", "trimmed offsets"):
+    for kind in ("byte level", "gpt-2"):
         for name in ("chatml", "marked", "marked, end outside"):
             tokenizer = using(TEMPLATES[name], kind)
             talk = [user("say"), assistant(" hello world\n"), user("say"), assistant("world\n\n")]
@@ -173,12 +181,24 @@ def test_whitespace_that_the_assistant_wrote_counts_and_the_templates_own_does_n
             "hello world<|im_end|>", "world<|im_end|>"]  # fmt: skip
 
 
-def test_a_token_that_template_and_assistant_share_does_not_count():
+def test_a_first_token_is_the_one_that_the_server_wrote_and_not_one_joined_with_the_prompt():
     tokenizer = using(CHATML)
-    (newlines,) = tokenizer.encode("\n\n")
-    ids, mask = encode_conversation([user("say"), assistant("\n\nhello")], tokenizer, "x")
-    assert mask[ids.index(newlines)] == 0  # the template's newline and the first of the assistant's
-    assert learned(ids, mask, tokenizer) == ["\nhello<|im_end|>"]
+    talk = [user("say"), assistant("\nhello"), user("say"), assistant("\nworld")]
+    assert len(tokenizer.encode("\n\n")) == 1
+    first, last = mask_contexts(talk, tokenizer, "x")
+    for sample, turn in ((first, 1), (last, 2)):
+        context = encode_prompt(Prompt("x", None, talk[: 2 * turn - 1], None), tokenizer)
+        assert sample.turn == turn and sample.ids[: len(context)] == context
+        assert learned(sample.ids, sample.mask, tokenizer) == [talk[2 * turn - 1]["content"] + "<|im_end|>"]
+    whole = mask_conversation(talk, tokenizer, "x")
+    assert (whole.ids, whole.mask, whole.left_out) == (last.ids, last.mask, {1: masks.LATER})
+
+
+def test_a_first_token_that_no_text_apart_has_is_refused_with_the_ids():
+    tokenizer = sentencepiece("always")  # Llama 2's way: a word cannot be continued apart from its beginning
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InputError, match=r"found: the ids depart at token \d+, .* \(message 1\)"):
+        mask_conversation([user("hel"), assistant("lo")], tokenizer, "x")
 
 
 def test_special_tokens_in_an_answer_do_not_end_it():
@@ -209,22 +229,16 @@ def test_thinking_in_the_last_answer_counts_and_earlier_answers_that_lost_theirs
     masked = mask_conversation(talk, tokenizer, "x")
     assert masked.left_out == {}
     assert learned(masked.ids, masked.mask, tokenizer) == [
-        "<think>\nhm\n</think>\n\nhello<|im_end|>", "<think>\n\n</think>\n\nworld<|im_end|>"]  # fmt: skip
+        "<think>\nhm\n</think>\n\nhello<|im_end|>", "world<|im_end|>"]  # fmt: skip
 
 
-def test_markers_around_an_answer_that_lost_its_thinking_are_not_believed():
-    template = QWEN3.replace(
-        "{% endif %}{{ c }}<|im_end|>", "{% endif %}{% generation %}{{ c }}<|im_end|>{% endgeneration %}"
-    )
-    tokenizer = using(template.replace("<think>\n{{ r", "{% generation %}{% endgeneration %}<think>\n{{ r"))
-    masked = mask_conversation(THOUGHT, tokenizer, "x")  # one marker too many: not the turns'
-    assert masked.left_out == {1: masks.LATER}
-    assert learned(masked.ids, masked.mask, tokenizer) == ["<think>\noh\n</think>\n\na<|im_end|>"]
-    keeps = marked("{% generation %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>"
-                   "{% endgeneration %}")  # fmt: skip
-    masked = mask_conversation(THOUGHT, using(keeps), "x")
-    assert masked.left_out == {1: masks.REWRITTEN}
-    assert learned(masked.ids, masked.mask, tokenizer) == ["<think>\noh\n</think>\n\na<|im_end|>"]
+def test_answers_that_lost_their_thinking_have_samples_of_their_own():
+    tokenizer = using(QWEN3)
+    first, last = mask_contexts(THOUGHT, tokenizer, "x")
+    assert (first.turn, last.turn) == (1, 2) and last.left_out == {}
+    assert learned(first.ids, first.mask, tokenizer) == ["<think>\nhm\n</think>\n\nhello<|im_end|>"]
+    assert learned(last.ids, last.mask, tokenizer) == ["<think>\noh\n</think>\n\na<|im_end|>"]
+    assert first.ids[: len(first.ids) - 1] == tokenizer.apply_chat_template(THOUGHT[:2], return_dict=False)[:-1]
 
 
 OPENED = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
@@ -260,13 +274,12 @@ def test_thinking_that_the_prompt_opens_is_fine_where_the_answer_goes_on_with_it
     assert learned(masked.ids, masked.mask, tokenizer) == ["hm</think>a<|im_end|>", "hm</think>hello<|im_end|>"]
 
 
-def test_an_answer_to_nothing_is_left_out_by_comparison_and_kept_by_markers():
+def test_an_answer_to_nothing_is_left_out_with_and_without_markers():
     talk = [assistant("hello"), user("say"), assistant("world")]
-    masked = mask_conversation(talk, using(CHATML), "x")
-    assert masked.left_out == {0: masks.UNASKED}
-    assert learned(masked.ids, masked.mask, using(CHATML)) == ["world<|im_end|>"]
-    tokenizer = using(TEMPLATES["marked"])
-    assert learned(*encode_conversation(talk, tokenizer, "x"), tokenizer) == ["hello<|im_end|>", "world<|im_end|>"]
+    for template in (CHATML, TEMPLATES["marked"]):
+        masked = mask_conversation(talk, using(template), "x")
+        assert masked.left_out == {0: masks.UNASKED}
+        assert learned(masked.ids, masked.mask, using(template)) == ["world<|im_end|>"]
 
 
 def test_an_empty_answer_is_its_end_of_turn_and_without_one_an_empty_mask():
@@ -274,8 +287,8 @@ def test_an_empty_answer_is_its_end_of_turn_and_without_one_an_empty_mask():
     for name in ("chatml", "marked", "marked, end outside", "marked, newline inside"):
         tokenizer = using(TEMPLATES[name])
         assert learned(*encode_conversation(talk, tokenizer, "x"), tokenizer) == ["<|im_end|>"]
-    tokenizer = using(QWEN3)  # whose empty thinking is the assistant's
-    assert learned(*encode_conversation(talk, tokenizer, "x"), tokenizer) == ["<think>\n\n</think>\n\n<|im_end|>"]
+    tokenizer = using(QWEN3)  # whose empty thinking is the prompt's
+    assert learned(*encode_conversation(talk, tokenizer, "x"), tokenizer) == ["<|im_end|>"]
     ids, mask = encode_conversation(talk, using(TEMPLATES["no end"]), "x")
     assert len(ids) == len(mask) > 0 and not any(mask)
 
@@ -283,7 +296,7 @@ def test_an_empty_answer_is_its_end_of_turn_and_without_one_an_empty_mask():
 def test_without_a_template_the_answer_follows_the_prompt_and_ends_the_text():
     tokenizer = using(None)
     ids, mask = encode_conversation([user("def add(a, b):\n"), assistant("    return a + b")], tokenizer, "x")
-    assert ids == [*tokenizer.encode("def add(a, b):\n    return a + b"), tokenizer.eos_token_id]
+    assert ids == [*tokenizer.encode("def add(a, b):\n"), *tokenizer.encode("    return a + b"), tokenizer.eos_token_id]
     assert learned(ids, mask, tokenizer)[0].strip() == f"return a + b{END_OF_TEXT}"
     masked = mask_conversation(TALK, tokenizer, "x")
     assert masked.left_out == {2: masks.UNTEMPLATED}

@@ -15,7 +15,7 @@ from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.chat.messages import read_messages
 from draftsmith.train.data.prompts import answer_texts, encode_prompt, mask_answers, read_prompts
 
-TOKENIZER = byte_level(False)
+TOKENIZER = byte_level(gpt2=False)
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
 # Writes tools, calls, names, and the reasoning of the last answer alone; results of tools are a user's turn.
 WHOLE = (
@@ -66,7 +66,7 @@ def as_library(template, messages, **told):
 
 def given(tmp_path, record, template, ends=()):
     """Return the ids of a conversation with its answer, and what is learned of it."""
-    masked = mask_answers(read(tmp_path, record), using(template), 10**6, ClosingTokens.of(TOKENIZER), ends)
+    (masked,) = mask_answers(read(tmp_path, record), using(template), 10**6, ClosingTokens.of(TOKENIZER), ends)
     return masked.ids, learned(masked.ids, masked.mask, TOKENIZER)
 
 
@@ -99,7 +99,7 @@ def test_all_that_a_record_holds_is_in_the_text_as_the_library_writes_it(name, s
     assert TOKENIZER.decode(ids).endswith(f"{own[-1]}\n") and own[-1].endswith(CLOSE)
     if name == "call":
         call = '[INST]{"name": "weather", "arguments": {"city": "Rome"}}[/INST]'
-        assert own == [f"<think>\n\n</think>\n\n{call}{CLOSE}"]
+        assert own == [f"{call}{CLOSE}"]  # the empty thinking before it is the prompt's
     if name == "reasoning":
         assert own == [f"<think>\ntwo and two\n</think>\n\n4{CLOSE}"]
 
@@ -112,8 +112,6 @@ LOST = {
         {"messages": [*TALKS["reasoning"], user("a"), assistant("b")]},
         "messages[1].reasoning_content",
     ),
-    "name": ({"messages": TALKS["name"]}, "messages[0].name"),
-    "name of a tool that nobody called": ({"messages": [user("a"), RESULT, assistant("b")]}, "messages[1].name"),
     "unknown object": ({"messages": [user("a"), assistant("b") | {"audio": {"id": "x"}}]}, "messages[1].audio"),
 }
 
@@ -166,6 +164,19 @@ def test_tools_as_json_in_a_string_are_the_same_tools_and_an_empty_list_is_none(
             read(tmp_path, record | {"tools": wrong})
 
 
+def test_calls_and_tools_may_be_one_object_or_json_in_a_string(tmp_path):
+    whole = {"messages": TALKS["call"], "tools": [WEATHER]}
+    for written in (CALL, json.dumps(CALL), json.dumps([CALL])):
+        messages = [message | ({"tool_calls": written} if "tool_calls" in message else {}) for message in TALKS["call"]]
+        record = {"messages": messages, "tools": WEATHER}
+        assert given(tmp_path, record, WHOLE) == given(tmp_path, whole, WHOLE)
+
+
+def test_names_of_speakers_that_a_template_does_not_write_are_left_out_as_a_server_does(tmp_path):
+    named, plain = ({"messages": talk} for talk in (TALKS["name"], [user("a"), assistant("b")]))
+    assert given(tmp_path, named, CHATML) == given(tmp_path, plain, CHATML)
+
+
 def test_a_template_of_its_own_for_tools_is_taken(tmp_path):
     record = {"messages": TALKS["tools"], "tools": [WEATHER]}
     assert given(tmp_path, record, {"default": CHATML, "tool_use": WHOLE}) == given(tmp_path, record, WHOLE)
@@ -181,7 +192,7 @@ def test_arguments_are_handed_over_as_the_template_reads_them(arguments, written
     template = WHOLE.replace("{{ c.function.arguments | tojson }}", arguments)
     record = {"messages": [user("Rain?"), {"role": "assistant", "tool_calls": [call]}]}
     assert given(tmp_path, record, template)[1] == [
-        '<think>\n\n</think>\n\n[INST]{"name": "weather", "arguments": {"city": "Rome"}}[/INST]' + CLOSE
+        '[INST]{"name": "weather", "arguments": {"city": "Rome"}}[/INST]' + CLOSE
     ]
 
 
@@ -245,12 +256,12 @@ HEADED = (
 
 @pytest.mark.parametrize("told", [{}, {"thinking": False}])
 def test_what_the_generation_prompt_writes_is_not_learned_where_markers_enclose_it(told):
-    for talk in ([user("a"), assistant("b"), user("c"), assistant("d")], [assistant("b"), user("c"), assistant("d")]):
-        masked = mask_conversation(talk, using(HEADED), "x", variables=told)
-        assert masked.ids == as_library(HEADED, talk, **told) and masked.left_out == {}
-        assert learned(masked.ids, masked.mask, TOKENIZER) == [f"b{CLOSE}", f"d{CLOSE}"]
-    before = as_library(HEADED, talk[:2], add_generation_prompt=True, **told)
-    assert not any(masked.mask[len(as_library(HEADED, talk[:2], **told)) : len(before)])
+    talk = [user("a"), assistant("b"), user("c"), assistant("d")]
+    masked = mask_conversation(talk, using(HEADED), "x", variables=told)
+    assert masked.ids == as_library(HEADED, talk, **told) and masked.left_out == {}
+    assert learned(masked.ids, masked.mask, TOKENIZER) == [f"b{CLOSE}", f"d{CLOSE}"]
+    before = as_library(HEADED, talk[:3], add_generation_prompt=True, **told)
+    assert not any(masked.mask[len(as_library(HEADED, talk[:3], **told)) : len(before)])
 
 
 def test_markers_do_not_make_a_turn_that_departs_from_the_generation_prompt_one_to_learn_from():
@@ -308,7 +319,7 @@ def test_without_a_template_nothing_but_text_is_taken(told, message, tmp_path):
          r"messages\[1\]\.tool_calls\[0\]\.function\.arguments: expected an object or its JSON, found a list"),
         ({"messages": [user("a"), assistant("b") | {"reasoning": 5}]}, r"messages\[1\]\.reasoning: expected a string"),
         ({"messages": [user("a"), {"role": "assistant", "content": None}]}, r"messages\[1\]\.content: expected a string"),
-        ({"messages": [user("a"), assistant("b") | {"name": "\ud800"}]}, r"messages\[1\]\.name: expected JSON in Unicode"),
+        ({"messages": [user("a"), assistant("b") | {"thinking": "\ud800"}]}, r"messages\[1\]\.thinking: expected JSON in"),
         ({"messages": TALKS["developer"], "system": "Be brief."}, "system: expected no system field with a system turn"),
         ({"prompt": "a", "completion": "b", "system": "Be brief."}, "system: expected a system turn"),
         ({"messages": TALKS["tools"], "functions": [WEATHER]}, "functions: expected tools, found a list"),
@@ -385,9 +396,9 @@ def test_a_template_that_writes_calls_of_turns_without_content_gets_null(tmp_pat
 
 def test_turns_of_weight_0_are_read_but_not_learned_from(tmp_path):
     talk = [user("a"), assistant("b") | {"weight": 0}, user("c"), assistant("d")]
-    masked = mask_answers(read(tmp_path, {"messages": talk}), using(CHATML), 10**6, ClosingTokens.of(TOKENIZER), ())
+    (masked,) = mask_answers(read(tmp_path, {"messages": talk}), using(CHATML), 10**6, ClosingTokens.of(TOKENIZER), ())
     assert masked.left_out == {1: masks.UNWEIGHTED} and learned(masked.ids, masked.mask, TOKENIZER) == [f"d{CLOSE}"]
-    last = mask_answers(read(tmp_path, {"messages": talk[:2]}), using(None), 10**6, ClosingTokens.of(TOKENIZER), ())
+    (last,) = mask_answers(read(tmp_path, {"messages": talk[:2]}), using(None), 10**6, ClosingTokens.of(TOKENIZER), ())
     assert not any(last.mask)
 
 
