@@ -55,7 +55,9 @@ def read(
         for row in track(chosen, "samples", "texts"):
             samples.all.append(MaskedSample(row["id"], row["input_ids"], row["loss_mask"]))
     elif config.prompts is not None:
-        prompts = read_prompts(config.prompts, split=config.split, limit=config.limit, answers="kept")
+        prompts = read_prompts(
+            config.prompts, split=config.split, limit=config.limit, answers="kept", invalid=config.invalid_prompts
+        )
         for prompt in track(prompts, "samples", "texts"):
             try:
                 if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":

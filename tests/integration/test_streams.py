@@ -115,7 +115,7 @@ def test_adapt_learns_the_same_tokens_from_a_stream(style, tmp_path):
     tokenizer = byte_level(False)
     tokenizer.chat_template = WHOLE.replace("m.reasoning_content", f"m.{style.names[-1]}")
     closing = ClosingTokens.of(tokenizer)
-    read = [mask_answers(prompt, tokenizer, len(tokenizer), closing, []) for prompt in traffic.learned]
+    read = [mask_answers(prompt, tokenizer, len(tokenizer), closing, [])[0] for prompt in traffic.learned]
     assert read[0].ids == read[1].ids and read[0].mask == read[1].mask
     text = tokenizer.decode(read[0].ids)
     assert REASONING in text and CONTENT in text and "Zürich 🌧" in text
