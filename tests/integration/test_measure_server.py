@@ -181,6 +181,18 @@ def test_requests_are_written_as_aiperf_records_them(measure, prompts, tmp_path,
     assert drafts == len(server.steps)
 
 
+def test_turns_of_conversations_are_told_apart(measure, chats):
+    before = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "it"}]
+    rows = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
+    rows = [{"messages": [*before, *row] if i % 2 else row} for i, row in enumerate(rows)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with simulated_server(counts_answers=True) as server:
+        _, report, _ = measure(server, chats)
+    (run,) = report["runs"]
+    assert {turn: of["prompts"] for turn, of in run["by_turn"].items()} == {"1": COUNT / 2, "2": COUNT / 2}
+    assert all(of["mean_acceptance_length"]["value"] > 1 for of in run["by_turn"].values()) and run["by_category"] == {}
+
+
 def test_a_server_that_counts_no_answer_leaves_acceptance_out_of_its_records(measure, chats, tmp_path):
     with simulated_server() as server:
         assert measure(server, chats, "--aiperf")[0] == 0

@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 9_961,
     "scripts": 19_237,
     "benchmarks": 2_760,
-    "tests": 54_797,
+    "tests": 54_809,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
