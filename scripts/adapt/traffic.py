@@ -48,7 +48,7 @@ def read_traffic(config: AdaptConfig, old_requests: int, least: int) -> Traffic 
         raise InputError(f"log: expected at least {2 * config.newest} requests with answers, found {len(requests)}")
     learned, newest = requests[: -config.newest], requests[-config.newest :]
     if mode == "required":  # the target answers them again
-        newest = [replace(prompt, messages=(prompt.messages or [])[:-1]) for prompt in newest]
+        newest = [replace(prompt, messages=prompt.messages and prompt.messages[:-1], answer=None) for prompt in newest]
     return Traffic(learned[-config.most :], newest, len(requests))
 
 

@@ -60,7 +60,7 @@ def read(
         )
         for prompt in track(prompts, "samples", "texts"):
             try:
-                if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
+                if prompt.has_answer:
                     (masked,) = mask_answers(prompt, tokenizer, vocab_size, closing, ends, **config.template)
                     reasons = tuple(masked.left_out.values())
                     samples.all.append(MaskedSample(prompt.id, masked.ids, masked.mask, True, reasons))

@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_772,
-    "train": 15_259,
+    "train": 15_288,
     "distill": 2_895,
     "medusa": 9_961,
     "scripts": 19_237,
     "benchmarks": 2_760,
-    "tests": 54_809,
+    "tests": 54_822,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -11,6 +11,9 @@ A record is recognised by its field; if it has several, the first of these count
 
 A line of a request log, as `train/endpoint/request_logs.py` knows them, is a conversation and its answer.
 
+A `prompt` in a string may have an answer: `completion` or `response` makes it a conversation of two turns, while
+`continuation` continues the plain text, as in logs of text completions.
+
 A conversation ends with its last user turn or tool result, because the target writes the answer; or it is kept whole,
 if its answers are to be learned. `id` (or `question_id`), `category`, and for conversations `tools` and
 `chat_template_kwargs` are optional.
@@ -28,7 +31,7 @@ from transformers.utils import logging
 from draftsmith.decode.draft_models.vocabulary import require_logits
 from draftsmith.decode.errors import InputError, at_least
 from draftsmith.decode.progress import track
-from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation, mask_contexts
+from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation, mask_contexts, mask_plain
 from draftsmith.train.data.chat.messages import ASKING, MEDIA, Message, kind, read_messages, read_tools, text
 from draftsmith.train.data.chat.templates import (
     chat_request,
@@ -43,6 +46,7 @@ from draftsmith.train.job.processes import is_first
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # the fields that may answer a `prompt`
+CONTINUATION = "continuation"  # the field that continues a `prompt` in plain text
 WITH_ANSWER = "messages with an assistant turn at their end"
 UNREAD = {
     "system": "a system turn among the messages",
@@ -70,6 +74,7 @@ class Prompt:
     text: str | None
     messages: list[Message] | None
     category: str | None
+    answer: str | None = None  # how plain text continues, if that was read
     cut: bool = False  # whether its answer was cut at a length
     later: tuple[str, ...] = ()  # the user's later turns, if they were asked for
     where: str | None = field(default=None, compare=False)  # its place, such as `prompts.jsonl:7`, if it was read
@@ -82,6 +87,11 @@ class Prompt:
         """The beginning of error messages: the place, if known."""
         return "" if self.where is None else f"{self.where}: "
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether it ends with an answer."""
+        return self.answer is not None or (self.messages or [{}])[-1].get("role") == "assistant"
+
     def read_variables(self, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
         """Return the variables that the tokenizer's chat template reads, or all of them without a template."""
         if tokenizer.chat_template is None or self.messages is None:
@@ -91,6 +101,7 @@ class Prompt:
     def record(self) -> dict[str, Any]:
         """Return a record that `read_prompts` reads, without an id."""
         content: dict[str, Any] = {"prompt": self.text} if self.messages is None else {"messages": self.messages}
+        content |= {} if self.answer is None else {"continuation": self.answer}
         content |= {} if self.tools is None else {"tools": self.tools}
         content |= {"chat_template_kwargs": dict(self.variables)} if self.variables else {}
         content |= {} if self.category is None else {"category": self.category}
@@ -279,9 +290,16 @@ def mask_answers(
     variables: Mapping[str, Any] | None = None,
     whole: bool = True,
 ) -> list[MaskedConversation]:
-    """Encode a conversation that ends with its answer, and mask the assistant's tokens, as `mask_contexts` does."""
+    """Encode a conversation that ends with its answer, and mask the assistant's tokens, as `mask_contexts` does.
+
+    Plain text and its answer are encoded without the chat template.
+    """
+    if conversation.messages is None:
+        plain = mask_plain(str(conversation.text), str(conversation.answer), tokenizer, ends)
+        conversation.require_logits(plain.ids, tokenizer, vocab_size)
+        return [plain]
     contexts = mask_contexts(
-        conversation.messages or [],
+        conversation.messages,
         tokenizer,
         conversation.id,
         closing=closing,
@@ -367,8 +385,8 @@ def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) 
     if not isinstance(variables, dict):
         raise InputError(f"{where}: chat_template_kwargs: expected an object, found {kind(variables)}")
     if field == "prompt" and isinstance(record[field], str):
-        plain, messages = _plain_prompt(record, where, answers)
-        return Prompt(name, plain, messages, category, tools=tools, variables=variables)
+        plain, messages, answer = _plain_prompt(record, where, answers)
+        return Prompt(name, plain, messages, category, answer, tools=tools, variables=variables)
     if not isinstance(record[field], list):
         expected = "a string or a list of messages" if field == "prompt" else "a list"
         expected = WITH_ANSWER if answers == "required" else expected
@@ -397,15 +415,17 @@ def _answer_field(record: dict[str, Any], answers: AnswersMode) -> str | None:
 
 def _plain_prompt(
     record: dict[str, Any], where: str, answers: AnswersMode
-) -> tuple[str, None] | tuple[None, list[Message]]:
-    """Read a `prompt` of plain text; with an answer it becomes a conversation of two turns."""
+) -> tuple[str | None, list[Message] | None, str | None]:
+    """Return a `prompt` as plain text, or with an answer as a conversation of two turns; and a plain continuation."""
     question, answer = text(record["prompt"], f"{where}: prompt"), _answer_field(record, answers)
     if answer is not None:
         reply = text(record[answer], f"{where}: {answer}")
-        return None, [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+        return None, [{"role": "user", "content": question}, {"role": "assistant", "content": reply}], None
+    if answers != "dropped" and record.get(CONTINUATION) is not None:
+        return question, None, text(record[CONTINUATION], f"{where}: {CONTINUATION}", may_be_empty=True)
     if answers == "required":
         raise InputError(f"{where}: expected an answer to the prompt in {' or '.join(ANSWERS)}, found none")
-    return question, None
+    return question, None, None
 
 
 def _first_turn(turns: list[Any], where: str, answers: AnswersMode) -> list[Message]:

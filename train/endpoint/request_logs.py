@@ -78,7 +78,7 @@ def _add_answer(result: dict[str, Any], record: Mapping[str, Any], where: str) -
     if "messages" not in result:
         if not isinstance(choice.get("text"), str):
             raise InputError(f"{at}choices[0].text: expected a string, found another or none")
-        result["completion"] = choice["text"]
+        result["continuation"] = choice["text"]
         return
     message = choice.get("message")
     if not isinstance(message, dict):

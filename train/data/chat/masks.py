@@ -297,20 +297,31 @@ class _TurnReader:
         return f"the ids depart at token {at}, {prompt!r} in the generation prompt and {talk!r} in the conversation"
 
 
-def _plain(
-    messages: Sequence[Message], turns: list[int], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+def mask_plain(
+    question: str, answer: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
 ) -> MaskedConversation:
-    question = "\n\n".join(message["content"] for message in messages if message["role"] == "user")
-    prompt, ids = (list(tokenizer(t, verbose=False).input_ids) for t in (question, question + messages[-1]["content"]))
+    """Encode plain text and its answer directly after it, then a token that ends the target's texts; mask the answer.
+
+    `ends` are those tokens, the tokenizer's own if there are none.
+    """
+    prompt, ids = (list(tokenizer(part, verbose=False).input_ids) for part in (question, question + answer))
     if ids[: len(prompt)] != prompt:
-        ids = _continued(tokenizer, prompt, messages[-1]["content"], ids) or ids
+        ids = _continued(tokenizer, prompt, answer, ids) or ids
     first = common_length(ids, prompt)
     usual = tokenizer.eos_token_id if tokenizer.eos_token_id in ends or not ends else ends[0]
     if usual is not None and not {usual, *ends} & set(ids[-1:]):
         ids = [*ids, usual]
+    return MaskedConversation(ids, [0] * first + [1] * (len(ids) - first), {})
+
+
+def _plain(
+    messages: Sequence[Message], turns: list[int], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+) -> MaskedConversation:
+    question = "\n\n".join(message["content"] for message in messages if message["role"] == "user")
+    masked = mask_plain(question, messages[-1]["content"], tokenizer, ends)
     weight, left_out = messages[-1].get("weight", 1), dict.fromkeys(turns[:-1], UNTEMPLATED)
     left_out |= {} if weight else {turns[-1]: UNWEIGHTED}
-    return MaskedConversation(ids, [0] * first + [weight] * (len(ids) - first), left_out, len(turns))
+    return MaskedConversation(masked.ids, [weight * bit for bit in masked.mask], left_out, len(turns))
 
 
 def _continued(

@@ -2,6 +2,7 @@
 """One rendering of conversations: what a record holds is in the text, or refused by file, row and field."""
 
 import json
+from dataclasses import replace
 from datetime import datetime
 
 import pyarrow as pa
@@ -416,3 +417,15 @@ def test_arrow_adds_no_keys_to_calls_and_tools(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
     read_calls = [p.messages[1]["tool_calls"][0] for p in read_prompts(str(tmp_path / "p.parquet"), answers="required")]
     assert read_calls == calls
+
+
+def test_a_logged_text_completion_continues_plain_text_without_the_template(tmp_path):
+    request = {"prompt": "def f("}
+    record = {"request": request, "response": {"choices": [{"text": "x): pass", "finish_reason": "stop"}]}}
+    ids, own = given(tmp_path, record, CHATML)
+    plain = [*TOKENIZER.encode("def f("), *TOKENIZER.encode("x): pass"), TOKENIZER.eos_token_id]
+    assert (ids, own) == (plain, [f"x): pass{TOKENIZER.eos_token}"])
+    prompt = read(tmp_path, record)
+    assert prompt.has_answer and encode_prompt(prompt, using(CHATML)) == TOKENIZER.encode("def f(")
+    assert replace(read(tmp_path, prompt.record()), id=prompt.id) == prompt
+    assert not read(tmp_path, record, "dropped").has_answer
