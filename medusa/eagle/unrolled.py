@@ -88,7 +88,8 @@ class UnrolledRounds:
             if self._keys is None:
                 self._keys = FeatureKeys(first.own, self.heads.config.num_attention_heads, self.visible)
             last = max(begin, min(end, length - k))
-            attend = round_attention(self._keys, drafted, first=begin)
+            # Activation checkpointing calls it again in the backward, when there are later steps.
+            attend = round_attention(self._keys, [*drafted], first=begin)
             inputs = self.embeddings[:, begin + k : last + k], step.states[:, : last - begin]
             step = self.heads.step(*inputs, self.positions[:, begin + k : last + k], attend)
             drafted.append(step.own)
