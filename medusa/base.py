@@ -3,6 +3,7 @@
 Shape suffixes: V the target's vocabulary, D the tokens that heads may draft.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -96,6 +97,7 @@ class LayersConfig(NamedConfig):
         draft_vocab_size: int
         num_attention_heads: int
         num_key_value_heads: int | None
+        rope_parameters: dict[str, Any]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -116,6 +118,10 @@ class LayersConfig(NamedConfig):
         queries, keys = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         if queries % keys:
             raise InputError(f"num_key_value_heads: expected a divisor of {queries} heads, found {keys}")
+        if layers := [kind for kind, rope in self.rope_parameters.items() if isinstance(rope, Mapping)]:
+            raise InputError(f"rope_parameters: expected one rotation for all layers, found one for {layers[0]}")
+        if (kind := self.rope_parameters["rope_type"]) not in FIXED:
+            raise InputError(f"rope_type: expected {FIXED_ONES}, found {kind}")
         if self.draft_vocab_size > self.vocab_size:
             raise InputError(
                 f"draft_vocab_size: expected at most the vocabulary's {self.vocab_size} tokens, found "
@@ -123,6 +129,9 @@ class LayersConfig(NamedConfig):
             )
 
 
+FIXED = ("default", "linear", "llama3", "yarn")
+"""The types of rotations whose angles depend on the position alone; others change with the text's length."""
+FIXED_ONES = f"angles that don't change with the text's length ({', '.join(FIXED)})"
 THETA, HEAD, POSITIONS = 10_000.0, 64, 2**17
 """The rope_theta, the width of an attention head and the positions of heads where a target has none."""
 
@@ -130,7 +139,8 @@ THETA, HEAD, POSITIONS = 10_000.0, 64, 2**17
 def rope_of(config: PretrainedConfig) -> dict[str, Any]:
     """Return the last layer's rotary positions as `rope_parameters` of whole heads, or raise an InputError.
 
-    Where the target has none, heads have positions of their own, and a line names them.
+    Where the target has none, heads have positions of their own, and a line names them. So they do where its angles
+    change with the text's length: servers change them by other rules than the library.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if not rope:
@@ -145,7 +155,23 @@ def rope_of(config: PretrainedConfig) -> dict[str, Any]:
             f"target: expected rotary positions, whose rope_theta rope_parameters have, found none in its config "
             f"({config.model_type})"
         )
+    if (kind := rope.get("rope_type", "default")) not in FIXED:
+        text = "target: %s has %s rotary positions; those of the heads have rope_theta %g alone"
+        logger.warning(text, config.model_type, kind, rope["rope_theta"])
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+
+
+def unserved_rotation(rotary: Any) -> str | None:
+    """Return why servers would turn positions by other numbers than a rotary embedding of heads, or None."""
+    rope, scale = rotary.config.rope_parameters, rotary.attention_scaling
+    if rope["rope_type"] != "yarn":
+        return None
+    # vLLM and SGLang compute YaRN's scale from the factor, and from fields that the library does not know.
+    served = rope.get("attn_factor", 1.0) * (0.1 * math.log(max(1.0, rope["factor"] or 1.0)) + 1.0)
+    if abs(scale - served) <= 1e-6 and rope.get("extrapolation_factor", 1.0) == 1.0:
+        return None
+    return f"a yarn rotation scaled by {scale:.4g}, which servers scale by {served:.4g}; keep draftsmith's own format"
 
 
 def layer_fields(target: PreTrainedModel, token_map: Tensor | None) -> dict[str, Any]:

@@ -127,11 +127,14 @@ def check_run(target: Side, config: EagleTrainingConfig) -> tuple[str, list[Find
     if config.heads is not None:
         heads = EagleHeads.without_weights(config.heads)
         heads.check_fits(target.model)
-        clause, theta = "", heads.config.rope_parameters["rope_theta"]
-        expected = rope_of(target.model.config.get_text_config())["rope_theta"]
-        if theta != expected:
-            text = f"earlier heads rotate by a rope_theta of {theta:g}, the target's last layer by {expected:g}"
-            findings.append(Finding("warning", "rope theta", text, "begin new ones: leave out heads"))
+        clause, ours = "", heads.config.rope_parameters
+        theirs = rope_of(target.model.config.get_text_config())
+        for name in ("rope_theta", "rope_type", "factor"):
+            if ours.get(name) != theirs.get(name):
+                own, last = (format(rope[name], "" if name == "rope_type" else "g") for rope in (ours, theirs))
+                text = f"earlier heads rotate by a {name} of {own}, the target's last layer by {last}"
+                findings.append(Finding("warning", name.replace("_", " "), text, "begin new ones: leave out heads"))
+                break
     else:
         tokens = config.draft_vocabulary
         at_most(token_count(target.tokenizer, target.config)).check("draft_vocabulary", tokens or 0)

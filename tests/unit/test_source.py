@@ -22,10 +22,10 @@ BUDGET = {
     "decode": 13_772,
     "train": 15_288,
     "distill": 2_895,
-    "medusa": 9_962,
+    "medusa": 9_996,
     "scripts": 19_237,
     "benchmarks": 2_760,
-    "tests": 54_822,
+    "tests": 54_995,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
+from draftsmith.medusa.base import unserved_rotation
 from draftsmith.medusa.block.blocks import Anchors, attend_to
 from draftsmith.medusa.block.formats import readers
 from draftsmith.medusa.block.heads import HEADS, side_width
@@ -63,8 +64,9 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
     for head in drafter.children():
         if isinstance(head, BlockHead) and head.foreign is None:
             return f"a {head.title}, which no other tool knows; take own"
-    if (reason := unserved(config)) is not None:
-        return reason
+    for reason in (unserved(config), unserved_rotation(drafter.rotary_emb)):
+        if reason is not None:
+            return reason
     if format == "sglang" and not is_dflash(config):
         return "DSpark's heads, which SGLang 0.5.23 does not load; take vllm"
     if format == "sglang" and drafter.token_map is not None:

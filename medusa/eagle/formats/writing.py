@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.medusa.base import unserved_rotation
 from draftsmith.medusa.checkpoint_files import dtype_name
 from draftsmith.medusa.eagle.formats import readers
 from draftsmith.medusa.eagle.heads import EagleHeads, Step
@@ -36,6 +37,8 @@ def eagle_refusal(
         return f"hidden_size {config.hidden_size} with a target_hidden_size of {config.target_hidden_size}"
     if config.attention_bias:
         return "attention_bias, which vLLM takes for one after attention too; keep draftsmith's own format"
+    if (reason := unserved_rotation(heads.rotary)) is not None:
+        return reason
     if format == "vllm":
         return None
     # SGLang 0.5.23, `models/llama_eagle3.py`, has only one residual path, and skips `fc` if the features are as wide as

@@ -62,6 +62,28 @@ CONTRADICTIONS = {
     "a misspelt key": ({"rope_parameters": THETA | {"rope_type": "linear", "factr": 2.0}}, "factr"),
     "a theta that is misspelt": ({"rope_parameters": {"rope_type": "default", "rope_thetta": 5e5}}, "rope_thetta"),
     "no fields": ({"rope_scaling": 2}, "rope_scaling"),
+    "angles of the longest text": ({"rope_parameters": THETA | {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
+    "two sets of angles": (
+        {
+            "rope_parameters": THETA
+            | {
+                "rope_type": "longrope",
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+            }
+        },
+        "rope_type",
+    ),
+    "angles by kinds of layers": (
+        {
+            "rope_parameters": {
+                kind: THETA | {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")
+            }
+        },
+        "rope_parameters",
+    ),
     "a layer's window": ({"layer_types": ["sliding_attention"], "sliding_window": 16}, "layer_types"),
     "a window of no size": ({"layer_types": ["sliding_attention"], "sliding_window": None}, "layer_types"),
     "chunks": ({"layer_types": ["chunked_attention"]}, "layer_types"),
