@@ -28,6 +28,7 @@ SPREAD = 0.5
 FEW = 8
 """The fewest ids by which `check_distances` can tell ids from distances."""
 WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class LMHead(nn.Linear):
@@ -66,26 +67,20 @@ class NamedConfig(PretrainedConfig):
         super().save_pretrained(*args, **kwargs)
 
 
-def check_windows(raw: Mapping[str, Any], positions: int) -> None:
-    """Raise an InputError if a config.json asks for attention in a window that is shorter than its positions."""
-    size, kinds = raw.get("sliding_window"), raw.get("layer_types")  # a window of all positions is none
-    if type(size) is int and size >= positions:
-        return
-    # New configs name each layer's kind. Older ones of Qwen have a window that `use_sliding_window` turns off, or that
-    # begins after the last layer; older ones of Mistral have a window if they name its size.
-    other = [kind for kind in kinds or [] if kind != "full_attention"] if isinstance(kinds, list | None) else [kinds]
-    if other:
-        raise InputError(
-            f"layer_types: expected layers of full_attention, as our heads have, found {other[0]} in a window of {size}"
-        )
-    used, first = raw.get("use_sliding_window"), raw.get("max_window_layers")
-    if "sliding_window" in raw and size is None:
-        return
-    after_all = type(first) is int and first >= raw.get("num_hidden_layers", 1)
-    if used and not after_all:
-        raise InputError(f"use_sliding_window: expected false, as our heads see the whole text, found {used}")
-    if used is None and kinds is None and size is not None:
-        raise InputError(f"sliding_window: expected none, or the {positions} positions, found {size}")
+def windows_of(raw: Mapping[str, Any], layers: int, positions: int) -> dict[str, Any]:
+    """Return `layer_types` and `sliding_window` from a config.json, or raise an InputError if its fields contradict."""
+    size, kinds, used = raw.get("sliding_window"), raw.get("layer_types"), raw.get("use_sliding_window")
+    if kinds is None:
+        # Older configs of Qwen have a window that `use_sliding_window` turns off, or that begins after the last layer;
+        # older ones of Mistral have a window if they name its size. A window of all positions is none.
+        first = raw.get("max_window_layers")
+        after_all = type(first) is int and first >= layers
+        if used is not False and not after_all and type(size) is int and size < positions:
+            raise InputError(f"sliding_window: expected layer_types that say which layers have it, found {size} alone")
+        kinds = [FULL] * layers
+    if used is False and SLIDING in kinds:
+        raise InputError("use_sliding_window: expected true with layers of sliding_attention, found false")
+    return {"layer_types": kinds, "sliding_window": size if SLIDING in kinds else None}
 
 
 class LayersConfig(NamedConfig):
@@ -97,15 +92,31 @@ class LayersConfig(NamedConfig):
         draft_vocab_size: int
         num_attention_heads: int
         num_key_value_heads: int | None
-        rope_parameters: dict[str, Any]
+        num_hidden_layers: int
+
+    layer_types: list[str] | None = None
+    """For each layer full_attention or sliding_attention; if None is given, the latter for all with a window's size."""
+    sliding_window: int | None = None
+    """The positions that layers of sliding_attention see, the query's own included: none farther back."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.layer_types is None:
+            self.layer_types = [FULL if self.sliding_window is None else SLIDING] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config from a file's fields; raise an InputError if they contradict each other or need windows."""
+        """Return the config from a file's fields; raise an InputError if they contradict each other."""
         check_rope_keys(config_dict)  # the library would silently take one of two contradictory fields
         check_rope(config_dict)
-        check_windows(config_dict, config_dict.get("max_position_embeddings") or cls.max_position_embeddings)
-        return super().from_dict({k: v for k, v in config_dict.items() if k not in WINDOWS}, **kwargs)
+        layers = config_dict.get("num_hidden_layers", cls.num_hidden_layers)
+        positions = config_dict.get("max_position_embeddings") or cls.max_position_embeddings
+        windows = windows_of(config_dict, layers, positions)
+        return super().from_dict({k: v for k, v in config_dict.items() if k not in WINDOWS} | windows, **kwargs)
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the positions that a layer sees, the query's own included; None for all before it."""
+        return self.sliding_window if (self.layer_types or [FULL])[layer] == SLIDING else None
 
     def check_shape(self, *sizes: str) -> None:
         """Raise an InputError that names the first impossible field; `sizes` are the subclass's own ones."""
@@ -115,12 +126,19 @@ class LayersConfig(NamedConfig):
         require(self, at_most(2**12), "num_attention_heads", "head_dim")
         require(self, at_least(1) & at_most(2**40), "max_position_embeddings")
         require(self, finite(more_than(0)), "rms_norm_eps")
+        if other := next((kind for kind in self.layer_types or () if kind not in (FULL, SLIDING)), None):
+            raise InputError(f"layer_types: expected layers of {FULL} or {SLIDING}, found {other}")
+        if SLIDING in (self.layer_types or ()):
+            if self.sliding_window is None:
+                raise InputError(f"sliding_window: expected the size of the window of {SLIDING}, found none")
+            require(self, at_least(1), "sliding_window")
         queries, keys = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         if queries % keys:
             raise InputError(f"num_key_value_heads: expected a divisor of {queries} heads, found {keys}")
-        if layers := [kind for kind, rope in self.rope_parameters.items() if isinstance(rope, Mapping)]:
+        rope: dict[str, Any] = cast(Any, self).rope_parameters
+        if layers := [kind for kind, fields in rope.items() if isinstance(fields, Mapping)]:
             raise InputError(f"rope_parameters: expected one rotation for all layers, found one for {layers[0]}")
-        if (kind := self.rope_parameters["rope_type"]) not in FIXED:
+        if (kind := rope["rope_type"]) not in FIXED:
             raise InputError(f"rope_type: expected {FIXED_ONES}, found {kind}")
         if self.draft_vocab_size > self.vocab_size:
             raise InputError(

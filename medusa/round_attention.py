@@ -7,9 +7,10 @@ of step 0 through the same causal mask, and the key of step j is the entry with 
 Shape suffixes: B rows, T positions, S = T − k rounds of a step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, flas
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.target_states import KeysValues
 
+CHUNK = 1024
+"""The queries of a window that are computed at a time: their mask has no entry for keys before it."""
 SPARE = 8
 """The columns added to keys and values: attention kernels need widths that are multiples of 8."""
 Attend = Callable[[Tensor, KeysValues], Tensor]
@@ -30,6 +33,20 @@ def same_text(texts_BT: Tensor) -> Tensor:
     """Return the causal mask within texts, (B, 1, T, T) bool: a position sees those up to itself in its text."""
     causal_TT = torch.ones(2 * texts_BT.shape[1:], dtype=torch.bool, device=texts_BT.device).tril()
     return ((texts_BT[:, :, None] == texts_BT[:, None, :]) & causal_TT)[:, None]
+
+
+def windowed_attention(queries: Tensor, seen: KeysValues, window: int, scale: float | None = None) -> Tensor:
+    """Attend to `window` positions, a query's own included; the queries are at the last of the keys' positions."""
+    count, length, parts = queries.shape[2], seen.keys.shape[2], list[Tensor]()
+    for begin in range(0, max(count, 1), CHUNK):
+        chunk = queries[:, :, begin : begin + CHUNK]
+        last = length - count + begin + chunk.shape[2]
+        keys, values = (states[:, :, max(0, last - chunk.shape[2] - window + 1) : last] for states in seen)
+        order = torch.arange(keys.shape[2], device=keys.device)
+        distance = order[len(order) - chunk.shape[2] :, None] - order
+        mask = additive_mask((distance >= 0) & (distance < window), computing_dtype(chunk))
+        parts.append(fused_attention(chunk, keys, values, mask, is_causal=False, scale=scale))
+    return torch.cat(parts, 2)
 
 
 class FeatureKeys:
@@ -53,20 +70,24 @@ class FeatureKeys:
         self.values[:, :, 0, -1] = 1.0
         if not flash_takes(self.keys, visible is not None):  # repeat them here, once for all steps
             self.keys, self.values = repeat_heads(self.keys, heads), repeat_heads(self.values, heads)
-        self.mask: Tensor | None = None
+        self.visible: Tensor | None = None
         if visible is not None:  # the sink's own query sees only the sink
-            visible = nn.functional.pad(visible, (1, 0, 1, 0))
-            visible[..., 0] = True
-            self.mask = additive_mask(visible, computing_dtype(current.keys))
+            self.visible = nn.functional.pad(visible, (1, 0, 1, 0))
+            self.visible[..., 0] = True
 
-    def attend(self, queries: Tensor, scores: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """The mask of all rounds, if they don't have a window."""
+        return None if self.visible is None else additive_mask(self.visible, computing_dtype(self.keys))
+
+    def attend(self, queries: Tensor, scores: Tensor, first: int = 0, span: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the attended values times their weight, (B, heads, S, width), and the sink's weight, (B, heads, S, 1).
 
         `queries` are those of S rounds from the `first` on, (B, heads, S, width); `scores` are the sink's, float32,
-        (B, heads, S).
+        (B, heads, S). They see `span` positions up to their round's beginning, if that is given.
         """
         rounds, width = queries.shape[2], self.values.shape[-1] - SPARE
-        seen, mask = slice(first + rounds + 1), self._mask(first, rounds)
+        seen, mask = slice(first + rounds + 1), self._mask(first, rounds, span)
         scaled, dtype = scores * (1 / self.scale), computing_dtype(queries)
         coarse = scaled.detach().to(dtype)
         fine = (scaled - coarse).to(dtype)
@@ -81,8 +102,16 @@ class FeatureKeys:
         )[:, :, 1:]
         return outputs[..., :width], outputs[..., -1:]
 
-    def _mask(self, first: int, rounds: int) -> Tensor | None:
+    def _mask(self, first: int, rounds: int, span: int | None) -> Tensor | None:
         """Return the mask of the sink's own query and those of rounds from the `first` on; None if causal from 0."""
+        if span is not None:
+            order = torch.arange(first + rounds + 1, device=self.keys.device)
+            distance = order[first:, None] - order
+            seen = (distance >= 0) & (distance < span)
+            seen[:, 0] = True  # the sink
+            if self.visible is not None:
+                seen = seen & self.visible[..., first : first + rounds + 1, : first + rounds + 1]
+            return additive_mask(seen, computing_dtype(self.keys))
         if self.mask is not None:
             return self.mask[..., first : first + rounds + 1, : first + rounds + 1]
         if not first:
@@ -93,12 +122,16 @@ class FeatureKeys:
 
 
 def round_attention(
-    feature_keys: FeatureKeys, drafted: list[KeysValues], sinks: Tensor | None = None, first: int = 0
+    feature_keys: FeatureKeys,
+    drafted: Sequence[KeysValues],
+    sinks: Tensor | None = None,
+    first: int = 0,
+    span: int | None = None,
 ) -> Attend:
     """Return the attention of step k: to the keys of step 0 up to the round's beginning, and to the round's own.
 
     `drafted` holds the keys and values of the steps 1 … k − 1, of rounds from the `first` on. `sinks`, (heads,), are
-    scores of the model's own whose weight goes nowhere (gpt-oss, MiMo V2).
+    scores of the model's own whose weight goes nowhere (gpt-oss, MiMo V2). `span` is as in `FeatureKeys.attend`.
     """
 
     def attend(queries: Tensor, current: KeysValues) -> Tensor:
@@ -111,7 +144,7 @@ def round_attention(
         if sinks is not None:
             at_sinks = sinks.float().view(grouped.shape[1:3])[..., None].expand_as(scores[:1])
             scores = torch.cat([scores, at_sinks])
-        attended, weight = feature_keys.attend(queries, scores.logsumexp(0).flatten(1, 2), first)
+        attended, weight = feature_keys.attend(queries, scores.logsumexp(0).flatten(1, 2), first, span)
         shares = scores.softmax(0)[: len(parts)].to(queries.dtype)
         own = torch.stack([share[..., None] * part.values for share, part in zip(shares, parts, strict=True)]).sum(0)
         return attended + weight * own.flatten(1, 2)
@@ -131,31 +164,47 @@ class Rounds:
         self.steps: list[KeysValues] = []
         self._feature_keys: FeatureKeys | None = None
 
-    def attend(self, queries: Tensor, current: KeysValues, scale: float, sinks: Tensor | None) -> Tensor:
-        """Return the values that the next step attends to, (B, heads, S, width); `sinks` as in `round_attention`."""
-        k = len(self.steps)
-        self.steps.append(current)
-        if k == 0:
-            visible = self._visible(0, current.keys)
-            if sinks is not None:
-                feature_keys = FeatureKeys(current, queries.shape[1], visible, scale)
-                return feature_keys.attend(queries, sinks.float()[:, None].expand(queries.shape[:3]))[0]
-            mask = None if visible is None else additive_mask(visible, computing_dtype(queries))
-            return fused_attention(queries, *current, mask, is_causal=mask is None, scale=scale)
-        if self._feature_keys is None or self.window is not None:
-            visible = self._visible(k, self.steps[0].keys)
-            self._feature_keys = FeatureKeys(self.steps[0], queries.shape[1], visible, scale)
-        first = 1 if self.window is None else max(1, k + 1 - self.window)
-        return round_attention(self._feature_keys, self.steps[first:k], sinks)(queries, current)
+    def after(
+        self,
+        steps: Sequence[KeysValues],
+        heads: int,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        first: int = 0,
+    ) -> Attend:
+        """Return the attention of the step after those with these keys and values, to be called any number of times.
 
-    def _visible(self, k: int, keys: Tensor) -> Tensor | None:
-        if self.window is None:
-            return self.visible
-        order = torch.arange(keys.shape[2], device=keys.device)
+        `heads` are the queries'. Step 0 is of all positions; later ones are of the rounds from the `first` on. `sinks`
+        are as in `round_attention`.
+        """
+        k, window = len(steps), self.window
+        if k == 0:
+            return lambda queries, current: self._begin(queries, current, scale, sinks)
+        if self._feature_keys is None:
+            self._feature_keys = FeatureKeys(steps[0], heads, self.visible, scale)
+        if window is None:
+            return round_attention(self._feature_keys, steps[1:], sinks, first)
         # Step k is k positions after its round's beginning, the last position of step 0 that it sees.
-        distance = order[:, None] - order
-        within = (distance >= 0) & (distance + k < self.window)
-        return within[None, None] if self.visible is None else self.visible & within
+        return round_attention(self._feature_keys, steps[max(1, k + 1 - window) :], sinks, first, window - k)
+
+    def attend(self, queries: Tensor, current: KeysValues, scale: float, sinks: Tensor | None) -> Tensor:
+        """Return the values that the next step attends to, (B, heads, S, width), and remember its keys and values."""
+        attended = self.after(self.steps, queries.shape[1], scale, sinks)(queries, current)
+        self.steps.append(current)
+        return attended
+
+    def _begin(self, queries: Tensor, current: KeysValues, scale: float | None, sinks: Tensor | None) -> Tensor:
+        if sinks is not None:
+            feature_keys = FeatureKeys(current, queries.shape[1], self.visible, scale)
+            return feature_keys.attend(queries, sinks.float()[:, None].expand(queries.shape[:3]), 0, self.window)[0]
+        if self.window is not None and self.visible is None:
+            return windowed_attention(queries, current, self.window, scale)
+        visible = self.visible
+        if visible is not None and self.window is not None:
+            order = torch.arange(queries.shape[2], device=queries.device)
+            visible = visible & (order[:, None] - order < self.window)
+        mask = None if visible is None else additive_mask(visible, computing_dtype(queries))
+        return fused_attention(queries, *current, mask, is_causal=mask is None, scale=scale)
 
     @contextmanager
     def of(self, config: PretrainedConfig) -> Iterator[None]:

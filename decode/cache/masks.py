@@ -33,6 +33,7 @@ class Masks:
         if kinds & {*STATES, *HYBRIDS}:
             self._types |= {"full_attention", "sliding_attention", *STATES}
         self._window, self._chunk = spans_of(config)
+        self._two_sided = getattr(config, "is_causal", None) is False  # of block drafters
         self._causal: dict[int, Tensor] = {}
 
     def of_block(
@@ -85,7 +86,10 @@ class Masks:
         windowed = chunked = None
         if self._window:
             attended = slice(block.reach, block.width)
-            near = positions_BK[:, :, None] - cached_BS[:, None, attended] < self._window
+            distance = positions_BK[:, :, None] - cached_BS[:, None, attended]
+            near = distance < self._window
+            # What is visible beyond a token's own position is so to layers without a window.
+            near = near if self._two_sided else near & (distance >= 0)
             windowed = self._additive(allowed[:, :, attended] & near)
         if self._chunk:
             chunks = positions_BK[:, :, None] // self._chunk

@@ -65,27 +65,42 @@ def attend_to(
     drafter: BlockDrafter, context: Sequence[KeysValues], anchors: Anchors, texts_BT: Tensor | None = None
 ) -> tuple[Callable[[int], Attend], Tensor]:
     """Return each layer's attention of the slots of blocks, and the slots' positions, (B, N·S): see `block_states`."""
-    slots, positions = drafter.config.block_size, context[0].keys.shape[2]
-    order_S = torch.arange(slots, device=anchors.indices.device)
-    mask = additive_mask(visible(anchors, positions, slots, texts_BT), computing_dtype(context[0].keys))
+    config, positions = drafter.config, context[0].keys.shape[2]
+    kinds = [(config.window_of(layer), config.causal(layer)) for layer in range(len(context))]
+    masks = {
+        kind: additive_mask(
+            visible(anchors, positions, config.block_size, texts_BT, *kind), computing_dtype(context[0].keys)
+        )
+        for kind in set(kinds)
+    }
 
     def attend(layer: int) -> Attend:
         def attended(queries: Tensor, own: KeysValues) -> Tensor:
             # The context comes first, as in `visible`.
             keys, values = (torch.cat(pair, dim=2) for pair in zip(context[layer], own, strict=True))
-            return fused_attention(queries, keys, values, mask, is_causal=False)
+            return fused_attention(queries, keys, values, masks[kinds[layer]], is_causal=False)
 
         return attended
 
+    order_S = torch.arange(config.block_size, device=anchors.indices.device)
     return attend, (anchors.positions[..., None] + order_S).flatten(1)
 
 
-def visible(anchors: Anchors, positions: int, slots: int, texts_BT: Tensor | None = None) -> Tensor:
+def visible(
+    anchors: Anchors,
+    positions: int,
+    slots: int,
+    texts_BT: Tensor | None = None,
+    window: int | None = None,
+    causal: bool = False,
+) -> Tensor:
     """Return the mask of slots of blocks, (B, 1, N·S, T + N·S) bool.
 
-    A slot sees the positions before its anchor in the same text, and all slots of its own block.
+    A slot sees the positions before its anchor in the same text, and all slots of its own block; with a `window` only
+    as many positions, its own included, and if `causal` no slots after itself.
     """
     rows, count = anchors.indices.shape
+    order_S = torch.arange(slots, device=anchors.indices.device)
     before_BNT = torch.arange(positions, device=anchors.indices.device) < anchors.indices[..., None]
     if texts_BT is not None:
         assert anchors.texts is not None
@@ -93,7 +108,14 @@ def visible(anchors: Anchors, positions: int, slots: int, texts_BT: Tensor | Non
         before_BNT = before_BNT & (texts_BT[:, None] == anchors.texts[..., None])
     blocks_NN = torch.eye(count, dtype=torch.bool, device=anchors.indices.device)
     blocks_NQ = blocks_NN.repeat_interleave(slots, dim=1).expand(rows, -1, -1)
-    return torch.cat([before_BNT, blocks_NQ], dim=2).repeat_interleave(slots, dim=1)[:, None]
+    seen_BQX = torch.cat([before_BNT, blocks_NQ], dim=2).repeat_interleave(slots, dim=1)
+    if window is not None:  # at least a block, so that only the text's positions can be outside
+        first_BQ = (anchors.indices[..., None] + order_S).flatten(1) - window + 1
+        seen_BQX[..., :positions] &= torch.arange(positions, device=first_BQ.device) >= first_BQ[..., None]
+    if causal:
+        order_Q = order_S.repeat(count)
+        seen_BQX[..., positions:] &= order_Q <= order_Q[:, None]
+    return seen_BQX[:, None]
 
 
 def anchors_at_once(positions: int, slots: int) -> int:

@@ -7,7 +7,7 @@ from draftsmith.medusa.config import FeaturesConfig
 from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "look_back", "last_layers", "random")
-MADE = ("layer_ids", "mask_token")
+MADE = ("layer_ids", "mask_token", "sliding_window")
 """Fields that describe only new drafters."""
 DFLASH = {"anchor_guesses": False, "markov_rank": 0}
 """The fields of DFlash's drafters, where the defaults are DSpark's."""
@@ -27,6 +27,8 @@ class BlockTrainingConfig(FeaturesConfig):
     """The layers' first weights: the target's "last_layers", which see its deepest features at first; the same with
     half of the first layer's heads fitted to "look_back" at the token before the block; "random"; or "auto": look_back
     for families with such weights (Llama, Mistral, Qwen 3), last_layers if their target is sharded, else random."""
+    sliding_window: int | None = None
+    """The positions that a layer's slots see, their own included; none after them in the block. All if not given."""
     markov_rank: int | None = None
     """The rank of the Markov head, which tells each guess the token before it (DSpark); 0 for none (DFlash). If not
     given, 256 or the target's width if that is less. `heads` without such a head get one of this rank."""
@@ -51,6 +53,7 @@ class BlockTrainingConfig(FeaturesConfig):
         require(self, one_of(INITS), "init")
         require(self, at_least(1) & at_most(256), "layers", "block_size")
         require(self, at_least(1), "anchors")
+        require(self, at_least(self.block_size), "sliding_window")
         require(self, at_least(0), "markov_rank", "layer_ids", "mask_token", "confidence")
         require(self, at_least(0) & at_most(1), "dpace")
         if not self.anchor_guesses and self.block_size < 2:

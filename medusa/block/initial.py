@@ -41,6 +41,7 @@ def new_drafter(
         config.layer_ids or None,
         block_size=config.block_size,
         anchor_guesses=config.anchor_guesses,
+        sliding_window=config.sliding_window,
         base_model_name_or_path=config.target,
         **{name: value for head in heads.HEADS for name, value in head.new_fields(config, width).items()},
     ).float()

@@ -2,8 +2,9 @@
 
 A few decoder layers draft a whole block in one forward. They see the target's features of the text, fused to one state
 for each token, and a block of slots: the embeddings of the text's last token, the anchor, and of S − 1 masks. Attention
-inside the block goes both ways. Every layer's keys and values of the text are maps of the fused states, which no layer
-changes, so they are computed once, when the target has seen a token.
+inside the block goes both ways, except in layers with a window, which are causal (`BlockConfig.is_causal`). Every
+layer's keys and values of the text are maps of the fused states, which no layer changes, so they are computed once,
+when the target has seen a token.
 
 DFlash (Chen et al. 2026) reads its guesses from the slots after the anchor. DSpark (DeepSpec, 2026) reads one from each
 slot. A head (`draftsmith.medusa.block.heads`) can add to a guess's logits what the tokens drafted before it say.
@@ -28,7 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedd
 from draftsmith.decode.cache.features import check_layers, decoder_layers
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import InputError, at_least, at_most, require
-from draftsmith.medusa.base import FeatureHeads, LayersConfig, Norm, check_distances, check_named, layer_fields
+from draftsmith.medusa.base import SLIDING, FeatureHeads, LayersConfig, Norm, check_distances, check_named, layer_fields
 from draftsmith.medusa.block import heads
 from draftsmith.medusa.block.heads.base import SideHead
 from draftsmith.medusa.target_states import KeysValues
@@ -51,13 +52,22 @@ class BlockConfig(LayersConfig, Qwen3Config):
     """The token whose embedding is in the slots after the anchor."""
     anchor_guesses: bool = True
     """Whether the anchor's slot guesses the next token, as in DSpark; in DFlash it guesses nothing."""
+    is_causal: bool | None = None
+    """Whether slots see none after themselves; None is as in DFlash: they don't in layers of sliding_attention."""
     base_model_name_or_path: str | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
         fields = {name: value for head in heads.HEADS for name, value in head.fields.items()}
+        self.use_sliding_window = self.sliding_window is not None  # or Qwen3's config would drop the size
         super().__post_init__(**{"architectures": [self.architecture], **fields, **kwargs})
+        if all((kind == SLIDING) == self.is_causal for kind in self.layer_types or ()):
+            self.is_causal = None
+
+    def causal(self, layer: int) -> bool:
+        """Return whether a layer's slots see no slot after themselves."""
+        return (self.layer_types or [])[layer] == SLIDING if self.is_causal is None else self.is_causal
 
     @property
     def guesses(self) -> int:
@@ -69,6 +79,12 @@ class BlockConfig(LayersConfig, Qwen3Config):
         self.check_shape("num_hidden_layers")
         require(self, at_most(2**12), "num_hidden_layers")
         require(self, at_least(1 if self.anchor_guesses else 2) & at_most(256), "block_size")
+        if self.is_causal not in (True, False, None):
+            raise InputError(f"is_causal: expected true, false or null, found {self.is_causal!r}")
+        if self.sliding_window is not None and self.sliding_window < self.block_size:
+            raise InputError(
+                f"sliding_window: expected at least the {self.block_size} slots of a block, found {self.sliding_window}"
+            )
         for head in heads.HEADS:
             require(self, at_least(0) & at_most(2**14), next(iter(head.fields)))
         if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
@@ -243,6 +259,11 @@ class BlockDrafter(FeatureHeads):
     def fuse(self, features_BTF: Tensor) -> Tensor:
         """Return one state for each token, (B, T, H), from the target's features."""
         return self.hidden_norm(self.fc(features_BTF))
+
+    def seen_slots(self, device: torch.device) -> Tensor:
+        """Return which slots of a block each slot sees, (S, S) bool, in layers without a window."""
+        seen_SS = torch.ones(self.config.block_size, self.config.block_size, dtype=torch.bool, device=device)
+        return seen_SS.tril() if self.config.is_causal else seen_SS
 
     def block(self, anchors: Tensor, embed: nn.Module) -> Tensor:
         """Return the embeddings in the slots of blocks, (…, S, H); `anchors` are the tokens of the first slots, (…)."""

@@ -185,10 +185,10 @@ class BlockDraftForward(DraftForward):
             starts + lacking,
             slots_N,
             last,
-            torch.ones(rows, self._slots, self._slots, dtype=torch.bool, device=tokens.device),
+            model.drafter.seen_slots(tokens.device).expand(rows, -1, -1),
             order_S.expand(rows, self._slots),
             order_S,
-            [],
+            extras[len(over_states.further) :],  # the positions of all slots, where layers have a window
             cached,
         )[0]
         logits_after = model.logits_after(self.tree, hidden_BKH, anchors, self.vocab_size)
@@ -274,7 +274,7 @@ class BlockProposer(FeatureProposer):
         hidden_BKH = self.feeder.model.feed(
             anchors[:, None].expand(-1, slots),
             self.feeder.lengths,
-            visible=torch.ones(slots, slots, dtype=torch.bool, device=anchors.device),
+            visible=self.heads.seen_slots(anchors.device),
         )
         tree, drawn = self.shape(max(lengths)), self.draws and (self.tree is None or self.task.draw_siblings)
         logits_after = self._block.logits_after(tree, hidden_BKH, anchors, self.task.vocab_size)

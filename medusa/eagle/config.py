@@ -28,17 +28,19 @@ class EagleTrainingConfig(FeaturesConfig):
     """Norm the features of each depth before they are fused."""
     norm_output: bool = False
     """Give the next step the state after the last norm, not before it."""
+    sliding_window: int | None = None
+    """The positions that the layer sees, its own included; all before it if not given."""
     num_steps: int = 4
     """K, the steps of a round in training: the training-time test (EAGLE-3, section 3.2). Heads may draft more."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, one_of(INITS), "init")
-        require(self, at_least(1), "num_steps", "layer_ids")
+        require(self, at_least(1), "num_steps", "layer_ids", "sliding_window")
         require(self, HEADS, "num_steps")
         if self.heads is not None:
             # These would describe new heads, and `heads` already has them.
-            first = next((name for name in ("layer_ids", *SHAPE) if getattr(self, name)), None)
+            first = next((name for name in ("layer_ids", "sliding_window", *SHAPE) if getattr(self, name)), None)
             if first is not None:
                 raise InputError(f"{first}: expected none with heads, which have their own, found one")
 

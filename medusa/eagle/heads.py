@@ -9,6 +9,7 @@ Shape suffixes: B rows, T positions, S positions with keys, F features, H hidden
 heads'.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from draftsmith.decode.cache.features import check_layers, decoder_layers, defau
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import FeatureHeads, LayersConfig, LMHead, Norm, check_named, layer_fields
-from draftsmith.medusa.round_attention import Attend
+from draftsmith.medusa.round_attention import Attend, windowed_attention
 from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
@@ -265,9 +266,12 @@ class EagleHeads(FeatureHeads):
             states: the states of these positions' tokens, `fuse`d or from a step before, (B, T, H).
             positions: in the text, (B, T) int64.
             before: keys and values of other positions.
-            mask: see `attention`.
+            mask: see `attention`. Without one, and without other positions, each sees those in its window.
             attend: the attention, in place of these two.
         """
+        window = self.config.window_of(0)
+        if mask is None and before is None and window is not None:
+            attend = attend or partial(windowed_attention, window=window)
         return self.step(embeddings, states, positions, attend or attention(before, mask))
 
     def step(self, embeddings: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Step:

@@ -33,7 +33,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: Tensor | None = None) -> EagleHeads:
     """Return float32 heads for a training run, whose seed decides the random weights; see `of_target`."""
     torch.manual_seed(config.training.seed)  # the same weights on all processes
-    shape = {name: getattr(config, name) for name in SHAPE}
+    shape = {name: getattr(config, name) for name in (*SHAPE, "sliding_window")}
     heads = EagleHeads.of_target(
         target, token_map, config.layer_ids or None, base_model_name_or_path=config.target, **shape
     ).float()

@@ -8,7 +8,7 @@ into the same slots, now with the target's features: no key made from the layer'
 Shape suffixes: B rows, L positions, F nodes fed together, H hidden, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,7 @@ from draftsmith.decode.tree import Tree
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
 from draftsmith.medusa.eagle.unrolled import logits_of_steps
 from draftsmith.medusa.on_features import FeatureProposer, StepFeeder, most_positions
+from draftsmith.medusa.round_attention import windowed_attention
 from draftsmith.medusa.target_states import KeysValues
 
 
@@ -56,22 +57,27 @@ class EagleModel(PreTrainedModel):
         states: Tensor,
         position_ids: Tensor,
         past_key_values: Any,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Mapping[str, Tensor | None] | None = None,
         use_cache: bool = True,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
         """Take a step on the next tokens, `input_ids` (B, L), and these positions' states, (B, L, H); extend the cache.
 
-        `attention_mask` is additive, (B or 1, 1, L, S). `logits_to_keep` keeps the last positions, or those it lists.
+        `attention_mask` is additive, (B or 1, 1, L, S), by the kind of the layer. `logits_to_keep` keeps the last
+        positions, or those it lists.
         """
+        kind, window = self.config.layer_types[0], self.config.window_of(0)
+        mask = attention_mask[kind] if isinstance(attention_mask, Mapping) else attention_mask
 
         def attend(queries: Tensor, own: KeysValues) -> Tensor:
             keys_values = KeysValues(*past_key_values.update(own.keys, own.values, 0))
-            # A single position sees all keys in the cache: it needs no mask.
-            if attention_mask is None and queries.shape[2] > 1:
-                return fused_attention(queries, *keys_values, is_causal=True)
-            return in_groups(queries, *keys_values, attention_mask)
+            # A single position sees all keys that the cache returns: it needs no mask.
+            if mask is not None or queries.shape[2] == 1:
+                return in_groups(queries, *keys_values, mask)
+            if window is not None:
+                return windowed_attention(queries, keys_values, window)
+            return fused_attention(queries, *keys_values, is_causal=True)
 
         assert self.embed is not None
         # A step needs both outputs: the states feed the next step, and the head's inputs give its logits.
@@ -123,11 +129,8 @@ class EagleProposer(FeatureProposer):
                 decoder_of(target)(input_ids=ids_BT[:, :-1], use_cache=False, **positions)
             embed: Any = target.get_input_embeddings()
             embeddings = embed(ids_BT[:, 1:]).to(heads.device, heads.dtype)
-            own = own_positions(heads, lengths, embeddings[..., 0])
-            positions_BT = own.get("position_ids", order_T[None])
-            hidden_BLH = heads(
-                embeddings, heads.fuse(features.pop().to(heads.device, heads.dtype)), positions_BT
-            ).hidden
+            states = heads.fuse(features.pop().to(heads.device, heads.dtype))
+            hidden_BLH = heads(embeddings, states, order_T[None]).hidden
             for start in range(1, ids_BT.shape[1], columns):
                 at, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
                 at = at + start

@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collect_features, decoder_of
-from draftsmith.decode.cache.kernels import additive_mask, computing_dtype
+from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.replay.starts import LogitsOfRounds
 from draftsmith.decode.replay.texts import WrittenText, fixed_packing
-from draftsmith.medusa.eagle.heads import EagleHeads, Step, attention
-from draftsmith.medusa.round_attention import FeatureKeys, round_attention, same_text
-from draftsmith.medusa.target_states import KeysValues, TargetStates
+from draftsmith.medusa.eagle.heads import EagleHeads, Step
+from draftsmith.medusa.round_attention import Rounds, same_text
+from draftsmith.medusa.target_states import TargetStates
 from draftsmith.train.job.flops import Work
 
 
@@ -72,27 +72,23 @@ class UnrolledRounds:
         texts_BT: Tensor | None = None,
     ):
         self.heads, self.embeddings, self.positions = heads, embeddings_BTH, positions_BT
-        self.visible = None if texts_BT is None else same_text(texts_BT)
-        states_BTH = heads.fuse(features_BTF)
-        mask = None if self.visible is None else additive_mask(self.visible, computing_dtype(states_BTH))
-        self.first = heads.step(embeddings_BTH, states_BTH, positions_BT, attention(None, mask))
-        self._keys: FeatureKeys | None = None
+        self.query_heads: int = heads.config.num_attention_heads
+        self.rounds = Rounds(None if texts_BT is None else same_text(texts_BT), heads.config.window_of(0))
+        attend = self.rounds.after([], self.query_heads)
+        self.first = heads.step(embeddings_BTH, heads.fuse(features_BTF), positions_BT, attend)
 
     def steps(self, begin: int, end: int, num_steps: int) -> Iterator[Step]:
         """Yield the steps of the rounds that begin at some positions; later steps of the last rounds are left out."""
         first, length = self.first, self.embeddings.shape[1]
         step = Step(first.states[:, begin:end], first.hidden[:, begin:end], first.own)
         yield step
-        drafted = list[KeysValues]()
+        seen = [first.own]
         for k in range(1, num_steps):
-            if self._keys is None:
-                self._keys = FeatureKeys(first.own, self.heads.config.num_attention_heads, self.visible)
             last = max(begin, min(end, length - k))
-            # Activation checkpointing calls it again in the backward, when there are later steps.
-            attend = round_attention(self._keys, [*drafted], first=begin)
+            attend = self.rounds.after(seen, self.query_heads, first=begin)
             inputs = self.embeddings[:, begin + k : last + k], step.states[:, : last - begin]
             step = self.heads.step(*inputs, self.positions[:, begin + k : last + k], attend)
-            drafted.append(step.own)
+            seen.append(step.own)
             yield step
 
 

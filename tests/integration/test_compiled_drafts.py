@@ -63,8 +63,8 @@ def rounded(model):
 
 
 @lru_cache
-def eagle_heads():
-    return eagle(target())
+def eagle_heads(window=None):
+    return eagle(target(), sliding_window=window)
 
 
 @lru_cache
@@ -85,12 +85,15 @@ def blocks():
     return block(target(), enable_confidence_head=True)
 
 
+KINDS = ["sliding_attention", "full_attention"]
 SHAPES = {
     "chain": lambda: DraftModelProposer(draft()),
     "greedy chain": lambda: DraftModelProposer(draft(), greedy=True),
     "tree": lambda: DraftModelProposer(draft(), TREE),
     "eagle chain": lambda: EagleProposer(eagle_heads()),
     "eagle tree": lambda: EagleProposer(eagle_heads(), TREE),
+    "eagle chain, a window": lambda: EagleProposer(eagle_heads(4)),
+    "eagle tree, a window": lambda: EagleProposer(eagle_heads(3), TREE),
     "medusa chain": lambda: MedusaProposer(heads(False), Tree.chain(3)),
     "medusa tree": lambda: MedusaProposer(heads(False), TREE),
     "hydra chain": lambda: MedusaProposer(heads(True), Tree.chain(3)),
@@ -98,6 +101,8 @@ SHAPES = {
     "block chain": lambda: BlockProposer(blocks()),
     "block chain, cut": lambda: BlockProposer(blocks(), confidence=CONFIDENCE),
     "block tree": lambda: BlockProposer(blocks(), TREE),
+    "block chain, windows": lambda: BlockProposer(block(target(), layers=2, layer_types=KINDS, sliding_window=5)),
+    "block tree, a window": lambda: BlockProposer(block(target(), sliding_window=4, is_causal=False), TREE),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
@@ -179,17 +184,18 @@ def test_programs_write_the_eager_tokens(untraced, shape, options):
 def test_traced_programs_write_the_eager_tokens(traced):
     """Of models with a layer: what takes its time is tracing."""
     model = tiny_llama(1, layers=1)
-    for drafter in (DraftModelProposer(near(model)), MedusaProposer(medusa(model, hydra=True), TREE)):
+    for drafter in (
+        DraftModelProposer(near(model)),
+        MedusaProposer(medusa(model, hydra=True), TREE),
+        EagleProposer(eagle(model, sliding_window=3)),
+        BlockProposer(block(model, layers=2, layer_types=KINDS, sliding_window=5)),
+    ):
         options = TEMPERATURES["T=0.7"]
         both(drafter, options, model, draft_length=2, eos_token_id=ending(drafter, model, options))
         both(drafter, options, model, rows=1, draft_length=2)
     made = [key[0] for _, key in traced]
-    assert [made.count(name) for name in ("BlockForward", "ModelDraftForward", "HeadsForward", "CompiledRule")] == [
-        1,
-        1,
-        1,
-        1,
-    ]
+    names = ("BlockForward", "ModelDraftForward", "HeadsForward", "BlockDraftForward", "CompiledRule")
+    assert [made.count(name) for name in names] == [2, 2, 1, 1, 1]  # the target gives features to some
 
 
 @pytest.mark.parametrize("kind", ["draft", "eagle", "block"])

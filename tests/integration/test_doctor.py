@@ -716,7 +716,7 @@ DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
             path, lambda tensors: tensors | {"d2t": torch.arange(100, 300, 5)}), "block",
          "✗ d2t: expected different ids below 300, found others → "),
         (DSPARK, "vllm", lambda path: rewrite(path, layer_types=["sliding_attention"]), "block",
-         "✗ BLOCK/config.json: layer_types: expected layers of full_attention, as our heads have, found sl"),
+         "✗ BLOCK/config.json: use_sliding_window: expected true with layers of sliding_attention, found fal"),
         (DSPARK, "vllm", lambda path: rewrite(path, target_layer_ids=[2]), "block drafter",
          "✗ target_layer_ids: expected ascending depths between 1 and the target's 2 layers"),
         ({"target": {"hidden": 64}}, "vllm", lambda path: None, "block drafter",

@@ -24,6 +24,20 @@ SHAPES = {
     "its anchor guesses nothing": {"markov_rank": 4, "block_size": 4, "anchor_guesses": False},
     "DFlash": {"block_size": 4, "anchor_guesses": False, "layers": 2},
 }
+KINDS = ["sliding_attention", "full_attention"]
+WINDOWS = {
+    "DFlash, a window": {"block_size": 2, "anchor_guesses": False, "sliding_window": 3},
+    "DFlash, windows": SHAPES["DFlash"] | {"block_size": 2, "layer_types": KINDS, "sliding_window": 2},
+    "DFlash, two-sided": SHAPES["DFlash"] | {"layer_types": KINDS, "sliding_window": 4, "is_causal": False},
+    "DFlash, causal": SHAPES["DFlash"] | {"layer_types": KINDS, "sliding_window": 4, "is_causal": True},
+    "DSpark, a window": {"markov_rank": 4, "block_size": 2, "sliding_window": 2},
+    "DSpark, two-sided": {"markov_rank": 4, "block_size": 3, "sliding_window": 3, "is_causal": False},
+}
+SHAPES |= WINDOWS
+REFUSED = {
+    ("DFlash, causal", "speculators"): "is_causal in layers of full_attention, which speculators does not have",
+    ("DSpark, two-sided", "vllm"): "is_causal False, which DeepSpec's files cannot say; take speculators",
+}
 CUT = {"DSpark, cut": {"markov_rank": 4, "block_size": 3}, "DFlash, cut": {"block_size": 3, "anchor_guesses": False}}
 SPECULATORS_VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -61,6 +75,7 @@ def drafter_dir(target, tmp_path) -> Path:
 def same(one: BlockDrafter, two: BlockDrafter) -> None:
     torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
     names = ("target_layer_ids", "mask_token_id", "block_size", "anchor_guesses", "markov_rank", "rope_parameters")
+    names += ("layer_types", "sliding_window", "is_causal")
     for name in (*names, "enable_confidence_head", "draft_vocab_size", "vocab_size", "num_hidden_layers"):
         assert getattr(one.config, name) == getattr(two.config, name), name
 
@@ -78,8 +93,11 @@ def test_the_script_of_readers_reads_what_is_written(target, tmp_path, monkeypat
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
     drafter = made(target, name)
-    if format == "sglang" and name != "DFlash":
-        with pytest.raises(InputError, match=r"DSpark's heads, which SGLang .* does not load; take vllm$"):
+    if (format == "sglang" and name != "DFlash") or (name, format) in REFUSED:
+        said = (
+            "which SGLang is not known" if name in WINDOWS else r"DSpark's heads, which SGLang .* not load; take vllm$"
+        )
+        with pytest.raises(InputError, match=REFUSED.get((name, format), said)):
             FORMATS.write(drafter, tmp_path / "out", format)
         return
     FORMATS.write(drafter, tmp_path / "out", format)
@@ -173,14 +191,14 @@ def test_what_our_drafters_do_not_do_is_refused(target, tmp_path):
     config = flat(out)
     for change, message in (
         (
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "layers of full_attention, .*, found sliding_attention",
+            {"layer_types": KINDS, "use_sliding_window": True},
+            "sliding_window: expected the size of the window of sliding_attention, found none",
         ),
         ({"is_neox_style": False}, "is_neox_style True, as our drafters are, found False"),
         ({"markov_head_type": "gated"}, "markov_head_type vanilla, as our drafters are, found 'gated'"),
         (
-            {"dflash_config": config["dflash_config"] | {"causal": True}},
-            "causal False, as our drafters are, found True",
+            {"dflash_config": config["dflash_config"] | {"causal": "no"}},
+            "is_causal: expected true, false or null, found 'no'",
         ),
         ({"target_hidden_size": 7}, r"target_hidden_size \d+, as our drafters are, found 7"),
         ({"model_type": "kimi_k2"}, "model_type qwen3, as our drafters are, found 'kimi_k2'"),

@@ -21,10 +21,12 @@ from draftsmith.decode import (
     Tree,
     Typical,
     autoregressive_generate,
+    replay_acceptance,
     speculative_generate,
 )
 from draftsmith.decode.cache import CachedModel, Slots, check_rollback, pad_right
 from draftsmith.decode.rules import Rule
+from draftsmith.train.losses.output_head import last_hidden
 
 NEW = 12
 LENGTHS = (3, 11, 6)  # prompts within the window and past it; with NEW tokens all are far past it
@@ -389,6 +391,34 @@ def test_layers_with_a_window_forget_what_is_behind_it(name, shape, monkeypatch)
         for layer in model.cache.layers:
             # At most twice the window, some blocks and what the rows are apart, against 201 slots.
             assert (layer.first > 0 and layer.keys.shape[2] < 201) == layer.is_sliding
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@torch.inference_mode()
+def test_decoder_replay_and_training_see_the_same_window(name):
+    """At four times its length: a draft with its target's windows, and one that sees farther, which fails there."""
+    target, draft = pair(name)
+    lengths, length = [3, 11], 4 * WINDOW
+    seen = {}
+    for window in (WINDOW, 128):
+        other = noisy(build(name, sliding_window=window))
+        proposer, options = DraftModelProposer(other), {"max_new_tokens": length, "do_sample": False}
+        out = speculative_generate(target, proposer, **left_padded(prompts(*lengths)), draft_length=3, **options)
+        written = [row[max(lengths) - n :] for n, row in zip(lengths, out.sequences, strict=True)]
+        replay = replay_acceptance(target, proposer, written, lengths, [3], 0, max_new_tokens=length)
+        for text, counts in zip(replay.texts, out.row_counts, strict=True):
+            assert text.counts[3].num_accepted_tokens == counts.num_accepted_tokens
+            assert text.counts[3].num_drafts == counts.num_drafts
+        seen[window] = last_hidden(other, input_ids=written[1][None])
+        if name == "gpt-oss":  # whose texts are not packed
+            continue
+        packed = torch.cat(written)[None]
+        positions = torch.cat([torch.arange(len(text)) for text in written])[None]
+        found = last_hidden(other, input_ids=packed, position_ids=positions)[:, -len(written[1]) :]
+        torch.testing.assert_close(found, seen[window], atol=1e-4, rtol=1e-4)
+    apart = (seen[WINDOW] - seen[128]).abs().amax(-1)[0]
+    assert apart[:WINDOW].max() < 1e-4 < apart[2 * WINDOW :].max()
+    assert torch.equal(seen[WINDOW], last_hidden(draft, input_ids=written[1][None]))
 
 
 def test_a_window_that_was_forgotten_is_not_read(monkeypatch):

@@ -45,8 +45,8 @@ STEPS = {
     "Medusa, one head, autocast, packed": ("medusa", {"num_heads": 3, "lm_heads": "shared"} | BF16 | PACKED),
     "Hydra, cut vocabulary": ("medusa", {"num_heads": 3, "hydra": True, "draft_vocabulary": 100}),
     "EAGLE-3, autocast, cut vocabulary": ("eagle", EAGLE | {"draft_vocabulary": 100, "norm_output": True} | BF16),
-    "EAGLE-3, cut vocabulary, LK, checkpointing": (
-        "eagle", EAGLE | {"draft_vocabulary": 100, "divergence": "lk_hybrid"} | CHECKPOINTING,
+    "EAGLE-3, a window, cut vocabulary, LK, checkpointing": (
+        "eagle", EAGLE | {"draft_vocabulary": 100, "divergence": "lk_hybrid", "sliding_window": 16} | CHECKPOINTING,
     ),
     "EAGLE-3, packed": (
         "eagle", EAGLE | {"divergence": "lk_hybrid", "fc_norm": True, "target_dtype": "bfloat16"} | PACKED,
@@ -54,7 +54,9 @@ STEPS = {
     "DFlash, checkpointing": (
         "block", BLOCK | {"layers": 2, "anchor_guesses": False, "markov_rank": 0} | CHECKPOINTING,
     ),
-    "DSpark, packed, few anchors": ("block", BLOCK | {"divergence": "tvd", "anchors": 10} | PACKED),
+    "DSpark, a window, packed, few anchors": (
+        "block", BLOCK | {"divergence": "tvd", "anchors": 10, "sliding_window": 16} | PACKED,
+    ),
     "MTP": ("mtp", {"num_steps": 3}),
     "MTP, a step for each layer, packed": ("mtp", {"num_layers": 2} | PACKED),
     "DSpark, autocast, cut vocabulary": ("block", BLOCK | {"draft_vocabulary": 100} | BF16),

@@ -21,13 +21,19 @@ SHAPES = {
     "tree": Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]),
     "dynamic": DynamicTree(2, 5),
 }
-KINDS = {"plain": {}, "cut": {"token_map": torch.tensor([1, 3, 4, 6, 8, 10, 12])}}
+KINDS = {
+    "plain": {},
+    "cut": {"token_map": torch.tensor([1, 3, 4, 6, 8, 10, 12])},
+    "windowed": {"sliding_window": 4},
+}
 SETTINGS = [
     ("plain", "chain", "T=0.7 top-p"),
     ("cut", "chain", "T=1"),
     ("plain", "tree", "T=1"),
     ("cut", "tree", "T=0.7 top-p"),
     ("plain", "dynamic", "T=1"),
+    ("windowed", "chain", "T=1"),
+    ("windowed", "dynamic", "T=0.7 top-p"),
 ]
 
 

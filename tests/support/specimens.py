@@ -172,8 +172,11 @@ SPECIMENS: dict[str, Specimen] = {
         {
             "chain": lambda target: EagleProposer(eagle(target)),
             "normed chain": lambda target: EagleProposer(eagle(target, norm_output=True, fc_norm=True)),
+            "chain with a window": lambda target: EagleProposer(eagle(target, sliding_window=3)),
             "tree": lambda target: EagleProposer(eagle(target, named_tokens(target)), TREE),
-            "dynamic tree": lambda target: EagleProposer(eagle(target), DynamicTree(2, 5)),
+            "dynamic tree with a window": lambda target: EagleProposer(
+                eagle(target, sliding_window=2), DynamicTree(2, 5)
+            ),
         },
         save_heads(eagle),
     ),
@@ -182,6 +185,9 @@ SPECIMENS: dict[str, Specimen] = {
             "chain": lambda target: BlockProposer(block(target)),
             "two layers, anchor guesses nothing": lambda target: BlockProposer(
                 block(target, block_size=LENGTH + 1, anchor_guesses=False, markov_rank=0, layers=2)
+            ),
+            "two layers, one with a window": lambda target: BlockProposer(
+                block(target, layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=LENGTH + 1)
             ),
             "greedy chain": lambda target: BlockProposer(block(target), greedy=True),
             "tree": lambda target: BlockProposer(block(target, token_map=named_tokens(target)), TREE),

@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 13_772,
+    "decode": 13_776,
     "train": 15_288,
     "distill": 2_895,
-    "medusa": 9_996,
+    "medusa": 10_153,
     "scripts": 19_237,
     "benchmarks": 2_760,
-    "tests": 54_995,
+    "tests": 55_141,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -25,6 +25,10 @@ def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -
     config, notes = drafter.config, []
     if format != "own" and not is_dflash(config):
         notes.append("vLLM 0.32 decodes with DSpark's heads only on GPUs")
+    if format != "own" and len(set(config.layer_types)) > 1:
+        notes.append(
+            "vLLM 0.32 decodes with layers of both kinds only in its second runner (VLLM_USE_V2_MODEL_RUNNER=1)"
+        )
     if drafter.token_map is not None:
         notes.append(f"it drafts {config.draft_vocab_size} of {config.vocab_size} tokens (d2t)")
     return notes

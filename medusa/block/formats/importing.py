@@ -94,6 +94,7 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         depths = field(raw, path, "aux_hidden_state_layer_ids", list)
         flat["target_layer_ids"] = [depth - 1 if type(depth) is int else depth for depth in depths]
         flat["anchor_guesses"] = field(raw, path, "sample_from_anchor", bool, named == "dspark")
+        flat["is_causal"] = False if field(raw, path, "sliding_window_non_causal", bool, False) else None
         verifier = field(field(raw, path, "speculators_config", dict, {}), path, "verifier", dict, {})
         flat["base_model_name_or_path"] = verifier.get("name_or_path") or None
     elif "anchor_guesses" in raw:
@@ -104,6 +105,7 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         flat = raw | nested
         dspark = any("DSpark" in str(name) for name in field(raw, path, "architectures", list, []))
         flat["anchor_guesses"] = dspark and not field(raw, path, "dspark_bonus_anchor", bool, False)
+        flat["is_causal"] = nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
     if "anchor_guesses" not in raw:
         flat = {name: value for head in HEADS for name, value in (head.foreign or {}).items()} | flat
     _check_known(flat, path)
@@ -113,7 +115,15 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         if deep is None:
             raise InputError(f"target: expected it for a drafter that names no layers, as in {directory}, found none")
         layers = default_target_layers(deep, count)
-    names = (*SIZES, "draft_vocab_size", "block_size", "mask_token_id", "anchor_guesses", "base_model_name_or_path")
+    names = (
+        *SIZES,
+        "draft_vocab_size",
+        "block_size",
+        "mask_token_id",
+        "anchor_guesses",
+        "base_model_name_or_path",
+        "is_causal",
+    )
     names += tuple(name for head in HEADS for name in head.fields)
     fields = {name: flat[name] for name in (*names, *TURNS, *WINDOWS) if name in flat}
     try:
@@ -138,9 +148,8 @@ def _check_known(flat: dict[str, Any], path: Path) -> None:
             if name not in head.fields
         },
         "is_neox_style": (True, None),
-        "is_causal": (False, None),
-        "causal": (False, None),
         "use_swa": (False, None),
+        "swa_window_size": (flat.get("sliding_window"), None),
         "projector_type": ("dflash", None),
         "use_aux_hidden_state": (True, None),
         "target_hidden_size": (flat.get("hidden_size"), None),

@@ -42,7 +42,7 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
         for layer in range(config["num_hidden_layers"]):
             prefix = f"layers.{layer}."
             weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            states_SH = block_layer(config, weights, states_SH, seen_TH[:index])
+            states_SH = block_layer(config, layer, weights, states_SH, seen_TH[:index])
         # DFlash's anchor guesses nothing: leave out its slot.
         states_KH = rms_norm(states_SH, tensors["norm.weight"], config)[0 if config["sample_from_anchor"] else 1 :]
         added_KD, sure_K1 = torch.zeros(len(states_KH), drafted), torch.zeros(len(states_KH), 1)
@@ -67,9 +67,11 @@ def flatten_fields(raw: dict[str, Any]) -> dict[str, Any]:
     if "speculators_model_type" in raw:
         fields = raw["transformer_layer_config"] | {name: value for name, value in raw.items() if name != "model_type"}
         fields["target_layer_ids"] = [layer - 1 for layer in raw["aux_hidden_state_layer_ids"]]
+        fields["is_causal"] = False if raw["sliding_window_non_causal"] else None
         return fields | {"for_servers": True}
     if "dflash_config" in raw:
-        return raw | raw["dflash_config"] | {"sample_from_anchor": False, "for_servers": True}
+        fields = raw | raw["dflash_config"] | {"sample_from_anchor": False, "for_servers": True}
+        return fields | {"is_causal": fields.get("causal")}
     own = "sample_from_anchor" not in raw  # only the configs for servers have sample_from_anchor
     anchored = raw["anchor_guesses"] if own else not raw["dspark_bonus_anchor"]
     return raw | {"sample_from_anchor": anchored, "markov_head_type": "vanilla", "for_servers": not own}
@@ -80,7 +82,9 @@ def before(index: int, guess: int, vocab_size: int) -> int:
     return (7 * index + 3 * guess + 1) % vocab_size
 
 
-def block_layer(config: dict[str, Any], weights: dict[str, Tensor], states_SH: Tensor, seen_TH: Tensor) -> Tensor:
+def block_layer(
+    config: dict[str, Any], layer: int, weights: dict[str, Tensor], states_SH: Tensor, seen_TH: Tensor
+) -> Tensor:
     """Return a layer's outputs for a block's slots, (S, H); they begin at the position after those in `seen_TH`."""
     heads, key_heads, width = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     normed = rms_norm(states_SH, weights["input_layernorm.weight"], config)
@@ -96,12 +100,18 @@ def block_layer(config: dict[str, Any], weights: dict[str, Tensor], states_SH: T
         half = torch.cat([-by_head[..., width // 2 :], by_head[..., : width // 2]], dim=-1)
         return ((by_head * angles.cos() + half * angles.sin()) * scale).transpose(0, 1)
 
-    everything = torch.cat([seen_TH, normed])  # all slots of a block see each other, so there is no mask
+    everything = torch.cat([seen_TH, normed])
     queries = turned("q", normed, heads, positions[len(seen_TH) :])
     keys = turned("k", everything, key_heads, positions).repeat_interleave(heads // key_heads, 0)
     values = projected("v", everything).unflatten(-1, (key_heads, width)).transpose(0, 1)
     values = values.repeat_interleave(heads // key_heads, 0)
-    attended = ((queries @ keys.transpose(1, 2) / width**0.5).softmax(-1) @ values).transpose(0, 1).flatten(1)
+    windowed, causal = config["layer_types"][layer] == "sliding_attention", config.get("is_causal")
+    distance = positions[len(seen_TH) :, None] - positions
+    unseen = (distance < 0) & (windowed if causal is None else causal)
+    if windowed:
+        unseen |= distance >= config["sliding_window"]
+    scores = (queries @ keys.transpose(1, 2) / width**0.5).masked_fill(unseen, float("-inf"))
+    attended = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
     hidden = states_SH + linear(attended, weights["self_attn.o_proj.weight"], weights.get("self_attn.o_proj.bias"))
     inner = rms_norm(hidden, weights["post_attention_layernorm.weight"], config)
     gate, up = (linear(inner, weights[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))

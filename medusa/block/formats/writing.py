@@ -67,6 +67,12 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
     for reason in (unserved(config), unserved_rotation(drafter.rotary_emb)):
         if reason is not None:
             return reason
+    if config.is_causal is not None and format == "vllm" and not is_dflash(config):
+        return f"is_causal {config.is_causal}, which DeepSpec's files cannot say; take speculators"
+    if config.is_causal and format == "speculators":
+        return "is_causal in layers of full_attention, which speculators does not have; take vllm"
+    if format == "sglang" and (config.sliding_window or config.is_causal):
+        return "causal blocks or layers with a window, which SGLang is not known to keep; take vllm"
     if format == "sglang" and not is_dflash(config):
         return "DSpark's heads, which SGLang 0.5.23 does not load; take vllm"
     if format == "sglang" and drafter.token_map is not None:
@@ -111,9 +117,7 @@ def _layer(drafter: BlockDrafter) -> dict[str, Any]:
         "model_type": "qwen3",
         **{name: getattr(config, name) for name in SIZES},
         **turns,
-        "layer_types": ["full_attention"] * config.num_hidden_layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        **{name: getattr(config, name) for name in ("layer_types", "sliding_window", "use_sliding_window")},
         "tie_word_embeddings": False,
     }
 
@@ -132,6 +136,8 @@ def config_fields(drafter: BlockDrafter, format: str) -> dict[str, Any]:
         "torch_dtype": dtype_name(drafter.dtype),
     }
     if is_dflash(config):
+        # vLLM takes `causal` for all layers; without it those with a window are causal, and others are not.
+        inputs |= {} if config.is_causal is None else {"causal": config.is_causal}
         return {"architectures": ["DFlashDraftModel"], **fields, "dflash_config": inputs}
     return {"architectures": ["Qwen3DSparkModel"], **fields, **inputs, **_heads(config)} | {
         "sample_from_anchor": config.anchor_guesses,
@@ -157,6 +163,7 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
         "aux_hidden_state_layer_ids": drafter.layer_ids,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.anchor_guesses,
+        "sliding_window_non_causal": config.is_causal is False,
         **({} if is_dflash(config) else _heads(config)),
         "speculators_config": {
             "algorithm": name,

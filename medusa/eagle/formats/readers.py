@@ -83,7 +83,11 @@ def eagle3_layer(config: dict[str, Any], layer: dict[str, Tensor], states_TH: Te
         (x * angles.cos() + torch.cat([-x[..., width // 2 :], x[..., : width // 2]], dim=-1) * angles.sin()) * scale
         for x in (queries, keys)
     )
-    scores = (queries @ keys.transpose(1, 2) / width**0.5).masked_fill(positions > positions[:, None], float("-inf"))
+    distance = positions[:, None] - positions
+    unseen = distance < 0
+    if (config.get("layer_types") or [None])[0] == "sliding_attention":
+        unseen |= distance >= config["sliding_window"]
+    scores = (queries @ keys.transpose(1, 2) / width**0.5).masked_fill(unseen, float("-inf"))
     attended = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
     residual = normed if config["norm_before_residual"] else states_TH
     hidden = residual + linear(attended, layer["self_attn.o_proj.weight"])

@@ -41,6 +41,8 @@ def eagle_refusal(
         return reason
     if format == "vllm":
         return None
+    if config.window_of(0) is not None:
+        return "a window in its layer, which SGLang is not known to keep; take vllm"
     # SGLang 0.5.23, `models/llama_eagle3.py`, has only one residual path, and skips `fc` if the features are as wide as
     # the state; its `models/llama.py` does not capture the output of the last layer.
     if config.norm_before_residual:
@@ -72,6 +74,8 @@ def server_config(heads: EagleHeads, format: str) -> dict[str, Any]:
         "model_type": "llama",
         **{name: getattr(config, name) for name in sizes.split()},
         **turns,
+        # vLLM looks up a layer's window by its kind.
+        **({} if config.window_of(0) is None else {n: getattr(config, n) for n in ("layer_types", "sliding_window")}),
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": depths,
         # Without it vLLM takes the number of depths only from eagle_config, or assumes three.
@@ -117,9 +121,9 @@ def prove_eagle(heads: EagleHeads, directory: Path, *_: Any) -> None:
         context = KeysValues(*(own[:, :, : start + 1] for own in first.own))
         for k in range(STEPS):
             if k > 0:
-                everything = torch.ones(1, 1, 1, context.keys.shape[2] + 1, dtype=torch.bool)
                 at = positions[:, start + k : start + k + 1]
-                step = exact(embeddings_TKH[None, None, start, k], step.states, at, context, everything)
+                seen = at - positions[:, : start + k + 1] < (config.window_of(0) or 4 + STEPS)
+                step = exact(embeddings_TKH[None, None, start, k], step.states, at, context, seen[None, None])
                 context = KeysValues(*(torch.cat(pair, 2) for pair in zip(context, step.own, strict=True)))
             expected_V = exact.widened(exact.head(step.hidden))[0, 0]
             drafted, logits_V = expected_V.isfinite(), logits_TKV[start, k]

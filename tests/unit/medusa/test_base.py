@@ -24,6 +24,7 @@ KINDS = {
     "eagle": (EagleHeads, import_eagle, eagle_checks.inspect),
     "block": (BlockDrafter, import_block, block_checks.inspect),
 }
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 16, "use_sliding_window": True}
 LINEAR, THETA = {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 10000.0}
 
 
@@ -84,10 +85,11 @@ CONTRADICTIONS = {
         },
         "rope_parameters",
     ),
-    "a layer's window": ({"layer_types": ["sliding_attention"], "sliding_window": 16}, "layer_types"),
-    "a window of no size": ({"layer_types": ["sliding_attention"], "sliding_window": None}, "layer_types"),
+    "a window of no size": (WINDOW | {"sliding_window": None}, "sliding_window"),
+    "a window of nothing": (WINDOW | {"sliding_window": 0}, "sliding_window"),
+    "a window that is on and off": (WINDOW | {"use_sliding_window": False}, "use_sliding_window"),
     "chunks": ({"layer_types": ["chunked_attention"]}, "layer_types"),
-    "Qwen's window": ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "use_sliding_window"),
+    "Qwen's window": (WINDOW | {"layer_types": None, "max_window_layers": 0}, "sliding_window"),
     "Mistral's window": (
         {"sliding_window": 16, "layer_types": None, "use_sliding_window": None, "max_window_layers": None},
         "sliding_window",
@@ -99,7 +101,9 @@ AGREEMENTS = {
     "a family's own key": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], **THETA}},
     "a window that is off": {"use_sliding_window": False, "sliding_window": 16},
     "a window behind all layers": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 28},
-    "a window of all positions": {"layer_types": ["sliding_attention"], "sliding_window": POSITIONS},
+    "a layer's window": WINDOW,
+    "a window of all positions": WINDOW | {"sliding_window": POSITIONS},
+    "a window of no layer": WINDOW | {"layer_types": ["full_attention"], "max_window_layers": 0},
 }
 
 
@@ -119,6 +123,8 @@ def test_a_config_that_says_the_same_twice_is_taken_at_every_door(tmp_path, kind
     saved(kind, tmp_path)
     rewritten(tmp_path, **AGREEMENTS[name])
     assert said_at_each_door(kind, tmp_path) == {None}
+    window = {"a layer's window": 16, "a window of all positions": POSITIONS}.get(name)
+    assert KINDS[kind][1](tmp_path).config.window_of(0) == window
 
 
 def test_models_whose_config_contradicts_itself_are_refused(tmp_path):

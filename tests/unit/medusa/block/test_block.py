@@ -12,9 +12,19 @@ from draftsmith.medusa.block.blocks import Anchors, block_states
 from draftsmith.medusa.block.model import default_target_layers
 
 PROMPTS = torch.tensor([[3, 4, 5, 3, 4], [6, 1, 6, 1, 6]])
+KINDS = ["sliding_attention", "full_attention"]
 SHAPES = {
     "DFlash": {"anchor_guesses": False, "layers": 2},
     "DSpark": {"markov_rank": 4},
+    "DFlash, a window": {"anchor_guesses": False, "layers": 2, "layer_types": KINDS, "sliding_window": 4},
+    "DFlash, causal": {
+        "anchor_guesses": False,
+        "layers": 2,
+        "layer_types": KINDS,
+        "sliding_window": 6,
+        "is_causal": True,
+    },
+    "DSpark, a window": {"markov_rank": 4, "sliding_window": 5, "is_causal": False},
     "DSpark, few tokens": {"markov_rank": 3, "token_map": torch.tensor([1, 3, 4, 5, 6, 8])},
 }
 
@@ -54,18 +64,24 @@ def naive(drafter, embed, features, token, anchor, start):
         positions = [*enumerate(fused), *((anchor - start + slot, x) for slot, x in enumerate(normed))]
         attended = []
         for slot, x in enumerate(normed):
-            heads = []
+            heads, at_slot = [], anchor - start + slot
+            windowed = config.layer_types[layer] == "sliding_attention"
+            causal = windowed if config.is_causal is None else config.is_causal
+            last = at_slot if causal else anchor - start + config.block_size
+            seen = [(at, y) for at, y in positions if at <= last]
+            if windowed:
+                seen = [(at, y) for at, y in seen if at_slot - at < config.sliding_window]
             for head in range(config.num_attention_heads):
                 own = slice(head * config.head_dim, (head + 1) * config.head_dim)
                 key = slice(head // queries_a_key * config.head_dim, (head // queries_a_key + 1) * config.head_dim)
                 q = rms(of["self_attn.q_proj.weight"][own] @ x, of["self_attn.q_norm.weight"], eps)
-                q = turned(q, anchor - start + slot, theta)
+                q = turned(q, at_slot, theta)
                 keys = [
                     turned(rms(of["self_attn.k_proj.weight"][key] @ y, of["self_attn.k_norm.weight"], eps), at, theta)
-                    for at, y in positions
+                    for at, y in seen
                 ]
                 shares = torch.stack([q @ k for k in keys]).div(config.head_dim**0.5).softmax(0)
-                values = torch.stack([of["self_attn.v_proj.weight"][key] @ y for _, y in positions])
+                values = torch.stack([of["self_attn.v_proj.weight"][key] @ y for _, y in seen])
                 heads.append(shares @ values)
             attended.append(of["self_attn.o_proj.weight"] @ torch.cat(heads))
         states = [x + y for x, y in zip(states, attended, strict=True)]
@@ -146,7 +162,8 @@ def test_a_block_past_the_length_limit_is_as_before_it(target, shape):
     """The last drafts, of one or two tokens, come from whole blocks, whose positions may not be cut."""
     found = []
     for tokens in (3, 30):
-        proposer, states = BlockProposer(block(target, 8, **shape)), []
+        wide = shape | ({"sliding_window": 9} if "sliding_window" in shape else {})
+        proposer, states = BlockProposer(block(target, 8, **wide)), []
         proposer._block.register_forward_hook(
             lambda _module, _inputs, output, states=states: states.append(output.logits)
         )
@@ -198,6 +215,7 @@ def test_it_is_saved_and_loaded_with_safetensors(target, tmp_path):
         ({"block_size": 1, "anchor_guesses": False}, "block_size: expected at least 2"),
         ({"token_map": torch.tensor([1, 1])}, "token_map: expected different ids below 13"),
         ({"markov_rank": -1}, "markov_rank: expected at least 0"),
+        ({"sliding_window": 7}, "sliding_window: expected at least the 8 slots of a block, found 7"),
     ],
 )
 def test_drafters_that_cannot_be_are_refused(target, shape, message):

@@ -26,6 +26,7 @@ KINDS = {
     "plain": {},
     "cut": {"token_map": torch.tensor([0, 1, 2, 4, 5, 7, 8, 11])},
     "normed": {"norm_output": True, "norm_before_residual": True, "fc_norm": True},
+    "windowed": {"sliding_window": 5},
 }
 
 
