@@ -65,8 +65,9 @@ def test_each_round_is_what_a_decoder_computes(target, options):
             torch.testing.assert_close(steps[k].hidden[:, start], expected, **CLOSE)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 3}])
-def test_gradients_are_those_of_the_rounds_one_by_one(target, options):
+def test_gradients_are_those_of_the_rounds_one_by_one(target, options, checkpointing):
     heads = heads_of(target, **options)
     embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (1, 7)))
     weights = torch.randn(STEPS, 6, heads.config.hidden_size, dtype=torch.float64)
@@ -75,11 +76,13 @@ def test_gradients_are_those_of_the_rounds_one_by_one(target, options):
         total = sum((weights[k, s] * h).sum() for s, steps in enumerate(hidden) for k, h in enumerate(steps))
         return torch.autograd.grad(total, [p for name, p in heads.named_parameters() if "lm_head" not in name])
 
-    one_by_one = [of_one_round(heads, embeddings, features, start) for start in range(6)]
+    one_by_one = gradients([of_one_round(heads, embeddings, features, start) for start in range(6)])
+    if checkpointing:  # each step is computed again in the backward, when there are later ones
+        heads.train().gradient_checkpointing_enable({"use_reentrant": False})
     steps = unroll(heads, embeddings, features, torch.arange(6)[None], STEPS)
     at_once = [[step.hidden[:, s] for step in steps if s < step.hidden.shape[1]] for s in range(6)]
     # Sums of float32 norms' gradients, over all rounds.
-    torch.testing.assert_close(gradients(at_once), gradients(one_by_one), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(gradients(at_once), one_by_one, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
