@@ -11,7 +11,14 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.distill.kind import Draft
 from draftsmith.distill.vocabulary import with_whole_head
-from draftsmith.train.kinds.export import ExportOptions, Served, check_output, sglang_command, vllm_command
+from draftsmith.train.kinds.export import (
+    ExportOptions,
+    Served,
+    check_output,
+    sglang_command,
+    unserved_rotation,
+    vllm_command,
+)
 from draftsmith.train.models import (
     check_same_tokenizer,
     empty_model,
@@ -61,6 +68,10 @@ def export(kind: Draft, config: ExportOptions, path: str) -> list[str]:
     lines = [
         f"# {path}: {draft.num_parameters():,} parameters, {'its' if config.target is None else 'the same'} tokenizer"
     ]
+    rope = getattr(draft.config.get_text_config(), "rope_parameters", None) or {}
+    ropes = [fields for fields in rope.values() if isinstance(fields, dict)] or [rope]
+    if reason := next(filter(None, map(unserved_rotation, ropes)), None):
+        lines.append(f"# {path} has {reason}: its acceptance there may be another than in a report, texts are not")
     if kept_D is not None:
         path = str(config.output)
         check_output(Path(path))

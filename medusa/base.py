@@ -3,7 +3,6 @@
 Shape suffixes: V the target's vocabulary, D the tokens that heads may draft.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -178,18 +177,6 @@ def rope_of(config: PretrainedConfig) -> dict[str, Any]:
         logger.warning(text, config.model_type, kind, rope["rope_theta"])
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
-
-
-def unserved_rotation(rotary: Any) -> str | None:
-    """Return why servers would turn positions by other numbers than a rotary embedding of heads, or None."""
-    rope, scale = rotary.config.rope_parameters, rotary.attention_scaling
-    if rope["rope_type"] != "yarn":
-        return None
-    # vLLM and SGLang compute YaRN's scale from the factor, and from fields that the library does not know.
-    served = rope.get("attn_factor", 1.0) * (0.1 * math.log(max(1.0, rope["factor"] or 1.0)) + 1.0)
-    if abs(scale - served) <= 1e-6 and rope.get("extrapolation_factor", 1.0) == 1.0:
-        return None
-    return f"a yarn rotation scaled by {scale:.4g}, which servers scale by {served:.4g}; keep draftsmith's own format"
 
 
 def layer_fields(target: PreTrainedModel, token_map: Tensor | None) -> dict[str, Any]:

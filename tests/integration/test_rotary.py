@@ -3,6 +3,8 @@
 And on a target whose angles change with the length, the split of batches changes nothing in training.
 """
 
+import json
+import math
 import shutil
 
 import pytest
@@ -22,12 +24,16 @@ from draftsmith.medusa.__main__ import MedusaRun
 from draftsmith.medusa.base import FIXED
 from draftsmith.medusa.block.__main__ import BlockRun
 from draftsmith.medusa.block.formats import export as block_formats
+from draftsmith.medusa.block.formats import readers as block_readers
 from draftsmith.medusa.block.formats.importing import import_block
 from draftsmith.medusa.eagle.__main__ import EagleRun
 from draftsmith.medusa.eagle.formats import export as eagle_formats
+from draftsmith.medusa.eagle.formats import readers as eagle_readers
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.mtp.heads import MtpHeads
+from draftsmith.scripts import cli
 from draftsmith.train.data.examples import training_examples
+from draftsmith.train.kinds.export import unserved_rotation
 from draftsmith.train.models import load_draft, load_model
 from draftsmith.train.runs import save_model
 
@@ -101,6 +107,12 @@ def test_heads_turn_alike_in_every_format(kind, make, tmp_path, in_this_process)
             assert "rotation" not in str(error)
             continue
         written += 1
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config = block_readers.flatten_fields(config) if make is block else config
+        # The other process's reader: its own powers of theta, so that the last bits of angles differ.
+        angles, scale = (block_readers if make is block else eagle_readers).rotation(config, ORDER[0])
+        for part, found in zip(wanted, (angles.cos(), angles.sin()), strict=False):
+            torch.testing.assert_close(found.view_as(part) * scale, part, atol=1e-4, rtol=0)
         assert same(rotations(read(tmp_path / name)), wanted)
         if name == "own":
             assert same(rotations(type(heads).from_pretrained(tmp_path / name)), wanted)
@@ -114,6 +126,33 @@ def test_a_yarn_that_servers_scale_otherwise_is_not_exported(make, tmp_path, in_
     formats.FORMATS.write(heads, tmp_path / "own", "own")
     with pytest.raises(InputError, match=r"a yarn rotation scaled by 1, which servers scale by 1.139; keep"):
         formats.FORMATS.write(heads, tmp_path / "vllm", "vllm")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        *((scaled(kind), None) for kind in ("default", "linear", "yarn", "llama3")),
+        *((scaled(kind), f"{kind} angles, which servers change") for kind in ("dynamic", "longrope")),
+        (scaled("yarn") | {"mscale": 0.7, "mscale_all_dim": 0.7}, "scaled by 1, which servers scale by 1.139"),
+        (scaled("yarn") | {"attention_factor": 0.1 * math.log(4.0) + 1}, None),
+    ],
+)
+def test_what_servers_turn_otherwise_is_known(fields, said):
+    """The scale of a yarn is the library's."""
+    found = unserved_rotation(fields)
+    assert found is None if said is None else said in str(found)
+    if fields["rope_type"] == "yarn":
+        rotary = tiny_llama(0, 97, rope_parameters=fields).model.rotary_emb
+        served = 0.1 * math.log(4.0) + 1
+        assert (said is None) == (rotary.attention_scaling == pytest.approx(served))
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_the_export_of_a_draft_says_what_servers_turn_otherwise(kind, tmp_path, tokenizer, capsys):
+    save_model(llama(kind, len(tokenizer)), tokenizer, tmp_path / "draft")
+    assert cli.main(["export", "--drafter", str(tmp_path / "draft"), "--format", "vllm"]) == 0
+    said = f"# {tmp_path / 'draft'} has dynamic angles, which servers change with the length by other rules: its"
+    assert (said in capsys.readouterr().out) == (kind == "dynamic")
 
 
 def test_heads_of_a_target_that_turns_a_part_of_each_head_turn_whole_ones():

@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_776,
-    "train": 15_288,
-    "distill": 2_895,
+    "train": 15_307,
+    "distill": 2_906,
     "medusa": 10_153,
     "scripts": 19_237,
     "benchmarks": 2_760,
-    "tests": 55_141,
+    "tests": 55_173,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

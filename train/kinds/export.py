@@ -1,6 +1,7 @@
 """Parts shared by exports: options, the output directory, launch lines of servers. Imports no torch, for `--help`."""
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,24 @@ def vocabulary_override(config: "PretrainedConfig") -> dict[str, int]:
     """
     fields = config.to_dict()
     return {} if "vocab_size" in fields else {"vocab_size": int(config.get_text_config().vocab_size)}
+
+
+def unserved_rotation(rope: Mapping[str, Any]) -> str | None:
+    """Return why servers turn positions by other numbers than the library, from the fields of a rotation, or None."""
+    kind = rope.get("rope_type")
+    if kind in ("dynamic", "longrope"):
+        return f"{kind} angles, which servers change with the length by other rules"
+    if kind != "yarn":
+        return None
+    # vLLM and SGLang compute YaRN's scale from the factor, and from fields that the library does not know.
+    grown = 0.1 * math.log(max(1.0, rope["factor"] or 1.0))
+    part, whole = rope.get("mscale"), rope.get("mscale_all_dim")
+    scale = (part * grown + 1) / (whole * grown + 1) if part and whole else grown + 1
+    scale = scale if rope.get("attention_factor") is None else rope["attention_factor"]
+    served = rope.get("attn_factor", 1.0) * (grown + 1)
+    if abs(scale - served) <= 1e-6 and rope.get("extrapolation_factor", 1.0) == 1.0:
+        return None
+    return f"a yarn rotation scaled by {scale:.4g}, which servers scale by {served:.4g}"
 
 
 def check_format(format: str, expected: Sequence[str]) -> str:

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.base import unserved_rotation
 from draftsmith.medusa.block.blocks import Anchors, attend_to
 from draftsmith.medusa.block.formats import readers
 from draftsmith.medusa.block.heads import HEADS, side_width
@@ -31,6 +30,7 @@ from draftsmith.medusa.block.heads.dspark import unserved
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import dtype_name, round_tensors
 from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
+from draftsmith.train.kinds.export import unserved_rotation
 from draftsmith.train.losses.output_head import OutputHead
 
 BLOCK_FORMATS = ("own", "vllm", "sglang", "speculators")
@@ -64,9 +64,10 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
     for head in drafter.children():
         if isinstance(head, BlockHead) and head.foreign is None:
             return f"a {head.title}, which no other tool knows; take own"
-    for reason in (unserved(config), unserved_rotation(drafter.rotary_emb)):
-        if reason is not None:
-            return reason
+    if (reason := unserved(config)) is not None:
+        return reason
+    if (reason := unserved_rotation(config.rope_parameters)) is not None:
+        return f"{reason}; keep draftsmith's own format"
     if config.is_causal is not None and format == "vllm" and not is_dflash(config):
         return f"is_causal {config.is_causal}, which DeepSpec's files cannot say; take speculators"
     if config.is_causal and format == "speculators":

@@ -69,16 +69,7 @@ def eagle3_layer(config: dict[str, Any], layer: dict[str, Tensor], states_TH: Te
 
     # Each key head serves a group of query heads.
     queries, keys, values = projected("q", heads), projected("k", key_heads), projected("v", key_heads)
-    if config["rope_parameters"].get("rope_type", "default") == "default":
-        turns = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, width, 2) / width)
-        scale = 1.0
-    else:  # the formulas for long contexts are the library's
-        from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        rotary = LlamaRotaryEmbedding(LlamaConfig(**config))
-        turns, scale = rotary.inv_freq, rotary.attention_scaling
-    angles = torch.cat([positions[:, None] * turns] * 2, dim=-1)
+    angles, scale = rotation(config, positions)
     queries, keys = (
         (x * angles.cos() + torch.cat([-x[..., width // 2 :], x[..., : width // 2]], dim=-1) * angles.sin()) * scale
         for x in (queries, keys)
@@ -96,6 +87,20 @@ def eagle3_layer(config: dict[str, Any], layer: dict[str, Tensor], states_TH: Te
         linear(inner, layer[f"mlp.{name}_proj.weight"], layer.get(f"mlp.{name}_proj.bias")) for name in ("gate", "up")
     )
     return hidden + linear(silu(gate) * up, layer["mlp.down_proj.weight"], layer.get("mlp.down_proj.bias"))
+
+
+def rotation(config: dict[str, Any], positions: Tensor) -> tuple[Tensor, float]:
+    """Return the rotary angles of positions, (T, width), and the scale of rotated numbers."""
+    width, scale = config["head_dim"], 1.0
+    if config["rope_parameters"].get("rope_type", "default") == "default":
+        turns = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, width, 2) / width)
+    else:  # the formulas for long contexts are the library's
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        rotary = LlamaRotaryEmbedding(LlamaConfig(**config))
+        turns, scale = rotary.inv_freq, rotary.attention_scaling
+    return torch.cat([positions[:, None] * turns] * 2, dim=-1), scale
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

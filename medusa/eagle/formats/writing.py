@@ -14,12 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers
-from draftsmith.medusa.base import unserved_rotation
 from draftsmith.medusa.checkpoint_files import dtype_name
 from draftsmith.medusa.eagle.formats import readers
 from draftsmith.medusa.eagle.heads import EagleHeads, Step
 from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
 from draftsmith.medusa.target_states import KeysValues
+from draftsmith.train.kinds.export import unserved_rotation
 
 EAGLE_FORMATS = ("own", "vllm", "sglang")
 STEPS = 3
@@ -37,8 +37,8 @@ def eagle_refusal(
         return f"hidden_size {config.hidden_size} with a target_hidden_size of {config.target_hidden_size}"
     if config.attention_bias:
         return "attention_bias, which vLLM takes for one after attention too; keep draftsmith's own format"
-    if (reason := unserved_rotation(heads.rotary)) is not None:
-        return reason
+    if (reason := unserved_rotation(config.rope_parameters)) is not None:
+        return f"{reason}; keep draftsmith's own format"
     if format == "vllm":
         return None
     if config.window_of(0) is not None:

@@ -78,7 +78,7 @@ def test_gradients_are_those_of_the_rounds_one_by_one(target, options, checkpoin
 
     one_by_one = gradients([of_one_round(heads, embeddings, features, start) for start in range(6)])
     if checkpointing:  # each step is computed again in the backward, when there are later ones
-        heads.train().gradient_checkpointing_enable({"use_reentrant": False})
+        heads.train().activation_checkpointing_enable({"use_reentrant": False})
     steps = unroll(heads, embeddings, features, torch.arange(6)[None], STEPS)
     at_once = [[step.hidden[:, s] for step in steps if s < step.hidden.shape[1]] for s in range(6)]
     # Sums of float32 norms' gradients, over all rounds.
