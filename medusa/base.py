@@ -117,6 +117,13 @@ class LayersConfig(NamedConfig):
         """Return the positions that a layer sees, the query's own included; None for all before it."""
         return self.sliding_window if (self.layer_types or [FULL])[layer] == SLIDING else None
 
+    @property
+    def windows(self) -> str:
+        """A clause for users that names the layers' window, empty without one."""
+        kinds = self.layer_types or []
+        layers = "" if FULL not in kinds else f" in {kinds.count(SLIDING)} of {len(kinds)} layers"
+        return f", a window of {self.sliding_window} positions{layers}" if SLIDING in kinds else ""
+
     def check_shape(self, *sizes: str) -> None:
         """Raise an InputError that names the first impossible field; `sizes` are the subclass's own ones."""
         sizes = ("hidden_size", "vocab_size", "draft_vocab_size", "intermediate_size", *sizes)

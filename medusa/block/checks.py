@@ -42,7 +42,7 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
     def described(model: BlockDrafter) -> str:
         config = model.config
         name, layers = "DFlash" if is_dflash(config) else "DSpark", ", ".join(map(str, model.layer_ids))
-        return f"{name} drafter of {config.guesses} tokens, features after layers {layers}"
+        return f"{name} drafter of {config.guesses} tokens, features after layers {layers}{config.windows}"
 
     def ours(name: str) -> str | None:
         name = name.removeprefix("model.")

@@ -39,7 +39,7 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
     remedy = "give heads of ours, the EAGLE authors', SpecForge's or speculators', whole"
 
     def described(model: EagleHeads) -> str:
-        return f"EAGLE-3 heads, features after layers {', '.join(map(str, model.layer_ids))}"
+        return f"EAGLE-3 heads, features after layers {', '.join(map(str, model.layer_ids))}{model.config.windows}"
 
     def ours(name: str) -> str | None:
         return None if our_name(name) == EMBEDDINGS or TRAINING_ALONE.search(name) else our_name(name)

@@ -182,6 +182,14 @@ def test_files_as_other_tools_leave_them(target, tmp_path):
     same(import_block(speculators), dspark)
     config = flat(speculators)
     assert config["aux_hidden_state_layer_ids"] == [1, 2] and config["sample_from_anchor"]
+    # Its writer leaves out what is Qwen 3's default, such as a window of 4,096.
+    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "use_sliding_window": True}
+    del config["transformer_layer_config"]["sliding_window"]
+    rewritten(speculators, config)
+    read = import_block(speculators).config
+    assert (read.window_of(0), read.causal(0), read.windows) == (4096, True, ", a window of 4096 positions")
+    rewritten(speculators, config | {"sliding_window_non_causal": True})
+    assert not import_block(speculators).config.causal(0)
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -22,10 +22,10 @@ BUDGET = {
     "decode": 13_776,
     "train": 15_307,
     "distill": 2_906,
-    "medusa": 10_153,
+    "medusa": 10_155,
     "scripts": 19_237,
     "benchmarks": 2_760,
-    "tests": 55_173,
+    "tests": 55_183,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config
 
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.medusa.base import WINDOWS
+from draftsmith.medusa.base import SLIDING, WINDOWS
 from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, SIZES
 from draftsmith.medusa.block.heads import HEADS
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
@@ -108,6 +108,8 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         flat["is_causal"] = nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
     if "anchor_guesses" not in raw:
         flat = {name: value for head in HEADS for name, value in (head.foreign or {}).items()} | flat
+    if flat.get("model_type", "qwen3") == "qwen3" and SLIDING in (flat.get("layer_types") or ()):
+        flat.setdefault("sliding_window", Qwen3Config.sliding_window)  # speculators leaves out what is the default
     _check_known(flat, path)
     layers, count = flat.get("target_layer_ids"), field(flat, path, "num_hidden_layers", int)
     deep = field(flat, path, "num_target_layers", int, None if target is None else len(decoder_layers(target)))

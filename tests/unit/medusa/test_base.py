@@ -125,6 +125,8 @@ def test_a_config_that_says_the_same_twice_is_taken_at_every_door(tmp_path, kind
     assert said_at_each_door(kind, tmp_path) == {None}
     window = {"a layer's window": 16, "a window of all positions": POSITIONS}.get(name)
     assert KINDS[kind][1](tmp_path).config.window_of(0) == window
+    said = KINDS[kind][2](DrafterSpec(kind, str(tmp_path)))[1].text
+    assert ("a window of" in said) == (f"a window of {window} positions" in said) == (window is not None)
 
 
 def test_models_whose_config_contradicts_itself_are_refused(tmp_path):
