@@ -32,7 +32,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.data.chat.messages import REASONING, Message, function_of
 from draftsmith.train.data.chat.templates import (
     ChatTemplate,
+    GrowingText,
     Tools,
+    common_length,
     encode_rendered,
     for_template,
     require_no_template,
@@ -70,13 +72,15 @@ class ClosingTokens:
 
     special: frozenset[int]
     added: frozenset[int]
+    splitting: Mapping[int, str]  # the special ones that take no whitespace before them, with their contents
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ClosingTokens":
         """Return a tokenizer's closing tokens."""
         added = {token: entry for token, entry in tokenizer.added_tokens_decoder.items() if entry.content.strip()}
-        special = {token for token, entry in added.items() if entry.special}
-        return cls(frozenset(special.union(tokenizer.all_special_ids)), frozenset(added))
+        special = {token: entry for token, entry in added.items() if entry.special}
+        splitting = {token: entry.content for token, entry in special.items() if not entry.lstrip}
+        return cls(frozenset([*special, *tokenizer.all_special_ids]), frozenset(added), splitting)
 
 
 def mask_conversation(messages: Sequence[Message], *args: Any, **kwargs: Any) -> MaskedConversation:
@@ -189,6 +193,7 @@ class _TurnReader:
     ):
         self.ends = ends
         self._template, self._messages, self._closing = template, messages, closing
+        self._encode = GrowingText(template.tokenizer, closing.splitting)
 
     def read(self, i: int) -> _WrittenTurn | str:
         """Return the turn that is message i, or why it cannot be learned."""
@@ -196,8 +201,7 @@ class _TurnReader:
             return UNASKED
         context = self._messages[:i]
         try:
-            headless, before = (self._template.render(context, answer=answer) for answer in (False, True))
-            after = self._template.render(self._messages[: i + 1])
+            before, after = self._template.render(context, answer=True), self._template.render(self._messages[: i + 1])
         except InputError:
             if i == len(self._messages) - 1:
                 raise
@@ -205,7 +209,7 @@ class _TurnReader:
         if not after.startswith(before):
             return ELSEWHERE if i < len(self._messages) - 1 else self._departure(before, after)
         before += self._empty_thinking(i, before, after[len(before) :])
-        text_end = self._text_end(i, after, len(before), common_length(before, headless))
+        text_end = self._text_end(i, before, after)
         if text_end is None:
             return REWRITTEN
         context_ids, ids = self._encode(before), self._encode(after)
@@ -215,7 +219,7 @@ class _TurnReader:
             if apart is None:
                 return self._departure(before, after) if i == len(self._messages) - 1 else ELSEWHERE
             ids = apart
-        begin, said = len(context_ids), self._encode(after[len(before) : text_end])
+        begin, said = len(context_ids), encode_rendered(self._template.tokenizer, after[len(before) : text_end])
         for tokens in (self._closing.special, self._closing.added):
             in_text = sum(token in tokens for token in said)
             places = [k for k in range(begin, len(ids)) if ids[k] in tokens]
@@ -244,9 +248,6 @@ class _TurnReader:
                     ids.append(after[len(before)])
         return ids, [0] * len(ids)
 
-    def _encode(self, text: str) -> list[int]:
-        return encode_rendered(self._template.tokenizer, text)
-
     def _empty_thinking(self, i: int, before: str, turn: str) -> str:
         """Return the beginning of a turn that a template writes where there is no thinking; mostly nothing.
 
@@ -268,17 +269,15 @@ class _TurnReader:
                     return "" if own else turn[:length]
         return ""
 
-    def _text_end(self, i: int, after: str, begin: int, prompt_start: int) -> int | None:
-        """Return where the assistant's own text ends in `after`; None if some of it is not there.
-
-        Its beginning may be in the generation prompt, from `prompt_start` on: some templates open the reasoning there.
-        """
-        message = self._messages[i]
-        for start in (begin, prompt_start):
-            length = _end_of_message(after[start:], message)
-            if length is not None and begin <= start + length:
-                return max(start + length, self._calls_end(i, after))
-        return None
+    def _text_end(self, i: int, before: str, after: str) -> int | None:
+        """Return where the assistant's own text ends in `after`; None if some of it is not there."""
+        start, length = len(before), _end_of_message(after[len(before) :], self._messages[i])
+        if length is None:  # it may begin in the generation prompt: some templates open the reasoning there
+            start = common_length(before, self._template.render(self._messages[:i]))
+            length = _end_of_message(after[start:], self._messages[i])
+        if length is None or start + length < len(before):
+            return None
+        return max(start + length, self._calls_end(i, after))
 
     def _calls_end(self, i: int, after: str) -> int:
         """Return where the template closes turn i if it calls a tool, the same way as it closes a text; otherwise 0.
@@ -370,8 +369,3 @@ def _empty_block(turn: str, opened: str, closed: str) -> int:
 def dense(text: str) -> str:
     """Return a text without whitespace."""
     return "".join(text.split())
-
-
-def common_length(a: Sequence[object], b: Sequence[object]) -> int:
-    """Return the length of the longest common prefix of two sequences of ids or characters."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -17,9 +17,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data.chat.masks import common_length, dense
+from draftsmith.train.data.chat.masks import dense
 from draftsmith.train.data.chat.messages import Message
-from draftsmith.train.data.chat.templates import ChatTemplate, Tools
+from draftsmith.train.data.chat.templates import ChatTemplate, Tools, common_length
 
 PARTS = ("answer", "thinking", "tool call")
 ANSWER, THINKING, CALL = range(len(PARTS))

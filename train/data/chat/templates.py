@@ -283,6 +283,46 @@ def chat_request(
     return request | ({"chat_template_kwargs": dict(variables)} if variables else {})
 
 
+class GrowingText:
+    """Encodes texts that mostly continue one another, such as a conversation's after each turn.
+
+    A special token splits a text for every tokenizer, so that ids before the last one that two texts share are kept.
+    `special` are such tokens with their contents, apart from those that take whitespace before them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: Mapping[int, str]):
+        self._tokenizer, self._special, self._text, self._ids = tokenizer, special, "", list[int]()
+        self._pattern: re.Pattern[str] | None = None
+        self._splits = dict[int, int]()  # where special tokens begin in the text, and in the ids
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of a text, as `encode_rendered` does."""
+        if self._pattern is None:  # of the first text's tokens: a tokenizer may have thousands
+            self._ids = encode_rendered(self._tokenizer, text)
+            self._special = {token: self._special[token] for token in self._ids if token in self._special}
+            contents = sorted(self._special.values(), key=len, reverse=True)
+            self._pattern = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        shared = common_length(text, self._text)
+        starts = [match.start() for match in self._pattern.finditer(text)]
+        both = [(at, self._splits[at]) for at in starts if at <= shared and at in self._splits]
+        at, kept = both[-1] if both else (0, 0)
+        self._text, self._ids = text, self._ids[:kept] + encode_rendered(self._tokenizer, text[at:])
+        places = [k for k, token in enumerate(self._ids) if token in self._special]
+        # Bytes of characters may be special tokens, too, so that a text has fewer of them than its ids.
+        self._splits = dict(zip(starts, places, strict=True)) if len(starts) == len(places) else {}
+        return self._ids
+
+
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the longest common prefix of two sequences of ids or characters."""
+    # Slices are compared at the speed of C, which matters for long conversations of many turns.
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Encode like `apply_chat_template`: the template itself writes the special tokens."""
     ids: Any = tokenizer(text, add_special_tokens=False, verbose=False).input_ids

@@ -10,7 +10,8 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.chat import masks
-from draftsmith.train.data.chat.masks import mask_contexts, mask_conversation
+from draftsmith.train.data.chat.masks import ClosingTokens, mask_contexts, mask_conversation
+from draftsmith.train.data.chat.templates import GrowingText, encode_rendered
 from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 
@@ -397,3 +398,14 @@ def test_turns_are_counted_without_the_system_prompt():
     left_out = mask_conversation(THOUGHT, tokenizer, "x").left_out
     assert list(left_out) == [1]
     assert mask_conversation(THOUGHT, tokenizer, "x", system_prompt="Be good.").left_out == left_out
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_growing_texts_have_the_ids_of_the_whole_text(kind):
+    tokenizer, draw = TOKENIZERS[kind], random.Random(kind)
+    pieces = [*ADDED, "<|im_", "<", "|>", " ", "\n", "\n\n", "hello", " world", "add(a, b)", "é", "語"]
+    growing, text = GrowingText(tokenizer, ClosingTokens.of(tokenizer).splitting), ""
+    for _ in range(200):
+        kept = draw.choice([len(text), draw.randrange(len(text) + 1)])
+        text = text[:kept] + "".join(draw.choices(pieces, k=draw.randint(1, 8)))
+        assert growing(text) == encode_rendered(tokenizer, text)
