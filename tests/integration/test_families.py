@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, HIDDEN, VOCAB, WINDOW, tiny_model
+from conftest import tiny_llama
+from families import FAMILIES, FULL, HIDDEN, VOCAB, WINDOW, tiny_model
+from specimens import block, eagle
 from torch import Tensor
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
@@ -26,6 +28,8 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.cache import CachedModel, Slots, check_rollback, pad_right
 from draftsmith.decode.rules import Rule
+from draftsmith.medusa import BlockProposer
+from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.train.losses.output_head import last_hidden
 
 NEW = 12
@@ -419,6 +423,34 @@ def test_decoder_replay_and_training_see_the_same_window(name):
     apart = (seen[WINDOW] - seen[128]).abs().amax(-1)[0]
     assert apart[:WINDOW].max() < 1e-4 < apart[2 * WINDOW :].max()
     assert torch.equal(seen[WINDOW], last_hidden(draft, input_ids=written[1][None]))
+
+
+WINDOWED_HEADS = {
+    "eagle chain": lambda target: EagleProposer(eagle(target, sliding_window=4)),
+    "eagle dynamic tree": lambda target: EagleProposer(eagle(target, sliding_window=4), DynamicTree(2, 5)),
+    "block chain": lambda target: BlockProposer(
+        block(target, layers=2, layer_types=["sliding_attention", FULL], sliding_window=4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED_HEADS)
+def test_heads_with_a_window_forget_what_is_behind_it(name):
+    """Texts of some 60 windows in rows of different lengths; replay, which forgets nothing, counts the same."""
+    torch.manual_seed(0)
+    target, texts = tiny_llama(0, 7, layers=3, scale=3.0), [text % 7 for text in prompts(40, 61)]
+    proposer, options = WINDOWED_HEADS[name](target), {"max_new_tokens": 200, "do_sample": False}
+    out = speculative_generate(target, proposer, **left_padded(texts), draft_length=3, **options)
+    plain = autoregressive_generate(target, **left_padded(texts), **options).sequences
+    assert torch.equal(out.sequences, plain)
+    assert 0 < out.counts.num_accepted_tokens < out.counts.num_draft_tokens
+    for layer in proposer.feeder.model.cache.layers:
+        assert (layer.first > 0 and layer.keys.shape[2] < 261) == layer.is_sliding
+    if "tree" not in name:
+        written = [row[61 - len(text) :] for text, row in zip(texts, plain, strict=True)]
+        replay = replay_acceptance(target, proposer, written, [40, 61], [3], 0, max_new_tokens=200)
+        accepted = [text.counts[3].num_accepted_tokens for text in replay.texts]
+        assert accepted == [counts.num_accepted_tokens for counts in out.row_counts]
 
 
 def test_a_window_that_was_forgotten_is_not_read(monkeypatch):
