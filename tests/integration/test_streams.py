@@ -73,7 +73,7 @@ def relayed(path: str, pieces: list[bytes], server_model: str | None = None) -> 
 
 
 def log_line(path: str, answer: dict) -> dict:
-    return json.loads(json.dumps(record({"model": "m", **ASKED[path]}, answer, {}, lambda text: text)))
+    return json.loads(json.dumps(record({"model": "m", **ASKED[path]}, answer, {}, None)))
 
 
 @PATHS

@@ -77,7 +77,11 @@ def whole(chat: bool, style: Style) -> dict[str, Any]:
         choice["message"] = message | dict.fromkeys(style.names, REASONING)
     else:
         choice["text"] = REASONING + CONTENT
-    return {"id": "1", "object": "x", "model": MODEL, "choices": [choice], "usage": usage(chat)}
+    answer = {"id": "1", "object": "x", "model": MODEL, "choices": [choice], "usage": usage(chat)}
+    if style.ids:
+        choice["token_ids"] = list(range(len(tokens(chat, style.halves))))
+        (answer if chat else choice)["prompt_token_ids"] = [1, 2, 3]
+    return answer
 
 
 def usage(chat: bool) -> dict[str, int]:

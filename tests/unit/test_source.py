@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_776,
-    "train": 15_341,
+    "train": 15_418,
     "distill": 2_906,
     "medusa": 10_155,
-    "scripts": 19_237,
+    "scripts": 19_272,
     "benchmarks": 2_760,
-    "tests": 55_227,
+    "tests": 55_331,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -9,7 +9,8 @@ A record is recognised by its field; if it has several, the first of these count
   ask the later ones, each after the target's answers to those before; the id of such a turn ends in its number, `81.2`.
   SPEED-Bench's own script writes them as `messages`, of the user alone, of a record with a `question_id`.
 
-A line of a request log, as `train/endpoint/request_logs.py` knows them, is a conversation and its answer.
+A line of a request log, as `train/endpoint/request_logs.py` knows them, is a conversation and its answer. The
+`prompt_token_ids` and `token_ids` of any record with an answer are what a server read and wrote.
 
 A `prompt` in a string may have an answer: `completion` or `response` makes it a conversation of two turns, while
 `continuation` continues the plain text, as in logs of text completions.
@@ -21,7 +22,7 @@ if its answers are to be learned. `id` (or `question_id`), `category`, and for c
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +32,14 @@ from transformers.utils import logging
 from draftsmith.decode.draft_models.vocabulary import require_logits
 from draftsmith.decode.errors import InputError, at_least
 from draftsmith.decode.progress import track
-from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation, mask_contexts, mask_plain
+from draftsmith.decode.validation import TokenId, validate
+from draftsmith.train.data.chat.masks import (
+    ClosingTokens,
+    MaskedConversation,
+    mask_contexts,
+    mask_plain,
+    served_conversation,
+)
 from draftsmith.train.data.chat.messages import ASKING, MEDIA, Message, kind, read_messages, read_tools, text
 from draftsmith.train.data.chat.templates import (
     chat_request,
@@ -47,6 +55,7 @@ from draftsmith.train.job.processes import is_first
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # the fields that may answer a `prompt`
 CONTINUATION = "continuation"  # the field that continues a `prompt` in plain text
+SERVED = ("prompt_token_ids", "token_ids")
 WITH_ANSWER = "messages with an assistant turn at their end"
 UNREAD = {
     "system": "a system turn among the messages",
@@ -81,6 +90,8 @@ class Prompt:
     tools: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Chat template variables of this conversation, which override those of a command."""
+    served: tuple[list[int], list[int]] | None = None
+    """The ids of prompt and answer as a server read and wrote them, if they are known."""
 
     @property
     def place(self) -> str:
@@ -105,6 +116,7 @@ class Prompt:
         content |= {} if self.tools is None else {"tools": self.tools}
         content |= {"chat_template_kwargs": dict(self.variables)} if self.variables else {}
         content |= {} if self.category is None else {"category": self.category}
+        content |= {} if self.served is None else dict(zip(SERVED, self.served, strict=True))
         return content | ({"finish_reason": CUT} if self.cut else {})
 
     def request(self, system_prompt: str | None, variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +199,8 @@ def read_prompts(
         if later and record.get("turns") is not None and prompt.messages is not None:
             turns = [text(turn, f"{where}: turns[{n}]") for n, turn in enumerate(record["turns"][1:], 1)]
             prompt = replace(prompt, later=tuple(turns))
-        return replace(prompt, cut=record.get("finish_reason") == CUT, where=where)
+        served = _served(record, where) if prompt.has_answer else None
+        return replace(prompt, cut=record.get("finish_reason") == CUT, where=where, served=served)
 
     rows = list(islice(read_records(source, split), limit))
     if not rows:
@@ -292,12 +305,22 @@ def mask_answers(
 ) -> list[MaskedConversation]:
     """Encode a conversation that ends with its answer, and mask the assistant's tokens, as `mask_contexts` does.
 
-    Plain text and its answer are encoded without the chat template.
+    If a server's ids are known and spell the texts, they are the one sample, and the answer counts. Plain text and its
+    answer are encoded without the chat template.
     """
+    plain, answer = str(conversation.text), str(conversation.answer)
+    if conversation.served is not None:
+        prompt_ids, ids = conversation.served
+        known = max([*prompt_ids, *ids]) < vocab_size
+        talk = conversation.messages or [{"role": "user", "content": plain}, {"role": "assistant", "content": answer}]
+        served = served_conversation(talk, prompt_ids, ids, tokenizer) if known else None
+        if served is not None:
+            return [served]
+        _warn_respelled()
     if conversation.messages is None:
-        plain = mask_plain(str(conversation.text), str(conversation.answer), tokenizer, ends)
-        conversation.require_logits(plain.ids, tokenizer, vocab_size)
-        return [plain]
+        masked = mask_plain(plain, answer, tokenizer, ends)
+        conversation.require_logits(masked.ids, tokenizer, vocab_size)
+        return [masked]
     contexts = mask_contexts(
         conversation.messages,
         tokenizer,
@@ -329,6 +352,20 @@ def answer_texts(
         written = [token for token in ended if token not in outer]
         answers[sample["id"][:-end]] = str(tokenizer.decode(written, clean_up_tokenization_spaces=False))
     return answers
+
+
+@lru_cache
+def _warn_respelled() -> None:
+    """Warn once that ids are left out."""
+    logger.warning("token_ids: left out of some records, since they do not spell the texts, which are encoded instead")
+
+
+def _served(record: Mapping[str, Any], where: str) -> tuple[list[int], list[int]] | None:
+    """Return the ids of prompt and answer in a record, if it has both."""
+    if any(record.get(name) in (None, []) for name in SERVED):
+        return None
+    prompt_ids, ids = (validate(list[TokenId], record[name], f"{where}: {name}") for name in SERVED)
+    return prompt_ids, ids
 
 
 def _unlogged(record: Any, where: str, answers: AnswersMode) -> Any:

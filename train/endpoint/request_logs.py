@@ -7,8 +7,9 @@ Four shapes are known by their fields:
 * `messages` or `prompt`, and `choices`: both in one object;
 * `request` or `body` alone: only a prompt.
 
-The first choice is the answer. Messages, tools and chat template arguments are passed on unchanged, and `prompts.py`
-reads them like those of any record.
+The first choice is the answer. If its `token_ids` are there with the `prompt_token_ids`, as vLLM and SGLang give them
+for `"return_token_ids": true`, they are what the server read and wrote, and are passed on with the texts. Messages,
+tools and chat template arguments are passed on unchanged, and `prompts.py` reads them like those of any record.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from draftsmith.decode.errors import InputError
 
-CUT = "length"  # the finish reason of an answer that was cut
+CUT = "length"  # the finish reason of an answer that was cut, at a length or at a stop text of the request
 SHAPING = ("tools", "chat_template_kwargs", "system", "functions", "chat_template", "continue_final_message")
 """Fields of a request that change how a server renders its messages."""
 VARIABLES = ("documents", "reasoning_effort")  # fields that a server passes to the chat template
@@ -74,7 +75,9 @@ def _add_answer(result: dict[str, Any], record: Mapping[str, Any], where: str) -
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise InputError(f"{at}choices: expected an answer, found none")
     choice = choices[0]
-    result["finish_reason"] = choice.get("finish_reason")
+    stopped = any(isinstance(choice.get(name), str) for name in ("stop_reason", "matched_stop"))
+    result["finish_reason"] = CUT if stopped else choice.get("finish_reason")
+    result |= _token_ids(response, choice)
     if "messages" not in result:
         if not isinstance(choice.get("text"), str):
             raise InputError(f"{at}choices[0].text: expected a string, found another or none")
@@ -85,3 +88,13 @@ def _add_answer(result: dict[str, Any], record: Mapping[str, Any], where: str) -
         raise InputError(f"{at}choices[0].message: expected a message, found none")
     if isinstance(result["messages"], list):  # if not, `read_messages` refuses it
         result["messages"] = [*result["messages"], {"role": "assistant"} | message]
+
+
+def _token_ids(response: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of prompt and answer; nothing if some are missing."""
+    prompt_ids, ids = choice.get("prompt_token_ids") or response.get("prompt_token_ids"), choice.get("token_ids")
+    usage = response.get("usage")
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    if not prompt_ids or not isinstance(ids, list) or count not in (None, len(ids)):
+        return {}
+    return {"prompt_token_ids": prompt_ids, "token_ids": ids}

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.decode.validation import ServerMessage, parse_answer, parse_json
+from draftsmith.decode.validation import ServerMessage, TokenId, parse_answer, parse_json
 from draftsmith.scripts.services.coordinate.config import Log
 from draftsmith.scripts.services.coordinate.patterns import Pattern
 
@@ -49,24 +49,34 @@ class _PartChoice(ServerMessage):
     delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
 class _Part(ServerMessage):
     choices: list[_PartChoice] | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
 class _Choice(ServerMessage):
     message: dict[str, Any] | None = None
     text: str | None = None
     finish_reason: str | None = None
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
 class _Answer(ServerMessage):  # or an error, which has no choices
     choices: list[_Choice] | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
-def redactor(log: Log) -> Redactor:
-    """Return a function that redacts a text as configured; raise InputError if a user's function cannot be imported."""
+def redactor(log: Log) -> Redactor | None:
+    """Return a function that redacts a text as configured, or None if nothing is.
+
+    Raises:
+        InputError: a user's function cannot be imported.
+    """
     patterns = [(Pattern(rule.pattern, "log.redact.pattern", case=True), rule.replacement) for rule in log.redact]
     user_function: Redactor | None = None
     if log.redact_with is not None:
@@ -78,6 +88,8 @@ def redactor(log: Log) -> Redactor:
         except Exception as error:  # the user's module may raise anything
             found = first_line(error)
             raise InputError(f"log.redact_with: expected a function that can be imported, found: {found}") from error
+    if not patterns and user_function is None:
+        return None
 
     def redact(text: str) -> str:
         for pattern, replacement in patterns:
@@ -105,22 +117,29 @@ def unstreamed_answer(content: bytes, streamed: bool) -> dict[str, Any] | None:
         return None
     choices: dict[int, dict[str, Any]] = {}
     usage: Any = None
+    prompt_ids: Any = None
     for line in lines[:-1]:
         part = _checked(_Part, line)
         if part.get("error") is not None:
             return None
         usage = part.get("usage") or usage
+        prompt_ids = prompt_ids or part.get("prompt_token_ids")
         for choice in part.get("choices") or []:
             _add(choices.setdefault(choice.get("index", 0), {}), choice)
     whole = {"choices": [{"index": i, **choice} for i, choice in sorted(choices.items())], "usage": usage}
+    whole |= {} if prompt_ids is None else {"prompt_token_ids": prompt_ids}
     # Written and read again, the halves of a character that was cut between two parts are one character.
     return dict(parse_json(json.dumps(whole)))
 
 
 def record(
-    request: Mapping[str, Any], answer: Mapping[str, Any], about: Mapping[str, Any], redact: Redactor
+    request: Mapping[str, Any], answer: Mapping[str, Any], about: Mapping[str, Any], redactor: Redactor | None
 ) -> dict[str, Any]:
-    """Return the log entry of a request and its answer, with the facts `about` them; `redact` changes each text."""
+    """Return the log entry of a request and its answer, with the facts `about` them; `redactor` changes each text.
+
+    Token ids are written only without a redactor, because nothing can be redacted in them.
+    """
+    redact = redactor or str
     fields = {name: request[name] for name in REQUEST_FIELDS if request.get(name) is not None}
     if "messages" in fields:
         fields["messages"] = [_message(message, redact) for message in fields["messages"]]
@@ -132,8 +151,17 @@ def record(
             entry["message"] = _message(choice["message"], redact)
         else:
             entry["text"] = _redacted(choice.get("text"), redact)
+        if redactor is None and choice.get("token_ids") is not None:
+            entry["token_ids"] = choice["token_ids"]
+        if choice.get("stop_reason") is not None:  # a stop text of the request, or a token
+            entry["stop_reason"] = _redacted(choice["stop_reason"], redact)
         choices.append(entry)
-    return {**about, "request": fields, "response": {"choices": choices, "usage": answer.get("usage")}}
+    response = {"choices": choices, "usage": answer.get("usage")}
+    # Chats have these ids next to the choices, completions in each choice.
+    prompt_ids = next(filter(None, (part.get("prompt_token_ids") for part in (answer, *answer["choices"]))), None)
+    if redactor is None and prompt_ids is not None:
+        response["prompt_token_ids"] = prompt_ids
+    return {**about, "request": fields, "response": response}
 
 
 class LogWriter:
@@ -203,6 +231,12 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
         whole["text"] = whole.get("text", "") + (part.get("text") or "")
     if part.get("finish_reason") is not None:
         whole["finish_reason"] = part["finish_reason"]
+    if part.get("stop_reason") is not None:
+        whole["stop_reason"] = part["stop_reason"]
+    if part.get("token_ids") is not None:
+        whole.setdefault("token_ids", []).extend(part["token_ids"])
+    if part.get("prompt_token_ids") is not None:
+        whole["prompt_token_ids"] = part["prompt_token_ids"]
 
 
 def _add_call(calls: list[dict[str, Any]], part: Mapping[str, Any]) -> None:

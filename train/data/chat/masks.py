@@ -160,6 +160,28 @@ def mask_contexts(
     return samples[::-1]
 
 
+def served_conversation(
+    messages: Sequence[Message], prompt_ids: list[int], answer_ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> MaskedConversation | None:
+    """Return a conversation by the ids that a server read and wrote; None if they do not spell its texts.
+
+    The answer alone counts in the loss: earlier turns may come from elsewhere, and each has a request of its own.
+    """
+    prompt, answer = (
+        str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in (prompt_ids, answer_ids)
+    )
+    questions, visible = [message["content"] for message in messages if message["role"] == "user"], dense(prompt)
+    if any(dense(text) not in visible for text in questions) or _end_of_message(answer, messages[-1]) is None:
+        return None
+    weight = messages[-1].get("weight", 1)
+    return MaskedConversation(
+        prompt_ids + answer_ids,
+        [0] * len(prompt_ids) + [weight] * len(answer_ids),
+        {} if weight else {len(messages) - 1: UNWEIGHTED},
+        sum(message["role"] == "assistant" for message in messages),
+    )
+
+
 @dataclass(frozen=True)
 class _WrittenTurn:
     """A turn in the context in which the assistant wrote it: ids from `begin` to `end` of the conversation so far.
@@ -199,9 +221,14 @@ class _TurnReader:
         """Return the turn that is message i, or why it cannot be learned."""
         if not i:
             return UNASKED
-        context = self._messages[:i]
+        context, message = self._messages[:i], self._messages[i]
         try:
-            before, after = self._template.render(context, answer=True), self._template.render(self._messages[: i + 1])
+            before, after = self._template.render(context, answer=True), self._template.render([*context, message])
+            if "tool_calls" in message and message["content"] != message["content"].rstrip():
+                # Servers leave the line breaks before a call in the content; templates with their own write them twice.
+                once = self._template.render([*context, message | {"content": message["content"].rstrip()}])
+                common = common_length(once, after)
+                after = once if any(map(str.isspace, once[common - 1 : common + 1])) else after
         except InputError:
             if i == len(self._messages) - 1:
                 raise

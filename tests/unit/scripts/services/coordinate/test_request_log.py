@@ -61,6 +61,13 @@ def test_an_answer_that_was_cut_is_marked(tmp_path):
     assert [prompt.cut for prompt in prompts] == [True, False]
 
 
+@pytest.mark.parametrize(("field", "value", "cut"), [("stop_reason", "\n\n", True), ("matched_stop", 7, False)])
+def test_an_answer_that_a_stop_text_ended_is_cut(field, value, cut, tmp_path):
+    choice = {"message": ANSWER, "finish_reason": "stop", field: value}
+    (prompt,) = read(tmp_path, {"messages": ASKED, "choices": [choice]})
+    assert prompt.cut is cut
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -185,6 +192,33 @@ def test_an_answer_of_another_shape_is_named_and_not_shown(content, streamed, na
     with pytest.raises(InputError) as error:
         unstreamed_answer(content, streamed)
     assert str(error.value).startswith(named) and "secret" not in str(error.value)
+
+
+def test_token_ids_are_written_unless_something_is_redacted(tmp_path):
+    choice = {"message": ANSWER, "finish_reason": "stop", "token_ids": [7, 8]}
+    answer, asked = {"choices": [choice], "prompt_token_ids": [5, 6]}, {"messages": ASKED}
+    redact = redactor(Log("l.jsonl", [Redaction("secret", "…")]))
+    (plain,) = read(tmp_path, json.loads(json.dumps(record(asked, answer, {}, redactor(Log("l.jsonl"))))))
+    (redacted,) = read(tmp_path, json.loads(json.dumps(record(asked, answer, {}, redact))))
+    assert plain.served == ([5, 6], [7, 8]) and redacted.served is None and plain.messages == redacted.messages
+    (written,) = read(tmp_path, plain.record())  # as `adapt` writes what it learns
+    assert written.served == plain.served
+    (asked_again,) = read(tmp_path, plain.record(), answers="dropped")
+    assert asked_again.served is None
+
+
+@pytest.mark.parametrize("kept", [{"usage": {"completion_tokens": 2}}, {}, {"usage": None}])
+@pytest.mark.parametrize("left_out", [{"usage": {"completion_tokens": 3}}, {"prompt_token_ids": None}])
+def test_token_ids_are_read_if_they_are_whole(kept, left_out, tmp_path):
+    choice = {"message": ANSWER, "finish_reason": "stop", "token_ids": [7, 8]}
+    line = {"messages": ASKED, "choices": [choice], "prompt_token_ids": [5, 6]}
+    assert [prompt.served for prompt in read(tmp_path, line | kept, line | left_out)] == [([5, 6], [7, 8]), None]
+
+
+def test_token_ids_that_are_none_are_refused(tmp_path):
+    line = {"messages": [*ASKED, ANSWER], "token_ids": [7, -1], "prompt_token_ids": [5]}
+    with pytest.raises(InputError, match=r"log.jsonl:1: token_ids: \[1\]: expected at least 0, found -1"):
+        read(tmp_path, line)
 
 
 def test_a_request_of_another_shape_is_written_as_it_is():
