@@ -44,7 +44,7 @@ def test_a_completed_text_is_a_prompt_and_its_answer(tmp_path):
     line = {"id": 3, "request": {"prompt": "def"}, "response": {"choices": [{"text": " f():"}]}}
     (prompt,) = read(tmp_path, line)
     assert prompt.id == "3"
-    assert prompt.messages == [{"role": "user", "content": "def"}, {"role": "assistant", "content": " f():"}]
+    assert (prompt.text, prompt.answer, prompt.messages) == ("def", " f():", None)
     (asked,) = read(tmp_path, {"request": {"prompt": "def", "metadata": {"category": "code"}}}, answers="dropped")
     assert (asked.text, asked.category) == ("def", "code")
 
