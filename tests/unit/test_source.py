@@ -23,9 +23,9 @@ BUDGET = {
     "train": 15_418,
     "distill": 2_906,
     "medusa": 10_155,
-    "scripts": 19_272,
+    "scripts": 19_280,
     "benchmarks": 2_760,
-    "tests": 55_331,
+    "tests": 55_623,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

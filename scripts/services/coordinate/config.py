@@ -116,6 +116,9 @@ class Log:
     """Replacements in prompts and answers, in this order."""
     redact_with: str | None = None
     """Your own function, applied to texts last: `package.module:function`, str → str."""
+    token_ids: bool = False
+    """Ask the servers for the token ids that they read and write (`return_token_ids`), which a draft then learns
+    exactly. Clients get them too. Not with a redaction, because nothing can be redacted in them."""
     max_bytes: int = 100_000_000
     """The size at which a file is full."""
     files: int = 10
@@ -128,6 +131,8 @@ class Log:
         require(self, at_least(1), "files", prefix="log.")
         if self.redact_with is not None and not re.fullmatch(r"[\w.]+:\w+", self.redact_with):
             raise InputError(f"log.redact_with: expected package.module:function, found {self.redact_with!r}")
+        if self.token_ids and (self.redact or self.redact_with is not None):
+            raise InputError("log.token_ids: expected false with a redaction, found true")
 
 
 @dataclass

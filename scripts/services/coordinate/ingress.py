@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -146,6 +147,8 @@ class Ingress:
         completion = read_request(path, content, request.headers, self.keywords)
         # Token ids cannot be redacted, nor used for training without their tokenizer.
         logged = None if self._write is None or not _is_text(completion) else self._logged(completion)
+        if logged is not None and self.config.log is not None and self.config.log.token_ids:
+            completion = replace(completion, body={**completion.body, "return_token_ids": True})
         return Relay(completion, self.line, self.clients, self.server_models, logged)
 
     async def _body(self, request: Request) -> bytes:

@@ -259,6 +259,9 @@ def test_a_redaction_that_cannot_be_loaded_is_refused():
         redactor(Log("l.jsonl", redact_with="textwrap:nothing"))
     with pytest.raises(InputError, match=r"^log\.redact_with: expected package\.module:function"):
         Log("l.jsonl", redact_with="os.system")
+    for redaction in ({"redact": [Redaction("secret", "…")]}, {"redact_with": "textwrap:dedent"}):
+        with pytest.raises(InputError, match=r"^log\.token_ids: expected false with a redaction, found true$"):
+            Log("l.jsonl", token_ids=True, **redaction)
     with pytest.raises(InputError, match=r"^log\.redact\.replacement: expected a template"):
         Redaction("a", r"\2")
 
