@@ -1,6 +1,7 @@
 """Chat templates in the styles of ten families, short, but with what each does to a conversation."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import AddedToken
@@ -42,7 +43,7 @@ QWEN3 = """
     {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
         {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
     {%- elif m.role == 'assistant' %}
-        {%- set text = m.content %}
+        {%- set text = m.content or '' %}
         {%- set thought = m.reasoning_content or '' %}
         {%- if not thought and '</think>' in text %}
             {%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
@@ -430,10 +431,10 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
-    """Return a small tokenizer with the tokens of all families, and the template of one."""
-    texts = ["def add(a, b):\n    return a + b\n", "hello world, say hello to the world", "a\n\n\nb" * 9]
-    tokenizer = train_bpe([*texts, "user assistant system developer tool"], 340)
+def tokenizer_of(template: str, texts: Sequence[str] = (), size: int = 340) -> PreTrainedTokenizerFast:
+    """Return a small tokenizer with the tokens of all families, and the template of one; it has also seen `texts`."""
+    usual = ["def add(a, b):\n    return a + b\n", "hello world, say hello to the world", "a\n\n\nb" * 9]
+    tokenizer = train_bpe([*texts, *usual, "user assistant system developer tool"], size)
     tokenizer.add_tokens([AddedToken(token, special=True) for token in SPECIAL.split()])
     tokenizer.add_tokens([AddedToken(token) for token in PLAIN.split()])
     tokenizer.bos_token = tokenizer.eos_token = END_OF_TEXT
