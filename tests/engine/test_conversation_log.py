@@ -18,10 +18,11 @@ from templates import TOOLS
 from draftsmith.scripts import cli
 from draftsmith.scripts.services.coordinate.request_log import unstreamed_answer
 from draftsmith.train.data.generate import load_completions
+from draftsmith.train.models import load_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-CHAT = "/v1/chat/completions"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PARSERS = (
     *("--served-model-name", "agent", "--reasoning-parser", "qwen3"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
@@ -65,14 +66,28 @@ def agent(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def conversations(agent) -> dict[str, list[tuple[list[dict], dict, dict]]]:
-    """All requests by conversation; `log.jsonl` is the coordinator's."""
+def traffic(agent) -> tuple[list[dict], dict[str, list[tuple[list[dict], dict, dict]]]]:
+    """The answers to three texts, and then all requests by conversation; `log.jsonl` is the coordinator's."""
+    tokenizer = load_tokenizer(str(agent / "target"))
+    first = [SYSTEM, script("ann")[0][0]]
+    text = tokenizer.apply_chat_template(first, tools=TOOLS, tokenize=False, add_generation_prompt=True)
     pair, log = {"name": "plain", "models": ["agent"]}, {"path": str(agent / "log.jsonl"), "token_ids": True}
     with ExitStack() as running:
         server = running.enter_context(vllm_server(agent / "target", agent / "vllm.log", None, *PARSERS))
         config = {"pairs": [pair | {"endpoints": [server.url]}], "log": log}
         url, _ = running.enter_context(coordinator(config, agent))
-        return {name: list(converse(url, name)) for name in NAMES}
+        bodies = [{"stream": True}, {"seed": 0, "temperature": 1.5}, {"stop": ["wants"]}]
+        texts = []
+        for body in bodies:
+            body = {"model": "agent", "prompt": text, "temperature": 0, "max_tokens": 200} | body
+            response = httpx2.post(f"{url}{TEXT}", json=body, timeout=300)
+            texts.append(unstreamed_answer(response.content, "stream" in body))
+        return texts, {name: list(converse(url, name)) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def conversations(traffic) -> dict[str, list[tuple[list[dict], dict, dict]]]:
+    return traffic[1]
 
 
 def served(requests: list[tuple[list[dict], dict, dict]]) -> list[tuple[list[int], list[int]]]:
@@ -94,8 +109,9 @@ def prepared(agent: Path, lines: list[dict], name: str, *flags: str) -> dict[str
 
 
 def logged(agent: Path) -> list[dict]:
-    """Return the lines of the log by conversation and turn."""
+    """Return the log's lines of chats, by conversation and turn."""
     lines = [json.loads(line) for line in (agent / "log.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["path"] == CHAT]
     names = [next(name for name in NAMES if name in line["request"]["messages"][1]["content"]) for line in lines]
     order = sorted(range(len(lines)), key=lambda n: (names[n], len(lines[n]["request"]["messages"])))
     return [lines[n] for n in order]
@@ -155,17 +171,24 @@ def test_texts_alone_give_the_same_ids_unless_the_target_spelled_them_otherwise(
     assert seen - own == (again if turns == "all" else set())
 
 
-def test_a_draft_that_learned_from_the_log_drafts_for_the_same_server(agent, conversations):
+def test_a_draft_that_learned_from_the_log_drafts_for_the_same_server(agent, traffic, conversations):
     """`adapt` learns the server's ids and swaps; the server then starts with the draft, and says the same."""
     (agent / "current").symlink_to(agent / "draft", target_is_directory=True)
     flags = [f"--target={agent / 'target'}", f"--drafter={agent / 'current'}", f"--log=[{agent / 'log.jsonl'}]"]
     flags += [f"--output={agent / 'adapted'}", "--swap=true", "--newest=8", "--least=8", "--temperature=0"]
     flags += ["--epochs=40", "--max_new_tokens=64", "--learning.training.learning_rate=3e-3"]
     assert cli.main(["adapt", *flags]) == 0
-    expected = [pair for requests in conversations.values() for pair in served(requests)][:8]
+    texts = [choice for answer in traffic[0] for choice in answer["choices"]]
+    assert texts[0]["finish_reason"] == "stop" and texts[2]["stop_reason"] == "wants"
+    ended = [text for text in texts[:2] if text["finish_reason"] == "stop"]  # the third was cut; the second is sampled
+    expected = [(text["prompt_token_ids"], text["token_ids"]) for text in ended]
+    chats = [pair for requests in conversations.values() for pair in served(requests)]
     learned = samples(agent / "adapted/step-0001/completions/learned")
-    whole = sorted((prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in expected)
-    assert sorted(learned.values()) == whole
+    expected = [(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in expected + chats[:8]]
+    assert sorted(learned.values()) == sorted(expected)
+    newest = load_completions(str(agent / "adapted/step-0001/completions/newest-0"))  # the target answers here again
+    asked = [row["input_ids"][: row["prompt_length"]] for row in newest]
+    assert sorted(asked) == sorted(prompt for prompt, _ in chats[8:])
     assert (agent / "current").resolve() == (agent / "adapted/step-0001/drafter").resolve()
     drafting = {"method": "draft_model", "model": str(agent / "current"), "num_speculative_tokens": 4}
     counting = "--per-request-spec-decode-metrics", "summary"
