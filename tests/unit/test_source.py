@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 10_155,
     "scripts": 19_280,
     "benchmarks": 2_760,
-    "tests": 55_646,
+    "tests": 55_669,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

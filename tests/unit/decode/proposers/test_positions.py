@@ -7,7 +7,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.decode import (
     DraftModelProposer,
+    HybridProposer,
     RunAheadProposer,
+    SuffixProposer,
+    Switch,
     Tree,
     autoregressive_generate,
     replay_acceptance,
@@ -15,10 +18,13 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.proposers.base import stack_tokens
 from draftsmith.decode.proposers.draft_tree import draft_static_tree
+from draftsmith.decode.proposers.renumbered import renumber_draft
 from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.parallel.layout import MASK_TOKEN
 from draftsmith.distill.parallel.proposer import ParallelDraftProposer
 from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, EagleProposer
+from draftsmith.medusa.mtp.heads import MtpHeads
+from draftsmith.medusa.mtp.proposer import MtpProposer
 
 
 def test_what_is_fed_of_a_cut_tree_is_its_draft_whatever_the_order_of_its_nodes():
@@ -116,10 +122,27 @@ def test_rows_that_reach_the_end_leave_the_others_as_they_are(target, name):
     assert out.num_undrafted_tokens == sum(each.num_undrafted_tokens for each in alone)
 
 
-@pytest.mark.parametrize("name", [name for name in PROPOSERS if name != "run ahead"])
+def in_turns(last) -> HybridProposer:
+    """Copies have no positions of their own: they are drafted past the model's, too."""
+    return HybridProposer([SuffixProposer(min_match=1), last], Switch(match=1))
+
+
+OTHERS = {
+    "renumbered": lambda target: DraftModelProposer(
+        renumber_draft(learned(), {i: (i + 3) % VOCAB for i in range(VOCAB) if i != 5}, 5)
+    ),
+    "MTP": lambda target: MtpProposer(heads(MtpHeads, target)),
+    "MTP, three layers": lambda target: MtpProposer(heads(MtpHeads, target, layers=3)),
+    "copies, learned": lambda target: in_turns(PROPOSERS["learned"](target)),
+    "copies, eagle": lambda target: in_turns(PROPOSERS["eagle"](target)),
+}
+REPLAYED = {name: make for name, make in (PROPOSERS | OTHERS).items() if name != "run ahead"}
+
+
+@pytest.mark.parametrize("name", REPLAYED)
 def test_replay_counts_what_the_decoder_counts(target, name):
     for length in PROMPTS:
-        proposer = PROPOSERS[name](target)
+        proposer = REPLAYED[name](target)
         for gamma in (1, 3) if name != "block" else (3,):
             out = speculative_generate(target, proposer, prompt(length), max_new_tokens=NEW, draft_length=gamma)
             replay = replay_acceptance(
