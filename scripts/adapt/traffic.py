@@ -48,8 +48,7 @@ def read_traffic(config: AdaptConfig, old_requests: int, least: int) -> Traffic 
         raise InputError(f"log: expected at least {2 * config.newest} requests with answers, found {len(requests)}")
     learned, newest = requests[: -config.newest], requests[-config.newest :]
     if mode == "required":  # the target answers them again
-        unanswered = {"answer": None, "served": None}
-        newest = [replace(p, messages=p.messages and p.messages[:-1], **unanswered) for p in newest]
+        newest = [replace(p, messages=p.messages and p.messages[:-1], answer=None, served=None) for p in newest]
     return Traffic(learned[-config.most :], newest, len(requests))
 
 
