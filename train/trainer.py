@@ -41,7 +41,7 @@ from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.job.resume import JobRecord
 from draftsmith.train.job.saving import SavingTrainer
 from draftsmith.train.job.step_checks import Deadline, FirstLoss, Learner, require_finite
-from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
+from draftsmith.train.job.telemetry import Telemetry, TrainingProgress
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary, LossVocabulary
 from draftsmith.train.losses.objective import Objective
@@ -104,7 +104,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         with argument_errors():
             super().__init__(model=model, args=config.training, **data, **kwargs)
         if self.pop_callback(ProgressCallback):
-            self.add_callback(TelemetryBar)
+            self.add_callback(TrainingProgress)
         if config.patience is not None:
             self.add_callback(EarlyStoppingCallback(config.patience))
         if config.stop_after is not None:

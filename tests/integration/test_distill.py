@@ -22,6 +22,7 @@ from training_steps import KillAfterSave, Killed, error_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import reporting
 from draftsmith.decode.replay.rounds import expected_rounds
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.card import authors
@@ -316,7 +317,8 @@ def test_a_log_line_says_how_fast_and_where_the_time_goes(pipeline, tmp_path, ca
     training = {"max_steps": 3, "logging_steps": 2, "disable_tqdm": False, "gradient_accumulation_steps": 2}
     training |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     options = options | {"heldout": [str(pipeline / "heldout")]}
-    trainer = command.distill(configured(pipeline, tmp_path, training=training, **options))
+    with reporting(every=0, bars=False):
+        trainer = command.distill(configured(pipeline, tmp_path, training=training, **options))
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(lines) == 1
     shares = {name: value for name, value in lines[0].items() if name.startswith("time_")}
@@ -329,7 +331,10 @@ def test_a_log_line_says_how_fast_and_where_the_time_goes(pipeline, tmp_path, ca
         rows = trainer.train_dataset
         learned = [sum(label != IGNORED for label in row["labels"][1:]) for row in rows]
         assert min(learned) <= tokens / samples <= max(learned)
-    assert f"{tokens:.3g} tokens/s" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "'loss': '" in out and "'eval_loss': '" in out
+    assert "train: 1 of 3 steps" in err and "evaluate: 1 of " in err
+    assert f"train: 3 of 3 steps, {tokens:.3g} tokens/s: " in err and "\r" not in err  # no bars outside of a terminal
 
 
 def test_held_out_metrics_are_those_computed_by_hand(pipeline, trained):

@@ -3,13 +3,15 @@
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from draftsmith.decode.progress import Phase, phase
 from draftsmith.train.job.flops import known_device
 from draftsmith.train.losses.positions import IGNORED
 
@@ -125,16 +127,56 @@ class Telemetry:
         return figures
 
 
-class TelemetryBar(ProgressCallback):
-    """The library's progress bar, followed by the speed and the largest phases."""
+class TrainingProgress(TrainerCallback):
+    """The progress of training and its evaluations as phases: bars on a terminal, and lines in a job's log.
+
+    The library's own callback draws bars everywhere, one line of a log for each step.
+    """
+
+    def __init__(self) -> None:
+        self._training, self._evaluation = ExitStack(), ExitStack()
+        self._steps: Phase | None = None
+        self._batches: Phase | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Open the phase of training."""
+        if state.is_world_process_zero:
+            self._steps = self._training.enter_context(phase("train", state.max_steps, "steps", state.global_step))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Count finished steps."""
+        if self._steps is not None:
+            self._steps.advance(state.global_step - self._steps.done)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count a batch of an evaluation, whose phase the first one opens."""
+        if self._batches is None and state.is_world_process_zero:
+            self._batches = self._evaluation.enter_context(phase("evaluate", len(kwargs["eval_dataloader"]), "batches"))
+        if self._batches is not None:
+            self._batches.advance()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Close the phase of an evaluation."""
+        self._evaluation.close()
+        self._batches = None
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
-        """Show a log line's speed in the bar, and write the line above it."""
-        if self.training_bar is not None and logs and "tokens_per_second" in logs:
+        """Write a log line above the bar, and note the speed and the largest phases of a step."""
+        if self._steps is None or not logs:
+            return
+        if "tokens_per_second" in logs:
             shares = {name: value for name, value in logs.items() if name.startswith("time_")}
             largest = sorted(shares, key=lambda name: -shares[name])[:3]
             first = ", ".join(f"{name.removeprefix('time_')} {shares[name]:.0%}" for name in largest)
-            self.training_bar.set_postfix_str(f"{logs['tokens_per_second']:.3g} tokens/s: {first}", refresh=False)
-        super().on_log(args, state, control, logs=logs, **kwargs)
+            self._steps.note = f"{logs['tokens_per_second']:.3g} tokens/s: {first}"
+        shown = {name: f"{x:.4g}" if isinstance(x, float) else x for name, x in logs.items() if name != "total_flos"}
+        tqdm.write(str(shown))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Close the phase of training."""
+        self._training.close()
+        self._steps = None
