@@ -162,6 +162,7 @@ class Rounds:
     def __init__(self, visible: Tensor | None, window: int | None):
         self.visible, self.window = visible, window
         self.steps: list[KeysValues] = []
+        self.first = 0  # the first of the rounds whose later steps `attend` takes
         self._feature_keys: FeatureKeys | None = None
 
     def after(
@@ -189,7 +190,7 @@ class Rounds:
 
     def attend(self, queries: Tensor, current: KeysValues, scale: float, sinks: Tensor | None) -> Tensor:
         """Return the values that the next step attends to, (B, heads, S, width), and remember its keys and values."""
-        attended = self.after(self.steps, queries.shape[1], scale, sinks)(queries, current)
+        attended = self.after(self.steps, queries.shape[1], scale, sinks, self.first)(queries, current)
         self.steps.append(current)
         return attended
 

@@ -12,7 +12,7 @@ Shape suffixes: B rows, T positions, S = T − k rounds of a step, H hidden.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,17 +229,50 @@ class MtpHeads(DraftingHeads):
             num_steps: K.
             texts: in packed rows a number for each text, (B, T).
         """
-        several, visible = len(self.layers) > 1, None if texts is None else same_text(texts)
-        steps, rounds = [states], Rounds(visible, self._window(0))
-        for k in range(min(num_steps, embeddings.shape[1])):
-            count = embeddings.shape[1] - k
-            if several:  # each layer has keys of its own
-                rounds = Rounds(None if visible is None else visible[..., :count, :count], self._window(k))
+        length, several, visible = (
+            embeddings.shape[1],
+            len(self.layers) > 1,
+            None if texts is None else same_text(texts),
+        )
+        num_steps, steps = min(num_steps, length), [states]
+        if num_steps and not several:
+            return list(self.rounds_of(embeddings, states, positions, visible)(0, length, num_steps))
+        for k in range(num_steps):
+            count = length - k
+            # Each layer has keys of its own.
+            rounds = Rounds(None if visible is None else visible[..., :count, :count], self._window(k))
             with rounds.of(self.config):
                 inputs = embeddings[:, k:], steps[-1][:, :count], positions[:, :count] + 1 + k
                 # Without a mask of theirs: to look for texts in a row, the library would wait for the device.
-                steps.append(self.apply_layer(k if several else 0, *inputs, None, {"attention_mask": None}))
+                steps.append(self.apply_layer(k, *inputs, None, {"attention_mask": None}))
         return steps[1:]
+
+    def rounds_of(
+        self, embeddings: Tensor, states: Tensor, positions: Tensor, visible: Tensor | None = None
+    ) -> Callable[[int, int, int], Iterator[Tensor]]:
+        """Return (begin, end, K) → the outputs of the steps of one layer in the rounds that begin at these positions.
+
+        Later steps of the last rounds are left out. Arguments are those of `unroll`, and the mask of `same_text`.
+        """
+        rounds, length = Rounds(visible, self._window(0)), embeddings.shape[1]
+
+        def apply(begin: int, end: int, k: int, states: Tensor) -> Tensor:
+            with rounds.of(self.config):
+                inputs = embeddings[:, begin + k : end + k], states, positions[:, begin:end] + 1 + k
+                return self.apply_layer(0, *inputs, None, {"attention_mask": None})
+
+        whole = apply(0, length, 0, states)
+
+        def steps(begin: int, end: int, num_steps: int) -> Iterator[Tensor]:
+            step = whole[:, begin:end]
+            yield step
+            del rounds.steps[1:]  # those of other rounds
+            for k in range(1, num_steps):
+                rounds.first, end = begin, max(begin, min(end, length - k))
+                step = apply(begin, end, k, step[:, : end - begin])
+                yield step
+
+        return steps
 
     def _window(self, layer: int) -> int | None:
         kinds, window = getattr(self.config, "layer_types", None), getattr(self.config, "sliding_window", None)

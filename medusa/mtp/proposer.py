@@ -77,8 +77,13 @@ class MtpProposer(FeatureProposer):
             decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
             states = heads.fuse(features.pop().to(heads.device, heads.dtype))
             order = torch.arange(ids_1T.shape[1] - 2, device=heads.device)[None]
-            steps = heads.unroll(heads.embed(ids_1T[:, 1:-1]), states, order, min(depth, len(text) - 1))
-        begin = text.prompt_length - 2
+            embeddings, begin = heads.embed(ids_1T[:, 1:-1]), text.prompt_length - 2
+            if self.longest is None:
+                rounds = heads.rounds_of(embeddings, states, order)
+                return lambda first, end: (
+                    self._aligned(heads.head(step[0])) for step in rounds(begin + first, begin + end, depth)
+                )
+            steps = heads.unroll(embeddings, states, order, min(depth, len(text) - 1))
         return lambda first, end: (self._aligned(heads.head(step[0, begin + first : begin + end])) for step in steps)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:

@@ -22,7 +22,7 @@ BUDGET = {
     "decode": 13_776,
     "train": 15_460,
     "distill": 2_906,
-    "medusa": 10_155,
+    "medusa": 10_194,
     "scripts": 19_280,
     "benchmarks": 2_760,
     "tests": 55_674,
