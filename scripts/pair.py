@@ -11,7 +11,8 @@ from draftsmith.decode.cache import check_rollback
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.train.checkpoint import end_of_sequence_ids, unapplied_settings
-from draftsmith.train.data.prompts import Prompt, encode_prompts, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import Prompt, encode_prompts
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading, Pair
 from draftsmith.train.models import check_head, empty_model, load_model, load_tokenizer, resolve_dtype, vocabulary_size
 from draftsmith.train.options import TemplateOptions

@@ -13,7 +13,8 @@ from draftsmith.decode.progress import track
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.trials import load_chains, replay_completions
 from draftsmith.train.data.generate import load_completions
-from draftsmith.train.data.prompts import AnswersMode, Prompt, read_prompts
+from draftsmith.train.data.prompt_files import AnswersMode, read_prompts
+from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.losses.output_head import head_of, last_hidden, require_split
 from draftsmith.train.models import load_model
 

@@ -30,7 +30,7 @@ from draftsmith.scripts.serving.engine.offline import engine_python
 from draftsmith.scripts.stages import NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
-from draftsmith.train.data.prompts import read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.files import require_writable, write_atomically
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.models import load_config

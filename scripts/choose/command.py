@@ -46,7 +46,8 @@ from draftsmith.scripts.stages import Stages, flags_of, nest
 from draftsmith.scripts.trials import CostFile
 from draftsmith.train.cli import OutOfTime, parse_config
 from draftsmith.train.data.corpus import write_prompts
-from draftsmith.train.data.prompts import Prompt, encode_prompts, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import Prompt, encode_prompts
 from draftsmith.train.files import require_writable, write_atomically
 from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import as_json, write_json

@@ -20,7 +20,8 @@ from draftsmith.scripts.choose.rounds import Way
 from draftsmith.scripts.choose.run import ChooseRun
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import OutOfTime, parse_config
-from draftsmith.train.data.prompts import Prompt, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import Prompt
 
 LEARNING = {"training.max_steps": 1, "training.use_cpu": True, "training.per_device_train_batch_size": 4}
 HEADS = {"command": "medusa", "num_heads": 2}

@@ -53,7 +53,7 @@ from draftsmith.scripts.trials import CostFile
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors
 from draftsmith.train.cli import check_fields, fields_of
 from draftsmith.train.data.mapped import Texts, map_completions
-from draftsmith.train.data.prompts import read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.data.shards import completion_files, read_completions, read_manifest, settle_manifest
 from draftsmith.train.endpoint.client import NATIVE, Client
 from draftsmith.train.endpoint.client import TEXT as COMPLETIONS

@@ -12,7 +12,8 @@ from draftsmith.train.data import generate as completions
 from draftsmith.train.data.chat.masks import LATER, mask_conversation
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
-from draftsmith.train.data.prompts import encode_prompts, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import encode_prompts
 from draftsmith.train.models import load_tokenizer
 
 # Turns that an end-of-sequence token ends, and turns that nothing ends. An added token stands before them, because a

@@ -14,7 +14,7 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
-from draftsmith.train.data.prompts import read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import track
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import encode_prompt
 
 # Tests are not library sources. encodings and pydoc_data are generated tables of near-identical lines, which a model
 # would learn too well: they would raise its acceptance rate.

@@ -33,6 +33,7 @@ from draftsmith.train.data.decoding import complete, set_generation_config
 from draftsmith.train.data.partial_shard import PartialShard, WritingProgress
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
+from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.data.prompts import (
     ALL_TURNS,
     Prompt,
@@ -40,7 +41,6 @@ from draftsmith.train.data.prompts import (
     encode_prompt,
     encode_prompts,
     mask_answers,
-    read_prompts,
     usable,
 )
 from draftsmith.train.data.samples import Completion, Sample, ShardBatch, make_batches, mixed_seed

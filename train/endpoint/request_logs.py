@@ -9,7 +9,7 @@ Four shapes are known by their fields:
 
 The first choice is the answer. If its `token_ids` are there with the `prompt_token_ids`, as vLLM and SGLang give them
 for `"return_token_ids": true`, they are what the server read and wrote, and are passed on with the texts. Messages,
-tools and chat template arguments are passed on unchanged, and `prompts.py` reads them like those of any record.
+tools and chat template arguments are passed on unchanged, and `prompt_files.py` reads them like those of any record.
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ from draftsmith.scripts.serving.certify.config import CertifyConfig
 from draftsmith.scripts.serving.certify.servers import Servers, target_identity
 from draftsmith.train.checkpoint import end_of_sequence_ids
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.prompts import read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.endpoint.client import SentPrompt
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove, require_writable

@@ -22,7 +22,8 @@ from draftsmith.scripts.serving.client import ServerMetrics
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.serving.measure.load import MeasuredServer, RequestRecord, records_of
 from draftsmith.train.checkpoint import load_generation_config, unapplied_settings
-from draftsmith.train.data.prompts import encode_prompts, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import encode_prompts
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.endpoint.client import Client, SentPrompt
 from draftsmith.train.endpoint.http import ServerFailure

@@ -16,7 +16,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.parallel.layout import unused_token
 from draftsmith.distill.vocabulary import keep_tokens
-from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary, LossVocabulary

@@ -14,7 +14,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.repetition import count_repeated_ngrams, repeated_ngram_share
 from draftsmith.train.data.chat import messages as reading
 from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
-from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import Prompt, encode_prompt
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"

@@ -7,7 +7,7 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.services.coordinate.config import Log, Redaction
 from draftsmith.scripts.services.coordinate.request_log import LogWriter, record, redactor, unstreamed_answer
-from draftsmith.train.data.prompts import read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
 
 ASKED = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 ANSWER = {"role": "assistant", "content": "Hello."}

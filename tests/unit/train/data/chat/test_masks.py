@@ -13,7 +13,8 @@ from draftsmith.train.data.chat import masks
 from draftsmith.train.data.chat.masks import ClosingTokens, mask_contexts, mask_conversation
 from draftsmith.train.data.chat.templates import GrowingText, encode_rendered
 from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
-from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import Prompt, encode_prompt
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "[INST]", "[/INST]"]
 THINK = ["<think>", "</think>"]  # added, but not special, as in Qwen3

@@ -8,7 +8,8 @@ from support.templates import CONVERSATIONS, ENDS, TEMPLATES, tokenizer_of
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.chat.masks import ClosingTokens
 from draftsmith.train.data.corpus import END_OF_TEXT
-from draftsmith.train.data.prompts import mask_answers, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import mask_answers
 
 UNREAD = "expected a chat template that writes it, found that the target's leaves it out"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")

@@ -14,7 +14,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.data.chat import masks, templates
 from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.chat.messages import read_messages
-from draftsmith.train.data.prompts import answer_texts, encode_prompt, mask_answers, read_prompts
+from draftsmith.train.data.prompt_files import read_prompts
+from draftsmith.train.data.prompts import answer_texts, encode_prompt, mask_answers
 
 TOKENIZER = byte_level(gpt2=False)
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
