@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 10_194,
     "scripts": 19_284,
     "benchmarks": 2_760,
-    "tests": 55_681,
+    "tests": 55_683,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
