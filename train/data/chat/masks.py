@@ -2,10 +2,10 @@ r"""Loss masks: which tokens of a conversation the assistant wrote, so that a dr
 
 Each turn of the assistant is proven on its own: the conversation up to the turn is rendered with the generation prompt,
 as the server that wrote the turn saw it, and then with the turn. The ids of the first must begin those of the second.
-What follows is the turn, up to the first special token (`<|im_end|>`, `</s>`, …; or else another added one) after the
-assistant's text. That token counts, because it ends an answer at inference; the template's text after it (mostly a
-newline) never counts. Where a template ends turns without a token, as GLM's do, the next turn's first token ends them
-if it ends the target's texts.
+What follows is the turn, up to the first token after the assistant's text that ends the target's texts; or else up to
+the first special token (`<|im_end|>`, `</s>`, …), or another added one. That token counts, because it ends an answer at
+inference; the template's text after it (mostly a newline) never counts. Where a template ends turns without a token, as
+GLM's do, the next turn's first token ends them if it ends the target's texts.
 
 Three things are no part of a turn, although they stand in it:
 
@@ -128,7 +128,7 @@ def mask_contexts(
     template, rendered = for_template(messages, tokenizer, name, place, system_prompt, variables, tools, answer=False)
     shift = len(rendered) - len(messages)
     closing = ClosingTokens.of(tokenizer) if closing is None else closing
-    reader = _TurnReader(template, rendered, closing, ends or [tokenizer.eos_token_id])
+    reader = _TurnReader(template, rendered, closing, ends)
     written, left_out = dict[int, _WrittenTurn](), dict[int, str]()
     for turn in turns:
         found = reader.read(turn + shift)
@@ -213,8 +213,9 @@ class _TurnReader:
         closing: ClosingTokens,
         ends: Collection[int],
     ):
-        self.ends = ends
-        self._template, self._messages, self._closing = template, messages, closing
+        self.ends = ends or [template.tokenizer.eos_token_id]
+        self._template, self._messages = template, messages
+        self._closing = frozenset(ends), closing.special, closing.added
         self._encode = GrowingText(template.tokenizer, closing.splitting)
 
     def read(self, i: int) -> _WrittenTurn | str:
@@ -247,7 +248,7 @@ class _TurnReader:
                 return self._departure(before, after) if i == len(self._messages) - 1 else ELSEWHERE
             ids = apart
         begin, said = len(context_ids), encode_rendered(self._template.tokenizer, after[len(before) : text_end])
-        for tokens in (self._closing.special, self._closing.added):
+        for tokens in self._closing:
             in_text = sum(token in tokens for token in said)
             places = [k for k in range(begin, len(ids)) if ids[k] in tokens]
             if len(places) > in_text:
@@ -269,7 +270,7 @@ class _TurnReader:
                 reply = {"role": "tool", "content": "x", "name": function_of(calls[0])["name"]}
                 reply |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
             with suppress(InputError):
-                talk = [*self._messages[:i], short]  # a reply may change how the turn itself is written
+                talk = [{"role": "user", "content": "x"}, short]  # a reply may change all turns before it
                 before, after = (self._encode(self._template.render(part)) for part in (talk, [*talk, reply]))
                 if after[: len(before)] == before and after[len(before)] in self.ends:
                     ids.append(after[len(before)])

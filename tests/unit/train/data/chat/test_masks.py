@@ -220,6 +220,15 @@ THOUGHT = [
 ]
 
 
+def test_an_answer_ends_with_a_token_that_ends_texts_though_special_ones_come_before_it():
+    """Cohere's templates close the answer by a token, and then the turn by another one."""
+    tokenizer = byte_level(gpt2=False)
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|/header|><|eot|>")
+    talk, ends = [user("say"), assistant("hello"), user("add"), assistant("a")], tokenizer.encode("<|eot|>")
+    masked = mask_conversation(talk, tokenizer, "x", ends=ends)
+    assert learned(masked.ids, masked.mask, tokenizer) == ["hello<|/header|><|eot|>", "a<|/header|><|eot|>"]
+
+
 def test_thinking_in_the_last_answer_counts_and_earlier_answers_that_lost_theirs_do_not():
     tokenizer = using(QWEN3)
     masked = mask_conversation(THOUGHT, tokenizer, "x")

@@ -135,5 +135,7 @@ def test_masks_are_those_of_each_turn_rendered_in_its_own_context_or_the_row_is_
         mask, learned = expected_mask(each.ids, [turns[turn] for turn in pending])
         assert each.mask == mask and learned
         assert each.turn == pending[-1] + 1
+        context, own = turns[pending[-1]]
+        assert each.ids[: len(context + own)] == context + own
         pending = [turn for k, turn in enumerate(pending) if k not in learned]
     assert not pending and samples[-1].left_out == {}
