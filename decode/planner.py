@@ -118,7 +118,7 @@ def stack_sizes(sizes: Sequence[np.ndarray], drafters: int) -> np.ndarray:
 
 def rounds_with_others(sizes_SK: np.ndarray, others_SK: np.ndarray, rows: int) -> np.ndarray:
     """Return a row's rounds by the latest drafter and the largest draft of all its batch's rows, which set the time."""
-    if rows == 1:
+    if rows == 1 or not others_SK.any():
         return sizes_SK
     # The other rows' rounds are taken as independent draws from `others_SK`. The cumulative sum of the batch's rounds
     # is P(no other row is beyond s or k) · the row's own rounds up to s and k; its increments are returned.

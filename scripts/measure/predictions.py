@@ -112,7 +112,7 @@ def nodes_of(drafter: Drafter, replay: Replay | None, draft_length: int, rows: i
     if not drafter.family.drafts_less or replay is None:
         return drafter.nodes
     sizes_K = stack_sizes([text.sizes[draft_length] for text in replay.texts], max(1, len(drafter.sources))).sum((0, 1))
-    fewer_K = sizes_K.cumsum()[:-1] / sizes_K.sum()
+    fewer_K = sizes_K.cumsum()[:-1] / (sizes_K.sum() or 1.0)  # in a group of tokens perhaps no round starts
     return float((1 - fewer_K**rows).sum())
 
 

@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 10_194,
     "scripts": 19_284,
     "benchmarks": 2_760,
-    "tests": 55_694,
+    "tests": 55_712,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

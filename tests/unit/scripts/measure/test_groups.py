@@ -2,20 +2,22 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from unit.scripts.measure.test_taking_turns import hybrid
+from unit.scripts.measure.test_taking_turns import TABLE, hybrid
 from unit.scripts.measure.test_verdict import LENGTHS, measured
 from unit.train.data.chat.test_masks import byte_level, user
 from unit.train.data.chat.test_parts import WITH_TAGS
 
 from draftsmith.decode import DraftModelProposer, Replay
+from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.measurement.replay import TextReplay
 from draftsmith.decode.replay.batch_replay import replay_by_position
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.scripts.measure.groups import contexts_of, groups_of_tokens, number_stretches
 from draftsmith.scripts.measure.predictions import curve_of
-from draftsmith.scripts.measure.state import PROBABILISTIC
+from draftsmith.scripts.measure.state import PROBABILISTIC, Method
 from draftsmith.train.data.prompts import Prompt
 
 ASKED = [user("say"), {"role": "assistant", "content": "hello"}, user("go on")]
@@ -34,11 +36,11 @@ def own():
     return found
 
 
-def replayed(own, sources: int = 1) -> tuple[Replay, dict[int, list[list[float]]]]:
+def replayed(own, sources: int = 1, certain: bool = False) -> tuple[Replay, dict[int, list[list[float]]]]:
     """Return a replay in which drafters take turns token by token, and by γ the probabilities of starts, by hand."""
     texts, starts = [], {k: [] for k in LENGTHS}
     for prompt, text, labels in zip(own.prompt_ids, own.texts[0.0], number_stretches(own, 0.0), strict=True):
-        a = torch.rand(len(text), generator=torch.Generator().manual_seed(len(text))).double()
+        a = torch.rand(len(text), generator=torch.Generator().manual_seed(len(text))).double().clamp(min=float(certain))
         written = [WrittenText(torch.tensor(prompt + text), len(prompt), len(text))]
         chain = replay_by_position(written, [a], [a])
         chain = replace(chain, sources=[torch.arange(len(text)) % sources])
@@ -123,3 +125,19 @@ def test_who_drafted_what_in_each_part(own, monkeypatch):
         assert drafters[name][4].accepted.value == pytest.approx(shares["accepted"][index] / 8)
     # Every token is an accepted draft or the target's own, one a round, but where a draft reaches into the answer.
     assert sum(drafters[name][4].accepted.value for name in drafters) == pytest.approx(sum(shares["accepted"]) / 8)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "hybrid"])
+def test_a_group_in_which_no_round_starts_has_no_speed_up(own, monkeypatch, kind):
+    """All drafts are accepted, and the one token after 2,048 tokens of context is the end of one."""
+    monkeypatch.setattr(own, "prompt_ids", [[5] * length for length in (1022, 2044, 3, 3, 3, 3)])
+    monkeypatch.setattr(own, "observations", {(0.0, 2, Method()): []})
+    monkeypatch.setattr(own, "tables", [replace(own.tables[0], context=3000)])
+    if kind == "hybrid":
+        monkeypatch.setattr(own, "pair", replace(own.pair, drafters=[hybrid(DraftModelProposer(own.pair.target))]))
+        monkeypatch.setattr(own, "tables", [replace(TABLE, context=3000)])
+    replay, _ = replayed(own, 1 + (kind == "hybrid"), certain=True)
+    with np.errstate(invalid="raise"):
+        group = curve_of(own, 0.0, kind, PROBABILISTIC, replay).by_context["4096"]
+    assert (group.tokens, group.mean_acceptance_length[4]) == (1, Estimate(None, None, 1))
+    assert group.predicted_speedup[2][4] == Estimate(None, None, 1)
