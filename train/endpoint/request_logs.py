@@ -18,6 +18,8 @@ from typing import Any
 from draftsmith.decode.errors import InputError
 
 CUT = "length"  # the finish reason of an answer that was cut, at a length or at a stop text of the request
+INTERRUPTED = (CUT, "abort", "error", "repetition", "content_filter")
+"""The finish reasons of vLLM, SGLang and OpenAI for answers that the target did not end."""
 SHAPING = ("tools", "chat_template_kwargs", "system", "functions", "chat_template", "continue_final_message")
 """Fields of a request that change how a server renders its messages."""
 VARIABLES = ("documents", "reasoning_effort")  # fields that a server passes to the chat template
@@ -51,6 +53,8 @@ def conversation(record: Mapping[str, Any], where: str, answered: bool) -> dict[
     result |= {} if category is None else {"category": category}
     if request.get("add_generation_prompt") is False:
         raise InputError(f"{at}add_generation_prompt: expected an answer after the generation prompt, found false")
+    if answered and request.get("echo"):
+        raise InputError(f"{at}echo: expected an answer without its prompt, found true")
     result |= {field: request[field] for field in SHAPING if request.get(field)}
     if request.get("messages") and (passed := {field: request[field] for field in VARIABLES if request.get(field)}):
         own = result.get("chat_template_kwargs", {})

@@ -20,7 +20,7 @@ from draftsmith.scripts.services.coordinate.patterns import Pattern
 REQUEST_FIELDS = (
     "model", "messages", "prompt", "tools", "tool_choice", "functions", "documents", "reasoning_effort",
     "chat_template", "chat_template_kwargs", "continue_final_message", "add_generation_prompt", "response_format",
-    "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+    "echo", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
 )  # fmt: skip
 """Request fields to write: the sources of the text and its sampling, not the sender."""
 TEXTS = (
@@ -240,9 +240,12 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
 
 
 def _add_call(calls: list[dict[str, Any]], part: Mapping[str, Any]) -> None:
-    """Add a part of a tool call. Its texts are joined, because redaction would not find a pattern split over pieces."""
-    whole = next((call for call in calls if call.get("index") == part.get("index")), None)
-    if whole is None:
+    """Add a part of a tool call. Its texts are joined, because redaction would not find a pattern split over pieces.
+
+    Some servers give all calls one index, or none: a name that comes after arguments begins another call.
+    """
+    whole = next((call for call in reversed(calls) if call.get("index") == part.get("index")), None)
+    if whole is None or ((part.get("function") or {}).get("name") and whole["function"].get("arguments")):
         whole = {"index": part.get("index"), "function": {}}
         calls.append(whole)
     known = {name: value for name, value in part.items() if value is not None}  # SGLang's later parts have a null id

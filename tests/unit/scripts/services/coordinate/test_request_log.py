@@ -56,9 +56,9 @@ def test_where_answers_are_kept_a_line_without_one_is_a_prompt(tmp_path):
 
 
 def test_an_answer_that_was_cut_is_marked(tmp_path):
-    cut = [{"message": ANSWER, "finish_reason": "length"}]
-    prompts = read(tmp_path, {"messages": ASKED, "choices": cut}, {"messages": ASKED, "choices": CHOICES})
-    assert [prompt.cut for prompt in prompts] == [True, False]
+    reasons = ["length", "abort", "content_filter", "repetition", "stop", "tool_calls"]
+    lines = [{"messages": ASKED, "choices": [{"message": ANSWER, "finish_reason": reason}]} for reason in reasons]
+    assert [prompt.cut for prompt in read(tmp_path, *lines)] == [True, True, True, True, False, False]
 
 
 @pytest.mark.parametrize(("field", "value", "cut"), [("stop_reason", "\n\n", True), ("matched_stop", 7, False)])
@@ -74,6 +74,7 @@ def test_an_answer_that_a_stop_text_ended_is_cut(field, value, cut, tmp_path):
         ({"request": {"prompt": [5, 6]}}, "request.messages: expected the request as messages or a prompt in text"),
         ({"request": {"messages": ASKED}}, "response.choices: expected an answer, found none"),
         ({"messages": ASKED, "choices": []}, "choices: expected an answer, found none"),
+        ({"prompt": "a", "echo": True, "choices": [{"text": "ab"}]}, "echo: expected an answer without its prompt"),
         (
             {"custom_id": "1", "response": {"body": {}}, "body": {"messages": ASKED}},
             "response.body.choices: expected an answer",
@@ -123,6 +124,15 @@ def test_a_call_that_came_in_pieces_is_redacted_as_a_whole():
     message = written["response"]["choices"][0]["message"]
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"to": "[mail]"}', ""]
     assert message["tool_calls"][0]["id"] == "c"
+
+
+@pytest.mark.parametrize("index", [{}, {"index": 0}])
+def test_calls_that_share_an_index_are_not_joined(index):
+    functions = [("add", ""), (None, '{"a":'), (None, "1}"), ("show", "{}")]
+    parts = [index | {"function": {"name": name, "arguments": text}} for name, text in functions]
+    content = events(*({"choices": [{"delta": {"tool_calls": [one]}}]} for one in parts))
+    calls = unstreamed_answer(content, streamed=True)["choices"][0]["message"]["tool_calls"]
+    assert [tuple(call["function"].values()) for call in calls] == [("add", '{"a":1}'), ("show", "{}")]
 
 
 def test_what_shapes_a_conversation_is_written_and_read_again_redacted(tmp_path):
