@@ -174,7 +174,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         predicted_speedup_without_prompt=predictions.predicted_speedup(measured, *prediction_key, with_prompt=False),
         tokens_per_second=own.speed(),
         gain_over_baseline_draft=_gains(measured, setting, method),
-        replay=None if replay is None else _replayed(measured, replay, rows, method.draft_length, temperature),
+        replay=None if replay is None else _replayed(measured, replay, rows, method, temperature),
         lossless=measured.lossless[*setting, method],
         by_category=by_group(measured.categories(), decoded, own, plain, length),
         by_turn=by_group(turns_of(measured.prompts), decoded, own, plain, length),
@@ -237,32 +237,34 @@ def _gains(measured: Measured, setting: tuple[float, int], method: Method) -> re
 
 
 def _replayed(
-    measured: Measured, replay: Replay, rows: Sequence[Row], k: int, temperature: float
+    measured: Measured, replay: Replay, rows: Sequence[Row], method: Method, temperature: float
 ) -> report.ReplayedLength:
     """Return the replayed τ of the target's texts, and whether it agrees with the decoder's.
 
     At T=0 both count the same texts, and the rounds of each prompt must be equal. Sampled texts differ, and in half
-    precision the parallel forward breaks near-ties otherwise: `same_length` then compares them, in one test over all
-    runs.
+    precision of target or drafter the parallel forward breaks near-ties otherwise: `same_length` then compares them, in
+    one test over all runs.
     """
+    k = method.draft_length
     tokens, rounds = replay.tokens_and_rounds(k)
-    if _replays_exactly(measured, temperature):
+    if _replays_exactly(measured, temperature, method):
         agrees: bool | None = all(row.counts.num_drafts == rounds[row.prompt] for row in rows)
     else:
         replayed = [tokens[row.prompt] for row in rows], [rounds[row.prompt] for row in rows]
         num_tests = sum(
             method != Method()
             and (t, method.drafter, PROBABILISTIC) in measured.replays
-            and not _replays_exactly(measured, t)
+            and not _replays_exactly(measured, t, method)
             for t, _, method in measured.observations
         )
         agrees = same_length(emitted_and_rounds(rows), replayed, num_tests)
     return report.ReplayedLength(replay.mean_acceptance_length[k], agrees)
 
 
-def _replays_exactly(measured: Measured, temperature: float) -> bool:
-    """Return whether replay must count the decoder's rounds: at T=0, in a dtype without near-ties."""
-    return temperature == 0 and measured.pair.target.dtype in (torch.float32, torch.float64)
+def _replays_exactly(measured: Measured, temperature: float, method: Method) -> bool:
+    """Return whether replay must count the decoder's rounds: at T=0, with target and drafter in dtypes without ties."""
+    models = measured.pair.target, measured.drafter(method.drafter).model
+    return temperature == 0 and all(m is None or m.dtype in (torch.float32, torch.float64) for m in models)
 
 
 def _memory(pair: Pair) -> Memory:

@@ -23,9 +23,9 @@ BUDGET = {
     "train": 15_468,
     "distill": 2_906,
     "medusa": 10_194,
-    "scripts": 19_287,
+    "scripts": 19_289,
     "benchmarks": 2_760,
-    "tests": 55_722,
+    "tests": 55_742,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
