@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     console.print(
         f"{kind}, γ = {report['draft_length']}, T = {config.temperature:g}, {where['dtype']}, {where['device']}, "
-        f"{where['threads']} threads",
+        f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}",
         highlight=False,
         soft_wrap=True,
     )

@@ -104,7 +104,7 @@ class ParallelDraft(Draft):
         if server == "sglang":
             return ["SGLang's STANDALONE drafts a token a forward, with this draft too: measure it as --draft"]
         mask_token_of(model)
-        lines = ["it drafts all tokens in one forward; measure it as --parallel_draft"]
+        lines = ["it drafts all tokens in one forward, as `measure --drafter` does"]
         if (tree := tree_of(model.config)) is not None:
             lines.append(f"the tree of {len(tree)} tokens in its config.json is not for vLLM, which drafts chains")
         return lines

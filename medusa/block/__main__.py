@@ -49,8 +49,9 @@ class BlockRun(FeatureRun[BlockTrainingConfig]):
     def first_look(self) -> None:
         """Print how the drafter begins, and fit the first layer's look back if it has one."""
         shape, (start, clause) = self.heads.config, choose_init(self.config, self.heads, self.target)
+        layers = "1 layer" if shape.num_hidden_layers == 1 else f"{shape.num_hidden_layers} layers"
         print_once(
-            f"init: {shape.num_hidden_layers} layers {clause}, on the outputs of the target's layers "
+            f"init: {layers} {clause}, on the outputs of the target's layers "
             f"{', '.join(map(str, shape.target_layer_ids))}; token {shape.mask_token_id} stands for a mask"
         )
         if start == "look_back":

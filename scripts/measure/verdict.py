@@ -355,7 +355,7 @@ def _below(what: str, estimate: Estimate, unit: str, least: float, confidence: f
     if estimate.ci95 is None:
         counted = f"{estimate.n} {unit}"
         if estimate.n < LEAST:
-            return [f"{counted} are too few for {_level(confidence)}, which needs {LEAST}, of {_where(run)}"]
+            return [f"{counted} of {_where(run)}, are too few for {_level(confidence)}, which needs {LEAST}"]
         return [f"of {counted} some have no token, so that there is no interval, of {_where(run)}"]
     low, high = estimate.ci95
     if low > least:

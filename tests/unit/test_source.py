@@ -22,10 +22,10 @@ BUDGET = {
     "decode": 13_776,
     "train": 15_468,
     "distill": 2_906,
-    "medusa": 10_194,
+    "medusa": 10_195,
     "scripts": 19_289,
     "benchmarks": 2_760,
-    "tests": 55_742,
+    "tests": 55_743,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

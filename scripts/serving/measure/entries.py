@@ -142,7 +142,7 @@ def _below(what: str, estimate: Estimate, least: float, confidence: float, run: 
     if estimate.ci95 is None:
         if estimate.n >= LEAST:
             return [f"{what} has no interval {where}: see the warnings"]
-        return [f"{estimate.n} prompts or turns are too few for {level}, which needs {LEAST}, of {what} {where}"]
+        return [f"{what} {where} has {estimate.n} prompts or turns, too few for {level}, which needs {LEAST}"]
     low, high = estimate.ci95
     if low > least:
         return []

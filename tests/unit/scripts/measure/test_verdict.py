@@ -351,7 +351,7 @@ def test_the_stock_draft_is_not_deployed_where_a_gain_over_it_is_asked_for():
 def test_one_batch_alone_says_nothing_for_certain():
     gate, verdict = Case(count=1).add("draft", 3.0).judge(min_speedup=1.1)
     assert gate.failures == [
-        "1 batches are too few for 95% confidence, which needs 5, of draft, γ = 4, at T = 0, batch size 1"
+        "1 batches of draft, γ = 4, at T = 0, batch size 1, are too few for 95% confidence, which needs 5"
     ]
     assert verdict.go is False and verdict.measured_speedup.ci95 is None
 
@@ -368,6 +368,7 @@ def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
         "prompts": SimpleNamespace(count=8, replayed=9),
         "failures": [],
         "by_load": [],
+        "curves": [],
         "server": None,
     }
     for least, word, result in ((1.2, "GO", "passed"), (2.0, "NO-GO", "failed")):
