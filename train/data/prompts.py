@@ -18,7 +18,7 @@ from draftsmith.train.data.chat.masks import (
     mask_plain,
     served_conversation,
 )
-from draftsmith.train.data.chat.messages import Message
+from draftsmith.train.data.chat.messages import Message, with_parts
 from draftsmith.train.data.chat.templates import (
     chat_request,
     for_template,
@@ -73,7 +73,9 @@ class Prompt:
 
     def record(self) -> dict[str, Any]:
         """Return a record that `read_prompts` reads, without an id."""
-        content: dict[str, Any] = {"prompt": self.text} if self.messages is None else {"messages": self.messages}
+        content: dict[str, Any] = {"prompt": self.text}
+        if self.messages is not None:
+            content = {"messages": [with_parts(message) for message in self.messages]}
         content |= {} if self.answer is None else {"continuation": self.answer}
         content |= {} if self.tools is None else {"tools": self.tools}
         content |= {"chat_template_kwargs": dict(self.variables)} if self.variables else {}

@@ -1,7 +1,8 @@
 """Messages of a record in one shape, from any format: roles, texts, reasoning, tool calls.
 
-A message is `{"role": …, "content": …}` with a string as its content. Other fields of a record's message stay, unless
-they are empty; whether a chat template writes them is checked when it is rendered.
+A message is `{"role": …, "content": …}` with a string as its content. Several parts of text are joined by line breaks,
+as vLLM joins them for templates that read no parts, and stay in `TEXTS`. Other fields of a record's message stay,
+unless they are empty; whether a chat template writes them is checked when it is rendered.
 """
 
 import json
@@ -29,6 +30,7 @@ MEANT = ("content", "tool_calls", "function_call", "tools", "refusal", *REASONIN
 """The fields of a message that concern a model or the loss; others are metadata."""
 MEDIA = ("audio", "image", "images", "video", "videos")
 PARTS = ("text", "input_text", "output_text")
+TEXTS = "content_parts"  # the field of a message with the texts of its parts, if it has several
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 Message = dict[str, Any]
@@ -47,21 +49,22 @@ def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]
             roles, problem = ", ".join(ROLES), repr(role) if isinstance(role, str) else kind(role)
             raise InputError(f"{at}.{role_key}: expected one of {roles}, found {problem}")
         fields = {name: item for name, item in message.items() if item not in EMPTY}
-        fields = {name: item for name, item in fields.items() if name not in (role_key, content_key)}
+        fields = {name: item for name, item in fields.items() if name not in (role_key, content_key, TEXTS)}
         weight = fields.pop("weight", 1)  # an assistant turn's weight in the loss; other turns are never learned
         if ROLES[role] == "assistant" and weight not in (0, 1):
             raise InputError(f"{at}.weight: expected 1, or 0 for a turn that is not learned from, found {weight}")
-        unlearned = {"weight": 0} if ROLES[role] == "assistant" and weight == 0 else {}
+        extra: dict[str, Any] = {"weight": 0} if ROLES[role] == "assistant" and weight == 0 else {}
         fields = {name: item for name, item in fields.items() if is_model_field(name) or _is_json(item)}
         for name in fields:
             fields[name] = _field(name, fields[name], ROLES[role], f"{at}.{name}")
         if content is None and ("tool_calls" in fields or any(name in fields for name in REASONING)):
             content = ""
         if isinstance(content, list):
-            content = _joined(content, f"{at}.{content_key}")
+            texts = _texts(content, f"{at}.{content_key}")
+            content, extra = "\n".join(texts), extra | ({TEXTS: texts} if texts[1:] else {})
         # An empty system or assistant turn is unusual but has a meaning; an empty question has none.
         content = text(content, f"{at}.{content_key}", may_be_empty=ROLES[role] != "user")
-        messages.append({"role": ROLES[role], "content": content} | fields | unlearned)
+        messages.append({"role": ROLES[role], "content": content} | fields | extra)
     return messages
 
 
@@ -95,6 +98,14 @@ def with_arguments(call: Mapping[str, Any], *, parsed: bool) -> dict[str, Any]:
     elif not parsed and isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return dict(call) if arguments is None else {**call, "arguments": arguments}
+
+
+def with_parts(message: Message) -> Message:
+    """Return a message with its content in parts again, if it came in several."""
+    if TEXTS not in message:
+        return message
+    parts = [{"type": "text", "text": part} for part in message[TEXTS]]
+    return {name: value for name, value in message.items() if name != TEXTS} | {"content": parts}
 
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -145,7 +156,7 @@ def _calls(value: Any, role: str, at: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _joined(parts: list[Any], at: str) -> str:
+def _texts(parts: list[Any], at: str) -> list[str]:
     texts = []
     for part in parts:
         if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
@@ -153,7 +164,7 @@ def _joined(parts: list[Any], at: str) -> str:
             found = repr(named) if isinstance(named, str) and named not in PARTS else "another"
             raise InputError(f"{at}: expected parts of text, found {found}")
         texts.append(part["text"])
-    return "".join(texts)
+    return texts
 
 
 def _require_json(value: Any, at: str) -> None:

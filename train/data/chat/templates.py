@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -28,7 +28,15 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import reading_errors
-from draftsmith.train.data.chat.messages import REASONING, Message, function_of, is_model_field, with_arguments
+from draftsmith.train.data.chat.messages import (
+    REASONING,
+    TEXTS,
+    Message,
+    function_of,
+    is_model_field,
+    with_arguments,
+    with_parts,
+)
 
 TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 NUMBERING = ("role", "content", "id", "type", "tool_call_id")
@@ -108,8 +116,10 @@ class ChatTemplate:
         return str(rendered[0][0])
 
     def _format(self, message: Message) -> Message:
-        result = {name: value for name, value in message.items() if name != "weight"}
-        if self.content_null and "tool_calls" in message and not message["content"]:
+        result = {name: value for name, value in message.items() if name not in ("weight", TEXTS)}
+        if TEXTS in message and (self.in_parts or self._reads_both):
+            result["content"] = with_parts(message)["content"]
+        elif self.content_null and "tool_calls" in message and not message["content"]:
             result["content"] = None
         elif self.in_parts:
             result["content"] = [{"type": "text", "text": message["content"]}]
@@ -121,6 +131,17 @@ class ChatTemplate:
         if self.reasoning_renamed and reasoning:
             result.setdefault("reasoning", reasoning)
         return result
+
+    @cached_property
+    def _reads_both(self) -> bool:
+        """Whether the template writes a content in parts as well as one in a string; vLLM joins parts for others."""
+        parts = [{"type": "text", "text": text} for text in ("zqonezq", "zqtwozq")]
+        try:
+            in_parts, whole = (self._render([{"role": "user", "content": content}]) for content in (parts, "zqonezq"))
+        except InputError:
+            return False
+        both = "zqonezq" in whole and "zqonezq" in in_parts and "zqtwozq" in in_parts
+        return both and re.search("[\"']zqone", in_parts) is None
 
     def _left_out(self, messages: Sequence[Message], answer: bool, added: int) -> list[str]:
         """Return the fields that leave no mark."""
@@ -169,8 +190,8 @@ class _Marks:
         marked, reasons = dict(message), dict[str, str]()
         content = message["content"]
         if isinstance(content, list):
-            text = self._ending(content[0]["text"], f"{at}.content")
-            marked["content"] = [content[0] | {"text": text}]
+            text = self._ending(content[-1]["text"], f"{at}.content")
+            marked["content"] = [*content[:-1], content[-1] | {"text": text}]
             if text.strip():
                 mark = next(reversed(self.fields))
                 self.misread[mark] = (f"{mark}'}}", f'{mark}"}}')
@@ -273,7 +294,7 @@ def chat_request(
     messages: Sequence[Message], system_prompt: str | None, variables: Mapping[str, Any], tools: Tools | None
 ) -> dict[str, Any]:
     """Return the fields of an OpenAI request in which the server renders the conversation."""
-    sent = with_system_prompt(messages, system_prompt)
+    sent = [with_parts(message) for message in with_system_prompt(messages, system_prompt)]
     for message in sent:
         message.pop("weight", None)
         if "tool_calls" in message:
@@ -365,7 +386,8 @@ def trim_to(messages: list[Message], template: ChatTemplate, most: int) -> list[
         starts, cut = _token_starts(content, template.tokenizer), 0
         while (over := len(ids) - most) > 0 and cut + over < len(starts):
             cut += over
-            shorter = messages[first] | {"content": content[starts[cut] :]}
+            shorter = {name: value for name, value in messages[first].items() if name != TEXTS}
+            shorter["content"] = content[starts[cut] :]
             ids = template.ids([*messages[:first], shorter, *messages[first + 1 :]])
         if over <= 0:
             return ids

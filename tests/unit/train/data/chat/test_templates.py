@@ -199,13 +199,27 @@ def test_arguments_are_handed_over_as_the_template_reads_them(arguments, written
 
 
 def test_a_template_that_reads_parts_gets_parts_and_one_that_reads_text_gets_their_text(tmp_path):
-    parts = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+    """vLLM joins parts by line breaks where the template reads none."""
+    reading = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+    parts = CHATML.replace("{{ m.content }}", reading)
+    both = CHATML.replace(
+        "{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% else %}" + reading + "{% endif %}"
+    )
     content = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world"}]
-    for talk in ([user("Hello world"), assistant("b")], [user("") | {"content": content}, assistant("b")]):
-        for template in (parts, CHATML):
-            ids, own = given(tmp_path, {"messages": talk}, template)
-            assert TOKENIZER.decode(ids) == f"{OPEN}user\nHello world{CLOSE}\n{OPEN}assistant\nb{CLOSE}\n"
-            assert own == [f"b{CLOSE}"]
+    several = [user("") | {"content": content}, assistant("b")]
+    for template, talk, asked in (
+        *((template, [user("Hello world"), assistant("b")], "Hello world") for template in (CHATML, parts, both)),
+        *((template, several, "Hello world") for template in (parts, both)),
+        (CHATML, several, "Hello \nworld"),
+    ):
+        ids, own = given(tmp_path, {"messages": talk}, template)
+        assert TOKENIZER.decode(ids) == f"{OPEN}user\n{asked}{CLOSE}\n{OPEN}assistant\nb{CLOSE}\n"
+        assert own == [f"b{CLOSE}"]
+    prompt = read(tmp_path, {"messages": several}, "dropped")
+    assert prompt.record()["messages"] == prompt.request(None, {})["messages"] == several[:1]
+    assert prompt.messages[0]["content"] == "Hello \nworld"
+    shorter = encode_prompt(prompt, using(parts), max_tokens=len(encode_prompt(prompt, using(parts))) - 1)
+    assert TOKENIZER.decode(shorter).endswith(f"world{CLOSE}\n{OPEN}assistant\n")
 
 
 @pytest.mark.parametrize("read_as", masks.REASONING)
