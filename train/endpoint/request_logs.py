@@ -20,6 +20,7 @@ from draftsmith.decode.errors import InputError
 CUT = "length"  # the finish reason of an answer that was cut, at a length or at a stop text of the request
 INTERRUPTED = (CUT, "abort", "error", "repetition", "content_filter")
 """The finish reasons of vLLM, SGLang and OpenAI for answers that the target did not end."""
+STOPPED_BY = ("stop_reason", "matched_stop")  # the stop text or token of an answer, in vLLM and in SGLang
 SHAPING = ("tools", "chat_template_kwargs", "system", "functions", "chat_template", "continue_final_message")
 """Fields of a request that change how a server renders its messages."""
 VARIABLES = ("documents", "reasoning_effort")  # fields that a server passes to the chat template
@@ -79,7 +80,7 @@ def _add_answer(result: dict[str, Any], record: Mapping[str, Any], where: str) -
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise InputError(f"{at}choices: expected an answer, found none")
     choice = choices[0]
-    stopped = any(isinstance(choice.get(name), str) for name in ("stop_reason", "matched_stop"))
+    stopped = any(isinstance(choice.get(name), str) for name in STOPPED_BY)
     result["finish_reason"] = CUT if stopped else choice.get("finish_reason")
     result |= _token_ids(response, choice)
     if "messages" not in result:

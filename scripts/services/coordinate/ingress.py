@@ -148,7 +148,7 @@ class Ingress:
         # Token ids cannot be redacted, nor used for training without their tokenizer.
         logged = None if self._write is None or not _is_text(completion) else self._logged(completion)
         if logged is not None and self.config.log is not None and self.config.log.token_ids:
-            completion = replace(completion, body={**completion.body, "return_token_ids": True})
+            completion = replace(completion, added={"return_token_ids": True})
         return Relay(completion, self.line, self.clients, self.server_models, logged)
 
     async def _body(self, request: Request) -> bytes:

@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import httpx2
@@ -25,6 +25,7 @@ BUSY_OR_GONE = frozenset({429, 502, 503, 504})  # another server may answer othe
 BROKEN = 500
 """The status of a broken server, or of a request that no server can answer: another server tells which. If there is no
 other, or it gives the same status, the server did not fail."""
+UNREAD = frozenset({400, 422})  # the server may refuse only what the log adds, as SGLang does for streamed chats
 LOCKED = frozenset({401, 403})
 """The server refused the coordinator's own key. The client does not see the answer: some servers echo the key."""
 CONNECT = 5.0  # seconds to wait for a connection to a server
@@ -161,6 +162,9 @@ class Relay(Response):
         try:
             async with client.stream("POST", path, connect=CONNECT, content=content, headers=headers) as response:
                 status = response.status_code
+                if status in UNREAD and self.request.added:
+                    self.request = replace(self.request, added={})
+                    return await self._ask(lease, outcome, send, suspect)
                 if status in LOCKED:
                     outcome.status, outcome.failed = 0, True
                     return _server_error(502, f"the server of {lease.pair} refused the coordinator")

@@ -38,6 +38,7 @@ class CompletionRequest:
     body: Mapping[str, Any]
     facts: Facts
     headers: Mapping[str, str] = field(default_factory=dict)  # to forward: the request's id, if the client sends one
+    added: Mapping[str, Any] = field(default_factory=dict)  # fields for the log, which a server may refuse
 
     @property
     def streams(self) -> bool:
@@ -46,7 +47,7 @@ class CompletionRequest:
 
     def content(self, server_model: str | None) -> bytes:
         """Return the body for a server, with the model's name there; None if the names are equal."""
-        body = dict(self.body) if server_model is None else {**self.body, "model": server_model}
+        body = {**self.body, **self.added} | ({} if server_model is None else {"model": server_model})
         return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 

@@ -16,6 +16,7 @@ from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.validation import ServerMessage, TokenId, parse_answer, parse_json
 from draftsmith.scripts.services.coordinate.config import Log
 from draftsmith.scripts.services.coordinate.patterns import Pattern
+from draftsmith.train.endpoint.request_logs import STOPPED_BY
 
 REQUEST_FIELDS = (
     "model", "messages", "prompt", "tools", "tool_choice", "functions", "documents", "reasoning_effort",
@@ -153,8 +154,9 @@ def record(
             entry["text"] = _redacted(choice.get("text"), redact)
         if redactor is None and choice.get("token_ids") is not None:
             entry["token_ids"] = choice["token_ids"]
-        if choice.get("stop_reason") is not None:  # a stop text of the request, or a token
-            entry["stop_reason"] = _redacted(choice["stop_reason"], redact)
+        for name in STOPPED_BY:
+            if choice.get(name) is not None:
+                entry[name] = _redacted(choice[name], redact)
         choices.append(entry)
     response = {"choices": choices, "usage": answer.get("usage")}
     # Chats have these ids next to the choices, completions in each choice.
@@ -229,10 +231,7 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
             _add_call(message.setdefault("tool_calls", []), call)
     else:
         whole["text"] = whole.get("text", "") + (part.get("text") or "")
-    if part.get("finish_reason") is not None:
-        whole["finish_reason"] = part["finish_reason"]
-    if part.get("stop_reason") is not None:
-        whole["stop_reason"] = part["stop_reason"]
+    whole |= {name: part[name] for name in ("finish_reason", *STOPPED_BY) if part.get(name) is not None}
     if part.get("token_ids") is not None:
         whole.setdefault("token_ids", []).extend(part["token_ids"])
     if part.get("prompt_token_ids") is not None:

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 from local_server import answering
@@ -14,7 +15,7 @@ from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, Rou
 from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.coordinate.relay import LeaseOutcome, Names, Relay
-from draftsmith.scripts.services.coordinate.request import TEXT, Keywords, read_request
+from draftsmith.scripts.services.coordinate.request import TEXT, CompletionRequest, Keywords, read_request
 from draftsmith.scripts.services.coordinate.routing import Facts, Router
 from draftsmith.scripts.services.coordinate.watch import AWAY, ReplicaWatch, answers
 from draftsmith.train.endpoint.http import HttpClient
@@ -24,7 +25,9 @@ GOOD = b'{"model": "m", "choices": [{"text": "hello"}]}'
 WORDS = b'{"error": {"message": "cannot be done"}}'
 
 
-def relayed(*answers: tuple[bytes, str], times: int = 1) -> tuple[list[dict], list[LeaseOutcome], list[bool]]:
+def relayed(
+    *answers: tuple[bytes, str], times: int = 1, **added: object
+) -> tuple[list[dict], list[LeaseOutcome], list[bool]]:
     """Relay a request some times to servers of one pair, the first one first.
 
     Returns:
@@ -56,6 +59,7 @@ def relayed(*answers: tuple[bytes, str], times: int = 1) -> tuple[list[dict], li
 
             for _ in range(times):
                 request = read_request(TEXT, b'{"model": "m", "prompt": "p"}', {}, Keywords([]))
+                request = replace(request, added=added)
                 await Relay(request, Dispatch(), clients, {"pair": None})({"type": "http"}, receive, send)
             return [dispatcher.router.breakers[url].open for url in urls]
 
@@ -75,6 +79,16 @@ def test_a_request_that_always_brings_a_500_does_not_shut_the_only_server():
     assert {message["body"] for message in sent[1::2]} == {WORDS}
     assert not any(outcome.failed for outcome in outcomes) and broken == [False]
     assert [outcome.status for outcome in outcomes if outcome.status] == [500] * 5
+
+
+def test_what_the_log_asks_for_is_not_asked_again_where_a_server_refuses_it(monkeypatch):
+    """SGLang refuses streamed chats with `return_token_ids`."""
+    asked, ask = [], CompletionRequest.content
+    monkeypatch.setattr(CompletionRequest, "content", lambda self, name: asked.append(ask(self, name)) or asked[-1])
+    sent, outcomes, _ = relayed((WORDS, "400 Bad Request"), return_token_ids=True)
+    assert [json.loads(body).get("return_token_ids") for body in asked] == [True, None]
+    assert sent[0]["status"] == 400 and sent[1]["body"] == WORDS and len(sent) == 2
+    assert [(outcome.failed, outcome.status) for outcome in outcomes] == [(False, 400)]
 
 
 def test_a_line_without_end_does_not_wait_for_ever(monkeypatch):

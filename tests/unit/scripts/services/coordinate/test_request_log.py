@@ -61,11 +61,14 @@ def test_an_answer_that_was_cut_is_marked(tmp_path):
     assert [prompt.cut for prompt in read(tmp_path, *lines)] == [True, True, True, True, False, False]
 
 
-@pytest.mark.parametrize(("field", "value", "cut"), [("stop_reason", "\n\n", True), ("matched_stop", 7, False)])
+@pytest.mark.parametrize(("value", "cut"), [("\n\n", True), (7, False)])
+@pytest.mark.parametrize("field", ["stop_reason", "matched_stop"])
 def test_an_answer_that_a_stop_text_ended_is_cut(field, value, cut, tmp_path):
     choice = {"message": ANSWER, "finish_reason": "stop", field: value}
-    (prompt,) = read(tmp_path, {"messages": ASKED, "choices": [choice]})
-    assert prompt.cut is cut
+    streamed = unstreamed_answer(events(part("2"), {"choices": [{"delta": {}, **choice} | {"index": 0}]}), True)
+    for answer in ({"choices": [choice]}, streamed):
+        line = record({"messages": ASKED}, answer, {}, None)
+        assert [p.cut for p in read(tmp_path, {"messages": ASKED, "choices": [choice]}, line)] == [cut, cut]
 
 
 @pytest.mark.parametrize(
