@@ -167,8 +167,8 @@ def choose(levels: Sequence[dict[str, Any]], most: float | None) -> tuple[dict[s
         return None, "no departure was asked for: give max_disagreement (T=0) or max_total_variation"
     inside = [row for rule in RULES for row in admitted_levels([r for r in levels if r["rule"] == rule], most)]
     if not inside:
-        nearest = min(levels, key=lambda row: row["departure"].upper_bound)
-        message = f"none: keep exact. No level stays below {most:.2%}; the nearest is"
+        nearest = min(levels, key=lambda row: (row["departure"].upper_bound, row["departure"].value))
+        message = f"none: keep exact. No level surely stays below {most:.2%}; the nearest is"
         return None, f"{message} {_name(nearest)}, {_at_most(nearest)}"
     gaining = [row for row in inside if (row["gain_over_exact"].ci95 or [0.0])[0] > 0]
     best = max(gaining or inside, key=lambda row: row["gain_over_exact"].value)

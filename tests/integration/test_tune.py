@@ -183,7 +183,7 @@ def test_under_sampling_departure_is_a_distance_in_law(models, tmp_path, drafter
     # No draft stands in a cascade of level 1, and yet 24 tokens without a departure do not show that it is below 1e-6.
     none = row_of(report, "cascade", 1)
     assert none["departure"].value == 0 and none["departure"].upper_bound > 0.1
-    assert report["chosen"] is None and report["reason"].startswith("none: keep exact. No level stays below")
+    assert report["chosen"] is None and report["reason"].startswith("none: keep exact. No level surely stays below")
     assert report["plain"]["counts"]["num_drafts"] == report["plain"]["counts"]["num_emitted_tokens"] == 24
 
 
@@ -223,7 +223,7 @@ def test_the_choice():
     assert choose([strict, lenient, quick], None)[0] is None
     chosen, reason = choose([strict, lenient, quick], 0.001)
     assert chosen is None and reason.startswith(
-        "none: keep exact. No level stays below 0.10%; the nearest is threshold"
+        "none: keep exact. No level surely stays below 0.10%; the nearest is threshold"
     )
     unsure = entry("threshold", 0.6, 0.004, 0.5, -0.1)
     assert choose([unsure, quick], 0.01)[0] == quick

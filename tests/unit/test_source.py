@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_776,
-    "train": 15_504,
+    "train": 15_505,
     "distill": 2_906,
     "medusa": 10_195,
     "scripts": 19_293,
     "benchmarks": 2_760,
-    "tests": 55_774,
+    "tests": 55_775,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from draftsmith.decode.clock import speed
 from draftsmith.decode.progress import Phase, phase
 from draftsmith.train.job.flops import known_device
 from draftsmith.train.losses.positions import IGNORED
@@ -172,7 +173,7 @@ class TrainingProgress(TrainerCallback):
             shares = {name: value for name, value in logs.items() if name.startswith("time_")}
             largest = sorted(shares, key=lambda name: -shares[name])[:3]
             first = ", ".join(f"{name.removeprefix('time_')} {shares[name]:.0%}" for name in largest)
-            self._steps.note = f"{logs['tokens_per_second']:.3g} tokens/s: {first}"
+            self._steps.note = f"{speed(logs['tokens_per_second'])} tokens/s: {first}"
         shown = {name: f"{x:.4g}" if isinstance(x, float) else x for name, x in logs.items() if name != "total_flos"}
         tqdm.write(str(shown))
 
