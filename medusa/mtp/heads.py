@@ -229,11 +229,8 @@ class MtpHeads(DraftingHeads):
             num_steps: K.
             texts: in packed rows a number for each text, (B, T).
         """
-        length, several, visible = (
-            embeddings.shape[1],
-            len(self.layers) > 1,
-            None if texts is None else same_text(texts),
-        )
+        length, several = embeddings.shape[1], len(self.layers) > 1
+        visible = None if texts is None else same_text(texts)
         num_steps, steps = min(num_steps, length), [states]
         if num_steps and not several:
             return list(self.rounds_of(embeddings, states, positions, visible)(0, length, num_steps))

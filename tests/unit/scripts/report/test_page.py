@@ -690,7 +690,7 @@ def test_parts_turns_and_lengths_of_context_have_charts_and_figures(full):
     for heading in ("Thinking, answer and tool calls", "Turns"):
         assert heading in page.headings
     assert "Length of context" not in page.headings  # this report has none
-    assert "Prompts: answer 80, thinking 60." in page.text and "an interval: 1 part." in page.text
+    assert "Prompts: answer (80), thinking (60)." in page.text and "an interval: 1 part." in page.text
     said = "suffix 40 % of the tokens in 80 % of the rounds; model 10 % in 20 %"
     assert f"tool call, T = 0: ● draft: {said}" in page.text
     assert "predicted speed-up by part, T = 0, batch size 1" in source and "predicted speed-up by turn" not in source
