@@ -71,7 +71,12 @@ def collect_features(target: PreTrainedModel, depths: Sequence[int]) -> Iterator
     features, states = Features(), list[Tensor]()  # `states` are those of the forward under way
 
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        states.append(output if isinstance(output, Tensor) else output[0])
+        state = output if isinstance(output, Tensor) else output[0]
+        if state.ndim != 3:  # Gemma 3n has several streams
+            raise InputError(
+                f"target: expected layers with one state for each token, found several in {type(target).__name__}"
+            )
+        states.append(state)
         if len(states) == len(depths):  # a model may be spread over several devices
             features.append(torch.cat([state.to(states[-1].device) for state in states], dim=-1))
             states.clear()

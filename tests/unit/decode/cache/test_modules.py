@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from draftsmith.decode import InputError, autoregressive_generate
 from draftsmith.decode.cache import CachedModel, Slots, attention, check_rollback, layers, program
 from draftsmith.decode.cache.attention import attends_in_groups, grouped_attention
+from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.cache.layers import Block, Layer, Moves
 from draftsmith.decode.cache.product import block_product, can_pack, pack_weight
 from draftsmith.decode.cache.weights import groups, lay_out_weights, lend_weights, tensors
@@ -273,3 +274,9 @@ def test_layers_that_differ_are_products_of_their_own():
     expected = model(IDS).logits
     with lend_weights(model, lay_out_weights(model)):
         torch.testing.assert_close(model(IDS).logits, expected)
+
+
+def test_a_target_with_several_streams_of_states_has_no_features():
+    target = tiny_model("gemma3n")
+    with collect_features(target, [1]), pytest.raises(InputError, match="several in Gemma3nForCausalLM"):
+        target(IDS)
