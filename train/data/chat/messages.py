@@ -52,7 +52,7 @@ def read_messages(value: Sequence[Any], where: str, field: str) -> list[Message]
         fields = {name: item for name, item in fields.items() if name not in (role_key, content_key, TEXTS)}
         weight = fields.pop("weight", 1)  # an assistant turn's weight in the loss; other turns are never learned
         if ROLES[role] == "assistant" and weight not in (0, 1):
-            raise InputError(f"{at}.weight: expected 1, or 0 for a turn that is not learned from, found {weight}")
+            raise InputError(f"{at}.weight: expected 1, or 0 for a turn that is not learned from, found {kind(weight)}")
         extra: dict[str, Any] = {"weight": 0} if ROLES[role] == "assistant" and weight == 0 else {}
         fields = {name: item for name, item in fields.items() if is_model_field(name) or _is_json(item)}
         for name in fields:
@@ -77,6 +77,9 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         problem = kind(value) if not isinstance(value, list) else "a list of something else"
         raise InputError(f"{at}: expected a list of objects, found {problem}")
+    for i, tool in enumerate(value):
+        if not isinstance(tool.get("function", {}), dict):
+            raise InputError(f"{at}[{i}].function: expected an object, found {kind(tool['function'])}")
     _require_json(value, at)
     return value
 

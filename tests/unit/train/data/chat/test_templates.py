@@ -164,6 +164,8 @@ def test_tools_as_json_in_a_string_are_the_same_tools_and_an_empty_list_is_none(
     for wrong, found in (("[", "a string that is no JSON"), ([1], "a list of something else"), (5, "the number 5")):
         with pytest.raises(InputError, match=rf"p\.jsonl:2: tools: expected a list of objects, found {found}$"):
             read(tmp_path, record | {"tools": wrong})
+    with pytest.raises(InputError, match=r": tools\[0\]\.function: expected an object, found a string$"):
+        read(tmp_path, record | {"tools": [{"function": "a"}]})
 
 
 def test_calls_and_tools_may_be_one_object_or_json_in_a_string(tmp_path):
