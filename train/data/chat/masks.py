@@ -286,7 +286,8 @@ class _TurnReader:
             return ""
         probe: Message = {"role": "assistant", "content": SPOKEN, "reasoning_content": THOUGHT}
         in_text = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{SPOKEN}"}
-        for probed in (probe, in_text):
+        calls = {"tool_calls": [{"id": "call12345", "type": "function", "function": {"name": "x", "arguments": {}}}]}
+        for probed in (probe, in_text, probe | calls):  # Kimi K2 keeps the thinking before calls alone
             with suppress(InputError):
                 text = replace(self._template, reasoning_renamed=True).render([*self._messages[:i], probed])
                 text = text[len(before) :] if text.startswith(before) else ""

@@ -161,6 +161,8 @@ class ChatTemplate:
         def is_written(mark: str) -> bool:
             if mark in written:
                 return not any(misread in written for misread in marks.misread.get(mark, ()))
+            if mark in marks.told and marks.told[mark] in written:
+                return True
             turn = marks.reasoning.get(mark, len(messages))  # would the template write it in the last answer?
             return turn < len(messages) - 1 and mark in marked._render(conversation[: turn + 1]).lower()
 
@@ -180,6 +182,7 @@ class _Marks:
         self.reasoning = dict[str, int]()  # the message index of each mark of reasoning
         self.misread = dict[str, tuple[str, ...]]()
         """The texts that show that a template read a mark's field in another form: Python's notation of an object."""
+        self.told = dict[str, str]()  # the ids of calls by the marks of their names, where an id holds the name
         self.unmarked = dict[str, str]()  # fields that hold no text, and their names
 
     def message(self, message: Message, index: int, at: str, called: Collection[str]) -> Message:
@@ -224,10 +227,12 @@ class _Marks:
             marked["parameters"] = parameters | {"properties": parameters["properties"] | mark}
         return marked
 
-    def _call(self, call: Mapping[str, Any], at: str) -> dict[str, Any]:
+    def _call(self, call: Mapping[str, Any], at: str, told: Any = None) -> dict[str, Any]:
         if "function" in call:
-            return {**call, "function": self._call(call["function"], f"{at}.function")}
+            return {**call, "function": self._call(call["function"], f"{at}.function", call.get("id"))}
         marked, arguments = {**call, "name": self._ending(call["name"], f"{at}.name")}, call.get("arguments")
+        if isinstance(told, str) and call["name"] in told:  # Kimi K2's templates write `functions.NAME:0` alone
+            self.told[next(reversed(self.fields))] = told.lower()
         if isinstance(arguments, dict) and arguments:
             mark = self._mark(f"{at}.arguments")
             marked["arguments"] = arguments | {mark: mark}

@@ -243,6 +243,27 @@ def test_reasoning_that_a_template_writes_in_the_last_answer_alone_is_its_way_an
     assert asked == as_library(WHOLE, talk[:3], add_generation_prompt=True)
 
 
+KIMI = (
+    "{% set last = namespace(at=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
+    "{% set last.at = loop.index0 %}{% endif %}{% endfor %}{{ tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content if loop.index0 > last.at }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}[INST]{{ c.id }} {{ c.function.arguments }}[/INST]{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_the_name_of_a_call_may_stand_in_its_id_and_thinking_before_calls_alone(tmp_path):
+    """Kimi K2's way."""
+    call = CALLED | {"tool_calls": [CALL | {"id": "functions.weather:0"}]}
+    for thought in ("", "hm"):
+        record = {"messages": [user("Rain?"), call | {"reasoning_content": thought}], "tools": [WEATHER]}
+        own = f'</think>[INST]functions.weather:0 {{"city": "Rome"}}[/INST]{CLOSE}'
+        assert given(tmp_path, record, KIMI)[1] == [f"<think>{thought}{own}" if thought else own.partition("k>")[2]]
+    assert given(tmp_path, {"messages": [user("a"), assistant("b")]}, KIMI)[1] == [f"b{CLOSE}"]
+    with pytest.raises(InputError, match=r"tool_calls\[0\]\.function\.name: expected a chat template that writes it"):
+        given(tmp_path, {"messages": [user("Rain?"), CALLED], "tools": [WEATHER]}, KIMI)
+
+
 @pytest.mark.parametrize("end", [CLOSE, "<|eot|>"])
 def test_special_tokens_that_enclose_a_call_do_not_end_its_turn(end, tmp_path):
     """Calls may end with another token than answers."""
