@@ -15,8 +15,8 @@ from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.measurement.replay import TextReplay
 from draftsmith.decode.replay.batch_replay import replay_by_position
 from draftsmith.decode.replay.texts import WrittenText
-from draftsmith.scripts.measure.groups import contexts_of, groups_of_tokens, number_stretches
 from draftsmith.scripts.measure.predictions import curve_of
+from draftsmith.scripts.measure.replays import contexts_of, groups_of_tokens, number_stretches
 from draftsmith.scripts.measure.state import PROBABILISTIC, Method
 from draftsmith.train.data.prompts import Prompt
 
