@@ -76,6 +76,8 @@ def windows_of(raw: Mapping[str, Any], layers: int, positions: int) -> dict[str,
         after_all = type(first) is int and first >= layers
         if used is not False and not after_all and type(size) is int and size < positions:
             raise InputError(f"sliding_window: expected layer_types that say which layers have it, found {size} alone")
+        kinds = []
+    if all(kind == FULL for kind in kinds):  # perhaps as many as the target has
         kinds = [FULL] * layers
     if used is False and SLIDING in kinds:
         raise InputError("use_sliding_window: expected true with layers of sliding_attention, found false")
@@ -132,11 +134,16 @@ class LayersConfig(NamedConfig):
         require(self, at_most(2**12), "num_attention_heads", "head_dim")
         require(self, at_least(1) & at_most(2**40), "max_position_embeddings")
         require(self, finite(more_than(0)), "rms_norm_eps")
-        if other := next((kind for kind in self.layer_types or () if kind not in (FULL, SLIDING)), None):
-            raise InputError(f"layer_types: expected layers of {FULL} or {SLIDING}, found {other}")
-        if SLIDING in (self.layer_types or ()):
-            if self.sliding_window is None:
-                raise InputError(f"sliding_window: expected the size of the window of {SLIDING}, found none")
+        kinds, window, count = self.layer_types or [], self.sliding_window, self.num_hidden_layers
+        if others := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
+            raise InputError(f"layer_types: expected layers of {FULL} or {SLIDING}, found {others[0]}")
+        if len(kinds) != count:
+            raise InputError(f"layer_types: expected one for each of {count} layers, found {len(kinds)}")
+        if SLIDING in kinds:
+            if type(window) is not int:
+                raise InputError(
+                    f"sliding_window: expected the size of the window of {SLIDING}, found {window or 'none'}"
+                )
             require(self, at_least(1), "sliding_window")
         queries, keys = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         if queries % keys:

@@ -86,6 +86,12 @@ CONTRADICTIONS = {
         "rope_parameters",
     ),
     "a window of no size": (WINDOW | {"sliding_window": None}, "sliding_window"),
+    "a window of a broken size": (WINDOW | {"sliding_window": 16.5}, "sliding_window"),
+    "a window in one of the target's layers": (
+        WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+        "layer_types",
+    ),
+    "a layer of no kind": ({"layer_types": [None]}, "layer_types"),
     "a window of nothing": (WINDOW | {"sliding_window": 0}, "sliding_window"),
     "a window that is on and off": (WINDOW | {"use_sliding_window": False}, "use_sliding_window"),
     "chunks": ({"layer_types": ["chunked_attention"]}, "layer_types"),
@@ -103,6 +109,8 @@ AGREEMENTS = {
     "a window behind all layers": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 28},
     "a layer's window": WINDOW,
     "a window of all positions": WINDOW | {"sliding_window": POSITIONS},
+    "as many layers as the target": {"layer_types": ["full_attention"] * 4},
+    "no layers": {"layer_types": []},
     "a window of no layer": WINDOW | {"layer_types": ["full_attention"], "max_window_layers": 0},
 }
 
