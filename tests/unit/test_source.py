@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_781,
-    "train": 15_514,
+    "train": 15_529,
     "distill": 2_906,
     "medusa": 10_200,
     "scripts": 19_293,
     "benchmarks": 2_760,
-    "tests": 55_813,
+    "tests": 55_831,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -1,7 +1,8 @@
 r"""Loss masks: which tokens of a conversation the assistant wrote, so that a draft learns to write them.
 
 Each turn of the assistant is proven on its own: the conversation up to the turn is rendered with the generation prompt,
-as the server that wrote the turn saw it, and then with the turn. The ids of the first must begin those of the second.
+as the server that wrote the turn saw it, and then with the turn. The ids of the first must begin those of the second;
+where the turn makes the template drop earlier thinking (gpt-oss, Kimi K2), it is taken from a rendering without that.
 What follows is the turn, up to the first token after the assistant's text that ends the target's texts; or else up to
 the first special token (`<|im_end|>`, `</s>`, …), or another added one. That token counts, because it ends an answer at
 inference; the template's text after it (mostly a newline) never counts. Where a template ends turns without a token, as
@@ -139,7 +140,8 @@ def mask_contexts(
         else:
             raise InputError(
                 f"{template.name}: expected a chat template that writes the last answer as the assistant did, found: "
-                f"{found} (message {turn}); take another template, or answers without what it drops"
+                f"{found} (message {turn}); take another template or chat_template_kwargs, or answers without "
+                "what it drops"
             )
     samples = list[MaskedConversation]()
     while written and not (whole and samples):
@@ -234,6 +236,7 @@ class _TurnReader:
             if i == len(self._messages) - 1:
                 raise
             return ELSEWHERE
+        after = after if after.startswith(before) else self._after_thinking(i, before, after)
         if not after.startswith(before):
             return ELSEWHERE if i < len(self._messages) - 1 else self._departure(before, after)
         before += self._empty_thinking(i, before, after[len(before) :])
@@ -275,6 +278,18 @@ class _TurnReader:
                 if after[: len(before)] == before and after[len(before)] in self.ends:
                     ids.append(after[len(before)])
         return ids, [0] * len(ids)
+
+    def _after_thinking(self, i: int, before: str, after: str) -> str:
+        """Return `after` with the context as the server saw it, if the turn makes a template drop earlier thinking.
+
+        The turn is what follows a context that never had thinking, and must end `after` as well.
+        """
+        bare = [{k: v for k, v in message.items() if k not in REASONING} for message in self._messages[:i]]
+        with suppress(InputError):
+            prompt, whole = self._template.render(bare, answer=True), self._template.render([*bare, self._messages[i]])
+            if whole.startswith(prompt) and after.endswith(whole[len(prompt) :]):
+                return before + whole[len(prompt) :]
+        return after
 
     def _empty_thinking(self, i: int, before: str, turn: str) -> str:
         """Return the beginning of a turn that a template writes where there is no thinking; mostly nothing.

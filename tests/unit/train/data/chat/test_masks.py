@@ -261,7 +261,7 @@ LOSSY = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
     [
         (OPENED, [user("say"), assistant("hello")], r"sample 'x': expected a chat template that writes the last answer "
          r"as the assistant did, found: the ids depart at token \d+, '<think>\\n' in the generation prompt and "
-         r"'hello<\|im_end\|>\\n' in the conversation \(message 1\); take another template, .*"),
+         r"'hello<\|im_end\|>\\n' in the conversation \(message 1\); take another template or .*"),
         (LOSSY, THOUGHT[:2], rf"sample 'x': expected a chat template .*, found: {masks.REWRITTEN} \(message 1\); .*"),
         (LOSSY, THOUGHT, rf"sample 'x': expected a chat template .*, found: {masks.REWRITTEN} \(message 3\); .*"),
         (CHATML, [assistant("hello")], rf"sample 'x': expected a chat .*, found: {masks.UNASKED} \(message 0\); .*"),

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from support.templates import result, tokenizer_of, turn
+from support.templates import ENDS, result, tokenizer_of, turn
 from unit.train.data.chat.test_masks import learned
 
 from draftsmith.train.data.chat import masks
@@ -26,6 +26,24 @@ def test_the_line_breaks_before_a_call_are_the_templates_own():
     tokenizer = tokenizer_of("deepseek")  # whose template has none
     (both,) = mask_contexts([*talk[:1], turn("assistant", "a\n", tool_calls=[CALL]), *talk[2:]], tokenizer, "x")
     assert learned(both.ids, both.mask, tokenizer)[0].startswith("a\n<|calls|>")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_answer_that_makes_a_template_drop_earlier_thinking_follows_what_the_server_saw(whole):
+    """gpt-oss keeps the thinking before calls until there is an answer."""
+    tokenizer = tokenizer_of("harmony")
+    ends = tokenizer.convert_tokens_to_ids(ENDS["harmony"].split())
+    told = turn("assistant", "", thinking="hello", tool_calls=[CALL])
+    talk = [turn("user", "say"), told, result(CALL, "3"), turn("assistant", "a", thinking="world"), turn("user", "b")]
+    (first, last) = mask_contexts([*talk, turn("assistant", "a")], tokenizer, "x", ends=ends)
+    seen = tokenizer.apply_chat_template(talk[:3], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(first.ids).startswith(f"{seen}<|channel|>analysis<|message|>world<|end|>")
+    written = learned(first.ids, first.mask, tokenizer)
+    assert written[0].startswith("<|channel|>analysis<|message|>hello<|end|>") and written[0].endswith("<|call|>")
+    assert written[1].endswith("<|channel|>final<|message|>a<|return|>") and not first.left_out
+    assert learned(last.ids, last.mask, tokenizer) == ["<|channel|>final<|message|>a<|return|>"]
+    (alone,) = mask_contexts(talk[:4], tokenizer, "x", ends=ends, whole=whole)
+    assert (alone.ids, alone.mask) == (first.ids, first.mask)
 
 
 @pytest.mark.parametrize("whole", [True, False])
