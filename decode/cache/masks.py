@@ -88,7 +88,7 @@ class Masks:
             attended = slice(block.reach, block.width)
             distance = positions_BK[:, :, None] - cached_BS[:, None, attended]
             near = distance < self._window
-            # What is visible beyond a token's own position is so to layers without a window.
+            # `visible` may show tokens after its own, which layers with a window never see.
             near = near if self._two_sided else near & (distance >= 0)
             windowed = self._additive(allowed[:, :, attended] & near)
         if self._chunk:

@@ -76,7 +76,7 @@ class DraftShare(Entry):
 
 @dataclass(frozen=True)
 class CurveGroup(Entry):
-    """A curve's figures for a group of prompts, or of tokens of all texts; of tokens τ is those ÷ rounds from them."""
+    """A curve's figures for a group of prompts, or of tokens: there τ is the tokens ÷ the rounds that start at them."""
 
     prompts: Positive
     """The prompts of the group; of a group of tokens, those whose text has some."""
