@@ -58,17 +58,24 @@ class FeatureKeys:
     sink. Its score is the logarithm of the other part's sum, and its value returns the weight that it got.
 
     `current` has the shape (B, key heads, T, width); `visible` is the mask of `same_text`, or None: causal. `scale`
-    multiplies scores; width^−½ if None.
+    multiplies scores; width^−½ if None. `windowed` says that rounds will have a window, and so a mask.
     """
 
-    def __init__(self, current: KeysValues, heads: int, visible: Tensor | None, scale: float | None = None):
+    def __init__(
+        self,
+        current: KeysValues,
+        heads: int,
+        visible: Tensor | None,
+        scale: float | None = None,
+        windowed: bool = False,
+    ):
         self.scale = current.keys.shape[-1] ** -0.5 if scale is None else scale
         # The score passes through the queries' dtype: what bfloat16 rounds off goes through a second entry.
         self.keys = nn.functional.pad(current.keys, (0, SPARE, 1, 0))
         self.keys[:, :, 0, -2:] = 1.0
         self.values = nn.functional.pad(current.values, (0, SPARE, 1, 0))
         self.values[:, :, 0, -1] = 1.0
-        if not flash_takes(self.keys, visible is not None):  # repeat them here, once for all steps
+        if not flash_takes(self.keys, windowed or visible is not None):  # repeat them here, once for all steps
             self.keys, self.values = repeat_heads(self.keys, heads), repeat_heads(self.values, heads)
         self.visible: Tensor | None = None
         if visible is not None:  # the sink's own query sees only the sink
@@ -182,7 +189,7 @@ class Rounds:
         if k == 0:
             return lambda queries, current: self._begin(queries, current, scale, sinks)
         if self._feature_keys is None:
-            self._feature_keys = FeatureKeys(steps[0], heads, self.visible, scale)
+            self._feature_keys = FeatureKeys(steps[0], heads, self.visible, scale, window is not None)
         if window is None:
             return round_attention(self._feature_keys, steps[1:], sinks, first)
         # Step k is k positions after its round's beginning, the last position of step 0 that it sees.
@@ -196,7 +203,7 @@ class Rounds:
 
     def _begin(self, queries: Tensor, current: KeysValues, scale: float | None, sinks: Tensor | None) -> Tensor:
         if sinks is not None:
-            feature_keys = FeatureKeys(current, queries.shape[1], self.visible, scale)
+            feature_keys = FeatureKeys(current, queries.shape[1], self.visible, scale, self.window is not None)
             return feature_keys.attend(queries, sinks.float()[:, None].expand(queries.shape[:3]), 0, self.window)[0]
         if self.window is not None and self.visible is None:
             return windowed_attention(queries, current, self.window, scale)

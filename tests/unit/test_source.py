@@ -22,10 +22,10 @@ BUDGET = {
     "decode": 13_781,
     "train": 15_529,
     "distill": 2_906,
-    "medusa": 10_200,
+    "medusa": 10_207,
     "scripts": 19_293,
     "benchmarks": 2_760,
-    "tests": 55_831,
+    "tests": 55_841,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
