@@ -197,7 +197,7 @@ def _resampled_sums(arrays: Sequence[Values]) -> list[Values]:
     return [np.concatenate(blocks) for blocks in zip(*sums, strict=True)]
 
 
-@lru_cache(maxsize=32)  # a report has groups of many sizes
+@lru_cache(maxsize=8)  # of prompts × 5,000 bytes each; a report has groups of several sizes
 def _weights(prompts: int, resamples: int) -> NDArray[np.uint8]:
     """Return the multiplicity of each prompt in each resample, (R, n)."""
     rng = np.random.default_rng(0)
