@@ -292,7 +292,8 @@ def test_the_log_is_told_once_a_minute(caplog):
             now[0] = second
             say.warning(f"at {second}")
         say.info("well")
-    assert caplog.messages == ["at 0", "at 60", "well"]
+    # A thread of an earlier test may still log.
+    assert [record.message for record in caplog.records if record.name == "seldom"] == ["at 0", "at 60", "well"]
 
 
 def test_bytes_of_a_round_do_not_grow_with_the_text(service):
