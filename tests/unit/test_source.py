@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_781,
-    "train": 15_529,
+    "train": 15_535,
     "distill": 2_906,
     "medusa": 10_207,
     "scripts": 19_293,
     "benchmarks": 2_760,
-    "tests": 55_841,
+    "tests": 55_853,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

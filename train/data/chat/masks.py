@@ -243,13 +243,10 @@ class _TurnReader:
         text_end = self._text_end(i, before, after)
         if text_end is None:
             return REWRITTEN
-        context_ids, ids = self._encode(before), self._encode(after)
-        if ids[: len(context_ids)] != context_ids:
-            # The tokenizer joins two newlines at the border, for example, where the server wrote a second one.
-            apart = _continued(self._template.tokenizer, context_ids, after[len(before) :], ids)
-            if apart is None:
-                return self._departure(before, after) if i == len(self._messages) - 1 else ELSEWHERE
-            ids = apart
+        context_ids = self._encode(before)
+        ids = self._after(before, context_ids, after)
+        if ids is None:
+            return self._departure(before, after) if i == len(self._messages) - 1 else ELSEWHERE
         begin, said = len(context_ids), encode_rendered(self._template.tokenizer, after[len(before) : text_end])
         for tokens in self._closing:
             in_text = sum(token in tokens for token in said)
@@ -257,7 +254,16 @@ class _TurnReader:
             if len(places) > in_text:
                 return _WrittenTurn(ids, begin, places[in_text] + 1, closed=True)
         end = max(text_end, len(after.rstrip()))
-        return _WrittenTurn(ids, begin, max(begin, common_length(ids, self._encode(after[:end]))), closed=False)
+        cut = self._after(before, context_ids, after[:end]) or ids
+        return _WrittenTurn(ids, begin, max(begin, common_length(ids, cut)), closed=False)
+
+    def _after(self, before: str, context_ids: list[int], text: str) -> list[int] | None:
+        """Return the ids of a text that begins with `before`, whose ids come first; None if that makes another text."""
+        ids = self._encode(text)
+        if ids[: len(context_ids)] == context_ids:
+            return ids
+        # The tokenizer joins two newlines at the border, for example, where the server wrote a second one.
+        return _continued(self._template.tokenizer, context_ids, text[len(before) :], ids)
 
     def with_end(self, turn: _WrittenTurn, i: int) -> tuple[list[int], list[int]]:
         """Return the ids of the conversation up to a turn, message i, with a mask of zeros.
@@ -275,8 +281,8 @@ class _TurnReader:
             with suppress(InputError):
                 talk = [{"role": "user", "content": "x"}, short]  # a reply may change all turns before it
                 before, after = (self._encode(self._template.render(part)) for part in (talk, [*talk, reply]))
-                if after[: len(before)] == before and after[len(before)] in self.ends:
-                    ids.append(after[len(before)])
+                if after[: len(before)] == before:
+                    ids += [token for token in after[len(before) : len(before) + 1] if token in self.ends]
         return ids, [0] * len(ids)
 
     def _after_thinking(self, i: int, before: str, after: str) -> str:

@@ -419,3 +419,15 @@ def test_growing_texts_have_the_ids_of_the_whole_text(kind):
         kept = draw.choice([len(text), draw.randrange(len(text) + 1)])
         text = text[:kept] + "".join(draw.choices(pieces, k=draw.randint(1, 8)))
         assert growing(text) == encode_rendered(tokenizer, text)
+
+
+def test_a_call_without_an_end_is_fine_where_the_template_writes_no_results_of_tools():
+    template = (
+        "{% for m in messages if m.role != 'tool' %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    call = {"function": {"name": "add", "arguments": {"a": "b"}}}
+    talk = [user("say"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokenizer = using(template)
+    assert learned(*encode_conversation(talk, tokenizer, "x"), tokenizer) == ["add{'a': 'b'}"]
