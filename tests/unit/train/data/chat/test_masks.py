@@ -430,4 +430,4 @@ def test_a_call_without_an_end_is_fine_where_the_template_writes_no_results_of_t
     call = {"function": {"name": "add", "arguments": {"a": "b"}}}
     talk = [user("say"), {"role": "assistant", "content": "", "tool_calls": [call]}]
     tokenizer = using(template)
-    assert learned(*encode_conversation(talk, tokenizer, "x"), tokenizer) == ["add{'a': 'b'}"]
+    assert learned(*encode_conversation(talk, tokenizer, "x"), tokenizer) == ['add{"a": "b"}']
