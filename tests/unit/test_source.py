@@ -22,10 +22,10 @@ BUDGET = {
     "decode": 13_781,
     "train": 15_535,
     "distill": 2_906,
-    "medusa": 10_207,
+    "medusa": 10_208,
     "scripts": 19_293,
     "benchmarks": 2_760,
-    "tests": 55_853,
+    "tests": 55_857,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

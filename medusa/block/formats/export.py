@@ -37,7 +37,8 @@ def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -
 def _imported(drafter: BlockDrafter, written: str, proved: str) -> list[str]:
     layers = ", ".join(map(str, drafter.config.target_layer_ids))
     what = f"a {'DFlash' if is_dflash(drafter.config) else 'DSpark'} drafter of {drafter.config.guesses} tokens"
-    return [f"{written}, {proved}", f"{what}, on the outputs of the target's layers {layers}, counted from 0"]
+    where = f"on the outputs of the target's layers {layers}, counted from 0"
+    return [f"{written}, {proved}", f"{what}, {where}{drafter.config.windows}"]
 
 
 def _launch(

@@ -16,7 +16,8 @@ GAMMA = 4
 
 def _imported(heads: EagleHeads, written: str, proved: str) -> list[str]:
     depths = ", ".join(map(str, heads.layer_ids))
-    return [f"{written}, {proved}", f"EAGLE-3 heads on the target's features after layers {depths}"]
+    described = f"EAGLE-3 heads on the target's features after layers {depths}{heads.config.windows}"
+    return [f"{written}, {proved}", described]
 
 
 def _speculative(config: ExportOptions, heads: EagleHeads) -> dict[str, Any]:

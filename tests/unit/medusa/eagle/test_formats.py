@@ -217,3 +217,7 @@ def test_what_reads_otherwise_is_not_written(tmp_path, made, monkeypatch):
     with pytest.raises(RuntimeError, match=r"^export: expected a reader to find the same logits, found step 0 off"):
         FORMATS.write(made(), tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_import_names_a_window(made):
+    assert FORMATS.imported(made("windowed"), "written", "proved")[1].endswith(", a window of 2 positions")
