@@ -129,7 +129,7 @@ class FeatureRun(HeadsRun[FeatureConfig]):
             if self.features.window is not None:
                 # The process that fills a window must know in which order training reads.
                 trainer.known_order = True
-                self.features.window.follow(trainer)
+                self.features.window.follow(trainer, self.features.texts)
         return trainer
 
     def write_card(self, trainer: Any, output: Path, template: Path, tag: str, **fields: Any) -> None:

@@ -156,24 +156,26 @@ def load_model(
     field: str = "model",
     dtype: str = "float32",
     trust_remote_code: bool = False,
-    device: torch.device | str | None = None,
+    device: torch.device | str | dict[str, str] | None = None,
     quantization: str | None = None,
 ) -> PreTrainedModel:
     """Load a causal LM for inference: eval mode, no gradients, on `device` (the default device if None).
 
-    The device "auto" spreads the layers over all GPUs, then the CPU's memory. `dtype` may be "auto" (`resolve_dtype`),
-    and `quantization` `8bit` or `4bit` (bitsandbytes). Pickled weights are read with `weights_only=True`. Under ZeRO-3
-    each process gets a whole copy. Raise InputError, which names `field`, if there is no causal LM at `path`, or its
-    weights are incomplete or invalid.
+    The device "auto" spreads the layers over all GPUs, then the CPU's memory; a dictionary has those of modules, by
+    name. `dtype` may be "auto" (`resolve_dtype`), and `quantization` `8bit` or `4bit` (bitsandbytes). Pickled weights
+    are read with `weights_only=True`. Under ZeRO-3 each process gets a whole copy. Raise InputError, which names
+    `field`, if there is no causal LM at `path`, or its weights are incomplete or invalid.
     """
     one_of(options.DTYPES).check("dtype", dtype)
     config = load_config(path, field=field, trust_remote_code=trust_remote_code)
     stored = stored_tensors(path, field)
-    where = named_device(device)
+    where = torch.device("cpu") if isinstance(device, dict) else named_device(device)
     dtype = resolve_dtype(dtype, path, field=field, device=where, trust_remote_code=trust_remote_code)
     placed: dict[str, Any] = {}
     home = device or default_device()
-    if device == "auto" or quantization or torch.device(home).type != "cpu":  # straight to the device's memory
+    if isinstance(home, dict):
+        placed["device_map"] = home
+    elif device == "auto" or quantization or torch.device(home).type != "cpu":  # straight to the device's memory
         placed["device_map"] = "auto" if device == "auto" else {"": home}
     expected = f"a causal LM in {path}"
     if quantization:

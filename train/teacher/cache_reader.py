@@ -195,11 +195,6 @@ def locate(
             text = f"teacher_cache: expected a cache of the completions {path} as they are"
             raise InputError(f"{text}, found none among {', '.join(manifests)}; run draftsmith cache")
         if window_of(manifests[str(owner[0])]) is not None:
-            if path in config.heldout_directories:
-                raise InputError(
-                    f"heldout: expected a cache that keeps the features of {path}, which every evaluation reads, found "
-                    f"them in the window of {owner[0]} alone; run draftsmith cache for them without --window"
-                )
             continue
         texts = Texts({path: map_completions(path, Path(str(config.training.output_dir)))})
         shards, rows = _places(texts, *owner, columns)

@@ -31,7 +31,7 @@ from draftsmith.train.losses.output_head import require_split
 from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distribution_shards import DistributionShards
-from draftsmith.train.teacher.feature_shards import FeatureShards
+from draftsmith.train.teacher.feature_shards import FeatureShards, LiveTeacher
 from draftsmith.train.teacher.sources import Source, batches_of, texts_of
 from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, save_ends
 from draftsmith.train.teacher.window import WindowWriter
@@ -123,13 +123,14 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
         if missing or lacks_ends:
             needed = _estimate(config, shards, missing, lacks_ends, processes)
             model = _load(config)
+            teacher = LiveTeacher(model, config.batch_size) if config.features else model
             if processes.first and missing:
                 with phase("trial"):
-                    duration = _duration(config, shards, model, missing)
+                    duration = _duration(config, shards, teacher, missing)
                 print(f"{shards.title}: {needed}; about {duration}")
             if lacks_ends:
                 save_ends(model, output / ENDS)
-            _write(shards, model, missing, summary, processes)
+            _write(shards, teacher, missing, summary, processes)
         return CacheSummary.over(processes.gathered(summary))
 
 
@@ -152,7 +153,7 @@ def _serve(config: CacheConfig, shards: FeatureShards, manifest: dict[str, Any],
         if processes.first and not (output / ENDS).is_file():
             save_ends(model, output / ENDS)
         start = time.perf_counter()
-        writer.serve(model)
+        writer.serve(LiveTeacher(model, config.batch_size))
         part = CacheSummary(output, shards.title, samples=writer.samples, written=writer.samples, size=writer.size)
         part.positions, part.positions_written = writer.positions, writer.positions
         part.seconds = time.perf_counter() - start
@@ -205,17 +206,17 @@ def _estimate(
     return f"{size}: at most {_megabytes(most)}, of {_megabytes(free)} free"
 
 
-def _duration(config: CacheConfig, shards: Shards, model: PreTrainedModel, missing: list[Source]) -> timedelta:
+def _duration(config: CacheConfig, shards: Shards, teacher: Any, missing: list[Source]) -> timedelta:
     """Return an estimate of the missing shards' time, from one batch computed and written."""
     source, trial = missing[0], Path(config.output) / TRIAL
     texts = texts_of(source.completions)
-    batches = batches_of(texts, config.batch_size)
+    batches = batches_of([ids for _, ids, _ in texts], config.batch_size)
     rows = batches[len(batches) // 2]
     part = replace(source, samples=tuple(source.samples[i] for i in rows))
     batch = [texts[i] for i in rows]
     for _ in range(2):  # the first is a warm-up
         start = time.perf_counter()
-        shards.write(trial, part, batch, model, lambda _: None)
+        shards.write(trial, part, batch, teacher, lambda _: None)
         seconds = time.perf_counter() - start
     remove(trial)
     positions = sum(shards.positions(text) for text in batch)
@@ -226,16 +227,14 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
-def _write(
-    shards: Shards, model: PreTrainedModel, missing: list[Source], summary: CacheSummary, processes: Processes
-) -> None:
+def _write(shards: Shards, teacher: Any, missing: list[Source], summary: CacheSummary, processes: Processes) -> None:
     """Write the missing shards, and count them in the summary."""
     start = time.perf_counter()
     total = summary.kept + sum(len(source.samples) for source in missing)
     title = processes.title("cache")
     with phase(title, total, "samples", summary.kept) as bar:
         for source in missing:
-            shards.write(summary.output / source.name, source, texts_of(source.completions), model, bar.advance)
+            shards.write(summary.output / source.name, source, texts_of(source.completions), teacher, bar.advance)
             summary.written += len(source.samples)
             summary.positions_written += source.positions
             summary.seconds = time.perf_counter() - start

@@ -97,7 +97,7 @@ class DistributionShards:
         sampler = Sampler.of(config.temperature, config.top_k, config.top_p)
         head = head_of(model).cut(self.vocab_size)
         distributions: dict[int, CachedDistributions] = {}
-        for rows in batches_of(texts, config.batch_size):
+        for rows in batches_of([ids for _, ids, _ in texts], config.batch_size):
             batch = [texts[i][1:] for i in rows]
             distributions.update(zip(rows, distributions_of(model, head, batch, sampler, config.k), strict=True))
             for i in rows:

@@ -163,9 +163,6 @@ def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) 
     if len(windows) > 1:
         raise InputError(f"teacher_cache: expected one cache with a window at most, found {', '.join(windows)}")
     ((path, gigabytes),) = windows.items()
-    if not config.heldout_directories and config.heldout is not None:
-        text = f"completions of their own, whose features are kept, in addition to the window of {path}"
-        raise InputError(f"heldout: expected {text}, found a share, {config.heldout}")
     return replace(index, window=WindowReader(Path(path), layout, int(gigabytes * 1e9)))
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -78,6 +78,13 @@ class Layout:
         return pa.schema([("id", pa.string()), ("text", pa.int64()), *states])
 
 
+class Teacher(Protocol):
+    """A source of states: a target in memory, or one on servers."""
+
+    def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
+        """Yield the numbers of some texts and their `STATES`, until all were yielded."""
+
+
 @dataclass(frozen=True)
 class FeatureShards:
     """The writer of a cache of features.
@@ -128,13 +135,12 @@ class FeatureShards:
         return len(text[1]) - 1
 
     def write(
-        self, path: Path, source: Source, texts: list[Text], model: PreTrainedModel, done: Callable[[int], Any]
+        self, path: Path, source: Source, texts: list[Text], teacher: Teacher, done: Callable[[int], Any]
     ) -> None:
-        """Compute and write the shard of a source; call `done` with the number of samples of each batch."""
+        """Compute or ask for the states of a source and write its shard; `done` gets each batch's number of samples."""
         with shard_writer(path, self.columns) as writer, ThreadPoolExecutor(1) as disk:
             writing: Future[None] | None = None  # writes a batch while the next is computed: two are in memory
-            for rows in batches_of(texts, self.config.batch_size):
-                states = states_of(model, self.layout, [texts[i][1] for i in rows])
+            for rows, states in teacher.states(self.layout, [ids for _, ids, _ in texts]):
                 if writing is not None:
                     writing.result()
                 writing = disk.submit(self._write_batch, writer, source, rows, states)
@@ -151,6 +157,19 @@ class FeatureShards:
                 remedy = f"try another --dtype than {dtype}"
                 raise InputError(f"target: expected finite hidden states, found others in sample {where}; {remedy}")
             writer.write_table(_row(self.columns, source.samples[i], text_states))
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A target in memory, which computes the states of a batch of texts of similar length at a time."""
+
+    model: PreTrainedModel
+    batch_size: int
+
+    def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
+        """Yield the numbers of the texts of each batch, longest first, and their states as `states_of` returns them."""
+        for rows in batches_of(texts, self.batch_size):
+            yield rows, states_of(self.model, layout, [texts[row] for row in rows])
 
 
 @torch.inference_mode()

@@ -30,9 +30,9 @@ def texts_of(file: Path, vocab_size: int | None = None) -> list[Text]:
     return list(zip(*columns, strict=True))
 
 
-def batches_of(texts: list[Text], size: int) -> list[list[int]]:
-    """Return the indices of the samples of each batch, sorted by length, longest first."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i][1]), reverse=True)
+def batches_of(texts: Sequence[list[int]], size: int) -> list[list[int]]:
+    """Return the numbers of the texts of each batch, sorted by length, longest first."""
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]), reverse=True)
     return [order[at : at + size] for at in range(0, len(order), size)]
 
 

@@ -1,8 +1,8 @@
-"""The ends of a target, which training needs in addition to cached features: embeddings, last layer, norm and head.
+"""The ends of a target, which training needs in addition to its states: embeddings, last layer, norm and head.
 
 Drafting heads read the embeddings, the head makes distributions from the last hidden states, and heads may be
-initialised from the last layer and the norm. The ends are saved next to the features, in place of the target's other
-weights; for Qwen3-8B in bfloat16 they are 2.9 GB of 16.
+initialised from the last layer and the norm. For Qwen3-8B in bfloat16 they are 2.9 GB of 16. A cache of features keeps
+them in a file; where servers give the states, they are read from the target's own files, and nothing else is.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from draftsmith.decode.cache.features import decoder_layers, decoder_of, last_no
 from draftsmith.train.checkpoint import check_finite, reading_errors
 from draftsmith.train.files import atomic_path
 from draftsmith.train.losses.output_head import head_of
-from draftsmith.train.models import DTYPES, empty_model
-from draftsmith.train.quantization import own_weights
+from draftsmith.train.models import DTYPES, empty_model, load_model
+from draftsmith.train.quantization import own_weights, quantization_of
 
 ENDS = "target.safetensors"
 SHA256 = "sha256"
@@ -52,15 +52,44 @@ def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> Pr
             written = (file.metadata() or {}).get(SHA256)
         if written != _digest(tensors):
             raise ValueError("another checksum: remove the file and run draftsmith cache again")
-        model = empty_model(target, field="target", trust_remote_code=trust_remote_code)
-        for name, tensor in tensors.items():
-            _put(model, name, tensor)
-        if head_of(model).weight.is_meta:
-            model.tie_weights()
-        decoder = decoder_of(model)
-        if (rotary := getattr(decoder, "rotary_emb", None)) is not None:  # MTP layers rotate as the target does
-            decoder.rotary_emb = type(rotary)(model.config.get_text_config())
+        model = _model_of(tensors, target, trust_remote_code)
     check_finite(model, path, "teacher_cache")
+    return model
+
+
+def read_ends(path: str, dtype: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return the ends of a target as `load_ends` does, from the target's own files."""
+    target = load_on_disk(path, dtype, trust_remote_code=trust_remote_code)
+    return _model_of(dict(_ends(target)), path, trust_remote_code)
+
+
+def load_on_disk(path: str, dtype: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load a target's ends into the host's memory; its forwards read the other layers from its files, one at a time.
+
+    A target whose quantisation the library cannot read in this way is loaded whole.
+    """
+    model = empty_model(path, field="target", trust_remote_code=trust_remote_code)
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = [names[id(layer)] for layer in decoder_layers(model)]
+    places = dict.fromkeys(layers[:-1], "disk") | {layers[-1]: "cpu"}
+    for name, module in model.named_modules():
+        if name and not any(module.children()) and not name.startswith(tuple(f"{layer}." for layer in layers)):
+            places[name] = "cpu"
+    places = places if quantization_of(model.config) is None else {"": "cpu"}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    return load_model(path, field="target", device=places, **options)
+
+
+def _model_of(tensors: Mapping[str, Tensor], target: str, trust_remote_code: bool) -> PreTrainedModel:
+    """Return a target with these tensors, on the meta device elsewhere; ValueError for one that does not fit."""
+    model = empty_model(target, field="target", trust_remote_code=trust_remote_code)
+    for name, tensor in tensors.items():
+        _put(model, name, tensor)
+    if head_of(model).weight.is_meta:
+        model.tie_weights()
+    decoder = decoder_of(model)
+    if (rotary := getattr(decoder, "rotary_emb", None)) is not None:  # MTP layers rotate as the target does
+        decoder.rotary_emb = type(rotary)(model.config.get_text_config())
     return model.requires_grad_(False)
 
 

@@ -9,21 +9,28 @@ either can be stopped and started again:
 * `draftsmith cache --window` writes `RUN-E-P.parquet`, the features of portion P, for as many portions in advance as
   the window has room for, and removes those that were read. They are shards like those of a whole cache.
 
-RUN is a hash of the order: a resumed run reuses the portions that still exist.
+RUN is a hash of the order: a resumed run reuses the portions that still exist. Held-out texts have a RUN of their own,
+which stays until the end, as every evaluation reads them.
+
+Where servers give the features, each process of a training run has a window of its own, in a folder of its own, and a
+filler in place of `draftsmith cache` (`served_window.py`).
 """
 
 import hashlib
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
@@ -35,7 +42,7 @@ from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.data.shards import read_shard
 from draftsmith.train.files import atomic_path
 from draftsmith.train.job.processes import Processes, is_first
-from draftsmith.train.teacher.feature_shards import FeatureShards, Layout
+from draftsmith.train.teacher.feature_shards import FeatureShards, Layout, Teacher
 from draftsmith.train.teacher.sources import Source, Text
 
 READER = "reader.json"
@@ -47,12 +54,13 @@ PORTION = re.compile(r"(?P<run>[0-9a-f]{12})-(?P<epoch>-?\d+)-(?P<portion>\d+)\.
 
 
 class Position(TypedDict):
-    """The content of `reader.json`: the portion that a training run reads now."""
+    """The content of `reader.json`: the portion that a training run reads now, and the name of its held-out texts."""
 
     run: str
     epoch: int
     portion: Count
     done: bool
+    heldout: str
 
 
 class Portion(NamedTuple):
@@ -125,7 +133,7 @@ class Order:
         return np.unique(np.searchsorted(self.ends, self._sorted[slice(*ends)], side="right")).tolist()  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _portions(directory: Path, run: str, epoch: int) -> list[Portion]:
     """Return the portions of an epoch; FileNotFoundError until the run has written its order."""
     return Order.load(directory / f"order-{run}-{epoch}.npz").portions(run, epoch)
@@ -145,16 +153,19 @@ class WindowReader:
     """The reading side of a window: a training run.
 
     `window` is in bytes. `orders` has those of the present and the next epoch by number; −1 is the text that is read
-    before the first step. `speaks` is true in the process that writes files for all others.
+    before the first step. `speaks` is true in the process that writes files for all others; where each process has a
+    window of its `own`, it is true in all.
     """
 
     directory: Path
     layout: Layout
     window: int
+    own: bool = False
     orders: dict[int, Order] = field(default_factory=dict)
     run: str = ""
     epoch: int = -1
     speaks: bool = False
+    heldout: Order | None = None
     _make: Callable[[int], Order] | None = None
     _epochs: int = 0
     _steps: int = 1
@@ -162,35 +173,54 @@ class WindowReader:
     def request_features(self, texts: Sequence[int]) -> None:
         """Request the features of texts that are read before training begins."""
         hashes = np.array(texts, np.uint64)
-        self.run, self.epoch, self.speaks = hashlib.sha256(hashes.tobytes()).hexdigest()[:12], -1, is_first()
+        self.run, self.epoch, self.speaks = _name_of(hashes), -1, self.own or is_first()
         one_portion = np.array([len(hashes)]), np.array([1]), np.array([self.window // 2])
         self.orders = {-1: Order(hashes, *one_portion)}
         self._say(0)
 
-    def follow(self, trainer: Any) -> None:
-        """Follow the steps of a `RecipeTrainer`, whose order is an `EpochSampler`, by a callback."""
-        trainer.add_callback(_Follow(self, trainer))
+    def follow(self, trainer: Any, cached: np.ndarray) -> None:
+        """Follow the steps of a `RecipeTrainer`, whose order is an `EpochSampler`, by a callback.
 
-    def begin(self, sampler: EpochSampler, data: TrainingData, batch: int, batches: int, epochs: int) -> None:
+        Whole caches have the texts `cached`, by hash.
+        """
+        trainer.add_callback(_Follow(self, trainer, cached))
+
+    def begin(
+        self,
+        sampler: EpochSampler,
+        data: TrainingData,
+        batch: int,
+        batches: int,
+        epochs: int,
+        heldout: tuple[TrainingData, np.ndarray] | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
         """Set the order of the epochs: a step reads `batches` batches, each of `batch` rows over all processes.
 
-        Raise InputError if the window has no room for two steps.
+        `heldout` are the rows that each evaluation reads. `part` is the number of this window's process and their
+        count, where each has a window of its own. Raise InputError if the window has no room for two steps.
         """
+        rank, world = part
 
         def make(epoch: int) -> Order:
             sampler.set_epoch(epoch)
             rows = np.array(list(sampler))
-            # accelerate fills the last batch with the first rows
-            rows = np.resize(rows, -(-len(rows) // batch) * batch)
-            return Order.of(data, rows, batch * batches, self.layout, self.window // PARTS)
+            # accelerate fills the last batch with the first rows, and deals batches to processes in turn
+            rows = np.resize(rows, -(-len(rows) // batch) * batch).reshape(-1, world, batch // world)[:, rank].ravel()
+            return Order.of(data, rows, batch // world * batches, self.layout, self.window // PARTS)
 
-        first = make(0)
+        first, kept = make(0), 0
+        if heldout is not None:
+            held, rows = heldout
+            self.heldout = Order.of(held, rows, 1, self.layout, self.window // PARTS)
+            kept = int(self.heldout.most.sum())
         most = int(first.most.max())
-        if 2 * most > self.window:
-            window = f"{self.window / 1e9:.3g} GB; give draftsmith cache a larger --window"
+        if 2 * most + kept > self.window:
+            window = f"{self.window / 1e9:.3g} GB; give a larger --{'teacher_' * self.own}window"
             room = f"a window with room for two steps of {most / 1e9:.3g} GB"
+            room += f" and {kept / 1e9:.3g} GB of held-out texts" if kept else ""
             raise InputError(f"{self.directory}: expected {room}, found one of {window}")
-        self.run = hashlib.sha256(first.texts.tobytes() + first.ends.tobytes()).hexdigest()[:12]
+        self.run = _name_of(first.texts, first.ends)
         self.orders, self._make, self._epochs = {0: first}, make, epochs
         self._steps = int(first.steps[-1])
 
@@ -214,60 +244,99 @@ class WindowReader:
 
     def find(self, text: int) -> tuple[Path, int]:
         """Return the portion of a text and its row there; wait until it is written."""
-        portions = self.orders[self.epoch].portions_of(text)
-        if len(portions) > 1:  # the text is read twice in an epoch, and earlier portions may be gone
-            read_now = read(Position, self.directory / READER)["portion"]
-            portions = [portion for portion in portions if portion >= read_now]
-        file = self.directory / f"{self.run}-{self.epoch}-{portions[0]}.parquet"
+        if self.heldout is not None and (portions := self.heldout.portions_of(text)):
+            file = self.directory / f"{self._heldout_name}-0-{portions[0]}.parquet"
+        else:
+            portions = self.orders[self.epoch].portions_of(text)
+            if len(portions) > 1:  # the text is read twice in an epoch, and earlier portions may be gone
+                read_now = read(Position, self.directory / READER)["portion"]
+                portions = [portion for portion in portions if portion >= read_now]
+            file = self.directory / f"{self.run}-{self.epoch}-{portions[0]}.parquet"
         if not file.exists():
-            with phase(f"waiting for {file}, which draftsmith cache writes"):
+            with phase(f"waiting for {file}, which {'servers fill' if self.own else 'draftsmith cache writes'}"):
                 while not file.exists():
+                    self.require_written()
                     time.sleep(POLL)
         return file, _rows_of(file, self.layout)[int(text)]
+
+    def require_written(self) -> None:
+        """Raise an InputError if nothing will be written; `draftsmith cache` may be started at any time."""
+
+    @property
+    def _heldout_name(self) -> str:
+        return "" if self.heldout is None else _name_of(self.heldout.texts, self.heldout.ends)
 
     def _say(self, portion: int, done: bool = False) -> None:
         if not self.speaks:
             return
-        names = {epoch: f"order-{self.run}-{epoch}.npz" for epoch in self.orders}
-        for epoch, name in names.items():
+        orders = {f"order-{self.run}-{epoch}.npz": order for epoch, order in self.orders.items()}
+        if self.heldout is not None:
+            orders[f"order-{self._heldout_name}-0.npz"] = self.heldout
+        for name, order in orders.items():
             if not (self.directory / name).exists():
-                self.orders[epoch].save(self.directory / name)
-        position = Position(run=self.run, epoch=self.epoch, portion=portion, done=done)
+                order.save(self.directory / name)
+        heldout = self._heldout_name
+        position = Position(run=self.run, epoch=self.epoch, portion=portion, done=done, heldout=heldout)
         with atomic_path(self.directory / READER) as aside:
             aside.write_text(json.dumps(position), encoding="utf-8")
         for old in self.directory.glob("order-*.npz"):
-            if old.name not in names.values():
+            if old.name not in orders:
                 old.unlink(missing_ok=True)
+
+
+def _name_of(*arrays: np.ndarray) -> str:
+    """Return the name of a run, a hash of what it reads."""
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:12]
 
 
 class _Follow(TrainerCallback):  # type: ignore[misc]
     """A callback that tells a window the step of training."""
 
-    def __init__(self, reader: WindowReader, trainer: Any):
-        self.reader, self.trainer = reader, trainer
+    def __init__(self, reader: WindowReader, trainer: Any, cached: np.ndarray):
+        self.reader, self.trainer, self.cached, self.over = reader, trainer, cached, False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.reader.speaks = state.is_world_process_zero
+        own, trainer = self.reader.own, self.trainer
+        self.reader.speaks = own or state.is_world_process_zero
         loading: Any = args.accelerator_config
         batch = args.train_batch_size * (1 if loading.split_batches else args.world_size)
-        self.reader.begin(
-            self.trainer.epoch_order, self.trainer.data, batch, args.gradient_accumulation_steps, state.num_train_epochs
-        )
+        part = (args.process_index, args.world_size) if own else (0, 1)
+        steps = args.gradient_accumulation_steps, state.num_train_epochs
+        self.reader.begin(trainer.epoch_order, trainer.data, batch, *steps, self._heldout(), part)
         self.reader.at(state.global_step)
+
+    def _heldout(self) -> tuple[TrainingData, np.ndarray] | None:
+        """Return the held-out data, and the rows of it that evaluations read through this window."""
+        heldout: TrainingData | None = self.trainer.eval_dataset
+        if heldout is None:
+            return None
+        rows = np.arange(len(heldout))
+        if self.reader.own:
+            batches: Any = self.trainer.get_eval_dataloader().batch_sampler  # of this process
+            rows = np.unique([row for batch in batches for row in batch])
+        rows = rows[~np.isin(heldout.text_hashes[heldout.members[rows]], self.cached)]
+        return (heldout, rows) if len(rows) else None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.reader.at(state.global_step)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.reader.end()
+        self.over = True
+        if self.reader.heldout is None or self.trainer.kept_step.score is not None:
+            self.reader.end()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.over:  # a run without evaluations has one after its last step
+            self.reader.end()
 
 
 @dataclass
 class WindowWriter:
     """The writing side of a window: `draftsmith cache --window`.
 
-    `texts` are all that a run may request, and `window` is in bytes, over all processes. `samples`, `positions` and
-    `size` (bytes) count what was written, and `largest` is the most that was on disk at a time.
+    `texts` are all that a run may request, and `window` is in bytes, over all processes. `at_once` portions are written
+    at a time, so that a server is not idle at the end of each. `samples`, `positions` and `size` (bytes) count what was
+    written; `largest` is the most that was on disk at a time, and `waited` the seconds without room.
     """
 
     directory: Path
@@ -275,59 +344,85 @@ class WindowWriter:
     texts: Texts
     window: int
     processes: Processes
+    at_once: int = 1
     samples: int = 0
     positions: int = 0
     size: int = 0
     largest: int = 0
+    waited: float = 0.0
+    _writing: dict[str, tuple[Future[None], int]] = field(default_factory=dict)
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
-    def serve(self, model: PreTrainedModel) -> None:
-        """Write the features of the target that a training run reads next, and remove old ones, until the run ends.
+    def serve(self, teacher: Teacher, going: Callable[[], bool] = lambda: True) -> None:
+        """Write the features that a training run reads next, and remove old ones, until the run ends.
 
-        Raise InputError if the run reads other texts, or steps that the window has no room for.
+        If it is no longer `going`, what was written stays for a run that resumes. Raise InputError if the run reads
+        other texts, or steps that the window has no room for.
         """
-        with phase(self.processes.title("feature window")) as bar:
+        with phase(self.processes.title("feature window")) as bar, ThreadPoolExecutor(self.at_once) as pool:
             bar.advance(0, "waits for a training run")
             while (position := self._position()) is None or not position["done"]:
-                if position is None or not self._step(position, model, bar):
+                if not going():
+                    return
+                began = position is not None and self._step(position, teacher, pool, bar)
+                if not began:
                     time.sleep(POLL)
-            self._remove(lambda run, epoch, portion: True)
-            self.processes.gathered(None)
-            if self.processes.first:
-                for file in (*self.directory.glob("order-*.npz"), self.directory / READER):
-                    file.unlink(missing_ok=True)
+                    self.waited += 0.0 if self._writing or position is None else POLL
+        self._remove(lambda run, epoch, portion: True)
+        self.processes.gathered(None)
+        if self.processes.first:
+            for file in (*self.directory.glob("order-*.npz"), self.directory / READER):
+                file.unlink(missing_ok=True)
 
-    def _step(self, position: Position, model: PreTrainedModel, bar: Phase) -> bool:
-        """Remove the portions that were read and write one; return False if nothing is missing or there is no room."""
-        now = position["epoch"], position["portion"]
-        stored = self._remove(lambda run, epoch, portion: run != position["run"] or (epoch, portion) < now)
-        share = self.window // self.processes.count
-        for portion in self._wanted(position):
-            path = self.directory / portion.name
-            if path.exists():
+    def _step(self, position: Position, teacher: Teacher, pool: ThreadPoolExecutor, bar: Phase) -> bool:
+        """Remove the portions that were read and begin others; return False if none is missing or there is no room."""
+        for name in [name for name, (writing, _) in self._writing.items() if writing.done()]:
+            self._writing.pop(name)[0].result()
+            bar.advance(0, f"{self.samples} samples written, {self.size / 1e9:.3g} GB")
+        now, runs = (position["epoch"], position["portion"]), (position["run"], position["heldout"])
+        stored = self._remove(
+            lambda run, epoch, portion: run not in runs or (run == position["run"] and (epoch, portion) < now)
+        )
+        share, began = self.window // self.processes.count, False
+        room = share - sum(stored.values()) - sum(most for _, most in self._writing.values())
+        self.largest = max(self.largest, share - room)
+        wanted = [portion for portion in self._wanted(position) if portion.name not in self._writing]
+        for at, portion in enumerate(wanted):
+            if portion.name in stored:
                 continue
             if portion.most > share // 2:  # the next portion must be written while this one is read
-                needed, room = f"two steps of {portion.most / 1e9:.3g} GB in each process", f"{share / 1e9:.3g} GB"
-                raise InputError(f"window: expected room for {needed}, found {room}")
-            if stored + portion.most > share:
-                return False
-            self._write(path, portion, model)
-            self.largest = max(self.largest, stored + path.stat().st_size)
-            bar.advance(0, f"{self.samples} samples written, {self.size / 1e9:.3g} GB")
-            return True
-        return False
+                needed, found = f"two steps of {portion.most / 1e9:.3g} GB in each process", f"{share / 1e9:.3g} GB"
+                raise InputError(f"window: expected room for {needed}, found {found}")
+            # A run that resumed at an earlier step needs room that portions of later steps take.
+            for later in [later.name for later in wanted[:at:-1] if later.name in stored]:
+                if portion.most > room:
+                    room += stored.pop(later)
+                    (self.directory / later).unlink(missing_ok=True)
+            if portion.most > room or len(self._writing) == self.at_once:
+                break
+            writing = pool.submit(self._write, self.directory / portion.name, portion, teacher)
+            self._writing[portion.name] = writing, portion.most
+            room, began = room - portion.most, True
+        return began
 
     def _wanted(self, position: Position) -> Iterator[Portion]:
-        """Yield the next portions that this process writes, in reading order."""
+        """Yield the next portions that this process writes, in reading order; held-out ones are read at any time."""
+        heldout = self._portions(position["heldout"], 0, 0)
         for epoch in (position["epoch"], position["epoch"] + 1):
-            try:
-                portions = _portions(self.directory, position["run"], epoch)
-            except FileNotFoundError:
-                return
-            for at in range(position["portion"] if epoch == position["epoch"] else 0, len(portions)):
-                if at % self.processes.count == self.processes.rank:
-                    yield portions[at]
+            first = position["portion"] if epoch == position["epoch"] else 0
+            for portion in self._portions(position["run"], epoch, first):
+                yield portion
+                yield from heldout
+        yield from heldout
 
-    def _write(self, path: Path, portion: Portion, model: PreTrainedModel) -> None:
+    def _portions(self, run: str, epoch: int, first: int) -> Iterator[Portion]:
+        """Yield this process's portions of an epoch, from number `first`; none before the run has written its order."""
+        with suppress(FileNotFoundError):
+            portions = _portions(self.directory, run, epoch)
+            mine = [at for at in range(first, len(portions)) if at % self.processes.count == self.processes.rank]
+            yield from (portions[at] for at in mine)
+
+    def _write(self, path: Path, portion: Portion, teacher: Teacher) -> None:
         places = np.searchsorted(self._hashes, portion.texts, sorter=self._order)
         numbers = self._order[np.minimum(places, len(self._order) - 1)]
         if missing := int((self._hashes[numbers] != portion.texts).sum()):
@@ -341,10 +436,11 @@ class WindowWriter:
         ]
         positions = sum(self.shards.positions(text) for text in read_texts)
         source = Source(self.directory, path.name, tuple(zip(names, marks, strict=True)), positions)
-        self.shards.write(path, source, read_texts, model, lambda _: None)
-        self.samples += len(numbers)
-        self.positions += positions
-        self.size += path.stat().st_size
+        self.shards.write(path, source, read_texts, teacher, lambda _: None)
+        with self._counting:
+            self.samples += len(numbers)
+            self.positions += positions
+            self.size += path.stat().st_size
 
     @cached_property
     def _hashes(self) -> np.ndarray:
@@ -360,15 +456,15 @@ class WindowWriter:
         except FileNotFoundError:
             return None
 
-    def _remove(self, gone: Callable[[str, int, int], bool]) -> int:
-        """Remove the portions of this process that are `gone`, and return the bytes of the others."""
-        stored = 0
+    def _remove(self, gone: Callable[[str, int, int], bool]) -> dict[str, int]:
+        """Remove the portions of this process that are `gone`, and return the bytes of the others by name."""
+        stored = dict[str, int]()
         for file in self.directory.glob("*.parquet"):
             name = PORTION.fullmatch(file.name)
             if name is None or int(name["portion"]) % self.processes.count != self.processes.rank:
                 continue
             if gone(name["run"], int(name["epoch"]), int(name["portion"])):
                 file.unlink(missing_ok=True)
-            else:
-                stored += file.stat().st_size
+            elif file.name not in self._writing:
+                stored[file.name] = file.stat().st_size
         return stored
