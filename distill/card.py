@@ -24,7 +24,7 @@ def authors(config: DistillConfig) -> str:
         source = (read_manifest(Path(path)) or {}).get("source")
         if isinstance(source, dict) and source.get("answers") == "given":
             names.append("answers that were given")
-        elif (model := other_target(path, config.target, config.trust_remote_code)) is not None:
+        elif (model := other_target(path, config.target)) is not None:
             names.append(f"written by `{model}`")
         else:
             names.append("written by the target")

@@ -1,12 +1,17 @@
-"""Atomic writing: a file is written under another name, then renamed, so that no reader sees half of it."""
+"""Atomic writing: a file is written under another name, then renamed, so that no reader sees half of it.
+
+`identity` tells models apart. All of it needs the standard library alone, and the hub's client for a model there.
+"""
 
 import errno
+import hashlib
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from draftsmith.decode.errors import InputError
 
@@ -144,3 +149,28 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def identity(model: str, weights: bool = True, revision: str | None = None) -> dict[str, Any]:
+    """Return a fingerprint of a model's configs and, with `weights`, its weights; a hub id's is its commit.
+
+    Weights are sampled: training changes their values but neither names nor sizes, and reading all takes too long.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        from huggingface_hub import hf_hub_download
+
+        return {"commit": Path(hf_hub_download(model, "config.json", revision=revision)).parent.name}
+    digests: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        if (directory / name).is_file():
+            digests[name] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+    patterns = ("*.safetensors", "pytorch_model*.bin", "*lm_head*.pt") if weights else ()
+    for file in sorted(file for pattern in patterns for file in directory.glob(pattern)):
+        size, digest = file.stat().st_size, hashlib.sha256()
+        with file.open("rb") as content:
+            for sample in range(64):
+                content.seek(size * sample // 64)
+                digest.update(content.read(1 << 16))
+        digests[file.name] = {"bytes": size, "sampled_sha256": digest.hexdigest()}
+    return digests

@@ -1,6 +1,5 @@
 """Safe loading of models and tokenizers, and checks that a drafter and a target share their tokens."""
 
-import hashlib
 import os
 import sys
 from collections.abc import Iterator
@@ -246,29 +245,6 @@ def load_tokenizer(
         raise InputError(f"{field}: expected a pad or an end-of-sequence token in {path}'s tokenizer, found neither")
     tokenizer.pad_token = pad
     return tokenizer
-
-
-def identity(path: str, weights: bool = True, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return a fingerprint of a model's configs and, with `weights`, its weights; a hub id's is its commit.
-
-    Weights are sampled: training changes their values but neither names nor sizes, and reading all takes too long.
-    """
-    directory = Path(path)
-    if not directory.is_dir():
-        return {"commit": AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)._commit_hash}
-    digests: dict[str, Any] = {}
-    for name in ("config.json", "generation_config.json"):
-        if (directory / name).is_file():
-            digests[name] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
-    patterns = ("*.safetensors", "pytorch_model*.bin", "*lm_head*.pt") if weights else ()
-    for file in sorted(file for pattern in patterns for file in directory.glob(pattern)):
-        size, digest = file.stat().st_size, hashlib.sha256()
-        with file.open("rb") as content:
-            for sample in range(64):
-                content.seek(size * sample // 64)
-                digest.update(content.read(1 << 16))
-        digests[file.name] = {"bytes": size, "sampled_sha256": digest.hexdigest()}
-    return digests
 
 
 def check_same_tokenizer(

@@ -13,10 +13,10 @@ from draftsmith.medusa.mtp.trainer import MtpTrainer, states_of_steps
 from draftsmith.medusa.run import FeatureRun
 from draftsmith.medusa.target_states import scale_of_steps
 from draftsmith.train.data.first_look import few_texts, print_once
+from draftsmith.train.files import identity
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 from draftsmith.train.losses.output_head import head_of
-from draftsmith.train.models import identity
 
 CARD = Path(__file__).with_name("card.md.j2")
 
@@ -49,7 +49,7 @@ class MtpRun(FeatureRun[MtpTrainingConfig]):
         """Record the target, and read the least from a cache: the layers see the last hidden states alone."""
         config = self.config
         self.heads.config.base_model_name_or_path = config.target
-        self.heads.config.target_files = identity(config.target, trust_remote_code=config.trust_remote_code)
+        self.heads.config.target_files = identity(config.target)
         if self.features is not None:
             self.features = self.features.of_layers(self.features.layout.layer_ids[:1])
 

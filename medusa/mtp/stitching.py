@@ -32,8 +32,9 @@ from draftsmith.medusa.checkpoint_files import CONFIG
 from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.medusa.mtp.native import SHARED, check_mapping, check_names
 from draftsmith.train.checkpoint import INDEX, MTP_COUNTS, WEIGHTS, mtp_layer, stored_tensors
+from draftsmith.train.files import identity
 from draftsmith.train.kinds.export import put_in_place
-from draftsmith.train.models import empty_model, identity
+from draftsmith.train.models import empty_model
 
 PARTS = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 STORED_AS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -59,7 +60,7 @@ def stitch(source: str, target: str, output: Path, trust_remote_code: bool = Fal
     count, trained = len(heads.layers), load_file(Path(source) / WEIGHTS)
     if own and count != (layers := check_names(own, model.config, target)):
         raise InputError(f"drafter: expected {layers} MTP layers as in {target}, found {count} in {source}")
-    _check_unchanged(source, target, trust_remote_code)
+    _check_unchanged(source, target)
     names = own or [new_name(name, count, model.config.get_text_config().num_hidden_layers) for name in trained]
     check_mapping(heads.native, model, names, target)
     tensors = native_tensors(heads, model, trained, names)
@@ -123,10 +124,10 @@ def native_tensors(
     return {name: known[rename_source_key(name, renamings, [])[0]] for name in names if not SHARED.search(name)}
 
 
-def _check_unchanged(source: str, target: str, trust_remote_code: bool) -> None:
+def _check_unchanged(source: str, target: str) -> None:
     """Raise an InputError if the target's files are others than those that the layers were trained on."""
     recorded = PretrainedConfig.get_config_dict(source)[0].get("target_files") or {}
-    found = identity(target, trust_remote_code=trust_remote_code)
+    found = identity(target)
     for name in sorted(recorded.keys() - {"generation_config.json"}):
         if recorded[name] != found.get(name):
             raise InputError(f"target: expected the {name} that {source} was trained on in {target}, found another")

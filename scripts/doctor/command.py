@@ -77,7 +77,7 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
         for finding in loss_masks.check_masks(samples):
             add(finding)
         if config.completions is not None:
-            add(loss_masks.check_origin(config.completions, config.target, config.trust_remote_code))
+            add(loss_masks.check_origin(config.completions, config.target))
         if (lengths := loss_masks.check_lengths(samples.all, setup)) is not None:
             add(lengths)
         loss_masks.show(samples, config.show_mask, tokenizer, console)

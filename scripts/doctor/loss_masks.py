@@ -73,9 +73,9 @@ def read(
     return samples
 
 
-def check_origin(completions: str, target: str, trust_remote_code: bool) -> Finding:
+def check_origin(completions: str, target: str) -> Finding:
     """Check that this target wrote the completions."""
-    other = other_target(completions, target, trust_remote_code)
+    other = other_target(completions, target)
     if other is None:
         return Finding("ok", "origin", "written by this target")
     return Finding("warning", "origin", f"written by {other}, another target", "let this one write them: prepare")

@@ -17,9 +17,8 @@ from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.report.types import Failure
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.shards import settle_manifest
-from draftsmith.train.files import remove, write_atomically
+from draftsmith.train.files import identity, remove, write_atomically
 from draftsmith.train.kinds.drafter import Pair
-from draftsmith.train.models import identity
 from draftsmith.train.provenance import environment
 
 T = TypeVar("T")
@@ -122,11 +121,7 @@ def _manifest(
         "schema": SCHEMA,
         "settings": settings | {"drafters": {d.name: d.kind for d in pair.drafters}} | here,
         "prompts": identified_prompts(config.prompts, zip(prompts, encoded, strict=True)),
-        **{
-            name: {"path": path} | identity(path, trust_remote_code=config.trust_remote_code)
-            for name, path in models.items()
-            if path is not None
-        },
+        **{name: {"path": path} | identity(path) for name, path in models.items() if path is not None},
         "versions": {"draftsmith": version("draftsmith"), "git_sha": sha},
     }
 

@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_781,
-    "train": 15_672,
+    "train": 15_677,
     "distill": 2_906,
-    "medusa": 10_208,
+    "medusa": 10_209,
     "scripts": 19_293,
     "benchmarks": 2_760,
-    "tests": 55_906,
+    "tests": 55_918,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

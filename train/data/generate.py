@@ -58,11 +58,10 @@ from draftsmith.train.data.shards import (
     write_shard,
 )
 from draftsmith.train.endpoint.completions import Vocabulary, complete_remotely, served_model
-from draftsmith.train.files import require_writable
+from draftsmith.train.files import identity, require_writable
 from draftsmith.train.job.processes import Processes, join_launched, terminable
 from draftsmith.train.models import (
     check_head,
-    identity,
     load_config,
     load_model,
     load_tokenizer,
@@ -196,10 +195,10 @@ def load_completions(path: str, vocab_size: int | None = None) -> Dataset:
     return Dataset(samples)
 
 
-def other_target(path: str, target: str, trust_remote_code: bool = False) -> str | None:
+def other_target(path: str, target: str) -> str | None:
     """Return the target that wrote completions if it differs from `target` by its config and weights, else None."""
     written = (read_manifest(Path(path)) or {}).get("target", {})
-    current = identity(target, trust_remote_code=trust_remote_code)
+    current = identity(target)
     differs = any(
         written[name] != current[name] for name in written.keys() & current.keys() - {"generation_config.json"}
     )
@@ -382,7 +381,7 @@ def _manifest(
         "source": source,
         "settings": {name: getattr(config, name) for name in decisive_settings(config)},
         "prompts": {"path": config.prompts, "sha256": digest.hexdigest(), "count": len(samples)},
-        "target": {"path": config.target} | identity(config.target, decides, config.trust_remote_code),
+        "target": {"path": config.target} | identity(config.target, decides),
         "shards": shards,
         "left_out": ignored,
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")},

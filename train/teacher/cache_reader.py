@@ -153,7 +153,7 @@ def read_manifests(
     caches: Sequence[str], config: RecipeConfig, schema: str, kind: Any, vocab_size: int
 ) -> dict[str, dict[str, Any]]:
     """Return the manifests (of type `kind`) of caches by path, which must be valid and of the run's target."""
-    current, manifests = identity(config.target, config.trust_remote_code), dict[str, dict[str, Any]]()
+    current, manifests = identity(config.target), dict[str, dict[str, Any]]()
     for path in caches:
         manifest = read_manifest(Path(path), schema, kind)
         if manifest is None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase, track
-from draftsmith.train import models
+from draftsmith.train import files
 from draftsmith.train.data.mapped import Texts, checksum, map_completions
 from draftsmith.train.data.shards import MANIFEST, completion_files, output_directory, read_shard, settle_manifest
 from draftsmith.train.files import remove, write_atomically
@@ -246,16 +246,16 @@ def _manifest(config: CacheConfig, shards: Shards, vocab_size: int) -> dict[str,
         "schema": shards.schema,
         "settings": shards.settings | {name: getattr(config, name) for name in ("dtype", "target_quantization")},
         "vocab_size": vocab_size,
-        "target": {"path": config.target} | identity(config.target, config.trust_remote_code),
+        "target": {"path": config.target} | identity(config.target),
         "completions": [{"path": path, "sha256": digest(path)} for path in config.completions],
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")},
     }
 
 
-def identity(target: str, trust_remote_code: bool = False) -> dict[str, Any]:
+def identity(target: str) -> dict[str, Any]:
     """Return the fingerprint of a target's distributions: its config and weights, without its generation config."""
-    files = models.identity(target, trust_remote_code=trust_remote_code)
-    return {name: value for name, value in files.items() if name != "generation_config.json"}
+    found = files.identity(target)
+    return {name: value for name, value in found.items() if name != "generation_config.json"}
 
 
 def digest(completions: str) -> str:

@@ -20,8 +20,7 @@ from draftsmith.train.data.shards import settle_manifest
 from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request, request_seed
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.endpoint.retries import Window, ask_all
-from draftsmith.train.files import remove
-from draftsmith.train.models import identity
+from draftsmith.train.files import identity, remove
 from draftsmith.train.provenance import git_sha
 
 SCHEMA = "draftsmith.certify/1"
@@ -182,7 +181,7 @@ def target_identity(config: CertifyConfig) -> dict[str, Any] | None:
     """Return the target's path and what tells it from another; None without a target."""
     if config.target is None:
         return None
-    return {"path": config.target} | identity(config.target, trust_remote_code=config.trust_remote_code)
+    return {"path": config.target} | identity(config.target)
 
 
 async def _counters(client: Client) -> ServerCounts | None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.files import DISK_FULL, atomic_files, atomic_path, require_writable, write_atomically
+from draftsmith.train.files import DISK_FULL, atomic_files, atomic_path, identity, require_writable, write_atomically
 
 
 def names(directory) -> list[str]:
@@ -149,3 +149,15 @@ def test_a_directory_that_takes_no_files_is_not_left_there(tmp_path):
     with files_of_at_most(300), pytest.raises(InputError, match=r"^output: .*, found: File too large$"):
         require_writable(tmp_path / "above" / "out")
     assert names(tmp_path) == []
+
+
+def test_a_hubs_model_is_known_by_its_commit(tmp_path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for name, text in ((f"snapshots/{commit}/config.json", "{}"), ("refs/main", commit), ("refs/v1", "89" * 20)):
+        write_atomically(tmp_path / "models--own--model" / name, text)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert identity("own/model") == identity("own/model", revision=commit) == {"commit": commit}
+    with pytest.raises(OSError):
+        identity("own/model", revision="v1")
+    assert identity(str(tmp_path / "models--own--model" / "snapshots" / commit)).keys() == {"config.json"}
