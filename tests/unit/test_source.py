@@ -23,9 +23,9 @@ BUDGET = {
     "train": 15_677,
     "distill": 2_906,
     "medusa": 10_209,
-    "scripts": 19_293,
+    "scripts": 19_502,
     "benchmarks": 2_760,
-    "tests": 55_918,
+    "tests": 56_140,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
