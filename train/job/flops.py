@@ -1,7 +1,8 @@
 """The arithmetic of a forward or a step, and the peak rates of devices, for utilisation and for plans.
 
 The count is the usual one (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B): two operations per
-multiply-add; matrix products and attention alone, causal attention at half its square; recomputation is not counted.
+multiply-add; matrix products and attention alone, causal attention at half its square; recomputation is not counted,
+and the updates of recurrent states are not either.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from draftsmith.decode.cache.states import STATES, layer_kinds
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head, kept_tokens
 
 
@@ -19,20 +21,21 @@ class Device:
 
     tflops: float  # dense bfloat16 operations per second, in 10¹²
     terabytes: float  # bytes read from memory per second, in 10¹²
+    fp8: int = 1  # operations on 8-bit floating-point numbers for one in bfloat16; 1 for devices without such units
 
 
 DEVICES = {
-    "B200": Device(2250, 8.0),
-    "H200": Device(989, 4.8),
-    "H100 PCIe": Device(756, 2.0),
-    "H100": Device(989, 3.35),
+    "B200": Device(2250, 8.0, fp8=2),
+    "H200": Device(989, 4.8, fp8=2),
+    "H100 PCIe": Device(756, 2.0, fp8=2),
+    "H100": Device(989, 3.35, fp8=2),
     "A100": Device(312, 2.0),
-    "L40S": Device(362, 0.864),
-    "L40": Device(181, 0.864),
-    "L4": Device(121, 0.3),
+    "L40S": Device(362, 0.864, fp8=2),
+    "L40": Device(181, 0.864, fp8=2),
+    "L4": Device(121, 0.3, fp8=2),
     "A10G": Device(70, 0.6),
     "A10": Device(125, 0.6),
-    "RTX 4090": Device(165, 1.0),
+    "RTX 4090": Device(165, 1.0, fp8=2),
     "RTX 3090": Device(71, 0.936),
 }
 """Devices by a part of their names; longer names come first."""
@@ -55,14 +58,18 @@ class Work:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Work | None":
         """Count those of a causal LM; None for a mixture of experts, where a token uses only some of the weights."""
-        if any(parameter.ndim == 3 for parameter in model.parameters()):
+        others = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
+        if any(parameter.ndim == 3 for module in others for parameter in module.parameters(recurse=False)):
             return None
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         numbers = {module: _multiply_adds(module) for module in model.modules() if module is not head}
         trained = sum(n for module, n in numbers.items() if n and next(module.parameters()).requires_grad)
         decoder = sum(numbers.values())
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        attention = 2 * config.num_hidden_layers * config.num_attention_heads * width
+        layers = sum(kind not in STATES for kind in layer_kinds(config)[0])
+        attention = 0
+        if layers:
+            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            attention = 2 * layers * config.num_attention_heads * width
         logits = _multiply_adds(head)
         kept_D = kept_tokens(model.config)
         if kept_D is not None and has_whole_head(model):
@@ -89,4 +96,4 @@ class Work:
 def _multiply_adds(module: nn.Module | None) -> int:
     if isinstance(module, nn.Linear):  # quantised ones too, whose weights have another shape
         return module.in_features * module.out_features
-    return module.weight.numel() if isinstance(module, Conv1D) else 0
+    return module.weight.numel() if isinstance(module, Conv1D | nn.Conv1d) else 0

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from conftest import tiny_llama
 from families import tiny_model
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerState, TrainingArguments
 
@@ -242,6 +242,17 @@ def test_the_work_is_what_torch_counts(trained):
         logits.sum().backward()
     backward = {str(op): value for op, value in counted.get_flop_counts()["Global"].items()}["aten.mm"]
     assert work.step(positions, 0, positions) == matrices + backward == (3 if trained else 2) * matrices
+
+
+def test_layers_with_states_have_maps_and_convolutions_but_no_pairs_of_positions():
+    """Their convolutions' weights have three axes, as experts have."""
+    model = tiny_model("qwen3-5")
+    states, attention = model.model.layers
+    weights = [p for layer in (states, attention) for n, p in layer.named_parameters() if p.ndim > 1]
+    assert any(weight.ndim == 3 for weight in weights)
+    work = Work.of(model)
+    assert work == Work(sum(map(Tensor.numel, weights)), 64 * 32, 2 * 4 * 8, trained=0.0)
+    assert Work.of(tiny_model("mamba")).attention == 0 and Work.of(tiny_model("falcon-h1")).attention > 0
 
 
 def test_experts_are_not_counted_and_heads_are_linear_maps():
