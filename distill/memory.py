@@ -33,7 +33,7 @@ from draftsmith.train.teacher.distribution_shards import NUMBERS, distribution_b
 class DraftPlan(TrainingPlan):
     """A draft model and its target."""
 
-    label = "draft"
+    label, served = "draft", "elsewhere"
     most_rows = 8191
     trainer_class = DistillTrainer
 
@@ -184,7 +184,7 @@ class DraftPlan(TrainingPlan):
     def known_changes(self) -> list[tuple[str, str, Any]]:
         """Return changes that may help, including a teacher cache."""
         known = super().known_changes()
-        if self.setting.target is not None and not self.config.on_policy:
+        if self.setting.target is not None and not self.config.on_policy and not self.config.served:
             known.append(("teacher_cache", "target", None))
         return known
 

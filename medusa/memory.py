@@ -125,6 +125,10 @@ class FeaturePlan(HeadsPlan):
         super().__init__(config)
         self.drafter(self.setting)  # refuses at once what the recipe refuses
 
+    def layer_ids(self) -> Sequence[int]:
+        """Return the layers whose features the heads see."""
+        return list(self.drafter(self.setting).layer_ids)
+
     def inputs(self, step: TracedStep, rows: int) -> dict[str, Any]:
         """Return a batch of a number of rows; a cache has the target's states if its forward is not counted."""
         inputs = super().inputs(step, rows)

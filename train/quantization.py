@@ -24,13 +24,31 @@ def is_quantized(model: PreTrainedModel) -> bool:
     return getattr(model.config, "quantization_config", None) is not None
 
 
-def quantization_of(config: PretrainedConfig) -> str | None:
-    """Return how a model's weights were quantised, such as "torchao, 8 bits"; None for floating point."""
+def _settings(config: PretrainedConfig) -> tuple[str, dict[str, Any]]:
+    """Return the method of a model's quantisation and its settings; nothing for floating point."""
     stored: Any = getattr(config, "quantization_config", None)
     if stored is None:
-        return None
+        return "", {}
     values: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
-    method = getattr(values.get("quant_method"), "value", None) or str(values.get("quant_method"))
+    return getattr(values.get("quant_method"), "value", None) or str(values.get("quant_method")), values
+
+
+def arithmetic_of(config: PretrainedConfig) -> str:
+    """Return what linear maps multiply in: fp8 or fp4 where inputs are quantised as weights are, bfloat16 elsewhere."""
+    method, values = _settings(config)
+    named = "nvfp4" if method == "nvfp4" else f"{values.get('quant_algo', '')}".lower()  # the latter is ModelOpt's
+    inputs = [group.get("input_activations") or {} for group in (values.get("config_groups") or {}).values()]
+    bits = {one.get("num_bits") if one.get("type") == "float" else None for one in inputs}
+    if named == "nvfp4" or bits == {4}:
+        return "fp4"
+    return "fp8" if named == "fp8" or method in ("fp8", "fbgemm_fp8", "mxfp8") or bits == {8} else "bfloat16"
+
+
+def quantization_of(config: PretrainedConfig) -> str | None:
+    """Return how a model's weights were quantised, such as "torchao, 8 bits"; None for floating point."""
+    method, values = _settings(config)
+    if not method:
+        return None
     bits = _bits(values)
     if method == "bitsandbytes":
         bits = [4] if values.get("load_in_4bit") else [8]

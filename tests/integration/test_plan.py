@@ -312,6 +312,9 @@ def test_a_carved_draft_a_cache_and_adapters_are_planned(pair):
         sizes.append(sum(size for name, size in other.held(other.setting).items() if name.startswith("target")))
         assert (other.target_forward(other.setting) == {}) == ("target_device" in options)
     assert sizes[0] > sizes[2] > sizes[3] > 0 and len(set(sizes)) == 4
+    served = planned(pair, gpus=8, teacher_gpus=1)
+    assert served.held(served.setting) == other.held(other.setting) and served.servers.sent == 192 * 4
+    assert served.remarks() == ["of the target, on servers, the head alone is counted"]
 
     lora = planned(pair, **{"init.lora.r": 4})
     draft = lora.drafter(lora.setting)

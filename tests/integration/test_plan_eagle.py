@@ -97,6 +97,13 @@ def test_a_cache_leaves_two_ends_of_the_target(target, plan):
     assert cached.total(cached.setting) < live.total(live.setting) and cached.hours() < live.hours()
 
 
+def test_servers_leave_what_a_cache_leaves(target):
+    cached = planned(target, gpus=2, teacher_cache="[features]")
+    served = planned(target, gpus=2, teacher_tokens_per_second=cached.trained_rate() / 3.5)
+    assert served.held(served.setting) == cached.held(cached.setting) and served.hours() == cached.hours()
+    assert served.servers.sent == 4 * 128 * 4 and "4 servers feed these trainers" in served.facts()
+
+
 def test_what_does_not_fit_gets_advice(plan, capsys, monkeypatch):
     assert plan.largest(plan.setting) >= ROWS
     monkeypatch.setattr(plan, "capacity", plan.total(plan.setting) - 1e-4 * GIB)

@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_781,
-    "train": 15_677,
+    "train": 15_860,
     "distill": 2_906,
-    "medusa": 10_209,
+    "medusa": 10_213,
     "scripts": 19_502,
     "benchmarks": 2_760,
-    "tests": 56_140,
+    "tests": 56_260,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

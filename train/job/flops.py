@@ -21,11 +21,12 @@ class Device:
 
     tflops: float  # dense bfloat16 operations per second, in 10¹²
     terabytes: float  # bytes read from memory per second, in 10¹²
-    fp8: int = 1  # operations on 8-bit floating-point numbers for one in bfloat16; 1 for devices without such units
+    fp8: int = 1  # operations on 8-bit floating-point numbers in place of one in bfloat16; 1 without units for them
+    fp4: int = 1  # the same of 4-bit ones
 
 
 DEVICES = {
-    "B200": Device(2250, 8.0, fp8=2),
+    "B200": Device(2250, 8.0, fp8=2, fp4=4),
     "H200": Device(989, 4.8, fp8=2),
     "H100 PCIe": Device(756, 2.0, fp8=2),
     "H100": Device(989, 3.35, fp8=2),

@@ -92,11 +92,24 @@ class TrainingMachines(Machines):
     strategy: Strategy | None = None
     """How what is trained is spread: ddp, fsdp2, zero1, zero2 or zero3; by default what `training` says, or ddp. Where
     a frozen target lies is not changed by it."""
+    teacher_gpus: int | None = None
+    """GPUs of a server of the target's states, all of the model `device`: its speed is computed from their arithmetic.
+    The plan is then of states from servers, `--teacher`, also without their URLs."""
+    teacher_tokens_per_second: float | None = None
+    """Tokens a second of which a server gives the states, in place of a computed speed: `draftsmith doctor --teacher`
+    measures it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         run: Any = self
         require(run, one_of(DTYPES), "target_dtype")
+        require(run, at_least(1), "teacher_gpus")
+        require(run, finite(more_than(0)), "teacher_tokens_per_second")
+        if self.teacher_gpus and self.teacher_tokens_per_second:
+            text = "expected none with teacher_tokens_per_second, which is the speed of a whole server"
+            raise InputError(f"teacher_gpus: {text}, found {self.teacher_gpus}")
+        if self.served and run.trains_target:
+            raise InputError("teacher_gpus: expected a frozen target on servers, found a run that trains it")
         self.sequence_length = self.require_length(run.max_length)
         if self.strategy is None:
             self.strategy = configured_strategy(run.training)
@@ -104,6 +117,16 @@ class TrainingMachines(Machines):
             raise InputError("target_sharded: expected more than one process, found one")
         if run.optimizer == "muon" and self.strategy != "ddp":
             raise InputError(f"optimizer: expected trainer for a draft under {self.strategy}, found muon")
+
+    @property
+    def served(self) -> bool:
+        """Whether the target's states come from servers."""
+        return bool(self.teacher_gpus or self.teacher_tokens_per_second or self.teacher_count)
+
+    @property
+    def teacher_count(self) -> int:
+        """The servers that the run names."""
+        return sum(value.count(",") + 1 for value in getattr(self, "teacher", None) or ())
 
 
 def configured_strategy(training: Any) -> Strategy:
@@ -124,7 +147,7 @@ class MemorySetting:
     half: bool  # whether the drafter computes in bfloat16 or float16
     checkpointing: bool
     target_dtype: str
-    target: Placement | None  # None with a teacher cache
+    target: Placement | None  # None with a teacher cache, or with states from servers
     rows: int
     lm_heads: str = "own"  # "shared" for heads with one language-model head
 

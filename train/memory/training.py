@@ -7,7 +7,7 @@ a GPU holds at each moment of a step (`moments`).
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,7 +27,8 @@ from draftsmith.train.memory.activations import (
 )
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.plan import MemoryPlan
-from draftsmith.train.memory.setting import GIB, ZERO, MemorySetting, gib, placement
+from draftsmith.train.memory.servers import StateServers
+from draftsmith.train.memory.setting import GIB, ZERO, MemorySetting, Placement, gib, placement
 from draftsmith.train.memory.states import Weights, held_bytes, optimizer_bytes, step_bytes, target_bytes
 
 
@@ -46,6 +47,8 @@ class TrainingPlan(MemoryPlan):
     batch_name, row_name, dtype_field = "micro batch", "row", "target_dtype"
     label: ClassVar[str] = "drafter"
     """The drafter's name in the table."""
+    served: ClassVar[Placement | None] = None
+    """The place of a target whose states come from servers: what a drafter needs of it here is part of its plan."""
 
     def __init__(self, config: Any):
         training = config.training
@@ -54,7 +57,7 @@ class TrainingPlan(MemoryPlan):
             bool(training.bf16 or training.fp16),
             bool(training.activation_checkpointing),
             config.target_dtype,
-            placement(config),
+            self.served if config.served else placement(config),
             int(training.per_device_train_batch_size),
             getattr(config, "lm_heads", "own"),
         )
@@ -78,7 +81,7 @@ class TrainingPlan(MemoryPlan):
         return ()
 
     def target_held(self, setting: MemorySetting) -> dict[str, float]:
-        """Return the bytes that the target takes at all times: none with a teacher cache."""
+        """Return the bytes that the target takes at all times: none with a teacher cache or with servers."""
         if setting.target is None:
             return {}
         return target_bytes(self.target(setting.target_dtype), setting.target, self.config.gpus)
@@ -271,13 +274,15 @@ class TrainingPlan(MemoryPlan):
             *self.notes(),
             f"a step: {setting.rows} rows × {accumulation} accumulated × {config.gpus} GPUs = {samples} samples, at "
             f"most {samples * self.batch.length:,} tokens",
+            *([] if self.servers is None else self.servers.lines(self.trained_rate())),
         ]
 
     def remarks(self) -> list[str]:
         """Return a line about what is not counted."""
         if self.setting.target != "elsewhere":
             return []
-        return [f"of the target, on {self.config.target_device}, the head alone is counted"]
+        place = self.config.target_device if self.servers is None else "servers"
+        return [f"of the target, on {place}, the head alone is counted"]
 
     def advice(self) -> list[str]:
         """Return changes that would make a run fit, a line each."""
@@ -285,12 +290,32 @@ class TrainingPlan(MemoryPlan):
         changes = [f"{name}: {gib(self.total(change) + reserve)} GiB" for name, change in self.changes()]
         return changes or ["no change of this plan's makes it fit: shorter samples, or a smaller pair"]
 
-    def hours(self) -> float | None:
-        """Return the hours of `tokens` tokens by arithmetic; None if a model's is not known."""
+    def layer_ids(self) -> Sequence[int]:
+        """Return the layers after which the drafter reads the target's states, the last one apart; by default none."""
+        return ()
+
+    def trained_rate(self) -> float | None:
+        """Return the tokens a second that all GPUs learn from by their arithmetic; None if a model's is not known."""
         drafter, target = self.drafter_operations(self.setting), self._target_operations()
         if drafter is None or target is None:
             return None
-        return self.config.tokens * (target + drafter) / self.speed() / self.config.gpus / 3600
+        return self.speed() * int(self.config.gpus) / (target + drafter)
+
+    @cached_property
+    def servers(self) -> StateServers | None:
+        """The servers of the target's states; None if the target is read elsewhere."""
+        if not self.config.served:
+            return None
+        dtype = self.setting.target_dtype
+        work = Work.of(self.target(dtype))
+        return StateServers.of(self.config, self.target_shape, dtype, self.layer_ids(), work)
+
+    def hours(self) -> float | None:
+        """Return the hours of `tokens` tokens by arithmetic; None if a model's is not known."""
+        rate = self.trained_rate()
+        if rate is None:
+            return None
+        return float(self.config.tokens / (self.servers.rate(rate) if self.servers else rate) / 3600)
 
     def _target_operations(self) -> float | None:
         setting = self.setting

@@ -1,0 +1,109 @@
+"""States from servers: what travels and is stored, and how many servers feed how many trainers.
+
+A server computes a forward of the target for each token and no more, as a training process would. Its speed is measured
+elsewhere, or its GPUs' arithmetic at the share that the plan assumes for training. Copies of states out of a GPU's
+memory are taken to run beneath its forwards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from transformers import PretrainedConfig
+
+from draftsmith.train.job.flops import DEVICES, Work
+from draftsmith.train.kinds.quantities import count_of
+from draftsmith.train.memory.setting import TrainingMachines
+from draftsmith.train.models import DTYPES
+from draftsmith.train.quantization import arithmetic_of
+
+
+@dataclass(frozen=True)
+class StateServers:
+    """Servers of a target's states after some of its layers: all that training reads of each token.
+
+    `speed` is that of one server in tokens a second, None where it is not known, and `source` says how it is known.
+    `count` is the number of servers, 0 if the run does not name them; `machines` are those that train.
+    """
+
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+    layers: int
+    dtype: str
+    speed: float | None
+    source: str
+    count: int
+    machines: int
+
+    @classmethod
+    def of(
+        cls, config: TrainingMachines, target: PretrainedConfig, dtype: str, layer_ids: Sequence[int], work: Work | None
+    ) -> "StateServers":
+        """Return the servers of a planned run; `work` is the target's arithmetic, None where it is not known."""
+        text, run = target.get_text_config(), config
+        speed, source = run.teacher_tokens_per_second, "as given"
+        if speed is None and work is not None:
+            gpus, device, numbers = run.teacher_gpus or 1, DEVICES[run.device], arithmetic_of(target)
+            times = {"fp8": device.fp8, "fp4": device.fp4}.get(numbers, 1)
+            seen = (run.sequence_length or 0) / 2
+            # Linear maps alone are in few bits; a text has logits at its last position only.
+            token = work.forward(1, 0, 0) / times + work.forward(0, seen, 0)
+            speed = gpus * device.tflops * 1e12 * run.mfu / token
+            how = f"{numbers}, {times} times as fast as bfloat16" if times > 1 else "bfloat16"
+            source = f"computed: {count_of(gpus, 'GPU')}, {work.forward(1, seen, 0) / 1e9:.3g} GFLOP a token in {how}"
+        shape = tuple(layer_ids), text.hidden_size, text.num_hidden_layers, dtype
+        return cls(*shape, speed, source, run.teacher_count, -(-run.gpus // run.node_gpus))
+
+    @property
+    def sent(self) -> int:
+        """The bytes of a token that travel: the states after the wanted layers and after the last one."""
+        return len({*self.layer_ids, self.layers}) * self.hidden_size * DTYPES[self.dtype].itemsize
+
+    @property
+    def stored(self) -> int:
+        """The bytes of a token in a window, where the states that the head reads have a place of their own."""
+        return (len(self.layer_ids) + 1) * self.hidden_size * DTYPES[self.dtype].itemsize
+
+    def rate(self, trained: float) -> float:
+        """Return the tokens a second of a run whose trainers alone would reach `trained`."""
+        return min(trained, self.count * self.speed) if self.count and self.speed else trained
+
+    def lines(self, trained: float | None) -> list[str]:
+        """Return lines about what travels, which side waits, and what networks and disks carry.
+
+        `trained` are the tokens a second that the trainers compute with, None where that is not known.
+        """
+        depths = "".join(f"{layer}, " for layer in self.layer_ids if layer != self.layers) + f"{self.layers} (the last)"
+        lines = [f"states from servers: {self.sent:,} bytes a token, after layers {depths}, in {self.dtype}"]
+        if self.speed is None:
+            remedy = "give --teacher_tokens_per_second, which draftsmith doctor --teacher measures"
+            lines.append(f"no estimate of a server's speed: a mixture of experts uses some of its weights; {remedy}")
+        else:
+            lines.append(f"a server: {self._flow(self.speed)} ({self.source})")
+        if trained is None:
+            return lines
+        lines.append(f"the trainers: {self._flow(trained)} at their computed speed")
+        if self.speed is not None:
+            needed = ceil(trained / self.speed)
+            balance = f"{count_of(needed, 'server')} feed{'s' * (needed == 1)} these trainers"
+            if self.count:
+                given, there = self.count * self.speed, count_of(self.count, "server")
+                waits = f"training waits {1 - given / trained:.0%}" if given < trained else ""
+                balance += (
+                    f"; with {there} " + (waits or f"the servers wait {1 - trained / given:.0%}") + " of the time"
+                )
+            lines.append(balance)
+        rate = self.rate(trained)
+        each = rate * self.sent / self.machines
+        lines.append(
+            f"the network carries {_gigabytes(rate * self.sent)}, {_gigabytes(each)} ({8 * each / 1e9:,.0f} Gbit/s) to "
+            f"each machine that trains, whose disk writes and reads {_gigabytes(rate * self.stored / self.machines)}"
+        )
+        return lines
+
+    def _flow(self, speed: float) -> str:
+        return f"{speed:,.0f} tokens/s, {_gigabytes(speed * self.sent)} of states"
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s"
