@@ -20,7 +20,7 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_781,
-    "train": 15_860,
+    "train": 15_862,
     "distill": 2_906,
     "medusa": 10_213,
     "scripts": 19_502,

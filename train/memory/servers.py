@@ -12,7 +12,6 @@ from math import ceil
 from transformers import PretrainedConfig
 
 from draftsmith.train.job.flops import DEVICES, Work
-from draftsmith.train.kinds.quantities import count_of
 from draftsmith.train.memory.setting import TrainingMachines
 from draftsmith.train.models import DTYPES
 from draftsmith.train.quantization import arithmetic_of
@@ -50,7 +49,7 @@ class StateServers:
             token = work.forward(1, 0, 0) / times + work.forward(0, seen, 0)
             speed = gpus * device.tflops * 1e12 * run.mfu / token
             how = f"{numbers}, {times} times as fast as bfloat16" if times > 1 else "bfloat16"
-            source = f"computed: {count_of(gpus, 'GPU')}, {work.forward(1, seen, 0) / 1e9:.3g} GFLOP a token in {how}"
+            source = f"computed: {_of(gpus, 'GPU')}, {work.forward(1, seen, 0) / 1e9:.3g} GFLOP a token in {how}"
         shape = tuple(layer_ids), text.hidden_size, text.num_hidden_layers, dtype
         return cls(*shape, speed, source, run.teacher_count, -(-run.gpus // run.node_gpus))
 
@@ -85,9 +84,9 @@ class StateServers:
         lines.append(f"the trainers: {self._flow(trained)} at their computed speed")
         if self.speed is not None:
             needed = ceil(trained / self.speed)
-            balance = f"{count_of(needed, 'server')} feed{'s' * (needed == 1)} these trainers"
+            balance = f"{_of(needed, 'server')} feed{'s' * (needed == 1)} these trainers"
             if self.count:
-                given, there = self.count * self.speed, count_of(self.count, "server")
+                given, there = self.count * self.speed, _of(self.count, "server")
                 waits = f"training waits {1 - given / trained:.0%}" if given < trained else ""
                 balance += (
                     f"; with {there} " + (waits or f"the servers wait {1 - trained / given:.0%}") + " of the time"
@@ -103,6 +102,10 @@ class StateServers:
 
     def _flow(self, speed: float) -> str:
         return f"{speed:,.0f} tokens/s, {_gigabytes(speed * self.sent)} of states"
+
+
+def _of(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _gigabytes(rate: float) -> str:

@@ -96,8 +96,7 @@ class TrainingMachines(Machines):
     """GPUs of a server of the target's states, all of the model `device`: its speed is computed from their arithmetic.
     The plan is then of states from servers, `--teacher`, also without their URLs."""
     teacher_tokens_per_second: float | None = None
-    """Tokens a second of which a server gives the states, in place of a computed speed: `draftsmith doctor --teacher`
-    measures it."""
+    """The speed of a server of states, in place of a computed one: `draftsmith doctor --teacher` measures it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
