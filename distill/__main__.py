@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import check_rollback, positions_of
+from draftsmith.decode.errors import InputError
 from draftsmith.distill.card import card
 from draftsmith.distill.carving import CHOICE, Carving, choose
 from draftsmith.distill.config import DistillConfig
@@ -17,17 +18,18 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.data.first_look import few_texts
+from draftsmith.train.data.shards import schema_of
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import TrainingRun, launch
 from draftsmith.train.models import check_same_tokenizer, load_config, load_tokenizer, set_attention
-from draftsmith.train.teacher.cache_reader import CachedCollator, DistributionIndex, find_distributions
+from draftsmith.train.teacher.cache_reader import SampleIndex, find_distributions
+from draftsmith.train.teacher.feature_shards import SCHEMA as FEATURES
 from draftsmith.train.teacher.state_cache import StateCache
 
 
 class DistillRun(TrainingRun[DistillConfig]):
     """A run that distils a draft model."""
 
-    distributions: DistributionIndex | None = None  # the index of a teacher cache
     draft_tokenizer: PreTrainedTokenizerBase
     """The tokenizer to save with the draft: its own if it maps all tokens as the target's does."""
 
@@ -40,8 +42,17 @@ class DistillRun(TrainingRun[DistillConfig]):
             check_same_tokenizer(
                 self.tokenizer, stored, config.target, config.draft, vocab_size=size, ends_may_differ=True
             )
-        if config.teacher_cache:
-            self.distributions = find_distributions(config.teacher_cache, config, self.tokens)
+        super().read_small_files()
+
+    def find_cached(self) -> SampleIndex:
+        """Return the index of caches of features or of distributions, as the first one is."""
+        config = self.config
+        if schema_of(Path(config.teacher_cache[0])) == FEATURES:
+            return super().find_cached()
+        if config.prompt_loss:
+            cache = f"{config.teacher_cache[0]}, whose distributions are those of completions"
+            raise InputError(f"prompt_loss: expected false with {cache}, found true; a cache of features serves it")
+        return find_distributions(config.teacher_cache, config, self.tokens)
 
     @property
     def positions(self) -> int | None:
@@ -51,18 +62,16 @@ class DistillRun(TrainingRun[DistillConfig]):
         own = changed if config.draft is None else positions_of(self._config_of(config.draft))
         return min(filter(None, [own, super().positions]), default=None)
 
-    def load_target(self) -> PreTrainedModel | None:
-        """Load the target, unless a cache has its distributions."""
-        return super().load_target() if self.distributions is None else None
-
     def make_model(self) -> PreTrainedModel:
         """Return the initial draft."""
         config, init = self.config, self.config.init
         chooses = config.target_device != "auto"  # layers on several devices are not rearranged
+        # A cache has no layers to carve.
+        absent = config.target_sharded or (self.cached is not None and init.layers is not None)
         draft, self.draft_tokenizer = make_draft(
             config.draft,
             init,
-            config.target if self.target is None or config.target_sharded else self.target,
+            config.target if self.target is None or absent else self.target,
             self.tokenizer,
             self.choose_layers if chooses else None,
             trained_padding=() if config.draft is None else mask_tokens(self._config_of(config.draft)),
@@ -100,10 +109,7 @@ class DistillRun(TrainingRun[DistillConfig]):
     def make_trainer(self, model: PreTrainedModel) -> DistillTrainer:
         """Return the trainer of a plain or a parallel draft."""
         kind = ParallelTrainer if self.config.parallel else DistillTrainer
-        trainer = kind(model, self.target, self.draft_tokenizer, self.config, self.data, self.heldout)
-        if self.distributions is not None:
-            trainer.data_collator = CachedCollator(trainer.data_collator, self.distributions)
-        return trainer
+        return kind(model, self.target, self.draft_tokenizer, self.config, self.data, self.heldout)
 
     def finish(self, trainer: DistillTrainer, output: Path) -> None:
         """Silence the padding of the saved draft's head, and write its card."""

@@ -9,7 +9,6 @@ from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.memory.setting import TrainingMachines
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import ObjectiveConfig
-from draftsmith.train.teacher.cache_config import refuse_with_cache
 
 if TYPE_CHECKING:
     from draftsmith.train.losses.objective import Objective
@@ -123,9 +122,6 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
     """The share of the steps over which the objective moves from the forward KL to `divergence`, linearly."""
     draft_length: int = 4
     """γ of the replayed mean acceptance length, and of the block terms expected_length and reached_tvd."""
-    teacher_cache: list[str] = field(default_factory=list)
-    """Teacher caches (`draftsmith cache`) that together cover `completions` and `heldout`. The target's weights are
-    then not read: it needs only a config and a tokenizer."""
     on_policy: float = 0.0
     """λ: the share of the batches whose completions the draft writes itself, for the target to score."""
     on_policy_tokens: int = 128
@@ -136,12 +132,9 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
         self.init.check_source(self.draft)
         require(self, SHARE, "curriculum", "on_policy")
         require(self, at_least(1), "on_policy_tokens")
-        if self.teacher_cache:
-            refuse_with_cache(self)
-        if self.prompt_loss and (self.teacher_cache or not self.objective.needs_target):
+        if self.prompt_loss and not self.objective.needs_target:
             raise InputError(
-                "prompt_loss: expected false with teacher_cache, which has no prompts, and with cross_entropy "
-                "alone, which would learn to write prompts; found true"
+                "prompt_loss: expected false with cross_entropy alone, which would learn to write prompts, found true"
             )
         if self.teacher_cache and self.on_policy:
             raise InputError(

@@ -88,7 +88,8 @@ class DraftPlan(TrainingPlan):
         """Return the run's trainer without data."""
         draft, target = self.models(step.setting)
         size = min(len(head_of(model).weight) for model in (draft, target) if model is not None)
-        parts |= {"config": self.config, "draft": draft, "target": target, "vocab_size": size, "sizes": self.sizes}
+        parts |= {"config": self.config, "draft": draft, "vocab_size": size, "sizes": self.sizes}
+        parts |= {"target": target, "target_ends": target}
         trainer = self.trainer_class.without_data(**parts)
         objective, tokens = self.config.objective, kept_tokens(draft.config)
         if not step.learns and step.positions is None:  # evaluations hold p of all tokens

@@ -210,8 +210,9 @@ class DistillTrainer(RecipeTrainer):
         return self.sizes if self.cut is None else self.cut.sizes(self.sizes)
 
     def _teacher_of(self, inputs: dict[str, Any], positions: LossPositions) -> LiveDistributions | CachedDistributions:
-        if "teacher" in inputs:  # read from a cache, in the order of the loss positions
-            return cached_distributions(inputs["teacher"])
+        cached = inputs.get("teacher", {})
+        if "log_p" in cached:  # distributions, in the order of the loss positions
+            return cached_distributions(cached)
         return LiveDistributions(positions.take(self.target_hidden(inputs)), self.target_head)
 
 

@@ -1,16 +1,16 @@
 """`accelerate launch -m draftsmith.medusa --config configs/medusa/tiny.yaml`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from draftsmith.medusa.heads.card import card
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.trainer import MedusaTrainer
 from draftsmith.medusa.run import HeadsRun
+from draftsmith.medusa.target_states import TargetStates
 from draftsmith.train.data.first_look import (
     SCALES,
     Text,
@@ -23,7 +23,6 @@ from draftsmith.train.data.first_look import (
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
-from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.teacher.state_cache import StateCache
 
@@ -51,7 +50,8 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
         """Scale each copy, unless the target is on several devices."""
         config = self.config
         if config.train_lm_heads and config.target_device != "auto":
-            scale_logits(self.heads, self.target, few_texts(self.data), self.tokens, config.target_sharded)
+            texts = few_texts(self.data)
+            scale_logits(self.heads, self.states_of(texts), texts, self.tokens, config.target_sharded)
 
     def finish(self, trainer: MedusaTrainer, output: Path) -> None:
         """Write the card."""
@@ -60,23 +60,24 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
 
 @torch.no_grad()
 def scale_logits(
-    heads: MedusaHeads, target: PreTrainedModel, texts: Sequence[Text], tokens: int, sharded: bool = False
+    heads: MedusaHeads,
+    states_of: Callable[[Text], TargetStates],
+    texts: Sequence[Text],
+    tokens: int,
+    sharded: bool = False,
 ) -> None:
     """Scale each language-model head by the factor with the least loss on some texts, and print the factors.
 
     A copy of the target's head is made for the next token, and too confident about those after it: on SmolLM2-135M
     copies begin at 6.6 to 7.0 nats from the target, half as large ones at 4.7 to 4.9, and a uniform distribution at
-    6.2. The target's head may have more rows than the tokenizer has `tokens`; if `sharded`, its forward needs all
-    processes.
+    6.2. `states_of` returns the target's states of a text. The target's head may have more rows than the tokenizer has
+    `tokens`; if `sharded`, its forward needs all processes.
     """
     count = heads.config.num_heads
 
     def look() -> tuple[list[float], list[float], list[float]]:
         head = heads.head(0)
-        hidden = [
-            last_hidden(target, input_ids=text.ids_T[None].to(target.device))[0].to(head.weight.device)
-            for text in texts
-        ]
+        hidden = [states_of(text).hidden[0].to(head.weight.device) for text in texts]
         # Head i guesses the token 2 + i further; the target's own head guesses the one 1 further.
         hidden_NH, labels_NK = stack_guesses(texts, hidden, 1 + count)
         if heads.token_map is None:

@@ -238,6 +238,11 @@ class DraftingHeads(PreTrainedModel):
         def token_map(self) -> Tensor | None:
             """The target's ids that they may draft, (D,) int64; None where they may draft all."""
 
+    @property
+    def layer_ids(self) -> list[int]:
+        """The depths of the target's features that they see, ascending: the number of layers before each."""
+        return []
+
     @classmethod
     def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
         """Load heads that `save_pretrained` wrote; raise an InputError if a part is missing, damaged or wrong."""
@@ -294,12 +299,6 @@ class FeatureHeads(DraftingHeads):
     depths: ClassVar[str]
     """The field of their config that names the target's layers."""
     d2t: Tensor | None
-
-    if TYPE_CHECKING:
-
-        @property
-        def layer_ids(self) -> list[int]:
-            """The depths of the target's features, ascending: the number of layers before each."""
 
     @property
     def token_map(self) -> Tensor | None:

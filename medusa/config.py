@@ -1,6 +1,6 @@
 """Settings of a training run of drafting heads."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from draftsmith.decode.errors import DECAY, InputError, at_least, more_than, require
@@ -38,19 +38,3 @@ class HeadsConfig(ObjectiveConfig):
     def defaults(self) -> Defaults:
         """A lower learning rate for heads of an earlier run."""
         return Defaults(rate=4e-3 if self.heads is None else 1e-3)
-
-
-@dataclass
-class FeaturesConfig(HeadsConfig):
-    """Train heads on features of a target, on completions that the target wrote (`draftsmith prepare`)."""
-
-    teacher_cache: list[str] = field(default_factory=list)
-    """Caches of features (`draftsmith cache --features true`) that together cover `completions` and `heldout`. With
-    them the target is not loaded: `target` needs only a config and a tokenizer."""
-
-    def __post_init__(self) -> None:
-        from draftsmith.train.teacher.cache_config import refuse_with_cache
-
-        super().__post_init__()
-        if self.teacher_cache:
-            refuse_with_cache(self)

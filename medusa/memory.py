@@ -27,6 +27,11 @@ class HeadsPlan(TrainingPlan):
     """The plural of the heads' unit of computation."""
     trainer_class: ClassVar[Any]
 
+    @property
+    def sees_embeddings(self) -> bool:
+        """Whether the heads see the target's embeddings."""
+        return True
+
     @abstractmethod
     def ends(self, drafter: Any) -> Sequence[nn.Module]:
         """Return the language-model heads."""
@@ -43,8 +48,9 @@ class HeadsPlan(TrainingPlan):
         """Return the run's trainer without data."""
         heads, target, config = self.drafter(step.setting), self.target(step.setting.target_dtype), self.config
         trainer: HeadsTrainer = self.trainer_class.without_data(**{
-            "config": config, "heads": heads, "target": target, "embed": target.get_input_embeddings(),
-            "count": self.count(heads), "vocab_size": heads.config.vocab_size, "sizes": self.sizes,
+            "config": config, "heads": heads, "target": target, "target_ends": target,
+            "embed": target.get_input_embeddings(), "count": self.count(heads), "vocab_size": heads.config.vocab_size,
+            "sizes": self.sizes,
         } | parts)  # fmt: skip
         trainer.compare_over(config.objective, heads.token_map, heads.config.vocab_size)
         _ = trainer.teacher_head  # is part of `target_held`
@@ -55,8 +61,18 @@ class HeadsPlan(TrainingPlan):
         return self.trainer_class.guesses(heads, self.config)  # type: ignore[no-any-return]
 
     def inputs(self, step: TracedStep, rows: int) -> dict[str, Any]:
-        """Return a batch of a number of rows."""
-        return self.shape(step).labelled(rows, self.count(self.drafter(step.setting)), step.positions)
+        """Return a batch of a number of rows; a cache has the target's states if its forward is not counted."""
+        inputs = self.shape(step).labelled(rows, self.count(self.drafter(step.setting)), step.positions)
+        if self.runs_target(step):
+            return inputs
+        weight = head_of(self.target(step.setting.target_dtype)).weight
+        widths = {"hidden": weight.shape[1], "features": len(self.drafter(step.setting).layer_ids) * weight.shape[1]}
+        size, dtype = inputs["input_ids"].shape, torch.int16 if weight.itemsize == 2 else torch.float32
+        return inputs | {"teacher": {name: torch.zeros(*size, width, dtype=dtype) for name, width in widths.items()}}
+
+    def runs_target(self, step: TracedStep) -> bool:
+        """Return whether a traced step runs the target."""
+        return step.setting.target is not None
 
     def shape(self, step: TracedStep) -> BatchShape:
         """Return the shape of a batch."""
@@ -107,11 +123,17 @@ class HeadsPlan(TrainingPlan):
         target = self.target(setting.target_dtype)
         if setting.target is None:  # a cache replaces its other weights
             embed: Any = target.get_input_embeddings()
-            ends = {id(weight): weight.nbytes for weight in (embed.weight, head_of(target).weight)}
-            held = {"target: embeddings and head": float(sum(ends.values()))}
+            ends = [head_of(target).weight] + [embed.weight] * self.sees_embeddings
+            size = sum({id(weight): weight.nbytes for weight in ends}.values())  # tied weights once
+            held = {f"target: {'embeddings and ' * self.sees_embeddings}head": float(size)}
         else:
             held = super().target_held(setting)
         return held | self.copied_head(setting)
+
+    def known_changes(self) -> list[tuple[str, str, Any]]:
+        """Return changes that may help: also a cache of features in place of a frozen target."""
+        cached = [("teacher_cache", "target", None)] * (self.setting.target is not None and not self.joint)
+        return super().known_changes() + cached
 
 
 class FeaturePlan(HeadsPlan):
@@ -129,15 +151,9 @@ class FeaturePlan(HeadsPlan):
         """Return the layers whose features the heads see."""
         return list(self.drafter(self.setting).layer_ids)
 
-    def inputs(self, step: TracedStep, rows: int) -> dict[str, Any]:
-        """Return a batch of a number of rows; a cache has the target's states if its forward is not counted."""
-        inputs = super().inputs(step, rows)
-        if step == TracedStep(step.setting) and step.setting.target is not None:
-            return inputs
-        weight = head_of(self.target(step.setting.target_dtype)).weight
-        widths = {"hidden": weight.shape[1], "features": len(self.drafter(step.setting).layer_ids) * weight.shape[1]}
-        size, dtype = inputs["input_ids"].shape, torch.int16 if weight.itemsize == 2 else torch.float32
-        return inputs | {"teacher": {name: torch.zeros(*size, width, dtype=dtype) for name, width in widths.items()}}
+    def runs_target(self, step: TracedStep) -> bool:
+        """Return whether a traced step runs the target: only one that is traced whole."""
+        return super().runs_target(step) and step == TracedStep(step.setting)
 
     def target_forward(self, setting: MemorySetting) -> dict[str, float]:
         """Return the bytes of the target's forward with its features; empty if the target is elsewhere."""

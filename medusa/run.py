@@ -12,15 +12,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import positions_of
 from draftsmith.medusa.base import DraftingHeads
-from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
+from draftsmith.medusa.config import HeadsConfig
 from draftsmith.medusa.target_states import TargetStates, states_from_cache, states_from_forward
 from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.launch import TrainingRun
-from draftsmith.train.models import check_head, whole_weights
+from draftsmith.train.models import whole_weights
 from draftsmith.train.runs import hub_name
-from draftsmith.train.teacher.cache_reader import CachedCollator
-from draftsmith.train.teacher.feature_reader import FeatureIndex, find_features
+from draftsmith.train.teacher.feature_reader import FeatureIndex
 
 Config = TypeVar("Config", bound=HeadsConfig)
 
@@ -31,9 +30,11 @@ class HeadsRun(TrainingRun[Config]):
     heads_class: type[DraftingHeads]
     trainer_class: type[Any]
     heads: Any = None
+    cached: FeatureIndex | None = None
 
     def read_small_files(self) -> None:
-        """Load the heads of an earlier run, if the config names them."""
+        """Read the index of a cache, and load the heads of an earlier run, if the config names them."""
+        super().read_small_files()
         if self.config.heads is not None:
             with whole_weights():
                 self.heads = self.earlier_heads()
@@ -65,7 +66,16 @@ class HeadsRun(TrainingRun[Config]):
         """Return new heads for the target, in float32."""
 
     def check_heads(self) -> None:
-        """Require that the heads fit the run's other inputs."""
+        """Require that the heads fit the run's other inputs: a cache must have the features that they see."""
+        if self.cached is not None:
+            self.cached = self.cached.of_layers(self.heads.layer_ids)
+
+    def states_of(self, texts: Sequence[Text]) -> Callable[[Text], TargetStates]:
+        """Return a function from one of these texts to its states, from the target or from the cache."""
+        if self.cached is None:
+            return partial(states_from_forward, self.target, self.heads.layer_ids)
+        self.cached.request_features([text.sample for text in texts])
+        return partial(states_from_cache, self.target, self.cached)
 
     @abstractmethod
     def first_look(self) -> None:
@@ -80,57 +90,6 @@ class HeadsRun(TrainingRun[Config]):
         """The tokens that new heads may draft; None for all."""
         count = self.config.draft_vocabulary
         return None if count is None else frequent_tokens(self.data, count, self.tokens, self.ends)
-
-
-FeatureConfig = TypeVar("FeatureConfig", bound=FeaturesConfig)
-
-
-class FeatureRun(HeadsRun[FeatureConfig]):
-    """A run that trains heads on features of a target, live or from a cache."""
-
-    features: FeatureIndex | None = None  # of a teacher cache
-
-    def read_small_files(self) -> None:
-        """Read the cache's index, and load the heads of an earlier run."""
-        if self.config.teacher_cache:
-            # Before any model is loaded: a wrong cache is refused at once.
-            self.features = find_features(self.config.teacher_cache, self.config, self.tokens)
-        super().read_small_files()
-
-    def load_target(self) -> PreTrainedModel | None:
-        """Load the target; with a cache only its embeddings and head."""
-        if self.features is None:
-            return super().load_target()
-        target = self.features.load_target(self.config)
-        check_head(target.config, self.tokenizer, "target")
-        return target
-
-    def check_heads(self) -> None:
-        """Require a cache with the features that the heads see."""
-        if self.features is not None:
-            self.features = self.features.of_layers(self.heads.layer_ids)
-
-    def states_of(self, texts: Sequence[Text]) -> Callable[[Text], TargetStates]:
-        """Return a function from one of these texts to its states, from the target or from the cache."""
-        if self.features is None:
-            return partial(states_from_forward, self.target, self.heads.layer_ids)
-        self.features.request_features([text.sample for text in texts])
-        return partial(states_from_cache, self.target, self.features)
-
-    def packed_models(self, model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-        """Return the target, unless a cache replaces its forwards."""
-        return super().packed_models(model) if self.features is None else {}
-
-    def make_trainer(self, model: PreTrainedModel) -> Any:
-        """Return the trainer; with a cache its batches hold the cached states."""
-        trainer = super().make_trainer(model)
-        if self.features is not None:
-            trainer.data_collator = CachedCollator(trainer.data_collator, self.features)
-            if self.features.window is not None:
-                # The process that fills a window must know in which order training reads.
-                trainer.known_order = True
-                self.features.window.follow(trainer, self.features.texts)
-        return trainer
 
     def write_card(self, trainer: Any, output: Path, template: Path, tag: str, **fields: Any) -> None:
         """Write the model card, with the kept step and its acceptance if it was measured."""

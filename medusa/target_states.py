@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collect_features
+from draftsmith.decode.cache.features import collect_states
 from draftsmith.train.data.first_look import Text, best_scale, choose_once
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.output_head import OutputHead, last_hidden
@@ -37,16 +37,20 @@ class TargetStates(NamedTuple):
 
 
 def run_for_states(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[], Tensor]) -> TargetStates:
-    """Run a target once on a batch: `forward` returns its last hidden states, and features are taken at `depths`."""
+    """Run a target once on a batch: `forward` returns its last hidden states, and features are taken at `depths`.
+
+    Without depths they have no entries.
+    """
     embeddings: list[Tensor] = []
     # A sharded target's embeddings are whole only inside of its forward.
     hook = target.get_input_embeddings().register_forward_hook(lambda _m, _i, output: embeddings.append(output))
     try:
-        with collect_features(target, depths) as features:
+        with collect_states(target, False, depths) as states:
             hidden = forward()
     finally:
         hook.remove()
-    return TargetStates(hidden, embeddings[0].to(hidden.device), features[0].to(hidden.device))
+    features = states.features[0].to(hidden.device) if depths else hidden[..., :0]
+    return TargetStates(hidden, embeddings[0].to(hidden.device), features)
 
 
 def states_from_forward(target: PreTrainedModel, depths: Sequence[int], text: Text) -> TargetStates:

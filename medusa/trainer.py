@@ -16,14 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.medusa.chains import ChainPositions, HeadPositions, chain_metrics
-from draftsmith.medusa.config import FeaturesConfig, HeadsConfig
+from draftsmith.medusa.config import HeadsConfig
 from draftsmith.medusa.target_states import TargetStates, run_for_states
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
 from draftsmith.train.losses.distributions import LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.inside_forward import open_forward
-from draftsmith.train.losses.output_head import OutputHead, head_of
+from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.teacher.feature_reader import cached_states
 from draftsmith.train.trainer import RecipeTrainer
@@ -35,8 +35,8 @@ FeaturesOf = Callable[[Tensor, OutputHead], Tensor]
 class HeadsTrainer(RecipeTrainer, ABC):
     """A trainer that minimises Σ_i decay^i · objective of guess i, and replays chains of K = `count` guesses.
 
-    The optimizer steps `model`: the heads, or a module that holds them. Without `live` no step runs the target, whose
-    layers may then be without weights.
+    The optimizer steps `model`: the heads, or a module that holds them. With a teacher cache no step runs the target,
+    whose layers may then be without weights.
 
     Evaluation replays held-out completions with chains of all guesses, and reports `mean_acceptance_length`, `alpha`
     (of the first guess) and `loss`. For each guess i ≥ 1 it reports `accuracy_i`, the share of its tokens that it puts
@@ -57,15 +57,15 @@ class HeadsTrainer(RecipeTrainer, ABC):
         eval_dataset: TrainingData | None = None,
         *,
         count: int,
-        live: bool = True,
         **kwargs: Any,
     ):
         self.heads: Any = heads
         self.config: Any = config
         self.count = count
+        self.embed: Any = target.get_input_embeddings()
         super().__init__(
             model,  # type: ignore[arg-type]
-            target if live else None,
+            target,
             tokenizer,
             config,
             train_dataset,
@@ -187,7 +187,7 @@ class FeatureTrainer(HeadsTrainer):
         heads: Any,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        config: FeaturesConfig,
+        config: HeadsConfig,
         train_dataset: TrainingData,
         eval_dataset: TrainingData | None = None,
         **kwargs: Any,
@@ -195,14 +195,10 @@ class FeatureTrainer(HeadsTrainer):
         heads.check_fits(target)
         # Losses run inside of these forwards: `train/losses/inside_forward.py`.
         open_forward(heads, *self.loss_maps(heads))
-        live, count = not config.teacher_cache, self.guesses(heads, config)
-        super().__init__(
-            heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, live=live, **kwargs
-        )
-        self.embed: Any = target.get_input_embeddings()
-        if not live:  # the target itself is not moved: only these two are used
+        count = self.guesses(heads, config)
+        super().__init__(heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
+        if config.teacher_cache:  # before the head, whose weights may be the same
             self.embed.to(self.args.device)
-            self.target_head = head_of(target).cut(self.vocab_size).to(self.args.device)
 
     @staticmethod
     @abstractmethod
@@ -217,10 +213,8 @@ class FeatureTrainer(HeadsTrainer):
     def target_states(self, inputs: dict[str, Any]) -> TargetStates:
         """Run the target once on a batch, or take its states from the batch."""
         if "teacher" in inputs:
-            states = cached_states(inputs["teacher"])
-            # Caches may be stored in another dtype than the head's.
-            hidden = states["hidden"].to(self.target_head.weight.dtype)
-            return TargetStates(hidden, self.embed(inputs["input_ids"]), states["features"])
+            features = cached_states(inputs["teacher"])["features"]
+            return TargetStates(self.target_hidden(inputs), self.embed(inputs["input_ids"]), features)
         return run_for_states(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))
 
     @cached_property

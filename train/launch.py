@@ -50,6 +50,8 @@ from draftsmith.train.provenance import as_json, recorded_config, write_run_reco
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import last_checkpoint, note_on_interrupt
 from draftsmith.train.sharding import load_sharded
+from draftsmith.train.teacher.cache_reader import SampleIndex
+from draftsmith.train.teacher.feature_reader import find_features
 from draftsmith.train.teacher.state_cache import StateCache
 from draftsmith.train.trainer import RecipeTrainer
 
@@ -118,7 +120,9 @@ class TrainingRun(ABC, Generic[Config]):
     data: TrainingData
     heldout: TrainingData | None
     target: Any
-    """The frozen target; None if a teacher cache replaces it."""
+    """The frozen target; with a cache of features its ends alone, with one of distributions None."""
+    cached: SampleIndex | None = None
+    """The index of the teacher caches, which replace the target's forwards; None without any."""
     kept: StateCache | None = None
     """The memory of the target's states; None computes them each time."""
 
@@ -143,6 +147,8 @@ class TrainingRun(ABC, Generic[Config]):
             self.data = pack(self.data, int(config.max_length or 0), by_source=bool(config.source_weights))
         trainer = self.make_trainer(model)
         trainer.kept = self.kept
+        if self.cached is not None:
+            self.cached.feed(trainer)
         run_training(trainer, lambda output: self.finish(trainer, output))
         return trainer
 
@@ -166,9 +172,20 @@ class TrainingRun(ABC, Generic[Config]):
 
     def read_small_files(self) -> None:
         """Read and check small files first, before completions and weights take their time."""
+        if self.config.teacher_cache:
+            self.cached = self.find_cached()
+
+    def find_cached(self) -> SampleIndex:
+        """Return the index of the teacher caches: the target's last hidden states, unless a kind needs others."""
+        return find_features(self.config.teacher_cache, self.config, self.tokens)
 
     def load_target(self) -> PreTrainedModel | None:
-        """Load the target, and require that its logits are a linear map of its hidden states."""
+        """Load the target, and require that its logits are a linear map of its hidden states; or what caches need."""
+        if self.cached is not None:
+            ends = self.cached.load_target(self.config)
+            if ends is not None:
+                check_head(ends.config, self.tokenizer, "target")
+            return ends
         target = load_target(self.config, self.tokenizer)
         require_split(target, "target")
         return target
@@ -179,7 +196,7 @@ class TrainingRun(ABC, Generic[Config]):
 
     def packed_models(self, model: Any) -> dict[str, PreTrainedModel]:
         """Return the models that must tell the samples of a packed row apart, by config field."""
-        return {} if self.target is None else {"target": self.target}
+        return {"target": self.target} if self.cached is None else {}
 
     @abstractmethod
     def make_trainer(self, model: Any) -> RecipeTrainer:

@@ -101,6 +101,10 @@ class RecipeConfig(TargetOptions):
     target_sharded: bool = False
     """Shard the target's layers over the processes, in place of a whole copy each, and gather a layer while it
     computes: for targets that one device cannot hold, at the price of reading all of it over the network each step."""
+    teacher_cache: list[str] = field(default_factory=list)
+    """Caches of the target's features (`draftsmith cache --features true`) or, for a draft model, of its distributions,
+    that together cover `completions` and `heldout`. With them the target is not loaded: `target` needs only a config
+    and a tokenizer."""
     save_dtype: str = "auto"
     """The dtype of the weights in `output_dir`: float32, bfloat16 or float16; auto: the stored dtype of the model to
     start from, or the target's for heads and for a draft made from it. Checkpoints hold float32."""
@@ -135,6 +139,15 @@ class RecipeConfig(TargetOptions):
         for name in ("target_device", "target_quantization"):
             if self.target_sharded and getattr(self, name):
                 raise InputError(f"target_sharded: expected false with {name}, found true")
+        if self.teacher_cache:
+            if self.target_sharded:
+                raise InputError("target_sharded: expected false with teacher_cache, found true")
+            loading: Any = self.training.accelerator_config
+            if loading.dispatch_batches:
+                raise InputError(
+                    "training.accelerator_config.dispatch_batches: expected false with teacher_cache, which cannot be "
+                    "sliced as rows are, found true"
+                )
         if self.packing and self.max_length is None:
             raise InputError("max_length: expected the tokens of a packed row, found none")
         self.require_own_device(self.training.world_size)

@@ -53,6 +53,7 @@ from draftsmith.train.quantization import quantization_of, teacher_in_words
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import argument_errors
 from draftsmith.train.sharding import check_sharding
+from draftsmith.train.teacher.feature_reader import cached_states
 from draftsmith.train.teacher.state_cache import StateCache
 
 # DeepSpeed warns about a missing GPU on import, even if nothing uses it.
@@ -91,6 +92,9 @@ class RecipeTrainer(SavingTrainer, ABC):
         **kwargs: Any,
     ):
         self.recipe, self.data = config, train_dataset
+        self.target_ends: Any = target
+        if config.teacher_cache:  # batches hold the target's states or distributions: it is not run, nor moved
+            target = None
         rate_given = config.training.learning_rate is not None
         if not rate_given:
             width = model.config.get_text_config().hidden_size
@@ -120,7 +124,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         quantization = quantization_of(target_config) or quantization_of(stored_config)
         self.teacher = teacher_in_words(quantization, None if target is None else target.dtype)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
-        """None if p comes with the batches from a cache."""
+        """None with a teacher cache. The head and embeddings are those of `target_ends`, which a cache may have."""
         placed = config.target_sharded or config.target_device or config.target_quantization
         if self.target is not None and not placed:
             self.target.to(self.args.device)
@@ -312,8 +316,10 @@ class RecipeTrainer(SavingTrainer, ABC):
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's sums for `compute_metrics`, (B, columns), over the positions `chosen_BT`, (B, T − 1)."""
 
-    def target_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+    def target_hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the target's last hidden states of a batch, (B, T, H), on the device of the loss."""
+        if "teacher" in inputs:  # from a cache, perhaps in another dtype than the head's
+            return cached_states(inputs["teacher"])["hidden"].to(self.target_head.weight.dtype)
 
         def states_of(batch: dict[str, Tensor]) -> Tensor:
             moved = send_to_device(batch, self.target.device)
@@ -327,7 +333,7 @@ class RecipeTrainer(SavingTrainer, ABC):
     @cached_property
     def target_head(self) -> OutputHead:
         """The target's head on the device of the loss."""
-        return head_of(self.target).cut(self.vocab_size).to(self.args.device)
+        return head_of(self.target_ends).cut(self.vocab_size).to(self.args.device)
 
     @cached_property
     def teacher_head(self) -> OutputHead:

@@ -48,11 +48,11 @@ class ParallelTrainer(DistillTrainer):
         self.mask_token = mask_token_of(self.draft)
         if self.cut is None:
             self.vocab_size = loss_vocabulary(self.draft, self.vocab_size)
-        if self.target is not None and self.target.config.get_text_config().vocab_size < self.vocab_size:
+        target = self.target_ends
+        if target is not None and (size := target.config.get_text_config().vocab_size) < self.vocab_size:
             raise InputError(
-                f"parallel_mask_token: expected a token that the target's vocabulary of "
-                f"{self.target.config.get_text_config().vocab_size} has, for a draft whose embeddings are its head, "
-                f"found {self.mask_token}"
+                f"parallel_mask_token: expected a token that the target's vocabulary of {size} has, for a draft whose "
+                f"embeddings are its head, found {self.mask_token}"
             )
         self.length = config.parallel
         self.shares = kept_shares(config.parallel, config.parallel_retention, config.parallel_minimum)

@@ -10,7 +10,7 @@ from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter
 from draftsmith.medusa.block.look_back import TEXTS, TOKENS, begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.trainer import BlockTrainer
-from draftsmith.medusa.run import FeatureRun
+from draftsmith.medusa.run import HeadsRun
 from draftsmith.train.data.first_look import few_texts, print_once
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
@@ -19,7 +19,7 @@ from draftsmith.train.losses.output_head import head_of
 CARD = Path(__file__).with_name("card.md.j2")
 
 
-class BlockRun(FeatureRun[BlockTrainingConfig]):
+class BlockRun(HeadsRun[BlockTrainingConfig]):
     """A run that trains a block drafter."""
 
     heads_class, trainer_class = BlockDrafter, BlockTrainer

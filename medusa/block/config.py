@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, at_least, at_most, one_of, require
-from draftsmith.medusa.config import FeaturesConfig
+from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "look_back", "last_layers", "random")
@@ -14,7 +14,7 @@ DFLASH = {"anchor_guesses": False, "markov_rank": 0}
 
 
 @dataclass
-class BlockTrainingConfig(FeaturesConfig):
+class BlockTrainingConfig(HeadsConfig):
     """Train a block drafter on a target, on completions that the target wrote (`draftsmith prepare`)."""
 
     layers: int = 1

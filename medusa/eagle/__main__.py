@@ -7,7 +7,7 @@ from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import choose_init, new_heads, scale_logits
 from draftsmith.medusa.eagle.trainer import EagleTrainer
-from draftsmith.medusa.run import FeatureRun
+from draftsmith.medusa.run import HeadsRun
 from draftsmith.train.data.first_look import few_texts, print_once
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
@@ -15,7 +15,7 @@ from draftsmith.train.launch import launch
 CARD = Path(__file__).with_name("card.md.j2")
 
 
-class EagleRun(FeatureRun[EagleTrainingConfig]):
+class EagleRun(HeadsRun[EagleTrainingConfig]):
     """A run that trains EAGLE-3 heads."""
 
     heads_class, trainer_class = EagleHeads, EagleTrainer

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import HEADS, InputError, at_least, one_of, require
-from draftsmith.medusa.config import FeaturesConfig
+from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "last_layer", "random")
@@ -11,7 +11,7 @@ SHAPE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass
-class EagleTrainingConfig(FeaturesConfig):
+class EagleTrainingConfig(HeadsConfig):
     """Train EAGLE-3 heads on a target, on completions that the target wrote (`draftsmith prepare`)."""
 
     layer_ids: list[int] = field(default_factory=list)

@@ -1,7 +1,6 @@
 """The memory plan of a training run of EAGLE-3 heads: a forward of the target, and K steps."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -40,7 +39,3 @@ class EaglePlan(FeaturePlan):
         depths = ", ".join(map(str, shape.eagle_aux_hidden_state_layer_ids))
         tokens = f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"
         return [f"{self.config.num_steps} steps of one layer, features after layers {depths}, drafts among {tokens}"]
-
-    def known_changes(self) -> list[tuple[str, str, Any]]:
-        """Return changes that may help: also a cache of features."""
-        return super().known_changes() + [("teacher_cache", "target", None)] * (self.setting.target is not None)

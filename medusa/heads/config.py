@@ -59,6 +59,10 @@ class MedusaTrainingConfig(HeadsConfig):
             raise InputError(
                 f"backbone: expected frozen for a target that is sharded or elsewhere, found {self.backbone}"
             )
+        if self.joint and self.teacher_cache:
+            raise InputError(
+                f"backbone: expected frozen with teacher_cache, in place of a target to train, found {self.backbone}"
+            )
         if self.backbone == "full":
             if self.target_quantization:
                 raise InputError("backbone: expected frozen or lora for a target that is quantised, found full")

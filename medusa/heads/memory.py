@@ -43,6 +43,11 @@ class MedusaPlan(HeadsPlan):
                 add_lora(target, self.config.lora)
         return target
 
+    @property
+    def sees_embeddings(self) -> bool:
+        """Whether the heads see the target's embeddings: Hydra heads do."""
+        return bool(self.config.hydra)
+
     def build(self, lm_heads: str) -> MedusaHeads:
         """Return the heads, with "own" language-model heads or a "shared" one."""
         config, head = self.config, head_of(self.target(self.setting.target_dtype))

@@ -61,6 +61,8 @@ class MedusaTrainer(HeadsTrainer):
         open_forward(model, *heads.all_lm_heads, *([target.get_output_embeddings()] if config.joint else []))
         count = heads.config.num_heads
         super().__init__(heads, model, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
+        if config.teacher_cache and heads.config.hydra:  # before the head, whose weights may be the same
+            self.embed.to(self.args.device)
         if config.joint:
             model.thaw()
             # Count the backbone's training too, now that it is thawed.
@@ -86,20 +88,20 @@ class MedusaTrainer(HeadsTrainer):
         """Return Σ_i decay^i · the objective summed over head i's tokens; in joint training add the backbone's loss."""
         if self.config.joint:
             return model(inside=lambda: self._joint_loss(inputs, positions))
-        hidden, embed = self.target_hidden(inputs), self.target.get_input_embeddings()
+        hidden = self.target_hidden(inputs)
         teacher = hidden, self.teacher_head
-        return model(inside=lambda: self._heads_loss(hidden, embed, inputs, teacher))
+        return model(inside=lambda: self._heads_loss(hidden, self.embed, inputs, teacher))
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums for each head, (B, 3 + 3K)."""
         if not self.config.joint:
             hidden = self.target_hidden(inputs)
-            return model(inside=lambda: self._replayed(inputs, chosen_BT, hidden, self.target, self.target_head))
+            return model(inside=lambda: self._replayed(inputs, chosen_BT, hidden, self.embed, self.target_head))
         joint: Joint = self.accelerator.unwrap_model(self.model)
 
         def replayed(hidden: Tensor) -> Tensor:
             head = head_of(joint.backbone).cut(self.vocab_size)
-            return self._replayed(inputs, chosen_BT, hidden, joint.backbone, head)
+            return self._replayed(inputs, chosen_BT, hidden, joint.backbone.get_input_embeddings(), head)
 
         # The backbone that is evaluated is the one in training.
         return model(inside=lambda: joint.inside_head(last_hidden(joint.backbone, **texts(inputs)), replayed))
@@ -158,11 +160,10 @@ class MedusaTrainer(HeadsTrainer):
         return heads.inside_lm_heads(states, losses)
 
     def _replayed(
-        self, inputs: dict[str, Tensor], chosen: Tensor, hidden: Tensor, backbone: PreTrainedModel, head: OutputHead
+        self, inputs: dict[str, Tensor], chosen: Tensor, hidden: Tensor, embed: nn.Module, head: OutputHead
     ) -> Tensor:
         """Return the sums of `replay_sums`, from distributions over the whole vocabulary."""
-        heads, embed = self.heads, backbone.get_input_embeddings()
-        positions = ChainPositions(inputs, self.count)
+        heads, positions = self.heads, ChainPositions(inputs, self.count)
 
         def features(index: int, features_of: FeaturesOf) -> Tensor:
             states = heads.states(

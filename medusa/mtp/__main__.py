@@ -10,7 +10,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.medusa.mtp.trainer import MtpTrainer, states_of_steps
-from draftsmith.medusa.run import FeatureRun
+from draftsmith.medusa.run import HeadsRun
 from draftsmith.medusa.target_states import scale_of_steps
 from draftsmith.train.data.first_look import few_texts, print_once
 from draftsmith.train.files import identity
@@ -21,7 +21,7 @@ from draftsmith.train.losses.output_head import head_of
 CARD = Path(__file__).with_name("card.md.j2")
 
 
-class MtpRun(FeatureRun[MtpTrainingConfig]):
+class MtpRun(HeadsRun[MtpTrainingConfig]):
     """A run that trains MTP layers."""
 
     heads_class, trainer_class = MtpHeads, MtpTrainer
@@ -46,12 +46,10 @@ class MtpRun(FeatureRun[MtpTrainingConfig]):
         return heads.float().requires_grad_(True)  # type: ignore[no-any-return]
 
     def check_heads(self) -> None:
-        """Record the target, and read the least from a cache: the layers see the last hidden states alone."""
+        """Record the target. Of a cache the layers see the last hidden states alone."""
         config = self.config
         self.heads.config.base_model_name_or_path = config.target
         self.heads.config.target_files = identity(config.target)
-        if self.features is not None:
-            self.features = self.features.of_layers(self.features.layout.layer_ids[:1])
 
     def first_look(self) -> None:
         """Scale the last norm of new layers by the factor with the least loss of all K steps."""

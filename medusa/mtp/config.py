@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from draftsmith.decode.errors import HEADS, InputError, at_least, require
-from draftsmith.medusa.config import FeaturesConfig
+from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.memory.setting import TrainingMachines
 
 
 @dataclass
-class MtpTrainingConfig(FeaturesConfig):
+class MtpTrainingConfig(HeadsConfig):
     """Train MTP layers: those that a target ships with, or new ones, on completions that the target wrote."""
 
     num_layers: int | None = None

@@ -59,9 +59,13 @@ class MtpHeads(DraftingHeads):
         self._tied = native, target, last_norm(target)
         self.config.draft_vocab_size = self.config.vocab_size = len(head_of(target).weight)
         self.config.num_mtp_layers = len(self.layers)
-        self.layer_ids = [len(decoder_layers(target))]
         self.step = 0
         """The layer that `forward` runs."""
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """The target's last layer: decoding reads its output before the norm."""
+        return [len(decoder_layers(self._tied[1]))]
 
     @property
     def native(self) -> MtpModel:

@@ -41,6 +41,5 @@ class MtpPlan(FeaturePlan):
         return [f"{count_of(self.count(heads), 'step')} of {count_of(len(heads.layers), 'MTP layer')}, {self._begun}"]
 
     def known_changes(self) -> list[tuple[str, str, Any]]:
-        """Return changes that may help: also a cache of features, but no checkpointing."""
-        changes = [change for change in super().known_changes() if change[1] != "checkpointing"]
-        return changes + [("teacher_cache", "target", None)] * (self.setting.target is not None)
+        """Return changes that may help, but no checkpointing."""
+        return [change for change in super().known_changes() if change[1] != "checkpointing"]

@@ -319,7 +319,7 @@ def directories(pipeline, tokenizer, tmp_path_factory) -> dict[str, Reader]:
         return CachedCollator(batch, find_distributions([str(root / "laws")], recipe, 300))([row])
 
     def states(path: Path) -> Any:
-        return CachedCollator(batch, find_features([str(root / "features")], recipe, 300))([row])
+        return CachedCollator(batch, find_features([str(root / "features")], recipe, 300).of_layers([1, 2]))([row])
 
     def texts(path: Path) -> Any:
         found = Texts({"": [path]})

@@ -215,16 +215,22 @@ def _fault(shard: pa.Table, vocab_size: int | None) -> str | None:
     return None
 
 
+def schema_of(directory: Path) -> str | None:
+    """Return the schema that a directory's manifest names; None if there is none."""
+    try:
+        return read(Named, directory / MANIFEST)["schema"]
+    except FileNotFoundError:
+        return None
+
+
 def read_manifest(directory: Path, expected: str = SCHEMA, kind: Any = None) -> dict[str, Any] | None:
     """Read a directory's manifest of a schema, as a kind of `BaseManifest`; None if there is none.
 
     Raises:
         InputError: the file is no JSON, of another schema, or lacks a field.
     """
-    path = directory / MANIFEST
-    try:
-        schema = read(Named, path)["schema"]
-    except FileNotFoundError:
+    path, schema = directory / MANIFEST, schema_of(directory)
+    if schema is None:
         return None
     if schema != expected:
         raise InputError(f"{path}: expected schema {expected!r}, found {schema!r}")

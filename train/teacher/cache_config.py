@@ -1,11 +1,9 @@
-"""Settings of `draftsmith cache`, and those that a training run cannot combine with a cache."""
+"""Settings of `draftsmith cache`."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from draftsmith.decode.errors import InputError, at_least, at_most, finite, more_than, one_of, require, require_some
 from draftsmith.train.options import ModelOptions, TargetOptions
-from draftsmith.train.recipe import RecipeConfig
 
 FEATURE_DTYPES = ("bfloat16", "float32")
 OF_DISTRIBUTIONS = {"k": 32, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -63,15 +61,3 @@ class CacheConfig(ModelOptions, TargetOptions):
             value = getattr(self, name)
             if self.features and value != default:
                 raise InputError(f"{name}: expected none with features, which hold no distributions, found {value}")
-
-
-def refuse_with_cache(config: RecipeConfig) -> None:
-    """Refuse settings of a training run that need a target in memory, or batches sliced by the library."""
-    if config.target_sharded:
-        raise InputError("target_sharded: expected false with teacher_cache, found true")
-    loading: Any = config.training.accelerator_config
-    if loading.dispatch_batches:
-        raise InputError(
-            "training.accelerator_config.dispatch_batches: expected false with teacher_cache, which cannot be sliced "
-            "as rows are, found true"
-        )

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import torch
 from pydantic import Field
 from torch import Tensor
+from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
@@ -52,6 +53,14 @@ class SampleIndex:
         """Return the shard and row of a sample."""
         shard, row = self.places[np.searchsorted(self.texts, np.uint64(text))].tolist()
         return self.shards[shard], row
+
+    def load_target(self, config: RecipeConfig) -> PreTrainedModel | None:
+        """Load what training needs of the target in addition to the cache; None for nothing."""
+        return None
+
+    def feed(self, trainer: Any) -> None:
+        """Let the batches of a `RecipeTrainer` hold what is cached of them."""
+        trainer.data_collator = CachedCollator(trainer.data_collator, self)
 
     @abstractmethod
     def columns(self, samples: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> dict[str, np.ndarray]:

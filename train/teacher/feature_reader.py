@@ -1,4 +1,4 @@
-"""Training of heads from a feature cache: an index of its samples, and the states of each batch.
+"""Training from a feature cache: an index of its samples, and the states of each batch.
 
 Shape suffixes: B rows, T tokens of a row.
 """
@@ -6,11 +6,10 @@ Shape suffixes: B rows, T tokens of a row.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
@@ -29,7 +28,7 @@ from draftsmith.train.teacher.cache_reader import (
     texts_of_row,
     window_of,
 )
-from draftsmith.train.teacher.feature_shards import SCHEMA, STATES, Layout
+from draftsmith.train.teacher.feature_shards import SCHEMA, Layout
 from draftsmith.train.teacher.target_ends import ENDS, load_ends
 from draftsmith.train.teacher.window import WindowReader
 
@@ -43,8 +42,8 @@ EXPONENTS = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 class FeatureIndex(SampleIndex):
     """The shard and row of samples' features, and the cached ends of their target.
 
-    `layer_ids` are the layers to look up, of those in the cache; all if empty. `window` has the samples that no whole
-    cache has.
+    `layer_ids` are the layers to look up, of those in the cache: if empty, only the last hidden states are read.
+    `window` has the samples that no whole cache has.
     """
 
     layout: Layout
@@ -55,8 +54,8 @@ class FeatureIndex(SampleIndex):
     @property
     def widths(self) -> dict[str, int]:
         """The numbers of a token in each state that is looked up."""
-        depths = len(self.layer_ids or self.layout.layer_ids)
-        return self.layout.widths | {"features": depths * self.layout.hidden_size}
+        size = self.layout.hidden_size
+        return {"features": len(self.layer_ids) * size, "hidden": size}
 
     def find(self, text: int) -> tuple[Path, int]:
         """Return the shard and row of a sample; if it is in a window, wait until it is written."""
@@ -75,13 +74,21 @@ class FeatureIndex(SampleIndex):
         """Load the ends of the target into the host's memory (`load_ends`)."""
         return load_ends(self.ends, config.target, trust_remote_code=config.trust_remote_code)
 
+    def feed(self, trainer: Any) -> None:
+        """Let the batches of a `RecipeTrainer` hold their states, and a window follow its steps."""
+        super().feed(trainer)
+        if self.window is not None:
+            # The process that fills a window must know in which order training reads.
+            trainer.known_order = True
+            self.window.follow(trainer, self.texts)
+
     def states_of(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the states of one row of `TrainingData`, (1, T, …), like `cached_states` for a batch."""
         columns = self.columns([sample], (1, len(sample["input_ids"])))
         return cached_states({name: torch.from_numpy(column) for name, column in columns.items()})
 
     def columns(self, samples: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Return the bits of the `STATES` of a batch's tokens, `features` (B, T, F) and `hidden` (B, T, H).
+        """Return the bits of a batch's states, `features` (B, T, F) and `hidden` (B, T, H).
 
         They are zeros at a text's last token and at padding. `cached_states` reads them as floats.
         """
@@ -96,15 +103,18 @@ class FeatureIndex(SampleIndex):
     def _states(self, text: int) -> dict[str, np.ndarray]:
         file, row = self.find(text)
         layout, states = self.layout, dict[str, np.ndarray]()
-        table = read_cached(file, layout.columns, row_group=row, names=list(STATES))
-        for name, width in layout.widths.items():
-            values = table[name][0].values
+        names = [name for name, width in self.widths.items() if width]
+        table = read_cached(file, layout.columns, row_group=row, names=names)
+        for name in names:
+            width, values = layout.widths[name], table[name][0].values
             # A view of Arrow's buffer, which may begin before the values.
             bits = np.frombuffer(values.buffers()[1] or b"", BITS[layout.dtype]).reshape(-1, width)
             states[name] = bits[values.offset : values.offset + len(values)]
             if (states[name] & EXPONENTS[layout.dtype] == EXPONENTS[layout.dtype]).any():
                 raise damage_error(file)  # not finite
-        return states | {"features": self.picked(states["features"])}
+        if self.layer_ids:
+            states["features"] = self.picked(states["features"])
+        return states
 
     def of_layers(self, layer_ids: Sequence[int]) -> "FeatureIndex":
         """Return this index restricted to the features after some layers, which must all be cached."""
@@ -117,7 +127,7 @@ class FeatureIndex(SampleIndex):
     def picked(self, features: np.ndarray) -> np.ndarray:
         """Return the features of `layer_ids`, (T, F), from those of all cached layers."""
         cached = self.layout.layer_ids
-        if self.layer_ids in ((), cached):
+        if self.layer_ids == cached:
             return features
         by_depth = features.reshape(len(features), len(cached), -1)
         return by_depth[:, [cached.index(depth) for depth in self.layer_ids]].reshape(len(features), -1)
@@ -126,7 +136,7 @@ class FeatureIndex(SampleIndex):
 class FeatureSettings(TypedDict):
     """The settings that determine the numbers of a cache of features."""
 
-    layer_ids: Annotated[list[Count], Field(min_length=1)]
+    layer_ids: list[Count]
     hidden_size: Size
     feature_dtype: Literal["bfloat16", "float32"]
 
@@ -142,7 +152,8 @@ def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) 
     """Find the features of all samples of a training run, held-out ones included.
 
     The caches must together hold all completions of the run, for the config's target and with one layout; otherwise,
-    or if one is damaged, raise InputError. The target's weights are not needed.
+    or if one is damaged, raise InputError. The target's weights are not needed. `of_layers` adds features to the last
+    hidden states.
     """
     manifests = read_manifests(caches, config, SCHEMA, FeatureManifest, vocab_size)
     layouts = {}

@@ -68,7 +68,7 @@ def test_copies_of_a_loud_head_are_quietened_each_as_it_needs(tokenizer, capsys)
     texts = [Text(row, row) for row in ids]
     for shape in ({}, {"original_lm_head": True}, {"token_map": torch.arange(0, len(tokenizer), 2)}):
         heads = MedusaHeads.of_target(target, 2, **shape)
-        scale_logits(heads, target, texts, len(tokenizer))
+        scale_logits(heads, partial(states_from_forward, target, ()), texts, len(tokenizer))
         line = capsys.readouterr().err
         first = target.get_output_embeddings().weight[heads.token_map if "token_map" in shape else slice(None)]
         for lm_head in heads.all_lm_heads:

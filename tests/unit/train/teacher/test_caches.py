@@ -54,6 +54,10 @@ def states_of(columns, rows) -> dict[str, torch.Tensor]:
     }
 
 
+def find_all_features(*given):
+    return find_features(*given).of_layers([1, 2])
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of cache: its settings here, how it is read, and what is said of it."""
@@ -73,7 +77,7 @@ KINDS = {
     ),
     "features": Kind(
         {"features": True, "layer_ids": [1, 2], "feature_dtype": "float32", "dtype": "float32"},
-        find_features, states_of, FeatureShards, "features", (384, "of layers 1, 2 and the last, in float32"),
+        find_all_features, states_of, FeatureShards, "features", (384, "of layers 1, 2 and the last, in float32"),
         "draftsmith.features/1",
     ),
 }  # fmt: skip
