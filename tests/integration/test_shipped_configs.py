@@ -60,8 +60,8 @@ def test_it_parses_as_what_it_says(name):
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("qwen3-8b", 8.19e9), ("qwen3-0.6b", 0.596e9), ("llama-3.1-8b", 8.03e9), ("llama-3.2-1b", 1.236e9),
-     ("pythia-6.9b", 6.86e9), ("pythia-160m", 162e6), ("gpt2", 124e6), ("distilgpt2", 82e6)],
+    [("qwen3-8b", 8.19e9), ("qwen3-0.6b", 0.596e9), ("qwen3.6-27b-fp8", 26.9e9), ("llama-3.1-8b", 8.03e9),
+     ("llama-3.2-1b", 1.236e9), ("pythia-6.9b", 6.86e9), ("pythia-160m", 162e6), ("gpt2", 124e6), ("distilgpt2", 82e6)],
 )  # fmt: skip
 def test_a_shape_has_as_many_parameters_as_its_model_card_says(name, parameters):
     with torch.device("meta"):
@@ -182,30 +182,69 @@ def test_measurements_parse(path):
         assert path.stem == "tiny" or (config.baseline_draft and config.min_speedup)
 
 
-def test_slurm_starts_a_launcher_on_each_machine(tmp_path):
-    """With stand-ins for SLURM and for the command, which say what they were called with."""
+def under_slurm(tmp_path, call: list[str], machines: int, **environment: str) -> list[list[str]]:
+    """The words that each command was called with, by stand-ins for SLURM, the servers and the command."""
     for name, text in {
-        "scontrol": "echo first; echo second",
-        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+        "scontrol": f"seq -f node-%g 1 {machines}",
+        "srun": """
+            while [[ $1 == --* ]]; do [[ $1 == --nodes=* ]] && nodes=${1#*=}; shift; done
+            for ((SLURM_NODEID = 0; SLURM_NODEID < nodes; SLURM_NODEID++)); do export SLURM_NODEID; "$@"; done""",
+        "curl": f"until (( $(wc -l < {tmp_path}/servers) == 2 )); do sleep 0.01; done",
+        "vllm": f"""python3 -c 'import json, os, sys; print(json.dumps(sys.argv[1:]))' \\
+            "$CUDA_VISIBLE_DEVICES" "$@" >> {tmp_path}/servers""",
+        "nvidia-smi": "seq 0 3",
         "draftsmith": 'printf "%s\\n" "$@" end',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_NODELIST": "some[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    script, config = CONFIGS / "cluster" / "train.slurm", "configs/distill/qwen3-8b-to-0.6b.yaml"
-    call = ["bash", str(script), "distill", "--config", config, "--training.learning_rate", "1e-5"]
-    done = subprocess.run(call, env={**os.environ, **job, "PATH": path}, capture_output=True, text=True, check=True)
-    machines = [part.split("\n") for part in done.stdout.removesuffix("end\n").split("end\n")]
+    job = {"SLURM_JOB_NODELIST": "node-[1-9]", "SLURM_NNODES": str(machines), "SLURM_GPUS_ON_NODE": "4"}
+    path, script = f"{tmp_path}:{os.environ['PATH']}", str(CONFIGS / "cluster" / "train.slurm")
+    variables = {**os.environ, **job, "PATH": path, "STATES": str(tmp_path / "states"), **environment}
+    done = subprocess.run(["bash", script, *call], env=variables, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [part.split("\n")[:-1] for part in done.stdout.removesuffix("end\n").split("end\n")]
+
+
+def test_slurm_starts_a_launcher_on_each_machine(tmp_path):
+    config = "configs/distill/qwen3-8b-to-0.6b.yaml"
+    machines = under_slurm(tmp_path, ["distill", "--config", config, "--training.learning_rate", "1e-5"], 2)
     assert len(machines) == 2
     for rank, words in enumerate(machines):
         assert words[0] == "distill"
-        command, _ = cli.launch_command("distill", words[1:-1])
+        command, _ = cli.launch_command("distill", words[1:])
         args = launch_command_parser().parse_args(command[3:])
         assert (args.num_machines, args.num_processes, args.machine_rank) == (2, 8, rank)
-        assert (args.main_process_ip, args.config_file) == ("first", "configs/accelerate/nodes.yaml")
+        assert (args.main_process_ip, args.config_file) == ("node-1", "configs/accelerate/nodes.yaml")
         assert (args.module, args.training_script) == (True, "draftsmith.distill")
         assert args.training_script_args == ["--config", config, "--training.learning_rate", "1e-5"]
+
+
+def test_slurm_gives_the_first_machines_to_servers_of_states(tmp_path):
+    serving = {
+        "TEACHERS": "1",
+        "GPUS": "2",
+        "TARGET": "some/target",
+        "LAYERS": "[2, 9]",
+        "TEACHER_FLAGS": "--dtype half",
+    }
+    machines = under_slurm(tmp_path, ["eagle", "--config", "c.yaml"], 3, **serving)
+    assert len(machines) == 2
+    for rank, words in enumerate(machines):
+        command, _ = cli.launch_command("eagle", words[1:])
+        args = launch_command_parser().parse_args(command[3:])
+        assert (args.num_machines, args.num_processes, args.machine_rank) == (2, 8, rank)
+        assert args.main_process_ip == "node-2"
+        teacher = "vllm:http://node-1:8000,http://node-1:8001"
+        assert args.training_script_args == ["--config", "c.yaml", "--teacher", teacher]
+    servers = sorted(map(json.loads, (tmp_path / "servers").read_text().splitlines()))
+    for words, devices, port in zip(servers, ("0,1", "2,3"), ("8000", "8001"), strict=True):
+        flags = dict(zip(words[3::2], words[4::2], strict=True))
+        assert words[:3] == [devices, "serve", "some/target"] and flags["--dtype"] == "half"
+        assert (flags["--port"], flags["--tensor-parallel-size"]) == (port, "2")
+        extraction, transfer = (json.loads(flags[f"--{name}-config"]) for name in ("speculative", "kv-transfer"))
+        assert extraction["draft_model_config"]["hf_config"] == {"eagle_aux_hidden_state_layer_ids": [2, 9]}
+        assert transfer["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path / "states" / port)}
+        module, _, name = flags["--middleware"].rpartition(".")
+        assert transfer["kv_connector_module_path"] == module and name == "StatesMiddleware"
 
 
 def test_fsdp2_is_what_is_launched(monkeypatch):
