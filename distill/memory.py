@@ -167,7 +167,7 @@ class DraftPlan(TrainingPlan):
         return moments
 
     def drafter_operations(self, setting: MemorySetting) -> float | None:
-        """Return the operations of a token; None for a mixture of experts."""
+        """Return the operations of a token; None where the draft's arithmetic is not known."""
         work, seen = Work.of(self.drafter(setting)), self.batch.length / 2
         if work is None:
             return None

@@ -52,7 +52,7 @@ def outlook(plan: MemoryPlan) -> list[str]:
     lines = [f"host memory, for {plan.processes} GPU{several}: {gib(sum(host.values()))} ({parts})"]
     lines += _dtype_note(plan)
     if hours is None:
-        return [*lines, "no estimate of hours: a mixture of experts uses some of its weights a token"]
+        return [*lines, "no estimate of hours: the config of a mixture of experts does not say how many a token uses"]
     assumptions, devices = ", and ".join(plan.assumptions()), f"{config.gpus} × {config.device}"
     return [*lines, f"{config.tokens:,.0f} tokens on {devices}: about {time_words(hours)} ({assumptions})"]
 

@@ -2,7 +2,7 @@
 
 The count is the usual one (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B): two operations per
 multiply-add; matrix products and attention alone, causal attention at half its square; recomputation is not counted,
-and the updates of recurrent states are not either.
+and neither are the updates of recurrent states and the choice of experts.
 """
 
 from dataclasses import dataclass
@@ -58,12 +58,13 @@ class Work:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Work | None":
-        """Count those of a causal LM; None for a mixture of experts, where a token uses only some of the weights."""
-        others = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
-        if any(parameter.ndim == 3 for module in others for parameter in module.parameters(recurse=False)):
-            return None
+        """Count those of a causal LM; None where the number of experts that a token uses is not known."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
-        numbers = {module: _multiply_adds(module) for module in model.modules() if module is not head}
+        used = getattr(config, "num_experts_per_tok", getattr(config, "num_experts_per_token", None))
+        stacks = [stack for module in model.modules() for stack in _experts(module)]
+        if any(used is None or not stack.is_floating_point() for stack in stacks):
+            return None
+        numbers = {module: _multiply_adds(module, used) for module in model.modules() if module is not head}
         trained = sum(n for module, n in numbers.items() if n and next(module.parameters()).requires_grad)
         decoder = sum(numbers.values())
         layers = sum(kind not in STATES for kind in layer_kinds(config)[0])
@@ -94,7 +95,16 @@ class Work:
         return (2 + self.trained) * self.forward(positions, seen, logits)
 
 
-def _multiply_adds(module: nn.Module | None) -> int:
+def _experts(module: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices of a module's experts, stacked (experts, …, …); those in packed integers have more axes."""
+    own = [] if isinstance(module, nn.Conv1d) else module.parameters(recurse=False)
+    return [p for p in own if p.ndim == 3 or (p.ndim > 3 and not p.is_floating_point())]
+
+
+def _multiply_adds(module: nn.Module | None, used: int | None = None) -> int:
+    """Return those of a position; `used` is the number of experts that a token uses, each in its turn."""
     if isinstance(module, nn.Linear):  # quantised ones too, whose weights have another shape
         return module.in_features * module.out_features
-    return module.weight.numel() if isinstance(module, Conv1D | nn.Conv1d) else 0
+    if isinstance(module, Conv1D | nn.Conv1d):
+        return module.weight.numel()
+    return sum(stack[0].numel() * used for stack in _experts(module)) if module is not None and used else 0

@@ -76,7 +76,7 @@ class StateServers:
         lines = [f"states from servers: {self.sent:,} bytes a token, after layers {depths}, in {self.dtype}"]
         if self.speed is None:
             remedy = "give --teacher_tokens_per_second, which draftsmith doctor --teacher measures"
-            lines.append(f"no estimate of a server's speed: a mixture of experts uses some of its weights; {remedy}")
+            lines.append(f"no estimate of a server's speed: the target's arithmetic is not known; {remedy}")
         else:
             lines.append(f"a server: {self._flow(self.speed)} ({self.source})")
         if trained is None:

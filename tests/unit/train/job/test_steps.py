@@ -255,10 +255,19 @@ def test_layers_with_states_have_maps_and_convolutions_but_no_pairs_of_positions
     assert Work.of(tiny_model("mamba")).attention == 0 and Work.of(tiny_model("falcon-h1")).attention > 0
 
 
-def test_experts_are_not_counted_and_heads_are_linear_maps():
-    small = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = MixtralConfig(**small, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2)
-    assert Work.of(MixtralForCausalLM(config)) is None
+def test_a_token_uses_some_of_the_experts_and_heads_are_linear_maps():
+    """What torch counts holds the choice of experts, too."""
+    model = tiny_model("mixtral")
+    model.set_experts_implementation("batched_mm")
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+    flops = counted.get_flop_counts()["Global"]
+    found, choices = Work.of(model), 2 * 8 * 2 * 32 * 4
+    assert found.forward(8, 0, 8) + choices == sum(flops.values())
+    assert Work.of(tiny_model("kimi-linear")) is not None
+    packed = torch.zeros(4, 32, 2, 16, dtype=torch.uint8)
+    model.model.layers[0].mlp.experts.down_proj = nn.Parameter(packed, requires_grad=False)
+    assert Work.of(model) is None
     assert Work.of_maps(nn.Sequential(nn.Linear(3, 5), nn.SiLU(), nn.Linear(5, 7))).head == 15 + 35
 
 
