@@ -94,8 +94,9 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
     switches = {f"--{f.name}" for f in fields if f.type is bool}
     switches |= {f"--{alias.name}" for aliases in aliased.values() for alias in aliases if alias.kind is bool}
     arguments = flags(sys.argv[1:] if argv is None else argv, switches)
-    for name in aliased:
-        arguments = _gathered(arguments, f"--{name}")
+    for field in fields:
+        if field.name in aliased or field.type == list[str]:
+            arguments = _gathered(arguments, f"--{field.name}")
     helps = bool({"-h", "--help"} & set(arguments))
     training = next((field for field in fields if field.name == "training"), None)
     config_class: Any = cls  # mypy takes types of dataclasses for unhashable
@@ -200,18 +201,21 @@ def _texts(value: Any) -> list[Any]:
 
 
 def _gathered(arguments: Sequence[str], flag: str) -> list[str]:
-    """Merge a repeated flag into one with a list: the parser would keep only the last."""
+    """Merge a flag that takes several texts, given once for each of them, into one with a list."""
     values, others = list[str](), list[str]()
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
         if name == flag:
-            values.append(value if equals else next(rest, ""))
+            values.append(value if equals else next(rest, "--"))
         else:
             others.append(argument)
-    if len(values) < 2:
+    one_list = len(values) == 1 and values[0].startswith("[")
+    if not values or one_list or any(value.startswith("--") for value in values):  # the parser says what is missing
         return list(arguments)
-    listed = [text for value in values for text in (json.loads(value) if value.startswith("[") else [value])]
+    import yaml  # as the parser reads lists
+
+    listed = [text for value in values for text in (yaml.safe_load(value) if value.startswith("[") else [value])]
     return [*others, f"{flag}={json.dumps(listed)}"]
 
 

@@ -3,13 +3,15 @@
 # ports after it. GPUS=2 gives each vLLM two GPUs.
 #   GPUS=2 configs/cluster/serve-states.sh Qwen/Qwen3.6-27B-FP8 '[2, 32, 61, 64]' --max-model-len 4097
 # The numbers are the layers after which training reads states, the last one included: `draftsmith plan --teacher_gpus`
-# prints them. What follows them is for vllm serve. VLLM_API_KEY sets the key that clients must have.
+# prints them. What follows them is for vllm serve. VLLM_API_KEY sets the key that clients must have. On a machine without
+# a GPU one server of vLLM's CPU build is started.
 set -euo pipefail
 
 target=$1 layers=$2
 shift 2
 gpus=${GPUS:-1} port=${PORT:-8000} folder=${STATES:-/dev/shm/states}
-IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}"
+visible=${CUDA_VISIBLE_DEVICES:-$( (nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null || echo 0) | paste -sd,)}
+IFS=, read -ra devices <<<"$visible"
 module=draftsmith.scripts.services.target_states
 
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT

@@ -48,8 +48,12 @@ FOLDERS = {
     "serve": CoordinatorConfig,
 }
 OF_FILES = {Path("measure/server.yaml"): MeasureServerConfig, Path("tune/switch.yaml"): SwitchConfig}
-FOREIGN = {"accelerate", "deepspeed"}  # read by those libraries, not by ours
-FOREIGN_FILES = {Path("serve/compose.yaml"), Path("serve/ray.yaml")}  # tested in tests/integration/test_services.py
+FOREIGN = {"accelerate", "cluster", "deepspeed"}  # read by those libraries, not by ours
+FOREIGN_FILES = {
+    Path("cluster/compose.yaml"),
+    Path("serve/compose.yaml"),
+    Path("serve/ray.yaml"),
+}  # tested in tests/integration/test_services.py
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.y*ml"))
 OURS = [path for path in FILES if path.parts[0] not in FOREIGN and path not in FOREIGN_FILES]
 
@@ -259,3 +263,24 @@ def test_numbers_that_no_run_can_use_are_refused(cls, flags, named):
     with pytest.raises(InputError, match=f"^{named}") as error:
         parse_config(cls, flags)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (["a"], ["a"]),
+        (["a,b:c"], ["a,b:c"]),
+        (["[a, b]"], ["a", "b"]),
+        (["a", "b"], ["a", "b"]),
+        (["[a, b]", '["c,d"]'], ["a", "b", "c,d"]),
+    ],
+)
+def test_a_field_of_several_texts_takes_one_or_a_list_or_the_flag_again(flags, found):
+    argv = [part for flag in flags for part in ("--completions", flag)]
+    assert parse_config(CacheConfig, ["--target", "t", "--output", "o", *argv]).completions == found
+
+
+def test_a_flag_without_its_text_is_named():
+    for argv in (["--completions"], ["--completions", "--output", "o"]):
+        with pytest.raises(InputError, match=r"completions.*expected one argument"):
+            parse_config(CacheConfig, ["--target", "t", *argv])
