@@ -18,12 +18,11 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.data.first_look import few_texts
-from draftsmith.train.data.shards import schema_of
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import TrainingRun, launch
 from draftsmith.train.models import check_same_tokenizer, load_config, load_tokenizer, set_attention
 from draftsmith.train.teacher.cache_reader import SampleIndex, find_distributions
-from draftsmith.train.teacher.feature_shards import SCHEMA as FEATURES
+from draftsmith.train.teacher.feature_reader import holds_features
 from draftsmith.train.teacher.state_cache import StateCache
 
 
@@ -47,7 +46,7 @@ class DistillRun(TrainingRun[DistillConfig]):
     def find_cached(self) -> SampleIndex:
         """Return the index of caches of features or of distributions, as the first one is."""
         config = self.config
-        if schema_of(Path(config.teacher_cache[0])) == FEATURES:
+        if holds_features(config.teacher_cache[0]):
             return super().find_cached()
         if config.prompt_loss:
             cache = f"{config.teacher_cache[0]}, whose distributions are those of completions"

@@ -28,6 +28,7 @@ from draftsmith.train.memory.setting import MemorySetting, gib
 from draftsmith.train.memory.states import Weights
 from draftsmith.train.memory.training import TracedStep, TrainingPlan
 from draftsmith.train.teacher.distribution_shards import NUMBERS, distribution_bytes
+from draftsmith.train.teacher.feature_reader import holds_features
 
 
 class DraftPlan(TrainingPlan):
@@ -39,6 +40,9 @@ class DraftPlan(TrainingPlan):
 
     def __init__(self, config: DistillPlanConfig):
         super().__init__(config)
+        if config.teacher_cache and holds_features(config.teacher_cache[0]):
+            # The head makes distributions of the cached states.
+            self.setting = replace(self.setting, target="elsewhere")
         self._cache_bytes = lru_cache(partial(trace_cache, self.mode))
         self._check_length()
 
@@ -185,7 +189,8 @@ class DraftPlan(TrainingPlan):
     def known_changes(self) -> list[tuple[str, str, Any]]:
         """Return changes that may help, including a teacher cache."""
         known = super().known_changes()
-        if self.setting.target is not None and not self.config.on_policy and not self.config.served:
+        config = self.config
+        if not (config.teacher_cache or config.on_policy or config.served):
             known.append(("teacher_cache", "target", None))
         return known
 

@@ -9,12 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pipelines import LAST_BITS, block_configured, eagle_configured, furthest, history
+from pipelines import (
+    LAST_BITS,
+    block_configured,
+    configured,
+    eagle_configured,
+    furthest,
+    heads_configured,
+    history,
+)
 from process_jobs import eagled
 from processes import forked
 from safetensors.torch import load_file
 
 from draftsmith.decode.errors import InputError
+from draftsmith.distill import __main__ as distill
+from draftsmith.medusa import __main__ as medusa
 from draftsmith.medusa.block import __main__ as block
 from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.train.data.mapped import Texts, map_completions
@@ -98,6 +108,10 @@ def options_of(pipeline, shared: Path, *caches: Path, **options: object) -> dict
 
 def trained(pipeline, shared, output: Path, *caches: Path, kind: str = "eagle", **options: object):
     options = options_of(pipeline, shared, *caches, **options)
+    if kind == "draft":
+        return distill.distill(configured(pipeline, output, **options))
+    if kind == "medusa":
+        return medusa.train_heads(heads_configured(pipeline, output, **options))
     if kind == "eagle":
         return eagle.train_heads(eagle_configured(pipeline, output, layer_ids=[1, 2], **options))
     return block.train_block(block_configured(pipeline, output, layer_ids=[0, 1], **options))
@@ -111,11 +125,13 @@ def wait_for(arrived) -> None:
 
 
 def learned(trainer) -> dict[str, torch.Tensor]:
-    return {name: weight.detach() for name, weight in trainer.heads.named_parameters()}
+    return {name: weight.detach() for name, weight in trainer.model.named_parameters()}
 
 
 CASES = {
     "EAGLE-3, a first look": ("eagle", {}),
+    "Medusa heads, a first look": ("medusa", {}),
+    "a draft": ("draft", {}),
     "blocks, packed rows, cut texts": ("block", {"packing": True, "max_length": 40}),
     "workers that read ahead": (
         "block",

@@ -42,6 +42,7 @@ STEPS = {
     "draft, packed": ("distil", PACKED),
     "draft, cached": ("distil", {"cache": True}),
     "draft, packed and cached": ("distil", {"cache": True} | PACKED),
+    "draft, cached states": ("distil", {"cache": "states", "divergence": "tvd"} | CUT),
     "draft, cut vocabulary": ("distil", {"divergence": "lk_hybrid"} | CUT),
     "draft, prompts too": ("distil", {"prompt_loss": True}),
     "parallel": ("distil", {"parallel": 3}),
@@ -52,6 +53,7 @@ STEPS = {
     "Medusa, cut vocabulary": ("medusa", {"draft_vocabulary": 50}),
     "Hydra": ("medusa", {"hydra": True}),
     "Hydra, packed": ("medusa", {"hydra": True} | PACKED),
+    "Hydra, cached": ("medusa", {"hydra": True, "cache": "states"} | PACKED),
     "Medusa, joint": ("medusa", {"backbone": "lora"}),
     "EAGLE-3": ("eagle", {}),
     "EAGLE-3, packed": ("eagle", PACKED),
@@ -85,23 +87,25 @@ def without_data(value: Any, seen: set[int] | None = None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def cache(pipeline, tmp_path_factory) -> str:
-    output = str(tmp_path_factory.mktemp("cache"))
+def caches(pipeline, tmp_path_factory) -> dict[bool | str, str]:
+    found = {}
     data = [str(pipeline / name) for name in ("short", "long", "heldout")]
-    make_cache(CacheConfig(str(pipeline / "target"), data, output, k=8))
-    return output
+    for name, options in {True: {"k": 8}, "states": {"features": True, "layer_ids": []}}.items():
+        found[name] = str(tmp_path_factory.mktemp("cache"))
+        make_cache(CacheConfig(str(pipeline / "target"), data, found[name], **options))
+    return found
 
 
 @pytest.fixture
-def on_meta(pipeline: Path, tmp_path: Path, cache: str, monkeypatch) -> Callable[[str], tuple[RecipeTrainer, dict]]:
+def on_meta(pipeline: Path, tmp_path: Path, caches: dict, monkeypatch) -> Callable[[str], tuple[RecipeTrainer, dict]]:
     """Builds a trainer and its first batch by the command, and takes their data away."""
 
     def build(name: str) -> tuple[RecipeTrainer, dict]:
         recipe, options = STEPS[name]
         configure, train = RECIPES[recipe]
         options = dict(options)
-        if options.pop("cache", False):
-            options |= {"teacher_cache": [cache]}
+        if cache := options.pop("cache", False):
+            options |= {"teacher_cache": [caches[cache]]}
         monkeypatch.setattr(launch, "run_training", lambda *_: None)
         trainer = train(configure(pipeline, tmp_path / "out", heldout=[str(pipeline / "heldout")], **options))
         loader = iter(trainer.get_train_dataloader())
@@ -127,7 +131,8 @@ def test_a_step_looks_at_no_value(on_meta, name):
         loss = trainer.training_step(trainer.model, batch, tokens)
     assert loss.device.type == "meta" and loss.shape == ()
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    assert kernels.chosen and "math" not in kernels.chosen
+    attends = name != "Hydra, cached"  # the target alone has attention there
+    assert bool(kernels.chosen) == attends and "math" not in kernels.chosen
     assert trained and all(p.grad is not None for p in trained)
 
 

@@ -291,7 +291,7 @@ def test_nothing_helps_a_pair_that_is_too_large(plan, capsys, monkeypatch):
     assert "not even one row" in out and "no change of this plan's makes it fit" in out
 
 
-def test_a_carved_draft_a_cache_and_adapters_are_planned(pair):
+def test_a_carved_draft_a_cache_and_adapters_are_planned(pair, tmp_path):
     plain = planned(pair)
     carved = planned(pair, draft="null", **{"init.layers": 1})
     shape = carved.drafter(carved.setting).config
@@ -315,6 +315,10 @@ def test_a_carved_draft_a_cache_and_adapters_are_planned(pair):
     served = planned(pair, gpus=8, teacher_gpus=1)
     assert served.held(served.setting) == other.held(other.setting) and served.servers.sent == 192 * 4
     assert served.remarks() == ["of the target, on servers, the head alone is counted"]
+    (tmp_path / "manifest.json").write_text('{"schema": "draftsmith.features/1"}')
+    states = planned(pair, gpus=8, teacher_cache=f"[{tmp_path}]")
+    assert states.held(states.setting) == other.held(other.setting)
+    assert states.remarks() == ["of the target, in a cache, the head alone is counted"]
 
     lora = planned(pair, **{"init.lora.r": 4})
     draft = lora.drafter(lora.setting)

@@ -76,13 +76,25 @@ def test_adapters_train_little_and_all_of_a_backbone_much(target):
     assert totals["frozen"] < totals["lora"] < totals["full"]
 
 
+def test_a_cache_leaves_the_head_of_the_target_and_embeddings_if_heads_see_them(target):
+    live, cached = heads_plan(target), heads_plan(target, teacher_cache="[features]")
+    model = live.target("float32")
+    head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert cached.held(cached.setting)["target: head"] == head.nbytes
+    assert cached.total(cached.setting) < live.total(live.setting) and cached.hours() < live.hours()
+    hydra = heads_plan(target, teacher_cache="[features]", hydra=True)
+    assert hydra.held(hydra.setting)["target: embeddings and head"] == head.nbytes + embeddings.nbytes
+
+
 def test_what_does_not_fit_gets_advice(target, capsys, monkeypatch):
     plan = heads_plan(target, gpus=2, loss_chunk=2**14)
     assert plan.largest(plan.setting) >= ROWS
     monkeypatch.setattr(plan, "capacity", plan.total(plan.setting) - 1e-4 * GIB)
     assert not report(plan, Console())
     out = capsys.readouterr().out
-    assert "→ lm_heads shared" in out and "→ strategy zero2" in out and "does not fit" in out
+    assert (
+        "→ teacher_cache" in out and "→ lm_heads shared" in out and "→ strategy zero2" in out and "does not fit" in out
+    )
     changes = dict(plan.changes())
     assert changes and all(plan.fits(change) for change in changes.values())
     assert plan.largest(plan.setting) < ROWS

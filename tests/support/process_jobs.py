@@ -221,7 +221,7 @@ def _config(
 def _distilled(strategy: str, pipeline: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
     config = _config(configured, strategy, pipeline, output, options, launched)
     trainer, seen = _watched(config)
-    share = next(trainer.target.get_decoder().parameters())
+    share = next(trainer.target_ends.get_decoder().parameters())
     return {
         **seen,
         "ran": witness(trainer),

@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_781,
-    "train": 15_924,
-    "distill": 2_907,
+    "train": 15_935,
+    "distill": 2_911,
     "medusa": 10_213,
     "scripts": 19_502,
     "benchmarks": 2_760,
-    "tests": 56_337,
+    "tests": 56_531,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -164,7 +164,7 @@ class MemorySetting:
 
 def placement(config: RecipeConfig) -> Placement | None:
     """Return how a config places the target; None for a teacher cache in its place."""
-    if getattr(config, "teacher_cache", None):
+    if config.teacher_cache:
         return None
     if config.target_device not in (None, "cuda"):
         return "elsewhere"

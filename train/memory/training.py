@@ -281,8 +281,9 @@ class TrainingPlan(MemoryPlan):
         """Return a line about what is not counted."""
         if self.setting.target != "elsewhere":
             return []
-        place = self.config.target_device if self.servers is None else "servers"
-        return [f"of the target, on {place}, the head alone is counted"]
+        cached = "in a cache" if self.config.teacher_cache else f"on {self.config.target_device}"
+        place = cached if self.servers is None else "on servers"
+        return [f"of the target, {place}, the head alone is counted"]
 
     def advice(self) -> list[str]:
         """Return changes that would make a run fit, a line each."""

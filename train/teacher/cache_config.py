@@ -1,6 +1,6 @@
 """Settings of `draftsmith cache`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from draftsmith.decode.errors import InputError, at_least, at_most, finite, more_than, one_of, require, require_some
 from draftsmith.train.options import ModelOptions, TargetOptions
@@ -13,7 +13,7 @@ OF_DISTRIBUTIONS = {"k": 32, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 class CacheConfig(ModelOptions, TargetOptions):
     """Write the target's distributions or features on completions to disk, to train without the target; resumable.
 
-    Drafts are distilled from distributions; some drafting heads learn from features.
+    Every kind of drafter learns from features, and draft models from distributions too.
     """
 
     target: str
@@ -35,9 +35,10 @@ class CacheConfig(ModelOptions, TargetOptions):
     features: bool = False
     """Write features in place of distributions: the hidden states at `layer_ids` and the last ones, of every token.
     They serve any temperature, top-k and top-p."""
-    layer_ids: list[int] = field(default_factory=list)
+    layer_ids: list[int] | None = None
     """The numbers of the target's layers after which features are taken, ascending; of L layers 2, L // 2 and L − 3 if
-    not given."""
+    not given. With none, [], the cache has the last hidden states alone: enough for draft models, parallel drafts,
+    Medusa and Hydra heads, and MTP layers."""
     feature_dtype: str = "bfloat16"
     """The stored dtype of features: bfloat16 or float32."""
     window: float | None = None
@@ -52,7 +53,7 @@ class CacheConfig(ModelOptions, TargetOptions):
         require(self, at_least(0), "top_k")
         require(self, more_than(0) & at_most(1), "top_p")
         require(self, one_of(FEATURE_DTYPES), "feature_dtype")
-        if self.layer_ids and not self.features:
+        if self.layer_ids is not None and not self.features:
             raise InputError(f"layer_ids: expected none without features, found {self.layer_ids}")
         require(self, finite(more_than(0)), "window")
         if self.window is not None and not self.features:

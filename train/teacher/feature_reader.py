@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Amount, Count
+from draftsmith.train.data.shards import schema_of
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_reader import (
     CacheManifest,
@@ -146,6 +147,11 @@ class FeatureManifest(CacheManifest):
 
     settings: FeatureSettings
     window: NotRequired[Amount]
+
+
+def holds_features(cache: str) -> bool:
+    """Return whether a cache is one of features, as its manifest tells."""
+    return schema_of(Path(cache)) == SCHEMA
 
 
 def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) -> FeatureIndex:

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.cache import own_positions
-from draftsmith.decode.cache.features import check_layers, collect_features, default_layers
+from draftsmith.decode.cache.features import check_layers, collect_states, default_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.train.files import atomic_path
 from draftsmith.train.losses.output_head import last_hidden
@@ -42,7 +42,7 @@ STATES = ("features", "hidden")
 
 @dataclass(frozen=True)
 class Layout:
-    """The states of each token and their dtype; features are taken after the layers `layer_ids`, ascending."""
+    """The states of each token and their dtype; features are taken after the layers `layer_ids`, ascending, if any."""
 
     layer_ids: tuple[int, ...]
     hidden_size: int
@@ -52,14 +52,16 @@ class Layout:
     def of(cls, config: CacheConfig, target: PretrainedConfig) -> "Layout":
         """Return the layout that a config asks for; raise InputError for layers that the target does not have."""
         text = target.get_text_config()
-        layer_ids = config.layer_ids or default_layers(text.num_hidden_layers)
-        check_layers(layer_ids, text.num_hidden_layers, "layer_ids")
+        layer_ids = default_layers(text.num_hidden_layers) if config.layer_ids is None else config.layer_ids
+        if layer_ids:
+            check_layers(layer_ids, text.num_hidden_layers, "layer_ids")
         return cls(tuple(layer_ids), text.hidden_size, config.feature_dtype)
 
     @property
     def widths(self) -> dict[str, int]:
-        """The numbers of a token in each of `STATES`."""
-        return {"features": len(self.layer_ids) * self.hidden_size, "hidden": self.hidden_size}
+        """The numbers of a token in each of `STATES`; without layers there are no features."""
+        widths = {"features": len(self.layer_ids) * self.hidden_size, "hidden": self.hidden_size}
+        return {name: width for name, width in widths.items() if width}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,7 +130,8 @@ class FeatureShards:
     def shape(self) -> str:
         """The settings that the size depends on, in words."""
         depths = ", ".join(map(str, self.layout.layer_ids))
-        return f"of layers {depths} and the last, in {self.config.feature_dtype}"
+        layers = f"layers {depths} and the last" if depths else "the last layer"
+        return f"of {layers}, in {self.config.feature_dtype}"
 
     def positions(self, text: Text) -> int:
         """Return the number of cached positions of a text: all except the last."""
@@ -176,12 +179,12 @@ class LiveTeacher:
 def states_of(model: PreTrainedModel, layout: Layout, texts: Sequence[list[int]]) -> list[dict[str, Tensor]]:
     """Return the `STATES` of a batch of texts, (T − 1, F) and (T − 1, H) for a text of T tokens, on the CPU."""
     ids_BT = pad_rows(texts, model.device)
-    with collect_features(model, layout.layer_ids) as features:
+    with collect_states(model, False, layout.layer_ids) as states:
         # Padding follows the texts, so causal attention never reads it.
         hidden_BTH = last_hidden(model, input_ids=ids_BT, **own_positions(model, list(map(len, texts)), ids_BT))
-    whole = [states_BTX.to(layout.dtype).cpu() for states_BTX in (features[0], hidden_BTH)]
+    whole = [states_BTX.to(layout.dtype).cpu() for states_BTX in (*states.features, hidden_BTH)]
     return [
-        dict(zip(STATES, (states_BTX[row, : len(ids) - 1] for states_BTX in whole), strict=True))
+        dict(zip(layout.widths, (states_BTX[row, : len(ids) - 1] for states_BTX in whole), strict=True))
         for row, ids in enumerate(texts)
     ]
 

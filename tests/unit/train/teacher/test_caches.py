@@ -281,7 +281,7 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(pipeline, kind,
             "^layer_ids: expected ascending depths between 1 and the target's 2 layers",
         ),
         (
-            "features", {"features": False, "layer_ids": []},
+            "features", {"features": False, "layer_ids": None},
             r"manifest\.json: expected schema 'draftsmith\.teacher/1', found 'draftsmith\.features/1'",
         ),
     ],
@@ -367,6 +367,7 @@ def test_caches_of_one_shape_cover_completions_together(pipeline, kind, tmp_path
         ({"feature_dtype": "int8"}, "feature_dtype: expected one of bfloat16, float32, found 'int8'"),
         ({"features": True, "layer_ids": [0]}, "layer_ids: expected at least 1, found 0"),
         ({"layer_ids": [1]}, "layer_ids: expected none without features"),
+        ({"layer_ids": []}, "layer_ids: expected none without features"),
     ],
 )
 def test_bad_settings_are_named(options, message):
@@ -505,7 +506,7 @@ def test_a_family_without_such_layers_is_refused(pipeline, tmp_path, tokenizer):
     other = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=4, n_head=2))
     save_model(other, tokenizer, tmp_path / "target")
     (tmp_path / "target" / "model.safetensors").unlink()
-    config = configured(pipeline, FEATURES, tmp_path / "cache", layer_ids=[])
+    config = configured(pipeline, FEATURES, tmp_path / "cache", layer_ids=None)
     with pytest.raises(InputError, match=r"^target: expected a model whose decoder has its layers in `layers`, .*GPT2"):
         make_cache(replace(config, target=str(tmp_path / "target")))
 
