@@ -534,5 +534,5 @@ def test_prompts_may_be_learned_from_too(pipeline, tmp_path, packing):
 
 
 def test_prompts_are_not_learned_by_heart(pipeline, tmp_path):
-    with pytest.raises(InputError, match="prompt_loss: expected false with teacher_cache"):
+    with pytest.raises(InputError, match="prompt_loss: expected false with cross_entropy alone"):
         configured(pipeline, tmp_path / "out", prompt_loss=True, divergence="cross_entropy")
