@@ -95,13 +95,16 @@ CARVED = {"draft": None, "init": DraftInit(layers=[0, 1])}
 CUT = {"draft": None, "init": DraftInit(layers=1, draft_vocabulary=40)}
 DEPTHS = {"layer_ids": [1, 2]}
 DISTRIBUTIONS, FEATURES = {"k": 32}, {"features": True, "feature_dtype": "float32", **DEPTHS}
+STATES = FEATURES | {"layer_ids": []}
 RECIPES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any] | None]] = {
     "carved": ("draft", configured, CARVED, None),
     "carved, from a cache": ("draft", configured, CARVED | {"temperature": 1.0}, DISTRIBUTIONS),
     "given, cut vocabulary": ("draft", configured, {"init": DraftInit(draft_vocabulary=40)}, None),
     "parallel": ("parallel_draft", configured, CARVED | {"parallel": 3, "draft_length": 3}, None),
+    "parallel, from states": ("parallel_draft", configured, {"parallel": 3}, STATES),
     "medusa": ("medusa", heads_configured, {"draft_vocabulary": 50}, None),
     "hydra": ("medusa", heads_configured, {"hydra": True, "lm_heads": "shared"}, None),
+    "hydra, from states": ("medusa", heads_configured, {"hydra": True, "draft_vocabulary": 50}, STATES),
     "eagle": ("eagle", eagle_configured, DEPTHS, None),
     "eagle, from a cache": ("eagle", eagle_configured, DEPTHS | {"draft_vocabulary": 60}, FEATURES),
 }

@@ -4,39 +4,58 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from short_timing import shorten
 from toy_kind.kind import Toy
 
 from draftsmith.scripts import kinds
 from draftsmith.scripts.cli import main
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 FOLDER = Path(__file__).parents[1] / "support/toy_kind"
+
+
+def trained(pipeline: Path, output: Path, *more: str) -> Path:
+    torch.manual_seed(0)  # a table begins at random
+    assert main([
+        "toy", "--target", str(pipeline / "target"), "--completions", json.dumps([str(pipeline / "long")]),
+        "--heldout", json.dumps([str(pipeline / "heldout")]), "--training.output_dir", str(output),
+        "--training.max_steps", "6", "--training.eval_strategy", "steps", "--training.eval_steps", "3",
+        "--training.save_steps", "3", "--training.per_device_train_batch_size", "8", "--training.report_to", "none",
+        *more,
+    ]) == 0  # fmt: skip
+    return output
 
 
 @pytest.fixture(scope="module")
 def toy(pipeline, tmp_path_factory):
     """A table that was trained by the command, and the target's flags."""
-    output = tmp_path_factory.mktemp("toy") / "table"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kinds, "KINDS", [Toy(), *kinds.KINDS])
-        assert main([
-            "toy", "--target", str(pipeline / "target"), "--completions", json.dumps([str(pipeline / "long")]),
-            "--heldout", json.dumps([str(pipeline / "heldout")]), "--training.output_dir", str(output),
-            "--training.max_steps", "6", "--training.eval_strategy", "steps", "--training.eval_steps", "3",
-            "--training.save_steps", "3", "--training.per_device_train_batch_size", "8", "--training.report_to", "none",
-        ]) == 0  # fmt: skip
-        yield output
+        yield trained(pipeline, tmp_path_factory.mktemp("toy") / "table")
 
 
 def test_it_is_a_folder_of_few_lines():
     assert sum(len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")) < 150
 
 
+def taus_of(directory: Path) -> list[float]:
+    state = json.loads((directory / "trainer_state.json").read_text())
+    return [entry["eval_mean_acceptance_length"] for entry in state["log_history"] if "eval_loss" in entry]
+
+
 def test_it_is_trained_and_its_acceptance_replayed(toy):
-    state = json.loads((toy / "trainer_state.json").read_text())
-    taus = [entry["eval_mean_acceptance_length"] for entry in state["log_history"] if "eval_loss" in entry]
+    taus = taus_of(toy)
     assert len(taus) == 2 and all(tau > 1 for tau in taus)
     assert kinds.kind_of(str(toy)).name == "toy"
+
+
+def test_it_learns_from_a_cache(toy, pipeline, tmp_path):
+    texts = [str(pipeline / name) for name in ("long", "heldout")]
+    layout = {"features": True, "layer_ids": [], "feature_dtype": "float32", "dtype": "float32"}
+    make_cache(CacheConfig(str(pipeline / "target"), texts, str(tmp_path / "states"), **layout))
+    cached = trained(pipeline, tmp_path / "table", "--teacher_cache", json.dumps([str(tmp_path / "states")]))
+    assert taus_of(cached) == pytest.approx(taus_of(toy), rel=1e-5)
 
 
 def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypatch):
