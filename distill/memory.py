@@ -34,14 +34,14 @@ from draftsmith.train.teacher.feature_reader import holds_features
 class DraftPlan(TrainingPlan):
     """A draft model and its target."""
 
-    label, served = "draft", "elsewhere"
+    label = "draft"
     most_rows = 8191
     trainer_class = DistillTrainer
 
     def __init__(self, config: DistillPlanConfig):
         super().__init__(config)
-        if config.teacher_cache and holds_features(config.teacher_cache[0]):
-            # The head makes distributions of the cached states.
+        if config.served or (config.teacher_cache and holds_features(config.teacher_cache[0])):
+            # The head makes distributions of the given states.
             self.setting = replace(self.setting, target="elsewhere")
         self._cache_bytes = lru_cache(partial(trace_cache, self.mode))
         self._check_length()

@@ -213,7 +213,7 @@ def _gathered(arguments: Sequence[str], flag: str) -> list[str]:
     one_list = len(values) == 1 and values[0].startswith("[")
     if not values or one_list or any(value.startswith("--") for value in values):  # the parser says what is missing
         return list(arguments)
-    import yaml  # as the parser reads lists
+    import yaml  # type: ignore[import-untyped]
 
     listed = [text for value in values for text in (yaml.safe_load(value) if value.startswith("[") else [value])]
     return [*others, f"{flag}={json.dumps(listed)}"]

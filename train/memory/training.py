@@ -28,7 +28,7 @@ from draftsmith.train.memory.activations import (
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.plan import MemoryPlan
 from draftsmith.train.memory.servers import StateServers
-from draftsmith.train.memory.setting import GIB, ZERO, MemorySetting, Placement, gib, placement
+from draftsmith.train.memory.setting import GIB, ZERO, MemorySetting, gib, placement
 from draftsmith.train.memory.states import Weights, held_bytes, optimizer_bytes, step_bytes, target_bytes
 
 
@@ -47,8 +47,6 @@ class TrainingPlan(MemoryPlan):
     batch_name, row_name, dtype_field = "micro batch", "row", "target_dtype"
     label: ClassVar[str] = "drafter"
     """The drafter's name in the table."""
-    served: ClassVar[Placement | None] = None
-    """The place of a target whose states come from servers: what a drafter needs of it here is part of its plan."""
 
     def __init__(self, config: Any):
         training = config.training
@@ -57,7 +55,7 @@ class TrainingPlan(MemoryPlan):
             bool(training.bf16 or training.fp16),
             bool(training.activation_checkpointing),
             config.target_dtype,
-            self.served if config.served else placement(config),
+            None if config.served else placement(config),
             int(training.per_device_train_batch_size),
             getattr(config, "lm_heads", "own"),
         )
