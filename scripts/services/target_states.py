@@ -48,7 +48,7 @@ if find_spec("vllm"):
 else:  # the middleware runs without vLLM, too
     version, ExampleHiddenStatesConnector = "", object
 
-NAME = re.compile(r"[\w.:-]+\.safetensors", re.ASCII)
+NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 """The name of a file of states: vLLM's id of the request."""
 ORPHANED = 600.0
 """Seconds after which nobody will ask for a file any more."""
@@ -58,6 +58,17 @@ PATIENCE = 0.005
 
 class StatesConnector(ExampleHiddenStatesConnector):
     """vLLM's connector of states, which also runs on a CPU; a file appears whole, and never for a broken request."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Tell the worker where to write; a request's id has what its client sent, and must not lead elsewhere."""
+        meta = super().build_connector_meta(scheduler_output)
+        for request in meta.new_req_filenames:
+            meta.new_req_filenames[request] = self._request_filenames[request] = self._file(request)
+        return meta
+
+    def _file(self, request: str) -> str:
+        name = re.sub(r"[^\w.-]", "_", request[-100:], flags=re.ASCII)  # vLLM makes ids unique at their end
+        return os.path.join(self._storage_path, f"{name}.safetensors")
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Have the states of a finished request written; those of one that broke off may not even be computed."""
@@ -70,7 +81,7 @@ class StatesConnector(ExampleHiddenStatesConnector):
         """Start the writes, and return the requests whose blocks are free; remove the locks of broken requests."""
         pending = self._get_connector_metadata().pending_saves if self.has_connector_metadata() else []
         for broken in (finished_req_ids & self._lock_fds.keys()) - {save.req_id for save in pending}:
-            Path(self._storage_path, f"{broken}.safetensors.lock").unlink(missing_ok=True)
+            Path(f"{self._file(broken)}.lock").unlink(missing_ok=True)
         return super().get_finished(finished_req_ids)
 
     def _submit_async_write(self, pending: Any) -> None:
@@ -132,13 +143,13 @@ class StatesMiddleware:
         if scope["type"] != "http" or scope["method"] != "GET" or not path.startswith("/draftsmith/"):
             return await self._app(scope, receive, send)
         state = scope["app"].state
-        folder, name = storage(state.vllm_config), path.removeprefix("/draftsmith/states/")
         if not authorized(Headers(scope=scope), state.args.api_key or [os.environ.get("VLLM_API_KEY")]):
-            await refusal(401, "expected the API key of this server")(scope, receive, send)
-        elif path == "/draftsmith/target":
+            return await refusal(401, "expected the API key of this server")(scope, receive, send)
+        folder, name = storage(state.vllm_config), path.removeprefix("/draftsmith/states/")
+        await run_in_threadpool(remove_orphans, folder)  # clients die, and others than trainers leave all of theirs
+        if path == "/draftsmith/target":
             if self._target is None:
                 self._target = await run_in_threadpool(target_of, state.vllm_config)
-            await run_in_threadpool(remove_orphans, folder)
             await JSONResponse(self._target)(scope, receive, send)
         elif folder is None or not NAME.fullmatch(name) or (folder / name).is_symlink():
             await NOT_FOUND(scope, receive, send)
@@ -176,9 +187,9 @@ def remove_orphans(folder: Path | None) -> None:
     """Remove old states that nobody writes or reads: those who asked for them have died."""
     for lock in folder.glob("*.safetensors.lock") if folder else ():
         file = lock.with_suffix("")
-        with suppress(FileNotFoundError), lock.open("rb") as held:  # another server may remove the same
-            newest = max(part.stat().st_mtime for part in (lock, file) if part.exists())
-            if newest < time.time() - ORPHANED and locked(held, fcntl.LOCK_EX):
+        with suppress(OSError), lock.open("rb") as held:  # others take theirs meanwhile
+            written = file.stat().st_mtime if file.exists() else os.fstat(held.fileno()).st_mtime
+            if written < time.time() - ORPHANED and locked(held, fcntl.LOCK_EX):
                 for part in (Path(f"{file}.partial"), file, lock):
                     part.unlink(missing_ok=True)
 

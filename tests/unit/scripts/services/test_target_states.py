@@ -216,6 +216,22 @@ def test_what_nobody_asked_for_is_removed_when_a_run_begins(client, tmp_path):
     assert names(tmp_path) == sorted([*kept, *(f"{name}.lock" for name in kept), "mine.safetensors"])
 
 
+def test_states_may_be_taken_while_a_server_looks_for_old_ones(client, tmp_path, monkeypatch):
+    write(tmp_path, "taken.safetensors")
+    write(tmp_path, "old.safetensors", ORPHANED + 1)
+    stat = Path.stat
+
+    def taken(self, **others):
+        if self.name.startswith("taken"):
+            for path in tmp_path.glob("taken*"):
+                path.unlink()
+        return stat(self, **others)
+
+    monkeypatch.setattr(Path, "stat", taken)
+    assert client.get("/draftsmith/target").status_code == 200
+    assert names(tmp_path) == []
+
+
 def test_other_requests_are_the_servers(client):
     assert client.get("/v1/models").text == "vLLM's"
     assert client.get("/draftsmith/other").status_code == 404
