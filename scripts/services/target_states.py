@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -33,7 +33,7 @@ from typing import IO, Any
 import torch
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftsmith.train.files import identity
@@ -52,6 +52,8 @@ NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 """The name of a file of states: vLLM's id of the request."""
 ORPHANED = 600.0
 """Seconds after which nobody will ask for a file any more."""
+PIECE = 4 << 20
+"""Bytes of a file that are read at once: much smaller ones halve the rate."""
 PATIENCE = 0.005
 """Seconds between two looks at the lock of a file that is being written."""
 
@@ -124,12 +126,6 @@ NOT_FOUND = refusal(404, "expected the name of a file that an answer of /v1/comp
 NOT_WRITTEN = refusal(500, "expected states, found that they could not be written: see the server's log")
 
 
-class StatesResponse(FileResponse):
-    """A file in pieces that are large enough for a fast network."""
-
-    chunk_size = 4 << 20
-
-
 class StatesMiddleware:
     """Answers of the paths of states, which want the server's API key, if it has one; all others are vLLM's."""
 
@@ -158,20 +154,29 @@ class StatesMiddleware:
 
 
 async def send_states(file: Path, scope: Scope, receive: Receive, send: Send) -> None:
-    """Wait until a file of states is written, send it, and remove it with its lock, even if the client leaves."""
+    """Wait until a file of states is written, remove it with its lock, and send it."""
     lock = Path(f"{file}.lock")
     try:
-        held = lock.open("rb")
-    except FileNotFoundError:
-        return await NOT_FOUND(scope, receive, send)
-    with held:
-        while not locked(held, fcntl.LOCK_SH):
-            await asyncio.sleep(PATIENCE)
-        try:
-            await (StatesResponse(file) if file.is_file() else NOT_WRITTEN)(scope, receive, send)
-        finally:
+        with lock.open("rb") as held:
+            while not locked(held, fcntl.LOCK_SH):
+                await asyncio.sleep(PATIENCE)
+            # An open file needs no name: nothing stays on the disk, whether the client reads to the end or not.
+            states = file.open("rb") if file.is_file() else None
             for part in (file, lock):
                 part.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return await NOT_FOUND(scope, receive, send)
+    if states is None:
+        return await NOT_WRITTEN(scope, receive, send)
+    with states:
+        headers = {"Content-Length": str(os.fstat(states.fileno()).st_size)}
+        await StreamingResponse(pieces(states), 200, headers, "application/octet-stream")(scope, receive, send)
+
+
+async def pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
+    """Yield an open file in pieces."""
+    while piece := await run_in_threadpool(file.read, PIECE):
+        yield piece
 
 
 def locked(file: IO[bytes], kind: int) -> bool:

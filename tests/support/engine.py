@@ -7,7 +7,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +87,21 @@ def vllm_server(
         yield Served(url, log, process)
     finally:
         end(process)
+
+
+def extracting(layers: Sequence[int], folder: Path) -> tuple[dict[str, object], tuple[str, ...], dict[str, str]]:
+    """Return the speculative config, flags and environment of a server that sends states after some layers."""
+    module = "draftsmith.scripts.services.target_states"
+    transfer = {
+        "kv_connector": "StatesConnector",
+        "kv_connector_module_path": module,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    states = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": states}
+    flags = "--kv-transfer-config", json.dumps(transfer), "--middleware", f"{module}.StatesMiddleware"
+    return method, flags, {"PYTHONPATH": str(ROOT / ".typing")}
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float = START) -> None:

@@ -23,9 +23,9 @@ BUDGET = {
     "train": 15_935,
     "distill": 2_911,
     "medusa": 10_213,
-    "scripts": 19_513,
+    "scripts": 19_518,
     "benchmarks": 2_760,
-    "tests": 56_569,
+    "tests": 56_729,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
