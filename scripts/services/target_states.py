@@ -88,7 +88,7 @@ class StatesConnector(ExampleHiddenStatesConnector):
 
     def _submit_async_write(self, pending: Any) -> None:
         """Copy a request's states from the cache, and have them written by another thread."""
-        if self._kv_cache.device.type != "cpu":
+        if self._kv_cache.device.type != "cpu" or not self._is_tp_rank_zero:
             return super()._submit_async_write(pending)
         starts = torch.tensor(pending.block_ids) * self._block_size
         slots = (starts[:, None] + torch.arange(self._block_size)).flatten()

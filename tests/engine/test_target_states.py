@@ -56,11 +56,11 @@ class Teacher(NamedTuple):
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Iterator[Teacher]:
-    """The embedded target, which reads prompts in parts of 64 tokens and keeps prefixes."""
+    """The embedded target, in two processes, which reads prompts in parts of 64 tokens and keeps prefixes."""
     folder = tmp_path_factory.mktemp("teacher")
     # vLLM sorts layers.
     method, flags, environment = extracting(LAYERS[::-1], folder / "states")
-    flags += "--enable-prefix-caching", "--max-num-batched-tokens", "64"
+    flags += "--tensor-parallel-size", "2", "--enable-prefix-caching", "--max-num-batched-tokens", "64"
     with vllm_server(TARGET, folder / "log", method, *flags, environment=environment) as server:
         yield Teacher(server.url, folder / "states")
 
