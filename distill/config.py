@@ -136,10 +136,8 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
             raise InputError(
                 "prompt_loss: expected false with cross_entropy alone, which would learn to write prompts, found true"
             )
-        if self.teacher_cache and self.on_policy:
-            raise InputError(
-                f"on_policy: expected 0 with teacher_cache, which has no new texts, found {self.on_policy}"
-            )
+        if self.on_policy and (given := self.states_given):
+            raise InputError(f"on_policy: expected 0 with {given}, which has no new texts, found {self.on_policy}")
 
     @property
     def defaults(self) -> Defaults:

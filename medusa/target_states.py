@@ -54,9 +54,11 @@ def run_for_states(target: PreTrainedModel, depths: Sequence[int], forward: Call
 
 
 def states_from_forward(target: PreTrainedModel, depths: Sequence[int], text: Text) -> TargetStates:
-    """Return the target's states of a text from a forward; `depths` as in `run_for_states`."""
-    ids_1T = text.ids_T[None].to(target.device)
-    return run_for_states(target, depths, partial(last_hidden, target, input_ids=ids_1T))
+    """Return the target's states of a text, from a forward of its sample; `depths` as in `run_for_states`."""
+    before = text.sample["input_ids"][: text.start] if text.start else []
+    ids_1T = torch.cat([torch.tensor(before, dtype=torch.long), text.ids_T])[None].to(target.device)
+    states = run_for_states(target, depths, partial(last_hidden, target, input_ids=ids_1T))
+    return TargetStates(*(states_1TX[:, text.start :] for states_1TX in states))
 
 
 def states_from_cache(target: PreTrainedModel, index: FeatureIndex, text: Text) -> TargetStates:

@@ -52,6 +52,7 @@ from draftsmith.train.runs import last_checkpoint, note_on_interrupt
 from draftsmith.train.sharding import load_sharded
 from draftsmith.train.teacher.cache_reader import SampleIndex
 from draftsmith.train.teacher.feature_reader import find_features
+from draftsmith.train.teacher.served_window import find_served
 from draftsmith.train.teacher.state_cache import StateCache
 from draftsmith.train.trainer import RecipeTrainer
 
@@ -136,6 +137,13 @@ class TrainingRun(ABC, Generic[Config]):
 
     def train(self) -> RecipeTrainer:
         """Train or resume, and leave the model in `config.training.output_dir`."""
+        try:
+            return self._train()
+        finally:
+            if self.cached is not None:
+                self.cached.close()
+
+    def _train(self) -> RecipeTrainer:
         config, args = self.config, self.config.training
         self.read_small_files()
         self.data, self.heldout = read_data(config, self.positions)
@@ -172,7 +180,9 @@ class TrainingRun(ABC, Generic[Config]):
 
     def read_small_files(self) -> None:
         """Read and check small files first, before completions and weights take their time."""
-        if self.config.teacher_cache:
+        if self.config.teacher:
+            self.cached = find_served(self.config)
+        elif self.config.teacher_cache:
             self.cached = self.find_cached()
 
     def find_cached(self) -> SampleIndex:

@@ -127,8 +127,8 @@ def has_fast(dtype: str, device: str) -> bool:
 
 
 def _no_report(record: LogRecord) -> bool:
-    """Filter out the library's table of missing, unused and misshapen weights, which `check_loaded` reports."""
-    return "LOAD REPORT" not in record.getMessage()
+    """Filter out the libraries' reports of what `check_loaded` checks and of layers that stay on the disk."""
+    return not any(words in record.getMessage() for words in ("LOAD REPORT", "they were offloaded to the"))
 
 
 @contextmanager
@@ -138,15 +138,17 @@ def whole_weights() -> Iterator[None]:
     Shares have no values outside of an engine. A frozen target has no engine, and a draft is sharded by its own.
     """
     logging.disable_progress_bar()  # a bar for each file adds nothing to the bars of the work itself
-    report = getLogger("transformers.modeling_utils")
-    report.addFilter(_no_report)
+    reports = [getLogger(name) for name in ("transformers.modeling_utils", "accelerate.big_modeling")]
+    for report in reports:
+        report.addFilter(_no_report)
     reference = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = reference
-        report.removeFilter(_no_report)
+        for report in reports:
+            report.removeFilter(_no_report)
 
 
 def load_model(

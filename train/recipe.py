@@ -105,6 +105,16 @@ class RecipeConfig(TargetOptions):
     """Caches of the target's features (`draftsmith cache --features true`) or, for a draft model, of its distributions,
     that together cover `completions` and `heldout`. With them the target is not loaded: `target` needs only a config
     and a tokenizer."""
+    teacher: list[str] = field(default_factory=list)
+    """Servers that give the target's states in its place, vllm:URL[,URL…]: of the target only embeddings, last layer,
+    norm and head are loaded, from its files. Each process asks all servers for what it reads next."""
+    teacher_window: float = 8.0
+    """Gigabytes that states from servers may take on the disk of each process; they are removed once they are read."""
+    teacher_directory: str | None = None
+    """A fast disk, or memory, for states from servers: `teacher` in `training.output_dir` if not given. Each process
+    has a folder of its own there, so that machines need not share it."""
+    teacher_key_env: str | None = None
+    """The environment variable that holds the servers' API key."""
     save_dtype: str = "auto"
     """The dtype of the weights in `output_dir`: float32, bfloat16 or float16; auto: the stored dtype of the model to
     start from, or the target's for heads and for a draft made from it. Checkpoints hold float32."""
@@ -139,14 +149,17 @@ class RecipeConfig(TargetOptions):
         for name in ("target_device", "target_quantization"):
             if self.target_sharded and getattr(self, name):
                 raise InputError(f"target_sharded: expected false with {name}, found true")
-        if self.teacher_cache:
+        require(self, finite(more_than(0)), "teacher_window")
+        if self.teacher and self.teacher_cache:
+            raise InputError(f"teacher: expected none with teacher_cache, found {', '.join(self.teacher)}")
+        if given := self.states_given:
             if self.target_sharded:
-                raise InputError("target_sharded: expected false with teacher_cache, found true")
+                raise InputError(f"target_sharded: expected false with {given}, found true")
             loading: Any = self.training.accelerator_config
             if loading.dispatch_batches:
                 raise InputError(
-                    "training.accelerator_config.dispatch_batches: expected false with teacher_cache, which cannot be "
-                    "sliced as rows are, found true"
+                    f"training.accelerator_config.dispatch_batches: expected false with {given}, whose states cannot "
+                    "be sliced as rows are, found true"
                 )
         if self.packing and self.max_length is None:
             raise InputError("max_length: expected the tokens of a packed row, found none")
@@ -184,6 +197,11 @@ class RecipeConfig(TargetOptions):
             return self.optimizer == "muon"
         optim = type(self.training).__dataclass_fields__["optim"].default
         return self.defaults.muon and not sharded and self.training.optim == optim
+
+    @property
+    def states_given(self) -> str | None:
+        """The field that names what gives the target's states or distributions; None where the target is run."""
+        return "teacher" if self.teacher else "teacher_cache" if self.teacher_cache else None
 
     @property
     def trains_target(self) -> bool:

@@ -93,7 +93,7 @@ class RecipeTrainer(SavingTrainer, ABC):
     ):
         self.recipe, self.data = config, train_dataset
         self.target_ends: Any = target
-        if config.teacher_cache:  # batches hold the target's states or distributions: it is not run, nor moved
+        if config.states_given:  # batches hold the target's states or distributions: it is not run, nor moved
             target = None
         rate_given = config.training.learning_rate is not None
         if not rate_given:

@@ -75,15 +75,14 @@ def begin_looking_back(
     def fit() -> LookBack:
         target_states = [states_of(text) for text in texts]
         nn.Module.to(drafter, target_states[0].features.device)  # on the CPU a large layer is slow
-        fused_NH = torch.cat([drafter.fuse(states.features.float())[0] for states in target_states])
-        deepest_NH = torch.cat(
-            [states.features[0, :, -drafter.config.hidden_size :].float() for states in target_states]
-        )
+        # A cache has no features of a text's last position.
+        features = [states.features[:, :-1].float() for states in target_states]
+        fused_NH = torch.cat([drafter.fuse(features_1TF)[0] for features_1TF in features])
+        deepest_NH = torch.cat([features_1TF[0, :, -drafter.config.hidden_size :] for features_1TF in features])
         tokens_NH = torch.cat([states.embeddings[0] for states in target_states])
         mask = embed(torch.tensor([drafter.config.mask_token_id], device=embed.weight.device)).to(tokens_NH)
         slots_NH = layer.input_layernorm(torch.cat([tokens_NH, mask.expand(len(tokens_NH) // MASKS, -1)]).float())
-        known_N = deepest_NH.any(1)  # a cache holds zeros for a text's last position
-        parts = fit_look_back(fused_NH[known_N], deepest_NH[known_N], slots_NH, width)
+        parts = fit_look_back(fused_NH, deepest_NH, slots_NH, width)
         return LookBack(*(part.cpu() for part in parts))
 
     def scale() -> float:

@@ -59,9 +59,9 @@ class MedusaTrainingConfig(HeadsConfig):
             raise InputError(
                 f"backbone: expected frozen for a target that is sharded or elsewhere, found {self.backbone}"
             )
-        if self.joint and self.teacher_cache:
+        if self.joint and (given := self.states_given):
             raise InputError(
-                f"backbone: expected frozen with teacher_cache, in place of a target to train, found {self.backbone}"
+                f"backbone: expected frozen with {given}, in place of a target to train, found {self.backbone}"
             )
         if self.backbone == "full":
             if self.target_quantization:

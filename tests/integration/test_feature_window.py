@@ -153,7 +153,8 @@ def test_it_is_what_a_whole_cache_gives(pipeline, shared, tmp_path, case):
     assert history(found, "loss") == pytest.approx(history(whole, "loss"), rel=1e-4)
     metric = "eval_mean_acceptance_length"
     assert history(found, metric) == pytest.approx(history(whole, metric), rel=1e-4)
-    assert furthest(learned(found), learned(whole)) < LAST_BITS
+    # Blocks begin with a fit to features, which were computed in other batches.
+    assert furthest(learned(found), learned(whole)) < 4 * LAST_BITS
 
 
 EVALUATED = {"at steps": {}, "at the end": {"eval_strategy": "no", "load_best_model_at_end": False}}

@@ -62,6 +62,9 @@ class SampleIndex:
         """Let the batches of a `RecipeTrainer` hold what is cached of them."""
         trainer.data_collator = CachedCollator(trainer.data_collator, self)
 
+    def close(self) -> None:
+        """End what gives the samples; nothing more is read."""
+
     @abstractmethod
     def columns(self, samples: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
         """Return what is cached of rows of `TrainingData`, collated to `shape`, (B, T), with floats as integers."""

@@ -262,6 +262,9 @@ class WindowReader:
     def require_written(self) -> None:
         """Raise an InputError if nothing will be written; `draftsmith cache` may be started at any time."""
 
+    def waited(self, share: float) -> None:
+        """Note the share of its time that training waited for batches since the last log."""
+
     @property
     def _heldout_name(self) -> str:
         return "" if self.heldout is None else _name_of(self.heldout.texts, self.heldout.ends)
@@ -316,6 +319,12 @@ class _Follow(TrainerCallback):  # type: ignore[misc]
             rows = np.unique([row for batch in batches for row in batch])
         rows = rows[~np.isin(heldout.text_hashes[heldout.members[rows]], self.cached)]
         return (heldout, rows) if len(rows) else None
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        if logs and "time_data" in logs:
+            self.reader.waited(logs["time_data"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.reader.at(state.global_step)

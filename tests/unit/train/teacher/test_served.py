@@ -1,0 +1,223 @@
+"""A target on servers: its states, what is wrong with them, and servers that fail."""
+
+import threading
+import time
+
+import pytest
+import torch
+from conftest import tiny_llama
+from state_server import StateServer, serving
+
+from draftsmith.decode.cache.features import last_norm
+from draftsmith.decode.errors import InputError
+from draftsmith.train.models import load_model
+from draftsmith.train.teacher import served
+from draftsmith.train.teacher.feature_shards import Layout, states_of
+from draftsmith.train.teacher.served import ServedTarget, urls_of
+from draftsmith.train.teacher.served_check import check_states, library_at_hand, require_files, require_served
+from draftsmith.train.teacher.target_ends import read_ends
+
+LAYERS = [1, 2, 4]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    model = tiny_llama(0, layers=4)
+    with torch.no_grad():  # a norm whose states a second norm would change
+        model.model.norm.weight.copy_(torch.linspace(0.2, 3, 32))
+    model.save_pretrained(folder := tmp_path_factory.mktemp("served"))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return load_model(path, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def ends(path):
+    return read_ends(path, "float32")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(served, "FIRST_WAIT", 0.02)
+
+
+def texts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(4, 97, (length,), generator=generator).tolist() for length in lengths]
+
+
+TEXTS = texts(24, 64, 40, 56)
+LAYOUT = Layout((1, 2), 32, "float32")
+
+
+def asked(states: StateServer, *others: StateServer, ends=None, deadline: float = 30.0, given=TEXTS) -> list[dict]:
+    """The states of texts from servers."""
+    norm = None if ends is None else last_norm(ends)
+    with serving(states, *others), ServedTarget([s.url for s in (states, *others)], norm, deadline=deadline) as target:
+        return [row for _, (row,) in target.states(LAYOUT, given)]
+
+
+def test_states_are_the_library_s(model, ends, path):
+    rows = asked(StateServer(model, LAYERS, path), ends=ends, given=[*TEXTS, [5], [5, 6]])
+    for row, ids in zip(rows, [*TEXTS, [5], [5, 6]], strict=True):
+        (expected,) = states_of(model, LAYOUT, [ids])
+        for name, states in expected.items():
+            assert row[name].shape == states.shape and torch.allclose(row[name], states, atol=1e-5)
+
+
+def test_targets_whose_layers_stay_on_the_disk_have_the_same_states(model, ends, path):
+    library = library_at_hand(path, "float32")
+    assert sum(not weight.is_meta for weight in library.parameters()) < len(list(model.parameters()))
+    ids = torch.tensor([TEXTS[0]])
+    assert torch.allclose(library(ids).logits, model(ids).logits, atol=1e-6)
+    assert library_at_hand(path, "float32", most=10) is None
+    assert torch.equal(ends.lm_head.weight, model.lm_head.weight)
+    assert ends.model.layers[0].mlp.up_proj.weight.is_meta
+
+
+def faulty(model) -> dict[str, tuple[dict, str]]:
+    """Faults of a server, and the line that names each."""
+    norm = model.model.norm
+    return {
+        "after the norm": (
+            {"fault": lambda states, ids: (torch.cat([states[:, :-1], norm(states[:, -1:])], 1), ids)},
+            "before the last norm, found those after it",
+        ),
+        "not a number": (
+            {"fault": lambda states, ids: (states.index_fill(0, torch.tensor([3]), torch.nan), ids)},
+            "finite, found NaN",
+        ),
+        "other tokens": ({"fault": lambda states, ids: (states, ids[::-1])}, "tokens that were sent.* found those of"),
+        "short": (
+            {"fault": lambda states, ids: (states[:-1], ids)},
+            r"3, 32\) in float32, found \(\d+, 3, 32\)",
+        ),
+        "another dtype": ({"fault": lambda states, ids: (states.half(), ids)}, "in float32, found .* in float16"),
+        "rows of others": (
+            {"fault": lambda states, ids: (states.roll(1, 0), ids)},
+            "as the library computes them, found others",
+        ),
+        "another revision": (
+            {"fault": lambda states, ids: (states + 0.2 * states.std() * torch.randn(states.shape), ids)},
+            "as the library computes them, found others",
+        ),
+        "layers counted from 0": (
+            {"layer_ids": [0, 1, 3], "says": {"layer_ids": LAYERS}},
+            "found those after 0 layers",
+        ),
+        "one other layer": ({"layer_ids": [1, 3, 4], "says": {"layer_ids": LAYERS}}, "found those after 3 layers"),
+        "another model's files": ({"says": {"files": {"config.json": "0"}}}, "whose config.json is another"),
+        "another width": ({"says": {"hidden_size": 64}}, "hidden_size 32 at .*, found .* with 64"),
+        "without the last layer": ({"layer_ids": [1, 2, 3]}, "after the layers 2, 4 .* found those after 1, 2, 3"),
+    }
+
+
+NAMES = list(faulty(tiny_llama(0)))
+
+
+@pytest.mark.parametrize("fault", NAMES)
+def test_what_is_wrong_is_named(model, ends, path, fault):
+    options, line = faulty(model)[fault]
+    server = StateServer(**{"model": model, "layer_ids": LAYERS, "path": path} | options)
+    with serving(server), pytest.raises(InputError, match=line) as error, ServedTarget([server.url]) as target:
+        require_served(target.served, server.url, model.config, [2])
+        require_files(target.served, server.url, path)
+        check_states(target, ends, TEXTS, library_at_hand(path, "float32"))
+    assert "\n" not in str(error.value) and server.url in str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["after the norm", "rows of others", "another revision"])
+def test_the_head_alone_names_them_too(model, ends, path, fault):
+    options, _ = faulty(model)[fault]
+    server = StateServer(model, LAYERS, path, **options)
+    line = "found those after it" if fault == "after the norm" else "differ from the server's own log probabilities"
+    with serving(server), ServedTarget([server.url]) as target, pytest.raises(InputError, match=line):
+        check_states(target, ends, TEXTS, None)
+
+
+def test_the_right_target_agrees(model, ends, path):
+    server = StateServer(model, LAYERS, path)
+    with serving(server), ServedTarget([server.url]) as target:
+        assert require_files(target.served, server.url, path)
+        (found,) = check_states(target, ends, TEXTS, library_at_hand(path, "float32"))
+    assert found.nats < 1e-4 and max(found.shares.values()) < 1e-4 and set(found.shares) == set(LAYERS)
+
+
+def test_servers_must_be_of_one_target(model, path):
+    other = StateServer(model, LAYERS, path, says={"dtype": "bfloat16"})
+    with pytest.raises(InputError, match=r"one target on all servers, found dtype float32 at .*, bfloat16 at"):
+        asked(StateServer(model, LAYERS, path), other)
+
+
+def test_the_work_of_a_dead_server_is_done_by_another(model, ends, path):
+    dying, other = StateServer(model, LAYERS, path, dies_after=3), StateServer(model, LAYERS, path)
+    given = texts(*range(10, 40))
+    rows = asked(dying, other, ends=ends, given=given)
+    assert len(dying.texts) == 3 and len(other.texts) >= 27
+    for row, ids in zip(rows, given, strict=True):
+        assert torch.allclose(row["hidden"], states_of(model, LAYOUT, [ids])[0]["hidden"], atol=1e-5)
+
+
+def revived(server: StateServer, **says: str) -> None:
+    """Bring a server back soon after it has died; it says something else then."""
+
+    def back() -> None:
+        while server.alive:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        server.says, server.dies_after, server.alive = says, None, True
+
+    threading.Thread(target=back, daemon=True).start()
+
+
+def test_a_server_that_comes_back_is_asked_again(model, path):
+    server = StateServer(model, LAYERS, path, dies_after=2)
+    revived(server)
+    assert len(asked(server)) == len(TEXTS)
+
+
+def test_a_server_that_comes_back_with_another_target_is_named(model, path):
+    server = StateServer(model, LAYERS, path, dies_after=2)
+
+    revived(server, vllm="0.33.0")
+    with pytest.raises(InputError, match=r"one target on all servers, found vllm 0.32.0 at .* 0.33.0 at"):
+        asked(server)
+
+
+def test_no_server_within_the_deadline_is_one_line(model, path):
+    with pytest.raises(InputError, match="no server answered within 1 s") as error:
+        asked(StateServer(model, LAYERS, path, dies_after=0), deadline=1.0)
+    assert "\n" not in str(error.value)
+
+
+def test_requests_are_bounded(model, path, monkeypatch):
+    monkeypatch.setattr(served, "TOKENS", 100)
+    server, most = StateServer(model, LAYERS, path, pause=0.02), [0]
+    complete = server.complete
+
+    def counted(body: dict) -> dict | None:
+        under_way.append(len(body["prompt"]))
+        most[0] = max(most[0], sum(under_way))
+        answer = complete(body)
+        under_way.remove(len(body["prompt"]))
+        return answer
+
+    under_way: list[int] = []
+    server.complete = counted
+    asked(server, given=texts(*[30] * 12, 200))
+    assert most[0] <= 200  # the long one alone
+
+
+@pytest.mark.parametrize("value", ["http://a", "vllm", "vllm:", "sglang:http://a"])
+def test_other_teachers_are_refused(value):
+    with pytest.raises(InputError, match="teacher: expected vllm:URL"):
+        urls_of([value])
+
+
+def test_urls_are_listed():
+    assert urls_of(["vllm:http://a,http://b", "vllm:http://c"]) == ["http://a", "http://b", "http://c"]
+    with pytest.raises(InputError, match="each server once"):
+        urls_of(["vllm:http://a", "vllm:http://a"])

@@ -1,0 +1,365 @@
+"""A target on running vLLM servers: its hidden states, and whether it is the target that a run was told of.
+
+vLLM extracts the states (`extract_hidden_states`), and `scripts/services/target_states.py` gives them to clients. The
+numbers of layers are vLLM's: state i is that after i layers, before any norm, so that the last norm is applied here.
+
+Shape suffixes: T tokens, n layers, H hidden, V vocabulary.
+"""
+
+import asyncio
+import fcntl
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import Count, ServerMessage
+from draftsmith.train.endpoint.client import TEXT, Client
+from draftsmith.train.endpoint.http import ServerFailure
+from draftsmith.train.models import DTYPES
+from draftsmith.train.teacher.feature_shards import STATES, Layout
+
+TARGET, STATES_OF = "/draftsmith/target", "/draftsmith/states/"
+REQUESTS, TOKENS = 64, 2**16
+"""The most requests to a server at once, and their most tokens: what a server keeps in its folder of states."""
+FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
+"""Seconds after which a server that failed is asked again; doubled with each failure."""
+HEADER = 2**20
+"""The most bytes of a safetensors header."""
+
+
+class ServedModel(ServerMessage):
+    """A server's description of its target. `layer_ids` are those of the states that it gives."""
+
+    model: str
+    revision: str | None = None
+    dtype: str
+    quantization: str | None = None
+    layer_ids: Annotated[list[Count], Field(min_length=1)]
+    num_hidden_layers: Count
+    hidden_size: Count
+    max_model_len: Count
+    files: dict[str, Any] | None = None
+    commit: str | None = None
+    vllm: str = ""
+
+
+class Transfer(ServerMessage):
+    """The place of a request's states."""
+
+    hidden_states_path: str
+
+
+class Logprob(ServerMessage):
+    """The log probability of a token."""
+
+    logprob: float
+
+
+class ScoredPrompt(ServerMessage):
+    """The log probabilities of a prompt's tokens, None for the first."""
+
+    prompt_logprobs: list[dict[str, Logprob] | None] | None = None
+
+
+class StatesAnswer(ServerMessage):
+    """vLLM's answer to a request for states."""
+
+    choices: Annotated[list[ScoredPrompt], Field(min_length=1)]
+    kv_transfer_params: Transfer | None = None
+
+
+@dataclass
+class Server:
+    """One server, and what is under way with it. After a failure, at `failed`, it is not asked until `resting`."""
+
+    client: Client
+    requests: int = 0
+    tokens: int = 0
+    resting: float = 0.0
+    failures: int = 0
+    failed: float = 0.0
+
+    def has_room(self, tokens: int) -> bool:
+        """Return whether a text of this many tokens may be asked for now."""
+        return not self.requests or (self.requests < REQUESTS and self.tokens + tokens <= TOKENS)
+
+
+@dataclass
+class ServedTarget:
+    """A target on servers that all serve the same one.
+
+    Args:
+        urls: the servers.
+        norm: the target's last norm, on the CPU, in the dtype that the states come in; None if it has none.
+        key_env: the environment variable of the servers' API key.
+        timeout: the seconds of one answer.
+        deadline: the seconds after which a text without an answer from any server ends the run.
+        expected: what the servers must say of their target; any target if None.
+    """
+
+    urls: Sequence[str]
+    norm: nn.Module | None = None
+    key_env: str | None = None
+    timeout: float = 600.0
+    deadline: float = 1800.0
+    expected: ServedModel | None = None
+    served: ServedModel | None = None
+    _error: InputError | None = None
+    _servers: list[Server] = field(default_factory=list)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def __enter__(self) -> "ServedTarget":
+        """Start the thread of the requests, and ask the servers what they serve."""
+        threading.Thread(target=self._loop.run_forever, name="teacher", daemon=True).start()
+        try:
+            self.served = self._wait(self._begin())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what is under way, and close the connections."""
+        self._wait(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _end(self) -> None:
+        under_way = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await self._stack.aclose()
+
+    def _wait(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _begin(self) -> ServedModel:
+        self._free = asyncio.Condition()
+        self._servers = [
+            Server(await self._stack.enter_async_context(Client(url, "teacher", self.key_env, self.timeout)))
+            for url in self.urls
+        ]
+        try:
+            found = await asyncio.gather(*(self._what(server.client) for server in self._servers))
+        except ServerFailure as error:
+            raise InputError(f"{error}; see the page on teachers for vLLM's flags") from error
+        for url, other in zip(self.urls, found, strict=True):
+            _require_same(self.expected or found[0], other, self.urls[0], url)
+        self.name = await self._servers[0].client.model()
+        return found[0]
+
+    async def _what(self, client: Client) -> ServedModel:
+        return await client.fetch(ServedModel, TARGET, what="what it serves")
+
+    def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
+        """Yield the `STATES` of texts in order, as `live_states` does: the number of a text, and its states.
+
+        All texts are asked for at once, and the servers' limits divide them over time.
+        """
+        waiting = deque(
+            asyncio.run_coroutine_threadsafe(self._row(layout, ids), self._loop) if len(ids) > 1 else None
+            for ids in texts
+        )
+        try:
+            for number in range(len(texts)):
+                row = waiting.popleft()
+                nothing = {name: torch.empty(0, width, dtype=layout.dtype) for name, width in layout.widths.items()}
+                yield [number], [nothing if row is None else row.result()]
+        finally:
+            for row in waiting:
+                if row is not None:
+                    row.cancel()
+
+    def ask(self, texts: Sequence[list[int]], url: str) -> list[tuple[Tensor, Tensor]]:
+        """Return texts' states, (T, n, H), and log probabilities, (T − 1,), from one server, asked at once."""
+        (server,) = (server for server, own in zip(self._servers, self.urls, strict=True) if own == url)
+
+        async def all_of() -> list[tuple[Tensor, Tensor]]:
+            return await asyncio.gather(*(self._ask(server.client, ids, scored=True) for ids in texts))
+
+        try:
+            return self._wait(all_of())  # type: ignore[no-any-return]
+        except ServerFailure as error:
+            raise InputError(str(error)) from error
+
+    async def _row(self, layout: Layout, ids: list[int]) -> dict[str, Tensor]:
+        """Return the states of a text; an error that no other server would mend ends the other requests, too."""
+        try:
+            return await self._row_of_any(layout, ids)
+        except InputError as error:
+            self._error = self._error or error
+            raise
+
+    async def _row_of_any(self, layout: Layout, ids: list[int]) -> dict[str, Tensor]:
+        """Return the states of a text from any server; one that fails rests, and its work goes to others."""
+        assert self.served is not None
+        end, failure = time.monotonic() + self.deadline, None
+        while time.monotonic() < end:
+            server = await self._enter(len(ids), end)
+            if server is None:
+                break
+            entered = time.monotonic()
+            try:
+                if server.failures:  # it may have been started again, with another target
+                    _require_same(self.served, await self._what(server.client), self.urls[0], server.client.url)
+                states, _ = await self._ask(server.client, ids[:-1])
+                server.failures = 0
+            except ServerFailure as error:
+                if not error.temporary:
+                    raise InputError(str(error)) from error
+                failure = error
+                server.failures += entered >= server.failed  # requests that fail together count once
+                server.failed = time.monotonic()
+                server.resting = server.failed + min(FIRST_WAIT * 2 ** (server.failures - 1), LONGEST_WAIT)
+                continue
+            finally:
+                await self._leave(server, len(ids))
+            return await asyncio.to_thread(self._columns, layout, states)
+        raise InputError(f"{failure}; no server answered within {self.deadline:.0f} s. Run the same command again")
+
+    async def _enter(self, tokens: int, end: float) -> Server | None:
+        """Wait for the server with the least work under way; None at the deadline."""
+        async with self._free:
+            while (now := time.monotonic()) < end:
+                if self._error is not None:
+                    raise self._error
+                free = [server for server in self._servers if server.has_room(tokens) and server.resting <= now]
+                if free:
+                    # Least work in tokens. A server that fails fast has none, and rests for that reason.
+                    server = min(free, key=lambda server: server.tokens)
+                    # After a failure one request at a time finds out whether the server is back.
+                    server.resting = now + LONGEST_WAIT if server.failures else 0.0
+                    server.requests, server.tokens = server.requests + 1, server.tokens + tokens
+                    return server
+                try:
+                    await asyncio.wait_for(self._free.wait(), 0.2)
+                except TimeoutError:
+                    continue
+        return None
+
+    async def _leave(self, server: Server, tokens: int) -> None:
+        async with self._free:
+            server.requests, server.tokens = server.requests - 1, server.tokens - tokens
+            if not server.failures:
+                server.resting = 0.0
+            self._free.notify_all()
+
+    async def _ask(self, client: Client, ids: list[int], scored: bool = False) -> tuple[Tensor, Tensor]:
+        """Return a text's states, checked, and its log probabilities, empty unless `scored`."""
+        served = self.served
+        assert served is not None
+        body: dict[str, Any] = {"model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        body |= {"prompt_logprobs": 0} if scored else {}
+        answer = await client.fetch(StatesAnswer, TEXT, body, "states")
+        if answer.kv_transfer_params is None:
+            what = "an answer with kv_transfer_params; it was started without --kv-transfer-config"
+            raise InputError(f"teacher: expected {what}, found none from {client.url}")
+        content = await self._content(client, Path(answer.kv_transfer_params.hidden_states_path), len(ids))
+        states = checked_states(content, ids, served, client.url)
+        scores = (
+            []
+            if not scored
+            else [
+                position.get(str(token)) if position else None
+                for token, position in zip(ids, answer.choices[0].prompt_logprobs or (), strict=False)
+            ][1:]
+        )
+        return states, torch.tensor([float("nan") if score is None else score.logprob for score in scores])
+
+    async def _content(self, client: Client, path: Path, tokens: int) -> bytes | bytearray:
+        """Return a file of states: read and removed in place on the server's machine, over HTTP elsewhere."""
+        if Path(f"{path}.lock").exists():
+            return await asyncio.to_thread(_take, path)
+        served = self.served
+        assert served is not None
+        position = len(served.layer_ids) * served.hidden_size * DTYPES[served.dtype].itemsize + 8
+        content = bytearray()
+        async with client.accepted(f"{STATES_OF}{path.name}", what="states") as response:
+            async for part in response.aiter_raw(2**20):
+                content += part
+                if len(content) > tokens * position + HEADER:
+                    raise client.failure(f"states of {tokens} tokens", client.url, "more", temporary=False)
+        return content
+
+    @torch.inference_mode()
+    def _columns(self, layout: Layout, states_TnH: Tensor) -> dict[str, Tensor]:
+        """Return the `STATES` of a text: the features of the layout's layers, and what the head reads."""
+        assert self.served is not None
+        places = [self.served.layer_ids.index(layer) for layer in layout.layer_ids]
+        last_TH = states_TnH[:, -1]
+        hidden_TH = last_TH if self.norm is None else self.norm(last_TH)
+        columns = {"hidden": hidden_TH, "features": states_TnH[:, places].flatten(1)}
+        return {name: columns[name].to(layout.dtype).contiguous() for name in STATES if name in layout.widths}
+
+
+def _take(path: Path) -> bytes:
+    """Read and remove a file of states, once its writer has let go of its lock."""
+    lock = Path(f"{path}.lock")
+    with lock.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError as error:
+            raise ServerFailure(f"teacher: expected states in {path}, found that the server wrote none") from error
+    for file in (path, lock):
+        file.unlink(missing_ok=True)
+    return content
+
+
+def checked_states(content: bytes | bytearray, ids: Sequence[int], served: ServedModel, url: str) -> Tensor:
+    """Return the states in a file, (T, n, H), which must be finite, whole and those of the tokens `ids`.
+
+    Raise InputError, naming the server, for states that are wrong, and ServerFailure for a file that breaks off.
+    """
+    expected = f"teacher: expected states of the {len(ids)} tokens that were sent to {url}"
+    try:
+        tensors = load(bytes(content))
+        states, tokens = tensors["hidden_states"], tensors["token_ids"]
+    except Exception as error:  # safetensors' own class, KeyError, or torch's
+        raise ServerFailure(f"{expected}, found a broken file: {type(error).__name__} {error}") from error
+    if tokens.tolist() != list(ids):
+        raise InputError(f"{expected}, found those of {len(tokens)} other tokens")
+    shape = (len(ids), len(served.layer_ids), served.hidden_size)
+    if tuple(states.shape) != shape or states.dtype != DTYPES[served.dtype]:
+        dtype = str(states.dtype).removeprefix("torch.")
+        raise InputError(f"{expected}, {shape} in {served.dtype}, found {tuple(states.shape)} in {dtype}")
+    if not states.isfinite().all():
+        raise InputError(f"{expected}, all finite, found NaN or infinity; try another --dtype of the server")
+    return states
+
+
+def _require_same(one: ServedModel, other: ServedModel, url: str, other_url: str) -> None:
+    """Require that two servers serve the same target in the same way."""
+    for name in type(one).model_fields:
+        a, b = getattr(one, name), getattr(other, name)
+        if a != b and name not in ("model", "max_model_len"):  # a folder may have another path on another machine
+            a, b = (f"{value}" if name != "files" else "others" for value in (a, b))
+            raise InputError(
+                f"teacher: expected one target on all servers, found {name} {a} at {url}, {b} at {other_url}"
+            )
+
+
+def urls_of(teacher: Sequence[str]) -> list[str]:
+    """Return the URLs in `vllm:URL[,URL…]`, each once; raise InputError for another form."""
+    urls = list[str]()
+    for value in teacher:
+        kind, _, rest = value.partition(":")
+        if kind != "vllm" or not rest:
+            raise InputError(f"teacher: expected vllm:URL, or several URLs divided by commas, found {value!r}")
+        urls += [url.strip() for url in rest.split(",")]
+    for number, url in enumerate(urls):
+        if url in urls[:number]:
+            raise InputError(f"teacher: expected each server once, found {url} again")
+    return urls

@@ -1,0 +1,277 @@
+"""Training on states from servers: a window of its own for each process, and a process that fills it.
+
+The filler asks servers for what its trainer reads next, and writes the same shards as `draftsmith cache --window`. It
+ends with its trainer, also if that is killed, and what it wrote stays for the run that resumes.
+"""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache.features import last_norm
+from draftsmith.decode.clock import speed
+from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.progress import phase
+from draftsmith.train.data.first_look import print_once
+from draftsmith.train.data.mapped import Texts, map_completions
+from draftsmith.train.data.shards import output_directory
+from draftsmith.train.files import remove
+from draftsmith.train.job.processes import Processes, is_first
+from draftsmith.train.models import DTYPES, load_config, resolve_dtype
+from draftsmith.train.recipe import RecipeConfig
+from draftsmith.train.teacher.cache_config import CacheConfig
+from draftsmith.train.teacher.feature_reader import FeatureIndex
+from draftsmith.train.teacher.feature_shards import FeatureShards, Layout
+from draftsmith.train.teacher.served import ServedModel, ServedTarget, urls_of
+from draftsmith.train.teacher.served_check import (
+    LENGTHS,
+    check_states,
+    library_at_hand,
+    require_files,
+    require_lengths,
+    require_served,
+)
+from draftsmith.train.teacher.target_ends import read_ends
+from draftsmith.train.teacher.window import WindowReader, WindowWriter
+
+ERROR, STATUS, ALIVE = "error.txt", "filler.json", ".filler.lock"
+AT_ONCE = 3
+"""The portions that are written at a time: while one ends, the servers have the next ones' requests."""
+WAITING = 0.1
+"""The share of its time that training may wait for states without a line about it."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A filler's task: where it writes, whom it asks, and which texts there are."""
+
+    directory: Path
+    urls: list[str]
+    served: ServedModel
+    key_env: str | None
+    target: str
+    completions: list[str]
+    output: Path
+    window: int
+    layout: Layout
+    norm: nn.Module | None = None
+
+
+def fill(filling: Filling, ready: Any) -> None:
+    """Fill a window until its trainer has read all or is gone; the trainer reads an error from a file."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interruption is the trainer's
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    with (filling.directory / ALIVE).open("w") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)  # the kernel frees it when this process ends, however it does
+        ready.set()
+        try:
+            fill_window(filling, parent.is_alive)
+        except Exception as error:
+            raise SystemExit(2) from error  # without a traceback: the trainer raises the error
+
+
+def fill_window(filling: Filling, going: Callable[[], bool]) -> None:
+    """Fill a window while it is `going` and its trainer reads; leave an error in a file."""
+    try:
+        _fill_window(filling, going)
+    except Exception as error:
+        kind = "" if isinstance(error, InputError) else f"teacher: {type(error).__name__}: "
+        with suppress(OSError):  # on a full disk the lock alone tells
+            (filling.directory / ERROR).write_text(f"{kind}{first_line(error)}", encoding="utf-8")
+        raise
+
+
+def _fill_window(filling: Filling, going: Callable[[], bool]) -> None:
+    directory, output, layout = filling.directory, filling.output, filling.layout
+    config = CacheConfig(
+        filling.target, filling.completions, str(directory), features=True, feature_dtype=layout.feature_dtype
+    )
+    texts = Texts({path: map_completions(path, output) for path in filling.completions})
+    shards, began, told = FeatureShards(config, layout), time.monotonic(), 0.0
+    writer = WindowWriter(directory, shards, texts, filling.window, Processes(), at_once=AT_ONCE)
+
+    def still_going() -> bool:
+        nonlocal told
+        if (now := time.monotonic()) - told > 1:
+            told = now
+            tell()
+        return going()
+
+    def tell() -> None:
+        status = {name: getattr(writer, name) for name in ("positions", "size", "largest", "waited")}
+        (directory / STATUS).write_text(json.dumps(status | {"seconds": time.monotonic() - began}), encoding="utf-8")
+
+    target = ServedTarget(filling.urls, filling.norm, filling.key_env, expected=filling.served)
+    with output_directory(directory, lambda: "the states that were not read yet"), target:
+        writer.serve(target, still_going)
+        tell()
+
+
+@dataclass
+class ServedWindow(WindowReader):
+    """The reading side of a window that a filler fills. `shares` are the parts of steps' time spent waiting, by log."""
+
+    filling: Filling | None = None
+    shares: list[float] = field(default_factory=list)
+    process: Any = None
+    _ready: Any = None
+
+    def request_features(self, texts: Sequence[int]) -> None:
+        """Request the features of texts that are read before training begins."""
+        self.start()
+        super().request_features(texts)
+
+    def begin(self, *order: Any) -> None:
+        """Set the order of the epochs, as a `WindowReader` does, and start the filler."""
+        self.start()
+        super().begin(*order)
+
+    def start(self) -> None:
+        """Start the filler, unless it runs."""
+        if self.process is not None:
+            return
+        assert self.filling is not None
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / ERROR).unlink(missing_ok=True)
+        context = multiprocessing.get_context("spawn")  # a fork would share locks of this process's threads
+        self._ready = context.Event()
+        self.process = context.Process(target=fill, args=(self.filling, self._ready), daemon=True)
+        self.process.start()
+        with phase("starting what asks the servers"):
+            while not self._ready.wait(0.1):
+                if not self.process.is_alive():
+                    raise InputError("teacher: expected a process that fills the window, found that it ended at once")
+
+    def require_written(self) -> None:
+        """Raise the filler's error, or one that says that it is gone."""
+        with suppress(FileNotFoundError):
+            raise InputError((self.directory / ERROR).read_text(encoding="utf-8"))
+        with (self.directory / ALIVE).open("r") as alive:
+            try:
+                fcntl.flock(alive, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        where = f"a process that fills {self.directory}"
+        raise InputError(f"teacher: expected {where}, found that it was killed; run the same command again")
+
+    def stop(self) -> None:
+        """End the filler at once; what it wrote stays."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.join()
+
+    def waited(self, share: float) -> None:
+        """Note the share of its time that training waited since the last log; report it once if it is large."""
+        self.shares.append(share)
+        if share > WAITING and len([s for s in self.shares if s > WAITING]) == 2:
+            print_once(f"teacher: training waits {share:.0%} of its time for the servers' states")
+
+    def end(self) -> None:
+        """Announce that nothing more is read, wait for the filler, and say which side waited."""
+        super().end()
+        self.process.join(60)
+        with suppress(OSError, ValueError):
+            print_once(self.summary(json.loads((self.directory / STATUS).read_text(encoding="utf-8"))))
+        remove(self.directory)
+        with suppress(OSError):  # other processes still read
+            self.directory.parent.rmdir()
+
+    def summary(self, status: Mapping[str, float]) -> str:
+        """Return a line about the states that were read and about who waited for whom."""
+        busy = max(status["seconds"] - status["waited"], 1e-9)
+        tokens = max(status["positions"], 1)
+        trained = sum(self.shares) / max(len(self.shares), 1)
+        return (
+            f"teacher: {status['positions']:,} tokens, {speed(tokens / busy)} a second, {status['size'] / tokens:,.0f} "
+            f"bytes each; at most {status['largest'] / 1e9:.3g} GB at a time. Training waited {trained:.0%} of its "
+            f"time for states, and the servers {status['waited'] / status['seconds']:.0%} for room in the window"
+        )
+
+
+@dataclass(frozen=True)
+class ServedIndex(FeatureIndex):
+    """The features of a target on servers; all samples are in the window."""
+
+    config: Any = None
+    window: Any = None
+
+    def load_target(self, config: RecipeConfig) -> PreTrainedModel:
+        """Load the ends of the target from its files into the host's memory; nothing else of it is read."""
+        code, device = config.trust_remote_code, config.training.device
+        dtype = resolve_dtype(config.target_dtype, config.target, device=device, trust_remote_code=code)
+        with phase(f"reading the ends of {config.target}"):
+            ends = read_ends(config.target, dtype, trust_remote_code=code)
+        served, norm = self.window.filling.served, deepcopy(last_norm(ends))
+        norm = None if norm is None else norm.to(DTYPES[served.dtype])
+        self.window.filling = replace(self.window.filling, norm=norm)
+        return ends
+
+    def of_layers(self, layer_ids: Sequence[int]) -> "ServedIndex":
+        """Return the index of the features after some layers, which the servers must give."""
+        filling = self.window.filling
+        target_config = load_config(self.config.target, trust_remote_code=self.config.trust_remote_code)
+        require_served(filling.served, filling.urls[0], target_config, layer_ids)
+        layout = replace(self.layout, layer_ids=tuple(layer_ids))
+        window = replace(self.window, layout=layout, filling=replace(filling, layout=layout))
+        return replace(self, layout=layout, layer_ids=tuple(layer_ids), window=window)
+
+    def feed(self, trainer: Any) -> None:
+        """Compare the servers' states with the target, and let the batches hold them."""
+        filling = self.window.filling
+        require_lengths(filling.served, filling.urls[0], trainer.data, trainer.eval_dataset)
+        if is_first():
+            self._check(trainer)
+        super().feed(trainer)
+
+    def close(self) -> None:
+        """End the process that asks the servers."""
+        self.window.stop()
+
+    def _check(self, trainer: Any) -> None:
+        config, data, filling = self.config, trainer.data, self.window.filling
+        dtype = str(trainer.target_ends.dtype).removeprefix("torch.")
+        library = library_at_hand(config.target, dtype, trust_remote_code=config.trust_remote_code)
+        pairs = zip(data.members, LENGTHS, strict=False)  # there may be fewer samples
+        rows = [data.texts.read(int(number), length)[0].tolist() for number, length in pairs]
+        with phase("comparing the servers' states"), ServedTarget(filling.urls, key_env=filling.key_env) as teacher:
+            for found in check_states(teacher, trainer.target_ends, [row for row in rows if len(row) > 1], library):
+                print(f"teacher: {found}", file=sys.stderr)
+
+
+def find_served(config: RecipeConfig) -> ServedIndex:
+    """Ask the servers of a config what they serve, require that it is its target, and return their index."""
+    urls, code, args = urls_of(config.teacher), config.trust_remote_code, config.training
+    with ServedTarget(urls, key_env=config.teacher_key_env) as teacher:
+        served = teacher.served
+    assert served is not None
+    require_served(served, urls[0], load_config(config.target, field="target", trust_remote_code=code), ())
+    if not config.any_target and not require_files(served, urls[0], config.target):
+        print_once(f"teacher: {served.model} at {urls[0]} cannot be compared with the files of {config.target}")
+    output = Path(str(args.output_dir))
+    directory = Path(config.teacher_directory or output / "teacher") / f"rank-{args.process_index}"
+    stored = "bfloat16" if served.dtype == "bfloat16" else "float32"
+    layout, window = Layout((), served.hidden_size, stored), int(config.teacher_window * 1e9)
+    completions = [*config.completions, *config.heldout_directories]
+    filling = Filling(
+        directory, urls, served, config.teacher_key_env, config.target, completions, output, window, layout
+    )
+    reader = ServedWindow(directory, layout, window, own=True, filling=filling)
+    nothing = np.empty(0, np.uint64), list[Path](), np.empty((0, 2), np.int64)
+    return ServedIndex(*nothing, layout, Path(os.devnull), config=config, window=reader)
