@@ -34,6 +34,8 @@ REQUESTS, TOKENS = 64, 2**16
 """The most requests to a server at once, and their most tokens: what a server keeps in its folder of states."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
 """Seconds after which a server that failed is asked again; doubled with each failure."""
+POLL = 0.01
+"""The seconds between two looks for a server with room."""
 HEADER = 2**20
 """The most bytes of a safetensors header."""
 
@@ -104,7 +106,7 @@ class ServedTarget:
         norm: the target's last norm, on the CPU, in the dtype that the states come in; None if it has none.
         key_env: the environment variable of the servers' API key.
         timeout: the seconds of one answer.
-        deadline: the seconds after which a text without an answer from any server ends the run.
+        deadline: the seconds without an answer from any server after which the run ends.
         expected: what the servers must say of their target; any target if None.
     """
 
@@ -116,6 +118,8 @@ class ServedTarget:
     expected: ServedModel | None = None
     served: ServedModel | None = None
     _error: InputError | None = None
+    _answered: float = 0.0
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _servers: list[Server] = field(default_factory=list)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
@@ -146,7 +150,6 @@ class ServedTarget:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _begin(self) -> ServedModel:
-        self._free = asyncio.Condition()
         self._servers = [
             Server(await self._stack.enter_async_context(Client(url, "teacher", self.key_env, self.timeout)))
             for url in self.urls
@@ -168,6 +171,8 @@ class ServedTarget:
 
         All texts are asked for at once, and the servers' limits divide them over time.
         """
+        if not any(server.requests for server in self._servers):
+            self._answered = time.monotonic()
         waiting = deque(
             asyncio.run_coroutine_threadsafe(self._row(layout, ids), self._loop) if len(ids) > 1 else None
             for ids in texts
@@ -205,36 +210,37 @@ class ServedTarget:
     async def _row_of_any(self, layout: Layout, ids: list[int]) -> dict[str, Tensor]:
         """Return the states of a text from any server; one that fails rests, and its work goes to others."""
         assert self.served is not None
-        end, failure = time.monotonic() + self.deadline, None
-        while time.monotonic() < end:
-            server = await self._enter(len(ids), end)
-            if server is None:
-                break
+        failure = ""
+        while True:
+            try:
+                server = await self._enter(len(ids))
+            except ServerFailure as error:
+                raise InputError(f"{error}{failure}; run the same command again") from error
             entered = time.monotonic()
             try:
                 if server.failures:  # it may have been started again, with another target
                     _require_same(self.served, await self._what(server.client), self.urls[0], server.client.url)
                 states, _ = await self._ask(server.client, ids[:-1])
-                server.failures = 0
+                server.failures, self._answered = 0, time.monotonic()
             except ServerFailure as error:
                 if not error.temporary:
                     raise InputError(str(error)) from error
-                failure = error
+                failure = f": {error}"
                 server.failures += entered >= server.failed  # requests that fail together count once
                 server.failed = time.monotonic()
                 server.resting = server.failed + min(FIRST_WAIT * 2 ** (server.failures - 1), LONGEST_WAIT)
                 continue
             finally:
-                await self._leave(server, len(ids))
+                self._leave(server, len(ids))
             return await asyncio.to_thread(self._columns, layout, states)
-        raise InputError(f"{failure}; no server answered within {self.deadline:.0f} s. Run the same command again")
 
-    async def _enter(self, tokens: int, end: float) -> Server | None:
-        """Wait for the server with the least work under way; None at the deadline."""
-        async with self._free:
-            while (now := time.monotonic()) < end:
+    async def _enter(self, tokens: int) -> Server:
+        """Wait for the server with the least work under way; ServerFailure if none has answered for too long."""
+        async with self._turn:  # one text at a time looks for a server: the others keep their order
+            while time.monotonic() - self._answered < self.deadline:
                 if self._error is not None:
                     raise self._error
+                now = time.monotonic()
                 free = [server for server in self._servers if server.has_room(tokens) and server.resting <= now]
                 if free:
                     # Least work in tokens. A server that fails fast has none, and rests for that reason.
@@ -243,18 +249,13 @@ class ServedTarget:
                     server.resting = now + LONGEST_WAIT if server.failures else 0.0
                     server.requests, server.tokens = server.requests + 1, server.tokens + tokens
                     return server
-                try:
-                    await asyncio.wait_for(self._free.wait(), 0.2)
-                except TimeoutError:
-                    continue
-        return None
+                await asyncio.sleep(POLL)
+        raise ServerFailure(f"teacher: expected an answer of any server within {self.deadline:.0f} s, found none")
 
-    async def _leave(self, server: Server, tokens: int) -> None:
-        async with self._free:
-            server.requests, server.tokens = server.requests - 1, server.tokens - tokens
-            if not server.failures:
-                server.resting = 0.0
-            self._free.notify_all()
+    def _leave(self, server: Server, tokens: int) -> None:
+        server.requests, server.tokens = server.requests - 1, server.tokens - tokens
+        if not server.failures:
+            server.resting = 0.0
 
     async def _ask(self, client: Client, ids: list[int], scored: bool = False) -> tuple[Tensor, Tensor]:
         """Return a text's states, checked, and its log probabilities, empty unless `scored`."""
