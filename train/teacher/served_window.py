@@ -29,8 +29,7 @@ from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.progress import phase
 from draftsmith.train.data.first_look import print_once
 from draftsmith.train.data.mapped import Texts, map_completions
-from draftsmith.train.data.shards import output_directory
-from draftsmith.train.files import remove
+from draftsmith.train.files import disk_full_error, remove
 from draftsmith.train.job.processes import Processes, is_first
 from draftsmith.train.models import DTYPES, load_config, resolve_dtype
 from draftsmith.train.recipe import RecipeConfig
@@ -90,11 +89,16 @@ def fill(filling: Filling, ready: Any) -> None:
 def fill_window(filling: Filling, going: Callable[[], bool]) -> None:
     """Fill a window while it is `going` and its trainer reads; leave an error in a file."""
     try:
+        for leftover in filling.directory.glob(".*.parquet.partial"):  # of a filler that was killed
+            remove(leftover)
         _fill_window(filling, going)
     except Exception as error:
-        kind = "" if isinstance(error, InputError) else f"teacher: {type(error).__name__}: "
-        with suppress(OSError):  # on a full disk the lock alone tells
-            (filling.directory / ERROR).write_text(f"{kind}{first_line(error)}", encoding="utf-8")
+        line = first_line(error) if isinstance(error, InputError) else f"teacher: {type(error).__name__}: {error}"
+        if disk_full_error(error):
+            window = f"{filling.window / 1e9:.3g} GB of space in {filling.directory} for states that servers give"
+            line = f"teacher: expected {window}, found the disk full; give another teacher_directory"
+        with suppress(OSError):  # on a full disk the lock alone may tell
+            (filling.directory / ERROR).write_text(line, encoding="utf-8")
         raise
 
 
@@ -119,7 +123,7 @@ def _fill_window(filling: Filling, going: Callable[[], bool]) -> None:
         (directory / STATUS).write_text(json.dumps(status | {"seconds": time.monotonic() - began}), encoding="utf-8")
 
     target = ServedTarget(filling.urls, filling.norm, filling.key_env, expected=filling.served)
-    with output_directory(directory, lambda: "the states that were not read yet"), target:
+    with target:
         writer.serve(target, still_going)
         tell()
 
