@@ -100,7 +100,7 @@ class StatesConnector(ExampleHiddenStatesConnector):
             {"hidden_states": states, "token_ids": pending.token_ids},
             copied,
             pending.filename,
-            self._lock_fds.pop(pending.req_id),
+            self._lock_fds.pop(pending.req_id, None),
         )
         future.add_done_callback(partial(self._on_write_done, pending.req_id))
 
