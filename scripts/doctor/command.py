@@ -13,6 +13,7 @@ from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.checks import check_setup
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.costs import check_costs, check_memory
+from draftsmith.scripts.doctor.teacher import check_teacher
 from draftsmith.scripts.kinds import drafter_specs, run_of, stored_as
 from draftsmith.train.cli import parse_config
 from draftsmith.train.files import require_writable
@@ -51,6 +52,9 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
         add(finding)
     for kind, run_file in map(run_of, config.run):
         for finding in [] if setup.target is None else kind.check_run(setup.target, run_file):
+            add(finding)
+    if config.teacher and setup.target is not None:
+        for finding in check_teacher(config, setup.target):
             add(finding)
     fits = False
     if setup.parts:

@@ -1,4 +1,4 @@
-"""configs/serve/compose.yaml: every command in it is one of ours and parses, and what it names is there."""
+"""The compose files of configs/: every command in them is one of ours and parses, and what it names is there."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from draftsmith.scripts import cli
 from draftsmith.train.cli import parse_config
 
 ROOT = Path(__file__).parents[2]
-COMPOSE = ROOT / "configs" / "serve" / "compose.yaml"
+COMPOSE, TRAINING = (ROOT / "configs" / folder / "compose.yaml" for folder in ("serve", "cluster"))
 
 
 def expanded(text: str) -> str:
@@ -92,3 +92,25 @@ def test_images_are_built_from_stages_that_are_there(services):
         assert folder == ROOT
         stages = re.findall(r"^FROM .* AS (\w+)$", (folder / service["build"]["dockerfile"]).read_text(), re.M)
         assert service["build"]["target"] in stages
+
+
+def test_a_drafter_is_trained_on_the_states_of_a_target_in_another_container(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    services = yaml.safe_load(expanded(TRAINING.read_text(encoding="utf-8")))["services"]
+    target, training = services["target-states"], services["training"]
+    assert training["depends_on"] == {"target-states": {"condition": "service_healthy"}}
+    (script,) = target["entrypoint"]
+    assert (ROOT / script.removeprefix("/draftsmith/")).is_file()
+    command, *flags = training["command"]
+    launcher, fields = cli.launcher_flags(flags)
+    config = parse_config(cli.config_class(command), [*fields, "--training.use_cpu", "true"])
+    assert config.teacher == [f"vllm:http://target-states:{port_of(target)}"] and config.target == target["command"][0]
+    states = target["environment"]["STATES"]
+    assert all(any(mount.endswith(f":{states}") for mount in part["volumes"]) for part in (target, training))
+    devices = [service["deploy"]["resources"]["reservations"]["devices"][0] for service in (target, training)]
+    serve, train = (device["device_ids"] for device in devices)
+    assert [*serve, *train] == [str(gpu) for gpu in range(8)]
+    assert (target["environment"]["GPUS"], launcher.processes) == (str(len(serve)), len(train))
+    for service in services.values():
+        assert re.fullmatch(r"\d+g", service["mem_limit"]) and not service.get("ports")
+        assert (TRAINING.parent / service["build"]["context"] / service["build"]["dockerfile"]).is_file()

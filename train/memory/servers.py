@@ -1,20 +1,24 @@
 """States from servers: what travels and is stored, and how many servers feed how many trainers.
 
-A server computes a forward of the target for each token and no more, as a training process would. Its speed is measured
-elsewhere, or its GPUs' arithmetic at the share that the plan assumes for training. Copies of states out of a GPU's
-memory are taken to run beneath its forwards.
+A server computes a forward of the target for each token and no more, as a training process would. Its speed is given,
+measured, or its GPUs' arithmetic at the share that the plan assumes for training; copies of states out of a GPU's
+memory are then taken to run while it computes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from transformers import PretrainedConfig
 
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
 from draftsmith.train.job.flops import DEVICES, Work
-from draftsmith.train.memory.setting import TrainingMachines
 from draftsmith.train.models import DTYPES
 from draftsmith.train.quantization import arithmetic_of
+from draftsmith.train.teacher.served import ServedTarget, urls_of
+from draftsmith.train.teacher.served_check import measured_speed
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class StateServers:
     """Servers of a target's states after some of its layers: all that training reads of each token.
 
     `speed` is that of one server in tokens a second, None where it is not known, and `source` says how it is known.
-    `count` is the number of servers, 0 if the run does not name them; `machines` are those that train.
+    `count` is the number of servers, 0 if the run does not name them; `machines` are those that train, and `window` is
+    what states may take on all of their disks, in bytes.
     """
 
     layer_ids: tuple[int, ...]
@@ -33,25 +38,32 @@ class StateServers:
     source: str
     count: int
     machines: int
+    window: float
 
     @classmethod
     def of(
-        cls, config: TrainingMachines, target: PretrainedConfig, dtype: str, layer_ids: Sequence[int], work: Work | None
+        cls, config: Any, target: PretrainedConfig, dtype: str, layer_ids: Sequence[int], work: Work | None
     ) -> "StateServers":
-        """Return the servers of a planned run; `work` is the target's arithmetic, None where it is not known."""
-        text, run = target.get_text_config(), config
-        speed, source = run.teacher_tokens_per_second, "as given"
-        if speed is None and work is not None:
-            gpus, device, numbers = run.teacher_gpus or 1, DEVICES[run.device], arithmetic_of(target)
+        """Return the servers of a planned run, whose config is that of the plan.
+
+        `work` is the target's arithmetic, None where it is not known.
+        """
+        text = target.get_text_config()
+        speed, source = config.teacher_tokens_per_second, "as given"
+        gpus, device, numbers = config.teacher_gpus, DEVICES[config.device], arithmetic_of(target)
+        if speed is None and gpus is None:
+            speed, source = _measured(config, text.vocab_size), "measured now"
+        elif speed is None and work is not None:
             times = {"fp8": device.fp8, "fp4": device.fp4}.get(numbers, 1)
-            seen = (run.sequence_length or 0) / 2
+            seen = (config.sequence_length or 0) / 2
             # Linear maps alone are in few bits; a text has logits at its last position only.
             token = work.forward(1, 0, 0) / times + work.forward(0, seen, 0)
-            speed = gpus * device.tflops * 1e12 * run.mfu / token
+            speed = gpus * device.tflops * 1e12 * config.mfu / token
             how = f"{numbers}, {times} times as fast as bfloat16" if times > 1 else "bfloat16"
             source = f"computed: {_of(gpus, 'GPU')}, {work.forward(1, seen, 0) / 1e9:.3g} GFLOP a token in {how}"
         shape = tuple(layer_ids), text.hidden_size, text.num_hidden_layers, dtype
-        return cls(*shape, speed, source, run.teacher_count, -(-run.gpus // run.node_gpus))
+        window = config.teacher_window * 1e9 * config.gpus
+        return cls(*shape, speed, source, config.teacher_count, -(-config.gpus // config.node_gpus), window)
 
     @property
     def sent(self) -> int:
@@ -61,7 +73,7 @@ class StateServers:
     @property
     def stored(self) -> int:
         """The bytes of a token in a window, where the states that the head reads have a place of their own."""
-        return (len(self.layer_ids) + 1) * self.hidden_size * DTYPES[self.dtype].itemsize
+        return (len(self.layer_ids) + 1) * self.hidden_size * (2 if self.dtype == "bfloat16" else 4)
 
     def rate(self, trained: float) -> float:
         """Return the tokens a second of a run whose trainers alone would reach `trained`."""
@@ -93,15 +105,27 @@ class StateServers:
                 )
             lines.append(balance)
         rate = self.rate(trained)
-        each = rate * self.sent / self.machines
-        lines.append(
-            f"the network carries {_gigabytes(rate * self.sent)}, {_gigabytes(each)} ({8 * each / 1e9:,.0f} Gbit/s) to "
-            f"each machine that trains, whose disk writes and reads {_gigabytes(rate * self.stored / self.machines)}"
+        each, stored = rate * self.sent / self.machines, _gigabytes(rate * self.stored / self.machines)
+        total = f"{_gigabytes(rate * self.sent)}, and " if self.machines > 1 else ""
+        network = (
+            f"the network carries {total}{_gigabytes(each)} ({8 * each / 1e9:.3g} Gbit/s) to each machine that trains"
         )
+        lines.append(f"{network}, whose disk writes and reads {stored}")
+        lines.append(f"the processes' windows hold {self.window / rate / self.stored:,.3g} s of training")
         return lines
 
     def _flow(self, speed: float) -> str:
         return f"{speed:,.0f} tokens/s, {_gigabytes(speed * self.sent)} of states"
+
+
+def _measured(config: Any, vocab_size: int) -> float:
+    """Return the tokens a second of each of a run's servers; raise InputError if they do not answer."""
+    urls = urls_of(config.teacher)
+    try:
+        with phase("timing the servers"), ServedTarget(urls, key_env=config.teacher_key_env) as teacher:
+            return measured_speed(teacher, vocab_size) / len(urls)
+    except InputError as error:
+        raise InputError(f"{error}; a plan without them takes --teacher_gpus") from error
 
 
 def _of(count: int, noun: str) -> str:

@@ -125,7 +125,8 @@ class TrainingMachines(Machines):
     @property
     def teacher_count(self) -> int:
         """The servers that the run names."""
-        return sum(value.count(",") + 1 for value in getattr(self, "teacher", None) or ())
+        run: Any = self
+        return sum(value.count(",") + 1 for value in run.teacher)
 
 
 def configured_strategy(training: Any) -> Strategy:

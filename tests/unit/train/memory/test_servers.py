@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 
 import pytest
+from conftest import tiny_llama
+from state_server import StateServer, serving
 from transformers import LlamaConfig
 
 from draftsmith.decode.errors import InputError
@@ -23,7 +25,8 @@ class PlanConfig(TrainingMachines, RecipeConfig):
 
 
 def planned(work=WORK, layer_ids=(2, 5), dtype="bfloat16", shape=SHAPE, **options) -> StateServers:
-    options = {"sequence_length": 100, "device": "H100", "mfu": 0.5} | options
+    speed = {} if "teacher_tokens_per_second" in options else {"teacher_gpus": 1}
+    options = {"sequence_length": 100, "device": "H100", "mfu": 0.5} | speed | options
     return StateServers.of(PlanConfig("t", ["c"], **options), shape, dtype, layer_ids, work)
 
 
@@ -81,7 +84,7 @@ def test_the_slower_side_sets_the_rate_and_the_other_waits():
     assert "4 servers feed these trainers; with 2 servers training waits 50% of the time" in few.lines(400.0)
     assert "4 servers feed these trainers; with 5 servers the servers wait 20% of the time" in many.lines(400.0)
     (network,) = (line for line in replace(few, speed=1e6).lines(1e6) if line.startswith("the network"))
-    assert "0.384 GB/s, 0.192 GB/s (2 Gbit/s) to each" in network and "reads 0.192 GB/s" in network
+    assert "0.384 GB/s, and 0.192 GB/s (1.54 Gbit/s) to each" in network and "reads 0.192 GB/s" in network
     assert (
         "4 servers feed these trainers" in replace(few, count=0).lines(400.0) and replace(few, count=0).rate(9.0) == 9.0
     )
@@ -97,3 +100,14 @@ def test_without_a_speed_the_bytes_are_still_known():
 def test_a_speed_is_given_once():
     with pytest.raises(InputError, match="teacher_gpus: expected none with teacher_tokens_per_second"):
         planned(teacher_gpus=1, teacher_tokens_per_second=5.0)
+
+
+def test_servers_that_answer_are_timed(tmp_path):
+    model = tiny_llama(0)
+    model.save_pretrained(tmp_path)
+    with serving(*(StateServer(model, [1, 2], str(tmp_path)) for _ in range(2))) as servers:
+        config = PlanConfig(str(tmp_path), ["c"], sequence_length=9, teacher=[f"vllm:{s.url}" for s in servers])
+        found = StateServers.of(config, model.config, "float32", [1], WORK)
+    assert found.speed > 0 and (found.count, found.source) == (2, "measured now")
+    with pytest.raises(InputError, match=r"ConnectError.*; a plan without them takes --teacher_gpus"):
+        StateServers.of(config, model.config, "float32", [1], WORK)

@@ -1,0 +1,74 @@
+"""Checks of `draftsmith doctor` on servers that give a target's states: who they are, what they give, and how fast."""
+
+from collections.abc import Iterator, Sequence
+
+from draftsmith.decode.clock import speed
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
+from draftsmith.scripts.doctor.config import DoctorConfig
+from draftsmith.scripts.kinds import recipe_of
+from draftsmith.train.cli import parse_config
+from draftsmith.train.kinds.findings import Finding
+from draftsmith.train.kinds.parts import Side
+from draftsmith.train.models import DTYPES
+from draftsmith.train.teacher.served import ServedTarget, urls_of
+from draftsmith.train.teacher.served_check import (
+    LENGTHS,
+    check_states,
+    library_at_hand,
+    measured_speed,
+    require_files,
+    require_served,
+)
+from draftsmith.train.teacher.target_ends import read_ends
+
+TEXT = """A server that holds a large model computes what a smaller one learns from. It reads a text once, from the
+first word to the last, and keeps what each of its layers makes of every word. The smaller model sees these states, and
+the words that followed them, and learns to guess the next ones: in a round of drafting it proposes several, and the
+large model accepts those that it would have written itself. So nothing of the text changes, only the time it takes."""
+
+
+def check_teacher(config: DoctorConfig, target: Side) -> Iterator[Finding]:
+    """Ask the servers of `--teacher` what they serve, compare their states with the target's, and time them."""
+    name, remedy = "teacher", "start the servers as docs/teachers.md says"
+    urls = urls_of(config.teacher)
+    try:
+        with phase("asking the servers"), ServedTarget(urls, key_env=config.teacher_key_env) as teacher:
+            served = teacher.served
+            assert served is not None
+            for layer_ids in [_layers_of(run, config.target) for run in config.run] or [()]:
+                require_served(served, urls[0], target.model.config, layer_ids)
+            depths, quantized = ", ".join(map(str, served.layer_ids)), served.quantization or "not quantised"
+            text = f"{', '.join(urls)}: {served.model} in {served.dtype}, {quantized}, by vLLM {served.vllm}"
+            yield Finding(
+                "ok", name, f"{text}; states after layers {depths}, texts of up to {served.max_model_len} tokens"
+            )
+            name, remedy = "its files", "serve the model that you name as --target"
+            if require_files(served, urls[0], config.target):
+                yield Finding("ok", name, f"those of {config.target}")
+            else:
+                text = f"those of {served.model} cannot be compared with {config.target}"
+                yield Finding("warning", name, text, "give both as directories, or both as the hub's ids")
+            name = "its states"
+            ids = target.tokenizer.encode(TEXT)
+            texts = [ids[start : start + length] for start, length in enumerate(LENGTHS)]
+            ends = read_ends(config.target, served.dtype, trust_remote_code=config.trust_remote_code)
+            library = library_at_hand(config.target, served.dtype, float("inf"), config.trust_remote_code)
+            for found in check_states(teacher, ends, texts, library):
+                yield Finding("ok", name, str(found))
+            name, remedy = "its speed", ""
+            with phase("timing the servers"):
+                rate = measured_speed(teacher, target.head)
+            each, token = rate / len(urls), len(served.layer_ids) * served.hidden_size * DTYPES[served.dtype].itemsize
+            text = f"{speed(each)} tokens/s from each server, {each * token / 1e9:.3g} GB/s of states"
+            yield Finding("ok", name, f"{text}; see plan --teacher_tokens_per_second {speed(each)}")
+    except InputError as error:
+        yield Finding("error", name, str(error).removeprefix("teacher: "), remedy)
+
+
+def _layers_of(run: str, target: str) -> Sequence[int]:
+    """Return the layers after which a run, KIND:FILE, reads the target's states."""
+    kind, _, file = run.partition(":")
+    flags = ["--config", file, "--target", target, "--sequence_length", "2", "--training.use_cpu", "true"]
+    plan = parse_config(recipe_of(kind).plan_class(), flags, prog="draftsmith doctor").memory_plan()
+    return plan.layer_ids()  # type: ignore[no-any-return]
