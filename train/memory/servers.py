@@ -26,8 +26,9 @@ class StateServers:
     """Servers of a target's states after some of its layers: all that training reads of each token.
 
     `speed` is that of one server in tokens a second, None where it is not known, and `source` says how it is known.
-    `count` is the number of servers, 0 if the run does not name them; `machines` are those that train, and `window` is
-    what states may take on all of their disks, in bytes.
+    `count` is the number of servers, 0 if the run does not name them; `machines` and `processes` are those that train.
+    `window` is what states may take on the disk of each process, in bytes, and `step` are the tokens that it reads in a
+    step.
     """
 
     layer_ids: tuple[int, ...]
@@ -38,7 +39,9 @@ class StateServers:
     source: str
     count: int
     machines: int
+    processes: int
     window: float
+    step: int
 
     @classmethod
     def of(
@@ -55,15 +58,17 @@ class StateServers:
             speed, source = _measured(config, text.vocab_size), "measured now"
         elif speed is None and work is not None:
             times = {"fp8": device.fp8, "fp4": device.fp4}.get(numbers, 1)
-            seen = (config.sequence_length or 0) / 2
+            seen = config.sequence_length / 2
             # Linear maps alone are in few bits; a text has logits at its last position only.
             token = work.forward(1, 0, 0) / times + work.forward(0, seen, 0)
             speed = gpus * device.tflops * 1e12 * config.mfu / token
             how = f"{numbers}, {times} times as fast as bfloat16" if times > 1 else "bfloat16"
             source = f"computed: {_of(gpus, 'GPU')}, {work.forward(1, seen, 0) / 1e9:.3g} GFLOP a token in {how}"
         shape = tuple(layer_ids), text.hidden_size, text.num_hidden_layers, dtype
-        window = config.teacher_window * 1e9 * config.gpus
-        return cls(*shape, speed, source, config.teacher_count, -(-config.gpus // config.node_gpus), window)
+        training, machines = config.training, -(-config.gpus // config.node_gpus)
+        step = training.per_device_train_batch_size * training.gradient_accumulation_steps * config.sequence_length
+        window = config.teacher_window * 1e9
+        return cls(*shape, speed, source, config.teacher_count, machines, config.gpus, window, step)
 
     @property
     def sent(self) -> int:
@@ -91,6 +96,8 @@ class StateServers:
             lines.append(f"no estimate of a server's speed: the target's arithmetic is not known; {remedy}")
         else:
             lines.append(f"a server: {self._flow(self.speed)} ({self.source})")
+        if self.window < 2 * (most := self.step * self.stored):
+            lines.append(f"two steps of {most / 1e9:.3g} GB must fit a window: --teacher_window {ceil(2 * most / 1e9)}")
         if trained is None:
             return lines
         lines.append(f"the trainers: {self._flow(trained)} at their computed speed")
@@ -111,7 +118,9 @@ class StateServers:
             f"the network carries {total}{_gigabytes(each)} ({8 * each / 1e9:.3g} Gbit/s) to each machine that trains"
         )
         lines.append(f"{network}, whose disk writes and reads {stored}")
-        lines.append(f"the processes' windows hold {self.window / rate / self.stored:,.3g} s of training")
+        lines.append(
+            f"the processes' windows hold {self.processes * self.window / rate / self.stored:,.3g} s of training"
+        )
         return lines
 
     def _flow(self, speed: float) -> str:

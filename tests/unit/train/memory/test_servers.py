@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 from conftest import tiny_llama
 from state_server import StateServer, serving
-from transformers import LlamaConfig
+from transformers import LlamaConfig, TrainingArguments
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.job.flops import Work
@@ -95,6 +95,16 @@ def test_without_a_speed_the_bytes_are_still_known():
     assert any("no estimate of a server's speed" in line for line in lines)
     assert lines[0].startswith("states from servers: 384 bytes a token, after layers 2, 5, 8 (the last), in bfloat16")
     assert len(planned(teacher_gpus=1).lines(None)) == 2
+
+
+def test_a_window_holds_two_steps():
+    training = TrainingArguments(per_device_train_batch_size=4, gradient_accumulation_steps=5, use_cpu=True)
+    step = 4 * 5 * 100 * 3 * 64 * 2
+    found = planned(training=training, teacher_window=3 * step / 1e9, gpus=2)
+    assert not any("window:" in line for line in found.lines(400.0))
+    assert "the processes' windows hold 30 s of training" in found.lines(400.0)
+    small = planned(training=training, teacher_window=1e-6)
+    assert "two steps of 0.000768 GB must fit a window: --teacher_window 1" in small.lines(None)
 
 
 def test_a_speed_is_given_once():
