@@ -8,6 +8,7 @@ Shape suffixes: T tokens, n layers, H hidden, V vocabulary.
 
 import asyncio
 import fcntl
+import os
 import threading
 import time
 from collections import deque
@@ -281,7 +282,7 @@ class ServedTarget:
 
     async def _content(self, client: Client, path: Path, tokens: int) -> bytes | bytearray:
         """Return a file of states: read and removed in place on the server's machine, over HTTP elsewhere."""
-        if Path(f"{path}.lock").exists():
+        if os.access(f"{path}.lock", os.R_OK):
             return await asyncio.to_thread(_take, path)
         served = self.served
         assert served is not None

@@ -23,7 +23,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.losses.output_head import head_of
-from draftsmith.train.models import DTYPES
+from draftsmith.train.models import DTYPES, load_config
+from draftsmith.train.quantization import quantization_of
 from draftsmith.train.teacher.cache_writer import identity
 from draftsmith.train.teacher.feature_shards import Layout
 from draftsmith.train.teacher.served import REQUESTS, ServedModel, ServedTarget
@@ -178,9 +179,13 @@ def _require_layers(
 
 
 def library_at_hand(path: str, dtype: str, most: float = AT_HAND, trust_remote_code: bool = False) -> Any:
-    """Return a target that reads its layers from its files, or None if those are not here or larger than `most`."""
+    """Return a target that reads its layers from its files, or None if those are not here or larger than `most`.
+
+    None also for a quantised one, which the library may compute on other devices than this one alone.
+    """
     files = [*Path(path).glob("*.safetensors")] if Path(path).is_dir() else []
-    if not files or sum(file.stat().st_size for file in files) > most:
+    quantized = quantization_of(load_config(path, field="target", trust_remote_code=trust_remote_code))
+    if quantized or not files or sum(file.stat().st_size for file in files) > most:
         return None
     with phase("reading the target to compare states"):
         return load_on_disk(path, dtype, trust_remote_code=trust_remote_code)

@@ -1,12 +1,16 @@
 """A target on servers: its states, what is wrong with them, and servers that fail."""
 
+import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_llama
+from safetensors.torch import load_file, save_file
 from state_server import StateServer, serving
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.errors import InputError
@@ -15,6 +19,8 @@ from draftsmith.train.teacher import served
 from draftsmith.train.teacher.feature_shards import Layout, states_of
 from draftsmith.train.teacher.served import ServedTarget, urls_of
 from draftsmith.train.teacher.served_check import check_states, library_at_hand, require_files, require_served
+from draftsmith.train.teacher.target_ends import _ends as ends_of
+from draftsmith.train.teacher.target_ends import _is_end as is_end
 from draftsmith.train.teacher.target_ends import read_ends
 
 LAYERS = [1, 2, 4]
@@ -76,6 +82,54 @@ def test_targets_whose_layers_stay_on_the_disk_have_the_same_states(model, ends,
     assert library_at_hand(path, "float32", most=10) is None
     assert torch.equal(ends.lm_head.weight, model.lm_head.weight)
     assert ends.model.layers[0].mlp.up_proj.weight.is_meta
+
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4} | {
+    **{"num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8, "pad_token_id": 0},
+    **{"bos_token_id": None, "eos_token_id": None},
+}
+FAMILIES = {
+    "tied": Qwen3Config(**SMALL, tie_word_embeddings=True),
+    "scaled embeddings": Gemma2Config(**SMALL),
+    "experts": Qwen3MoeConfig(**SMALL, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+    "experts in one tensor": GptOssConfig(**SMALL, num_local_experts=4),
+    "fp8": LlamaConfig(**SMALL),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ends_are_read_alone(family, tmp_path):
+    """As the library loads them; the files of other layers need not be there."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    if family == "fp8":
+        quantize(tmp_path, set(index.values()))
+    dtype = "bfloat16" if family == "fp8" else "float32"
+    expected = dict(ends_of(load_model(tmp_path, dtype=dtype, device="cpu")))
+    kept = {file for name, file in index.items() if is_end(name, 2)}
+    for file in set(index.values()) - kept:
+        (tmp_path / file).unlink()
+    assert len(kept) < len(set(index.values()))
+    ends = read_ends(str(tmp_path), dtype)
+    found = dict(ends_of(ends))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert str(ends.dtype) == f"torch.{dtype}" and ends.model.layers[0].input_layernorm.weight.is_meta
+
+
+def quantize(folder: Path, files: set[str]) -> None:
+    """Store the maps of a checkpoint in fp8, with one scale each."""
+    for file in files:
+        weights = load_file(folder / file)
+        for name in [name for name in weights if name.endswith("_proj.weight")]:
+            scale = weights[name].abs().amax().view(1, 1) / 448
+            weights |= {name: (weights[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+        save_file(weights, folder / file, {"format": "pt"})
+    names = {name: file for file in files for name in load_file(folder / file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def faulty(model) -> dict[str, tuple[dict, str]]:
