@@ -82,6 +82,17 @@ class TargetOptions(Options):
 
 
 @dataclass(kw_only=True)
+class TeacherOptions(Options):
+    """The servers that give a target's states."""
+
+    teacher: list[str] = field(default_factory=list)
+    """Servers that give the target's states in its place, vllm:URL[,URL…]: of the target only embeddings, last layer,
+    norm and head are loaded, from its files. Each process asks all servers."""
+    teacher_key_env: str | None = None
+    """The environment variable that holds the servers' API key."""
+
+
+@dataclass(kw_only=True)
 class TemplateOptions(ModelOptions):
     """Options of the target's chat template."""
 

@@ -19,7 +19,7 @@ from draftsmith.decode.errors import (
 )
 from draftsmith.train.job.arguments import require_possible, require_scheduler
 from draftsmith.train.job.defaults import TRAINING, Defaults
-from draftsmith.train.options import SAVE_DTYPES, TargetOptions, seconds_of
+from draftsmith.train.options import SAVE_DTYPES, TargetOptions, TeacherOptions, seconds_of
 
 DUPLICATES = ("texts", "prompts")
 """Values of `dedup`; the later one includes the earlier."""
@@ -40,7 +40,7 @@ def _training_arguments() -> TrainingArguments:
 
 
 @dataclass
-class RecipeConfig(TargetOptions):
+class RecipeConfig(TargetOptions, TeacherOptions):
     """Learn from a target, on completions that it wrote (`draftsmith prepare`)."""
 
     acceptance_metrics: ClassVar[tuple[str, ...]] = ("mean_acceptance_length", "alpha")
@@ -105,16 +105,11 @@ class RecipeConfig(TargetOptions):
     """Caches of the target's features (`draftsmith cache --features true`) or, for a draft model, of its distributions,
     that together cover `completions` and `heldout`. With them the target is not loaded: `target` needs only a config
     and a tokenizer."""
-    teacher: list[str] = field(default_factory=list)
-    """Servers that give the target's states in its place, vllm:URL[,URL…]: of the target only embeddings, last layer,
-    norm and head are loaded, from its files. Each process asks all servers for what it reads next."""
     teacher_window: float = 8.0
     """Gigabytes that states from servers may take on the disk of each process; they are removed once they are read."""
     teacher_directory: str | None = None
     """A fast disk, or memory, for states from servers: `teacher` in `training.output_dir` if not given. Each process
     has a folder of its own there, so that machines need not share it."""
-    teacher_key_env: str | None = None
-    """The environment variable that holds the servers' API key."""
     save_dtype: str = "auto"
     """The dtype of the weights in `output_dir`: float32, bfloat16 or float16; auto: the stored dtype of the model to
     start from, or the target's for heads and for a draft made from it. Checkpoints hold float32."""

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from draftsmith.decode.errors import InputError, at_least, at_most, finite, more_than, one_of, require, require_some
-from draftsmith.train.options import ModelOptions, TargetOptions
+from draftsmith.train.options import ModelOptions, TargetOptions, TeacherOptions
 
 FEATURE_DTYPES = ("bfloat16", "float32")
 OF_DISTRIBUTIONS = {"k": 32, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass
-class CacheConfig(ModelOptions, TargetOptions):
+class CacheConfig(ModelOptions, TargetOptions, TeacherOptions):
     """Write the target's distributions or features on completions to disk, to train without the target; resumable.
 
     Every kind of drafter learns from features, and draft models from distributions too.
@@ -31,7 +31,7 @@ class CacheConfig(ModelOptions, TargetOptions):
     top_p: float = 1.0
     """The deployment's top-p; 1 for all."""
     batch_size: int = 16
-    """Samples in a forward, of similar length."""
+    """Samples in a forward, of similar length; servers have their own."""
     features: bool = False
     """Write features in place of distributions: the hidden states at `layer_ids` and the last ones, of every token.
     They serve any temperature, top-k and top-p."""
@@ -39,8 +39,9 @@ class CacheConfig(ModelOptions, TargetOptions):
     """The numbers of the target's layers after which features are taken, ascending; of L layers 2, L // 2 and L − 3 if
     not given. With none, [], the cache has the last hidden states alone: enough for draft models, parallel drafts,
     Medusa and Hydra heads, and MTP layers."""
-    feature_dtype: str = "bfloat16"
-    """The stored dtype of features: bfloat16 or float32."""
+    feature_dtype: str | None = None
+    """The stored dtype of features, bfloat16 or float32; bfloat16 if not given, or float32 where servers compute in
+    another dtype."""
     window: float | None = None
     """Gigabytes that features may take on disk. They are written while a training run reads them, and removed after
     that; None writes and keeps all of them."""
@@ -58,6 +59,12 @@ class CacheConfig(ModelOptions, TargetOptions):
         require(self, finite(more_than(0)), "window")
         if self.window is not None and not self.features:
             raise InputError(f"window: expected none without features, found {self.window:g}")
+        if self.teacher and not self.features:
+            states = "servers give states and no distributions"
+            raise InputError(f"teacher: expected none without features, as {states}, found {', '.join(self.teacher)}")
+        for name in ("target_device", "target_quantization"):
+            if self.teacher and (value := getattr(self, name)) is not None:
+                raise InputError(f"{name}: expected none with teacher, whose servers compute, found {value}")
         for name, default in OF_DISTRIBUTIONS.items():
             value = getattr(self, name)
             if self.features and value != default:

@@ -9,8 +9,12 @@ import hashlib
 import json
 import logging
 import shutil
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
@@ -19,6 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase, track
@@ -32,8 +37,10 @@ from draftsmith.train.models import check_head, load_config, load_model, load_to
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distribution_shards import DistributionShards
 from draftsmith.train.teacher.feature_shards import FeatureShards, LiveTeacher
+from draftsmith.train.teacher.served import AT_ONCE, ServedModel, ServedTarget, urls_of
+from draftsmith.train.teacher.served_check import LENGTHS, ask_servers, compare_states, require_length, require_served
 from draftsmith.train.teacher.sources import Source, batches_of, texts_of
-from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, save_ends
+from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, read_ends, save_ends
 from draftsmith.train.teacher.window import WindowWriter
 
 TRIAL = ".trial.partial"
@@ -91,24 +98,34 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     """Write this process's share of the shards, and return the counts over all processes."""
     code, device = config.trust_remote_code, named_device(config.target_device)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
-    dtype = resolve_dtype(config.dtype, config.target, device=device, trust_remote_code=code)
-    config = replace(config, dtype=dtype)
     model_config = load_config(config.target, field="target", trust_remote_code=code)
     check_head(model_config, tokenizer, "target")
+    served = None
+    if config.teacher:
+        served = ask_servers(urls_of(config.teacher), config.teacher_key_env, config.target, code)
+        config = _as_served(config, served)
+    else:
+        dtype = resolve_dtype(config.dtype, config.target, device=device, trust_remote_code=code)
+        config = replace(config, dtype=dtype)
     vocab_size, size = token_count(tokenizer, model_config), model_config.get_text_config().vocab_size
     shards: Shards = FeatureShards.of(config) if config.features else DistributionShards(config, vocab_size)
-    output = Path(config.output)
+    if served is not None and isinstance(shards, FeatureShards):
+        require_served(served, urls_of(config.teacher)[0], model_config, shards.layout.layer_ids)
+    output, manifest = Path(config.output), _manifest(config, shards, vocab_size, served)
     if config.window is not None:
         assert isinstance(shards, FeatureShards)
-        return _serve(config, shards, _manifest(config, shards, vocab_size), processes)
+        return _serve(config, shards, manifest, served, processes)
     files = [(number, file) for number, path in enumerate(config.completions) for file in completion_files(path)]
     mine = track(processes.share(files), "reading", "shards")
     sources = [_source(number, file, shards, size) for number, file in mine]
+    if served is not None:
+        longest = max((source.longest for source in sources), default=0)
+        require_length(served, urls_of(config.teacher)[0], longest)
     summary = CacheSummary(output, shards.title, sum(len(source.samples) for source in sources))
     with output_directory(
         output, lambda: f"{summary.kept + summary.written} of {summary.samples} samples", processes.first
     ):
-        processes.after_the_first(lambda: settle_manifest(output, _manifest(config, shards, vocab_size)))
+        processes.after_the_first(lambda: settle_manifest(output, manifest))
         processes.require_shared(output / MANIFEST)
         missing = []  # by ids and checksums: a shard of other texts is written again
         for source in track(sources, "shards that are there", "shards"):
@@ -120,26 +137,65 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
             else:
                 missing.append(source)
         lacks_ends = config.features and processes.first and not (output / ENDS).is_file()
-        if missing or lacks_ends:
+        works = bool(missing) or lacks_ends
+        if served is not None:  # the first process compares states for all
+            works = any(processes.gathered(works))
+        if works:
             needed = _estimate(config, shards, missing, lacks_ends, processes)
-            model = _load(config)
-            teacher = LiveTeacher(model, config.batch_size) if config.features else model
-            if processes.first and missing:
-                with phase("trial"):
-                    duration = _duration(config, shards, teacher, missing)
-                print(f"{shards.title}: {needed}; about {duration}")
-            if lacks_ends:
-                save_ends(model, output / ENDS)
-            _write(shards, teacher, missing, summary, processes)
+            with _teacher(config, served, processes, lambda: _first_texts(sources)) as (teacher, model):
+                if processes.first and missing:  # one batch tells nothing about the rate of servers
+                    about = "" if served else f"; about {_duration(config, shards, teacher, missing)}"
+                    print(f"{shards.title}: {needed}{about}")
+                if lacks_ends:
+                    save_ends(model, output / ENDS)
+                _write(shards, teacher, missing, summary, processes)
         return CacheSummary.over(processes.gathered(summary))
 
 
-def _serve(config: CacheConfig, shards: FeatureShards, manifest: dict[str, Any], processes: Processes) -> CacheSummary:
+def _as_served(config: CacheConfig, served: ServedModel) -> CacheConfig:
+    """Return a config with the dtypes of what servers give; raise InputError if another was asked for."""
+    if config.dtype not in ("auto", served.dtype):
+        raise InputError(f"dtype: expected auto or {served.dtype}, as the servers compute, found {config.dtype}")
+    return replace(config, dtype=served.dtype, feature_dtype=config.feature_dtype or served.feature_dtype)
+
+
+@contextmanager
+def _teacher(
+    config: CacheConfig, served: ServedModel | None, processes: Processes, texts: Callable[[], list[list[int]]]
+) -> Iterator[tuple[Any, PreTrainedModel]]:
+    """Yield what gives the numbers, and the target: its ends alone where servers compute.
+
+    The servers' states of some texts are compared with the target first.
+    """
+    if served is None:
+        model = _load(config)
+        yield LiveTeacher(model, config.batch_size) if config.features else model, model
+        return
+    urls, key_env, code = urls_of(config.teacher), config.teacher_key_env, config.trust_remote_code
+    with phase(f"reading the ends of {config.target}"):
+        ends = read_ends(config.target, config.dtype, trust_remote_code=code)
+    processes.after_the_first(lambda: compare_states(urls, key_env, config.target, ends, texts(), code))
+    with ServedTarget(urls, last_norm(ends), key_env, expected=served) as teacher:
+        yield teacher, ends
+
+
+def _first_texts(sources: Sequence[Source]) -> list[list[int]]:
+    """Return the tokens of the first texts of a process."""
+    return [ids for _, ids, _ in texts_of(sources[0].completions)]
+
+
+def _serve(
+    config: CacheConfig,
+    shards: FeatureShards,
+    manifest: dict[str, Any],
+    served: ServedModel | None,
+    processes: Processes,
+) -> CacheSummary:
     """Write features while a training run reads them, and return the counts over all processes."""
     assert config.window is not None
     output, window = Path(config.output), int(config.window * 1e9)
     texts = Texts({path: map_completions(path, output) for path in config.completions})
-    writer = WindowWriter(output, shards, texts, window, processes)
+    writer = WindowWriter(output, shards, texts, window, processes, 1 if served is None else AT_ONCE)
     with output_directory(
         output, lambda: f"{writer.samples} samples, and those that were read are gone", processes.first
     ):
@@ -149,11 +205,14 @@ def _serve(config: CacheConfig, shards: FeatureShards, manifest: dict[str, Any],
             raise InputError(f"window: expected {needed} of free space for {output}, found {_megabytes(free)}")
         processes.after_the_first(lambda: _settle_window(output, manifest | {"window": config.window}))
         processes.require_shared(output / MANIFEST)
-        model = _load(config)
-        if processes.first and not (output / ENDS).is_file():
-            save_ends(model, output / ENDS)
-        start = time.perf_counter()
-        writer.serve(LiveTeacher(model, config.batch_size))
+        some = zip(range(len(texts)), LENGTHS, strict=False)
+        with _teacher(
+            config, served, processes, lambda: [texts.read(at, length)[0].tolist() for at, length in some]
+        ) as (teacher, model):
+            if processes.first and not (output / ENDS).is_file():
+                save_ends(model, output / ENDS)
+            start = time.perf_counter()
+            writer.serve(teacher)
         part = CacheSummary(output, shards.title, samples=writer.samples, written=writer.samples, size=writer.size)
         part.positions, part.positions_written = writer.positions, writer.positions
         part.seconds = time.perf_counter() - start
@@ -179,7 +238,8 @@ def _source(number: int, file: Path, shards: Shards, vocab_size: int) -> Source:
     if not texts:
         raise InputError(f"{file}: expected samples, found none")
     samples = tuple((name, checksum(ids, mask)) for name, ids, mask in texts)
-    return Source(file, f"{number:03d}-{file.name}", samples, sum(shards.positions(text) for text in texts))
+    positions, longest = sum(shards.positions(text) for text in texts), max(len(ids) for _, ids, _ in texts)
+    return Source(file, f"{number:03d}-{file.name}", samples, positions, longest)
 
 
 def _count(summary: CacheSummary, source: Source) -> None:
@@ -206,6 +266,7 @@ def _estimate(
     return f"{size}: at most {_megabytes(most)}, of {_megabytes(free)} free"
 
 
+@phase("trial")
 def _duration(config: CacheConfig, shards: Shards, teacher: Any, missing: list[Source]) -> timedelta:
     """Return an estimate of the missing shards' time, from one batch computed and written."""
     source, trial = missing[0], Path(config.output) / TRIAL
@@ -231,24 +292,39 @@ def _write(shards: Shards, teacher: Any, missing: list[Source], summary: CacheSu
     """Write the missing shards, and count them in the summary."""
     start = time.perf_counter()
     total = summary.kept + sum(len(source.samples) for source in missing)
-    title = processes.title("cache")
+    title, counting = processes.title("cache"), threading.Lock()
     with phase(title, total, "samples", summary.kept) as bar:
-        for source in missing:
+
+        def write(source: Source) -> None:
             shards.write(summary.output / source.name, source, texts_of(source.completions), teacher, bar.advance)
-            summary.written += len(source.samples)
-            summary.positions_written += source.positions
-            summary.seconds = time.perf_counter() - start
-            _count(summary, source)
+            with counting:
+                summary.written += len(source.samples)
+                summary.positions_written += source.positions
+                summary.seconds = time.perf_counter() - start
+                _count(summary, source)
+
+        if not isinstance(teacher, ServedTarget):
+            for source in missing:
+                write(source)
+            return
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            try:
+                deque(pool.map(write, missing), 0)
+            except BaseException:
+                teacher.end()  # before the pool waits for its threads
+                raise
 
 
-def _manifest(config: CacheConfig, shards: Shards, vocab_size: int) -> dict[str, Any]:
+def _manifest(config: CacheConfig, shards: Shards, vocab_size: int, served: ServedModel | None) -> dict[str, Any]:
+    quantization = config.target_quantization if served is None else served.quantization
+    vllm = {} if served is None else {"vllm": served.vllm}
     return {
         "schema": shards.schema,
-        "settings": shards.settings | {name: getattr(config, name) for name in ("dtype", "target_quantization")},
+        "settings": shards.settings | {"dtype": config.dtype, "target_quantization": quantization},
         "vocab_size": vocab_size,
         "target": {"path": config.target} | identity(config.target),
         "completions": [{"path": path, "sha256": digest(path)} for path in config.completions],
-        "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")},
+        "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")} | vllm,
     }
 
 

@@ -55,7 +55,7 @@ class Layout:
         layer_ids = default_layers(text.num_hidden_layers) if config.layer_ids is None else config.layer_ids
         if layer_ids:
             check_layers(layer_ids, text.num_hidden_layers, "layer_ids")
-        return cls(tuple(layer_ids), text.hidden_size, config.feature_dtype)
+        return cls(tuple(layer_ids), text.hidden_size, config.feature_dtype or "bfloat16")
 
     @property
     def widths(self) -> dict[str, int]:
@@ -85,6 +85,9 @@ class Teacher(Protocol):
 
     def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
         """Yield the numbers of some texts and their `STATES`, until all were yielded."""
+
+    def end(self) -> None:
+        """End what is under way as soon as possible; nothing more is asked for."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class FeatureShards:
         """The settings that the size depends on, in words."""
         depths = ", ".join(map(str, self.layout.layer_ids))
         layers = f"layers {depths} and the last" if depths else "the last layer"
-        return f"of {layers}, in {self.config.feature_dtype}"
+        return f"of {layers}, in {self.layout.feature_dtype}"
 
     def positions(self, text: Text) -> int:
         """Return the number of cached positions of a text: all except the last."""
@@ -173,6 +176,9 @@ class LiveTeacher:
         """Yield the numbers of the texts of each batch, longest first, and their states as `states_of` returns them."""
         for rows in batches_of(texts, self.batch_size):
             yield rows, states_of(self.model, layout, [texts[row] for row in rows])
+
+    def end(self) -> None:
+        """Return: a forward cannot be ended."""
 
 
 @torch.inference_mode()

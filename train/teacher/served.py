@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import torch
 from pydantic import Field
@@ -33,6 +33,10 @@ from draftsmith.train.teacher.feature_shards import STATES, Layout
 TARGET, STATES_OF = "/draftsmith/target", "/draftsmith/states/"
 REQUESTS, TOKENS = 64, 2**16
 """The most requests to a server at once, and their most tokens: what a server keeps in its folder of states."""
+AHEAD = 2**30
+"""The most bytes of states, for each server, that are asked for before those of earlier texts are written."""
+AT_ONCE = 3
+"""The shards that are written at a time: while one ends, the servers have the next ones' requests."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
 """Seconds after which a server that failed is asked again; doubled with each failure."""
 POLL = 0.01
@@ -55,6 +59,11 @@ class ServedModel(ServerMessage):
     files: dict[str, Any] | None = None
     commit: str | None = None
     vllm: str = ""
+
+    @property
+    def feature_dtype(self) -> str:
+        """The dtype that keeps these states without loss, of those that shards may have."""
+        return "bfloat16" if self.dtype == "bfloat16" else "float32"
 
 
 class Transfer(ServerMessage):
@@ -137,15 +146,20 @@ class ServedTarget:
 
     def __exit__(self, *_: object) -> None:
         """End what is under way, and close the connections."""
-        self._wait(self._end())
+        self.end()
+        self._wait(self._stack.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _end(self) -> None:
+    def end(self) -> None:
+        """Cancel what is under way; nothing more is asked for."""
+        self._wait(self._cancel())
+
+    async def _cancel(self) -> None:
+        self._error = self._error or InputError("teacher: expected states, found that the run ends")
         under_way = asyncio.all_tasks() - {asyncio.current_task()}
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
-        await self._stack.aclose()
 
     def _wait(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -170,23 +184,22 @@ class ServedTarget:
     def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
         """Yield the `STATES` of texts in order, as `live_states` does: the number of a text, and its states.
 
-        All texts are asked for at once, and the servers' limits divide them over time.
+        Texts are asked for `AHEAD` of those that are read, and the servers' limits divide them over time.
         """
         if not any(server.requests for server in self._servers):
             self._answered = time.monotonic()
-        waiting = deque(
-            asyncio.run_coroutine_threadsafe(self._row(layout, ids), self._loop) if len(ids) > 1 else None
-            for ids in texts
-        )
+        waiting, ahead, most = deque[Any](), 0, AHEAD * len(self.urls) // layout.position_bytes
+        upcoming = deque(texts)
         try:
-            for number in range(len(texts)):
-                row = waiting.popleft()
-                nothing = {name: torch.empty(0, width, dtype=layout.dtype) for name, width in layout.widths.items()}
-                yield [number], [nothing if row is None else row.result()]
+            for number, ids in enumerate(texts):
+                while upcoming and (not waiting or ahead + len(upcoming[0]) <= most):
+                    ahead, row = ahead + len(upcoming[0]), self._row(layout, upcoming.popleft())
+                    waiting.append(asyncio.run_coroutine_threadsafe(row, self._loop))
+                yield [number], [waiting.popleft().result()]
+                ahead -= len(ids)
         finally:
             for row in waiting:
-                if row is not None:
-                    row.cancel()
+                row.cancel()
 
     def ask(self, texts: Sequence[list[int]], url: str) -> list[tuple[Tensor, Tensor]]:
         """Return texts' states, (T, n, H), and log probabilities, (T − 1,), from one server, asked at once."""
@@ -202,6 +215,8 @@ class ServedTarget:
 
     async def _row(self, layout: Layout, ids: list[int]) -> dict[str, Tensor]:
         """Return the states of a text; an error that no other server would mend ends the other requests, too."""
+        if len(ids) < 2:
+            return {name: torch.empty(0, width, dtype=layout.dtype) for name, width in layout.widths.items()}
         try:
             return await self._row_of_any(layout, ids)
         except InputError as error:
@@ -238,11 +253,13 @@ class ServedTarget:
     async def _enter(self, tokens: int) -> Server:
         """Wait for the server with the least work under way; ServerFailure if none has answered for too long."""
         async with self._turn:  # one text at a time looks for a server: the others keep their order
-            while time.monotonic() - self._answered < self.deadline:
+            while True:
                 if self._error is not None:
                     raise self._error
                 now = time.monotonic()
                 free = [server for server in self._servers if server.has_room(tokens) and server.resting <= now]
+                if now - self._answered > self.deadline and all(server.failures for server in free):
+                    break
                 if free:
                     # Least work in tokens. A server that fails fast has none, and rests for that reason.
                     server = min(free, key=lambda server: server.tokens)
@@ -283,7 +300,7 @@ class ServedTarget:
     async def _content(self, client: Client, path: Path, tokens: int) -> bytes | bytearray:
         """Return a file of states: read and removed in place on the server's machine, over HTTP elsewhere."""
         if os.access(f"{path}.lock", os.R_OK):
-            return await asyncio.to_thread(_take, path)
+            return await _take(path, client.timeout)
         served = self.served
         assert served is not None
         position = len(served.layer_ids) * served.hidden_size * DTYPES[served.dtype].itemsize + 8
@@ -306,18 +323,31 @@ class ServedTarget:
         return {name: columns[name].to(layout.dtype).contiguous() for name in STATES if name in layout.widths}
 
 
-def _take(path: Path) -> bytes:
-    """Read and remove a file of states, once its writer has let go of its lock."""
+async def _take(path: Path, seconds: float) -> bytes:
+    """Read and remove a file of states, once its writer has let go of its lock; ServerFailure if that takes longer."""
     lock = Path(f"{path}.lock")
     with lock.open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_SH)
+        late = time.monotonic() + seconds
+        while not is_free(held):
+            if time.monotonic() > late:
+                raise ServerFailure(f"teacher: expected states in {path} within {seconds:.0f} s, found none")
+            await asyncio.sleep(POLL)
         try:
-            content = path.read_bytes()
+            content = await asyncio.to_thread(path.read_bytes)
         except FileNotFoundError as error:
             raise ServerFailure(f"teacher: expected states in {path}, found that the server wrote none") from error
     for file in (path, lock):
         file.unlink(missing_ok=True)
     return content
+
+
+def is_free(lock: IO[Any]) -> bool:
+    """Return whether nobody else holds a lock on a file; it is shared with this process then."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def checked_states(content: bytes | bytearray, ids: Sequence[int], served: ServedModel, url: str) -> Tensor:

@@ -8,6 +8,7 @@ Shape suffixes: T tokens, n layers, H hidden, L layers of the target.
 
 import random
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from draftsmith.decode.cache.features import collect_features, decoder_layers, last_norm
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
-from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.data.first_look import print_once
+from draftsmith.train.files import identity
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, load_config
 from draftsmith.train.quantization import quantization_of
-from draftsmith.train.teacher.cache_writer import identity
 from draftsmith.train.teacher.feature_shards import Layout
 from draftsmith.train.teacher.served import REQUESTS, ServedModel, ServedTarget
 from draftsmith.train.teacher.target_ends import load_on_disk
@@ -60,6 +61,35 @@ class Agreement:
         return f"{line}, and its states the library's within {max(self.shares.values()):.1%}"
 
 
+def ask_servers(
+    urls: Sequence[str], key_env: str | None, target: str, trust_remote_code: bool = False, any_target: bool = False
+) -> ServedModel:
+    """Return what servers serve, which must be `target`, or `any_target` of its shape."""
+    with ServedTarget(urls, key_env=key_env) as teacher:
+        served = teacher.served
+    assert served is not None
+    require_served(served, urls[0], load_config(target, field="target", trust_remote_code=trust_remote_code), ())
+    if not any_target and not require_files(served, urls[0], target):
+        print_once(f"teacher: {served.model} at {urls[0]} cannot be compared with the files of {target}")
+    return served
+
+
+def compare_states(
+    urls: Sequence[str],
+    key_env: str | None,
+    target: str,
+    ends: PreTrainedModel,
+    texts: Sequence[list[int]],
+    trust_remote_code: bool = False,
+) -> None:
+    """Compare servers' states of the first tokens of some texts with the target's, and print how far they agree."""
+    library = library_at_hand(target, str(ends.dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
+    rows = [ids[:length] for ids, length in zip(texts, LENGTHS, strict=False) if len(ids) > 1]
+    with phase("comparing the servers' states"), ServedTarget(urls, key_env=key_env) as teacher:
+        for found in check_states(teacher, ends, rows, library):
+            print(f"teacher: {found}", file=sys.stderr)
+
+
 def require_served(served: ServedModel, url: str, config: PretrainedConfig, layer_ids: Sequence[int]) -> None:
     """Require that a server gives the states after some layers and the last one, of a target of this shape."""
     text = config.get_text_config()
@@ -76,12 +106,11 @@ def require_served(served: ServedModel, url: str, config: PretrainedConfig, laye
         raise InputError(f"teacher: expected {what}, found those after {found}; see eagle_aux_hidden_state_layer_ids")
 
 
-def require_lengths(served: ServedModel, url: str, *data: TrainingData | None) -> None:
+def require_length(served: ServedModel, url: str, longest: int) -> None:
     """Require that a server takes the longest sample."""
-    longest = max(int(part.sizes.max()) for part in data if part is not None)
     if longest > served.max_model_len:
         what = f"samples of at most {served.max_model_len} tokens, max_model_len at {url}"
-        raise InputError(f"teacher: expected {what}, found one of {longest}; see --max_length")
+        raise InputError(f"teacher: expected {what}, found one of {longest}; training takes --max_length")
 
 
 def require_files(served: ServedModel, url: str, target: str) -> bool:
@@ -93,7 +122,7 @@ def require_files(served: ServedModel, url: str, target: str) -> bool:
         if own[name] != known[name]:
             raise InputError(
                 f"teacher: expected {target} at {url}, found {served.model}, whose {name} is another: another model, "
-                "revision or quantisation; --any_target learns from it all the same"
+                "revision or quantisation; training on servers takes it with --any_target"
             )
     return bool(own.keys() & known.keys())
 

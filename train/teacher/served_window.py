@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,21 +35,18 @@ from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_config import CacheConfig
 from draftsmith.train.teacher.feature_reader import FeatureIndex
 from draftsmith.train.teacher.feature_shards import FeatureShards, Layout
-from draftsmith.train.teacher.served import ServedModel, ServedTarget, urls_of
+from draftsmith.train.teacher.served import AT_ONCE, ServedModel, ServedTarget, is_free, urls_of
 from draftsmith.train.teacher.served_check import (
     LENGTHS,
-    check_states,
-    library_at_hand,
-    require_files,
-    require_lengths,
+    ask_servers,
+    compare_states,
+    require_length,
     require_served,
 )
 from draftsmith.train.teacher.target_ends import read_ends
 from draftsmith.train.teacher.window import WindowReader, WindowWriter
 
 ERROR, STATUS, ALIVE = "error.txt", "filler.json", ".filler.lock"
-AT_ONCE = 3
-"""The portions that are written at a time: while one ends, the servers have the next ones' requests."""
 WAITING = 0.1
 """The share of its time that training may wait for states without a line about it."""
 
@@ -73,7 +69,6 @@ class Filling:
 
 def fill(filling: Filling, ready: Any) -> None:
     """Fill a window until its trainer has read all or is gone; the trainer reads an error from a file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interruption is the trainer's
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -81,7 +76,8 @@ def fill(filling: Filling, ready: Any) -> None:
         fcntl.flock(alive, fcntl.LOCK_EX)  # the kernel frees it when this process ends, however it does
         ready.set()
         try:
-            fill_window(filling, parent.is_alive)
+            # `is_alive` asks a pipe, which processes that the trainer has forked may hold open.
+            fill_window(filling, lambda: os.getppid() == parent.pid)
         except Exception as error:
             raise SystemExit(2) from error  # without a traceback: the trainer raises the error
 
@@ -157,7 +153,12 @@ class ServedWindow(WindowReader):
         context = multiprocessing.get_context("spawn")  # a fork would share locks of this process's threads
         self._ready = context.Event()
         self.process = context.Process(target=fill, args=(self.filling, self._ready), daemon=True)
-        self.process.start()
+        # An interruption is the trainer's: it must not end the filler, nor print anything where that begins.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         with phase("starting what asks the servers"):
             while not self._ready.wait(0.1):
                 if not self.process.is_alive():
@@ -168,9 +169,7 @@ class ServedWindow(WindowReader):
         with suppress(FileNotFoundError):
             raise InputError((self.directory / ERROR).read_text(encoding="utf-8"))
         with (self.directory / ALIVE).open("r") as alive:
-            try:
-                fcntl.flock(alive, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not is_free(alive):
                 return
         where = f"a process that fills {self.directory}"
         raise InputError(f"teacher: expected {where}, found that it was killed; run the same command again")
@@ -239,39 +238,27 @@ class ServedIndex(FeatureIndex):
     def feed(self, trainer: Any) -> None:
         """Compare the servers' states with the target, and let the batches hold them."""
         filling = self.window.filling
-        require_lengths(filling.served, filling.urls[0], trainer.data, trainer.eval_dataset)
+        longest = max(int(part.sizes.max()) for part in (trainer.data, trainer.eval_dataset) if part is not None)
+        require_length(filling.served, filling.urls[0], longest)
         if is_first():
-            self._check(trainer)
+            ends, data = trainer.target_ends, trainer.data
+            pairs = zip(data.members, LENGTHS, strict=False)  # there may be fewer samples
+            rows = [data.texts.read(int(number), length)[0].tolist() for number, length in pairs]
+            compare_states(filling.urls, filling.key_env, self.config.target, ends, rows, self.config.trust_remote_code)
         super().feed(trainer)
 
     def close(self) -> None:
         """End the process that asks the servers."""
         self.window.stop()
 
-    def _check(self, trainer: Any) -> None:
-        config, data, filling = self.config, trainer.data, self.window.filling
-        dtype = str(trainer.target_ends.dtype).removeprefix("torch.")
-        library = library_at_hand(config.target, dtype, trust_remote_code=config.trust_remote_code)
-        pairs = zip(data.members, LENGTHS, strict=False)  # there may be fewer samples
-        rows = [data.texts.read(int(number), length)[0].tolist() for number, length in pairs]
-        with phase("comparing the servers' states"), ServedTarget(filling.urls, key_env=filling.key_env) as teacher:
-            for found in check_states(teacher, trainer.target_ends, [row for row in rows if len(row) > 1], library):
-                print(f"teacher: {found}", file=sys.stderr)
-
 
 def find_served(config: RecipeConfig) -> ServedIndex:
     """Ask the servers of a config what they serve, require that it is its target, and return their index."""
     urls, code, args = urls_of(config.teacher), config.trust_remote_code, config.training
-    with ServedTarget(urls, key_env=config.teacher_key_env) as teacher:
-        served = teacher.served
-    assert served is not None
-    require_served(served, urls[0], load_config(config.target, field="target", trust_remote_code=code), ())
-    if not config.any_target and not require_files(served, urls[0], config.target):
-        print_once(f"teacher: {served.model} at {urls[0]} cannot be compared with the files of {config.target}")
+    served = ask_servers(urls, config.teacher_key_env, config.target, code, config.any_target)
     output = Path(str(args.output_dir))
     directory = Path(config.teacher_directory or output / "teacher") / f"rank-{args.process_index}"
-    stored = "bfloat16" if served.dtype == "bfloat16" else "float32"
-    layout, window = Layout((), served.hidden_size, stored), int(config.teacher_window * 1e9)
+    layout, window = Layout((), served.hidden_size, served.feature_dtype), int(config.teacher_window * 1e9)
     completions = [*config.completions, *config.heldout_directories]
     filling = Filling(
         directory, urls, served, config.teacher_key_env, config.target, completions, output, window, layout

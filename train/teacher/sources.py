@@ -15,12 +15,16 @@ Text = tuple[str, list[int], list[int]]
 
 @dataclass(frozen=True)
 class Source:
-    """A shard of completions, and the cache shard made from it: its name, sample ids and checksums, and positions."""
+    """A shard of completions, and the cache shard made from it: its name, sample ids and checksums, and positions.
+
+    `longest` is in tokens.
+    """
 
     completions: Path
     name: str
     samples: tuple[tuple[str, int], ...]
     positions: int
+    longest: int = 0
 
 
 def texts_of(file: Path, vocab_size: int | None = None) -> list[Text]:

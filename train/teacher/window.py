@@ -370,13 +370,16 @@ class WindowWriter:
         """
         with phase(self.processes.title("feature window")) as bar, ThreadPoolExecutor(self.at_once) as pool:
             bar.advance(0, "waits for a training run")
-            while (position := self._position()) is None or not position["done"]:
-                if not going():
-                    return
-                began = position is not None and self._step(position, teacher, pool, bar)
-                if not began:
-                    time.sleep(POLL)
-                    self.waited += 0.0 if self._writing or position is None else POLL
+            try:
+                while (position := self._position()) is None or not position["done"]:
+                    if not going():
+                        return
+                    began = position is not None and self._step(position, teacher, pool, bar)
+                    if not began:
+                        time.sleep(POLL)
+                        self.waited += 0.0 if self._writing or position is None else POLL
+            finally:
+                teacher.end()  # before the pool waits for its threads
         self._remove(lambda run, epoch, portion: True)
         self.processes.gathered(None)
         if self.processes.first:

@@ -367,6 +367,15 @@ def test_caches_of_one_shape_cover_completions_together(pipeline, kind, tmp_path
         ({"feature_dtype": "int8"}, "feature_dtype: expected one of bfloat16, float32, found 'int8'"),
         ({"features": True, "layer_ids": [0]}, "layer_ids: expected at least 1, found 0"),
         ({"layer_ids": [1]}, "layer_ids: expected none without features"),
+        ({"teacher": ["vllm:http://a"]}, "teacher: expected none without features, as servers give states and no dis"),
+        (
+            {"teacher": ["vllm:http://a"], "features": True, "target_device": "cpu"},
+            "target_device: expected none with teacher, whose servers compute, found cpu",
+        ),
+        (
+            {"teacher": ["vllm:http://a"], "features": True, "target_quantization": "8bit"},
+            "target_quantization: expected none with teacher, whose servers compute, found 8bit",
+        ),
         ({"layer_ids": []}, "layer_ids: expected none without features"),
     ],
 )

@@ -1,0 +1,187 @@
+"""Caches of features from servers: the numbers are the target's, whatever was stopped, and wrong servers are named."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pipelines import LAST_BITS, eagle_configured, furthest, history
+from process_jobs import cached
+from processes import forked
+from state_server import StateServer, serving
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.train.models import load_model
+from draftsmith.train.teacher import cache_writer, served
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
+from draftsmith.train.teacher.feature_shards import FeatureShards
+from draftsmith.train.teacher.target_ends import ENDS
+from draftsmith.train.teacher.window import READER
+
+TEXTS = ("short", "long", "heldout")
+
+
+@pytest.fixture(scope="module")
+def model(pipeline):
+    return load_model(pipeline / "target", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def whole(pipeline, tmp_path_factory) -> Path:
+    """What the target itself gives."""
+    output = tmp_path_factory.mktemp("whole") / "cache"
+    make_cache(configured(pipeline, output, dtype="float32", feature_dtype="float32"))
+    return output
+
+
+def server(pipeline, model, layer_ids=(1, 2), **faults: object) -> StateServer:
+    return StateServer(model, list(layer_ids), str(pipeline / "target"), **faults)
+
+
+def configured(pipeline, output: Path, *servers: StateServer, **options: object) -> CacheConfig:
+    options |= {"teacher": ["vllm:" + ",".join(each.url for each in servers)]} if servers else {}
+    completions = [str(pipeline / name) for name in TEXTS]
+    options = {"target": str(pipeline / "target"), "completions": completions, "layer_ids": [1, 2]} | options
+    return CacheConfig(output=str(output), features=True, **options)
+
+
+def states_in(cache: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    """The states of each sample of each shard, in float32."""
+    found = {}
+    for file in sorted(cache.glob("*.parquet")):
+        for row in pq.read_table(file).to_pylist():
+            states = {
+                name: torch.frombuffer(bytearray(b"".join(row[name])), dtype=torch.float32)
+                for name in ("features", "hidden")
+                if row[name]
+            }
+            found[file.name, row["id"]] = states
+    return found
+
+
+def require_equal(one: Path, other: Path) -> None:
+    states, expected = states_in(one), states_in(other)
+    assert states.keys() == expected.keys() and len(states) == 25
+    for name in states:
+        assert states[name].keys() == expected[name].keys()
+        for column, values in states[name].items():
+            assert torch.allclose(values, expected[name][column], atol=1e-5)
+
+
+def test_the_numbers_are_the_target_s(pipeline, model, whole, tmp_path, capsys, monkeypatch):
+    """Of two servers, with no whole target in memory, and few texts asked for in advance."""
+    monkeypatch.setattr(cache_writer, "load_model", None)
+    monkeypatch.setattr(served, "AHEAD", 2000)
+    with serving(server(pipeline, model), server(pipeline, model)) as servers:
+        summary = make_cache(configured(pipeline, tmp_path / "cache", *servers))
+        asked = sum(len(each.texts) for each in servers)
+        again = make_cache(configured(pipeline, tmp_path / "cache", *servers))
+        assert sum(len(each.texts) for each in servers) == asked  # nothing is missing: no states are asked for
+    assert (summary.written, summary.kept, again.written, again.kept) == (25, 0, 0, 25)
+    require_equal(tmp_path / "cache", whole)
+    assert (tmp_path / "cache" / ENDS).read_bytes() == (whole / ENDS).read_bytes()
+    settings = json.loads((tmp_path / "cache" / "manifest.json").read_text())["settings"]
+    assert (settings["dtype"], settings["feature_dtype"], settings["target_quantization"]) == (*["float32"] * 2, None)
+    said = capsys.readouterr()
+    assert "its states the library's within" in said.err and "positions × 384 bytes" in said.out
+
+
+def test_a_stopped_run_asks_for_what_is_missing(pipeline, model, whole, tmp_path, monkeypatch):
+    write = FeatureShards.write
+
+    def stopped(self, path: Path, *arguments: object) -> None:
+        if path.name.startswith("001"):
+            raise KeyboardInterrupt
+        write(self, path, *arguments)
+
+    with serving(server(pipeline, model)) as (states,):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as interrupt:
+            patch.setattr(FeatureShards, "write", stopped)
+            make_cache(configured(pipeline, tmp_path / "cache", states))
+        assert "of 25 samples are kept in" in interrupt.value.__notes__[0]
+        kept = len(states_in(tmp_path / "cache"))
+        before = len(states.texts)
+        summary = make_cache(configured(pipeline, tmp_path / "cache", states))
+    assert (summary.kept, summary.written) == (kept, 25 - kept)
+    assert len(states.texts) - before == 25 - kept + 4  # and those that are compared
+    require_equal(tmp_path / "cache", whole)
+
+
+WRONG = {
+    "NaN": ({"fault": lambda states, ids: (states * torch.nan, ids)}, {}, "all finite, found NaN"),
+    "another revision": (
+        {"fault": lambda states, ids: (states + states.std() * torch.randn(states.shape), ids)},
+        {},
+        "as the library computes them, found others",
+    ),
+    "another model": ({"says": {"files": {"config.json": "0"}}}, {}, "whose config.json is another"),
+    "layers that it does not give": ({"layer_ids": [2]}, {}, "after the layers 1, 2 from .* found those after 2"),
+    "too short a context": ({"says": {"max_model_len": 8}}, {}, "samples of at most 8 tokens, .* found one of"),
+    "another dtype": ({}, {"dtype": "bfloat16"}, "dtype: expected auto or float32, as the servers compute, found bf"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_server_is_named_before_the_first_shard(pipeline, model, tmp_path, name):
+    faults, options, line = WRONG[name]
+    with serving(server(pipeline, model, **faults)) as (states,), pytest.raises(InputError, match=line) as error:
+        make_cache(configured(pipeline, tmp_path / "cache", states, **options))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_a_server_that_goes_wrong_later_ends_the_run(pipeline, model, tmp_path):
+    wrong = server(pipeline, model)
+    wrong.fault = lambda states, ids: (states * (torch.nan if wrong.answered > 12 else 1.0), ids)
+    with serving(wrong), pytest.raises(InputError, match="all finite, found NaN or infinity"):
+        make_cache(configured(pipeline, tmp_path / "cache", wrong))
+
+
+def test_a_cache_of_another_server_s_target_is_not_continued(pipeline, model, tmp_path):
+    with serving(server(pipeline, model)) as (states,):
+        make_cache(configured(pipeline, tmp_path / "cache", states))
+        states.says = {"quantization": "fp8"}
+        with pytest.raises(InputError, match=r"target_quantization: expected None, found 'fp8'; .* other settings"):
+            make_cache(configured(pipeline, tmp_path / "cache", states))
+
+
+def test_training_reads_a_window_that_servers_fill(pipeline, model, whole, tmp_path):
+    training = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 1}
+    options = {"layer_ids": [1, 2], "training": training, "heldout": [str(pipeline / "heldout")]}
+    expected = eagle.train_heads(eagle_configured(pipeline, tmp_path / "whole", teacher_cache=[str(whole)], **options))
+    failed: list[InputError] = []
+
+    def fill() -> None:
+        try:
+            make_cache(configured(pipeline, tmp_path / "window", states, window=4e-4))
+        except InputError as error:
+            failed.append(error)
+
+    with serving(server(pipeline, model)) as (states,):
+        filling = threading.Thread(target=fill, daemon=True)
+        filling.start()
+        while not (tmp_path / "window" / ENDS).exists():
+            assert not failed, failed
+            time.sleep(0.01)
+        found = eagle.train_heads(
+            eagle_configured(pipeline, tmp_path / "found", teacher_cache=[str(tmp_path / "window")], **options)
+        )
+        filling.join(60)
+    assert not failed and not filling.is_alive()
+    assert history(found, "loss") == pytest.approx(history(expected, "loss"), rel=1e-5) and history(found, "loss")
+    weights = [{name: weight.detach() for name, weight in run.model.named_parameters()} for run in (found, expected)]
+    assert furthest(*weights) < LAST_BITS
+    assert not list((tmp_path / "window").glob("*.parquet")) and not (tmp_path / "window" / READER).exists()
+
+
+@pytest.mark.slow
+def test_processes_share_the_shards(pipeline, model, whole, tmp_path):
+    with serving(server(pipeline, model)) as (states,):
+        summaries = forked(cached, configured(pipeline, tmp_path / "cache", states), strategy="ddp")
+    assert [summary.written for summary in summaries] == [25, 25]
+    assert len(states.texts) == 25 + 4  # those that were compared
+    require_equal(tmp_path / "cache", whole)
