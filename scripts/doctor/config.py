@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from draftsmith.decode.errors import InputError, at_least, require, require_some
 from draftsmith.scripts.kinds import Drafters, aliases, aliases_of_runs, drafter_texts
 from draftsmith.train.cli import Ints, numbers
-from draftsmith.train.options import TemplateOptions
+from draftsmith.train.options import TeacherOptions, TemplateOptions
 
 
 @dataclass
-class DoctorConfig(TemplateOptions):
+class DoctorConfig(TemplateOptions, TeacherOptions):
     """Check a target, its drafters and samples before they cost any time, and suggest remedies."""
 
     target: str
@@ -19,11 +19,6 @@ class DoctorConfig(TemplateOptions):
     without one only the target and the samples are checked."""
     run: Drafters = field(default_factory=list, metadata=aliases_of_runs())
     """KIND:FILE, the config of a training run of such a drafter, to check whether it can begin on this target."""
-    teacher: list[str] = field(default_factory=list)
-    """vllm:URL, servers of the target's states that training is to read, several with commas: whether they serve this
-    target, what they give, and how fast. With `run` also whether these are the layers that the run needs."""
-    teacher_key_env: str | None = None
-    """The environment variable of the servers' API key."""
     prompts: str | None = None
     """Conversations with the assistant's answers, or prompts, as `prepare` reads them: their loss masks are checked."""
     completions: str | None = None

@@ -33,6 +33,8 @@ class InferencePlan(MemoryPlan):
             if config.endpoint is not None or config.answers == "given":
                 raise InputError("recipe: expected a target that completes the prompts here to plan, found none")
             length = config.max_prompt_tokens and config.max_prompt_tokens + config.new_tokens()
+        elif config.teacher:
+            raise InputError(f"teacher: expected none to plan a cache on GPUs here, found {', '.join(config.teacher)}")
         place = QUANTIZED[config.target_quantization]
         setting = MemorySetting("ddp", False, False, config.dtype, place, config.batch_size)
         super().__init__(config, setting, config.require_length(length))

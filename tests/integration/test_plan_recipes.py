@@ -174,6 +174,10 @@ def test_texts_are_written_at_the_speed_of_the_memory(target):
             "recipe: expected one of distill, medusa, eagle, block, mtp, cache, prepare",
         ),
         ({"recipe": "cache", "output": "o"}, "sequence_length: expected the tokens of a sample"),
+        (
+            {"recipe": "cache", "output": "o", "sequence_length": 9, "features": True, "teacher": "vllm:http://a:1"},
+            "teacher: expected none to plan a cache on GPUs here, found vllm:http://a:1",
+        ),
         ({"recipe": "medusa", "sequence_length": 9, "heads": "h"}, "heads: expected none in a plan"),
         ({"recipe": "medusa", "sequence_length": 9, "draft_vocabulary": 301}, "draft_vocabulary: expected at most 300"),
         ({"recipe": "medusa", "sequence_length": 9, "device": "TPU"}, "device: expected one of B200"),
