@@ -265,13 +265,18 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored
 
 
 @torch.inference_mode()
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers are finite, in one pass: a NaN makes both extremes NaN."""
+    # A twentieth of the time of `isfinite`, whose result has a byte for each number.
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
+
+
 def check_finite(model: torch.nn.Module, path: str | Path, field: str) -> None:
     """Require that all weights are finite: a model with NaN would be decoded and measured without a warning."""
     for name, weight in plain_parts(model.named_parameters()):
         if weight.dtype not in FLOATS or not weight.numel() or weight.is_meta:
             continue
-        # One pass over the memory, a twentieth of `isfinite`'s time; a NaN makes both extremes NaN.
-        if not torch.stack(weight.aminmax()).isfinite().all():
+        if not is_finite(weight):
             tensor = f"{name} ({str(weight.dtype).removeprefix('torch.')})"
             raise InputError(f"{field}: expected finite weights in {path}, found NaN or infinity in {tensor}")
 

@@ -29,6 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from draftsmith.decode.cache import own_positions
 from draftsmith.decode.cache.features import check_layers, collect_states, default_layers
 from draftsmith.decode.errors import InputError
+from draftsmith.train.checkpoint import is_finite
 from draftsmith.train.files import atomic_path
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import DTYPES, load_config
@@ -144,7 +145,7 @@ class FeatureShards:
         self, path: Path, source: Source, texts: list[Text], teacher: Teacher, done: Callable[[int], Any]
     ) -> None:
         """Compute or ask for the states of a source and write its shard; `done` gets each batch's number of samples."""
-        with shard_writer(path, self.columns) as writer, ThreadPoolExecutor(1) as disk:
+        with shard_writer(path, self.columns, self.config.window is None) as writer, ThreadPoolExecutor(1) as disk:
             writing: Future[None] | None = None  # writes a batch while the next is computed: two are in memory
             for rows, states in teacher.states(self.layout, [ids for _, ids, _ in texts]):
                 if writing is not None:
@@ -158,7 +159,7 @@ class FeatureShards:
         self, writer: pq.ParquetWriter, source: Source, rows: list[int], states: list[dict[str, Tensor]]
     ) -> None:
         for i, text_states in zip(rows, states, strict=True):
-            if not all(tensor.isfinite().all() for tensor in text_states.values()):
+            if not all(is_finite(tensor) for tensor in text_states.values()):
                 where, dtype = f"{source.samples[i][0]!r} of {source.completions}", self.config.dtype
                 remedy = f"try another --dtype than {dtype}"
                 raise InputError(f"target: expected finite hidden states, found others in sample {where}; {remedy}")
@@ -196,14 +197,18 @@ def states_of(model: PreTrainedModel, layout: Layout, texts: Sequence[list[int]]
 
 
 @contextmanager
-def shard_writer(path: Path, columns: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    """Yield a writer whose tables become row groups of a shard; the shard appears when the block ends."""
-    options = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
+def shard_writer(path: Path, columns: pa.Schema, lasts: bool = True) -> Iterator[pq.ParquetWriter]:
+    """Yield a writer whose tables become row groups of a shard; the shard appears when the block ends.
+
+    One that `lasts` is on the disk by then, with checksums, which take as long as the rest of the writing.
+    """
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": lasts}
     with atomic_path(path) as aside, aside.open("wb") as file:
         with pq.ParquetWriter(file, columns, **options) as writer:
             yield writer
         file.flush()
-        os.fsync(file.fileno())
+        if lasts:
+            os.fsync(file.fileno())
 
 
 def _row(columns: pa.Schema, sample: tuple[str, int], states: dict[str, Tensor]) -> pa.Table:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Count, ServerMessage
+from draftsmith.train.checkpoint import is_finite
 from draftsmith.train.endpoint.client import TEXT, Client
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.models import DTYPES
@@ -286,7 +287,7 @@ class ServedTarget:
             what = "an answer with kv_transfer_params; it was started without --kv-transfer-config"
             raise InputError(f"teacher: expected {what}, found none from {client.url}")
         content = await self._content(client, Path(answer.kv_transfer_params.hidden_states_path), len(ids))
-        states = checked_states(content, ids, served, client.url)
+        states = await asyncio.to_thread(checked_states, content, ids, served, client.url)
         scores = (
             []
             if not scored
@@ -297,20 +298,21 @@ class ServedTarget:
         )
         return states, torch.tensor([float("nan") if score is None else score.logprob for score in scores])
 
-    async def _content(self, client: Client, path: Path, tokens: int) -> bytes | bytearray:
+    async def _content(self, client: Client, path: Path, tokens: int) -> bytes:
         """Return a file of states: read and removed in place on the server's machine, over HTTP elsewhere."""
         if os.access(f"{path}.lock", os.R_OK):
             return await _take(path, client.timeout)
         served = self.served
         assert served is not None
         position = len(served.layer_ids) * served.hidden_size * DTYPES[served.dtype].itemsize + 8
-        content = bytearray()
+        parts, room = list[bytes](), tokens * position + HEADER
         async with client.accepted(f"{STATES_OF}{path.name}", what="states") as response:
             async for part in response.aiter_raw(2**20):
-                content += part
-                if len(content) > tokens * position + HEADER:
+                parts.append(part)
+                room -= len(part)
+                if room < 0:
                     raise client.failure(f"states of {tokens} tokens", client.url, "more", temporary=False)
-        return content
+        return b"".join(parts)
 
     @torch.inference_mode()
     def _columns(self, layout: Layout, states_TnH: Tensor) -> dict[str, Tensor]:
@@ -350,14 +352,14 @@ def is_free(lock: IO[Any]) -> bool:
     return True
 
 
-def checked_states(content: bytes | bytearray, ids: Sequence[int], served: ServedModel, url: str) -> Tensor:
+def checked_states(content: bytes, ids: Sequence[int], served: ServedModel, url: str) -> Tensor:
     """Return the states in a file, (T, n, H), which must be finite, whole and those of the tokens `ids`.
 
     Raise InputError, naming the server, for states that are wrong, and ServerFailure for a file that breaks off.
     """
     expected = f"teacher: expected states of the {len(ids)} tokens that were sent to {url}"
     try:
-        tensors = load(bytes(content))
+        tensors = load(content)
         states, tokens = tensors["hidden_states"], tensors["token_ids"]
     except Exception as error:  # safetensors' own class, KeyError, or torch's
         raise ServerFailure(f"{expected}, found a broken file: {type(error).__name__} {error}") from error
@@ -367,7 +369,7 @@ def checked_states(content: bytes | bytearray, ids: Sequence[int], served: Serve
     if tuple(states.shape) != shape or states.dtype != DTYPES[served.dtype]:
         dtype = str(states.dtype).removeprefix("torch.")
         raise InputError(f"{expected}, {shape} in {served.dtype}, found {tuple(states.shape)} in {dtype}")
-    if not states.isfinite().all():
+    if not is_finite(states):
         raise InputError(f"{expected}, all finite, found NaN or infinity; try another --dtype of the server")
     return states
 

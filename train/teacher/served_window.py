@@ -100,9 +100,8 @@ def fill_window(filling: Filling, going: Callable[[], bool]) -> None:
 
 def _fill_window(filling: Filling, going: Callable[[], bool]) -> None:
     directory, output, layout = filling.directory, filling.output, filling.layout
-    config = CacheConfig(
-        filling.target, filling.completions, str(directory), features=True, feature_dtype=layout.feature_dtype
-    )
+    options: dict[str, Any] = {"feature_dtype": layout.feature_dtype, "window": filling.window / 1e9}
+    config = CacheConfig(filling.target, filling.completions, str(directory), features=True, **options)
     texts = Texts({path: map_completions(path, output) for path in filling.completions})
     shards, began, told = FeatureShards(config, layout), time.monotonic(), 0.0
     writer = WindowWriter(directory, shards, texts, filling.window, Processes(), at_once=AT_ONCE)
