@@ -19,6 +19,7 @@ draftsmith may be installed here without its dependencies: this imports what vLL
 
 import asyncio
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -49,7 +50,7 @@ else:  # the middleware runs without vLLM, too
     version, ExampleHiddenStatesConnector = "", object
 
 NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
-"""The name of a file of states: vLLM's id of the request."""
+"""The name of a file of states, a hash of vLLM's id of the request."""
 ORPHANED = 600.0
 """Seconds after which nobody will ask for a file any more."""
 PIECE = 4 << 20
@@ -69,7 +70,8 @@ class StatesConnector(ExampleHiddenStatesConnector):
         return meta
 
     def _file(self, request: str) -> str:
-        name = re.sub(r"[^\w.-]", "_", request[-100:], flags=re.ASCII)  # vLLM makes ids unique at their end
+        # Two requests with one file would wait for each other's lock, and all others with them.
+        name = hashlib.sha256(request.encode("utf-8", "backslashreplace")).hexdigest()
         return os.path.join(self._storage_path, f"{name}.safetensors")
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

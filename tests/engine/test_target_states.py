@@ -135,6 +135,15 @@ def test_states_that_nobody_asks_for_are_removed(teacher, texts):
     assert os.listdir(teacher.folder) == []
 
 
+def test_completions_of_a_request_have_files_of_their_own(teacher, texts):
+    """One lock for both would hang the server: the second waits for it in the thread that computes the first."""
+    several = {"n": 2, "temperature": 1, "max_tokens": 20, "ignore_eos": True}
+    assert teacher.complete(texts[1], {"X-Request-Id": "x" * 300}, **several)["choices"]
+    until(lambda: len(os.listdir(teacher.folder)) == 4)
+    for path in teacher.folder.iterdir():
+        path.unlink()
+
+
 def test_no_path_leads_out_of_the_folder(teacher, texts):
     inside, _ = teacher.states(texts[1], headers={"X-Request-Id": "../../elsewhere" + "x" * 300})
     assert inside["token_ids"].tolist() == texts[1]

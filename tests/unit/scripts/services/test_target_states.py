@@ -15,7 +15,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from draftsmith.scripts.services.target_states import ORPHANED, StatesMiddleware
+from draftsmith.scripts.services.target_states import NAME as NAMES
+from draftsmith.scripts.services.target_states import ORPHANED, StatesConnector, StatesMiddleware
 from draftsmith.train.files import identity
 
 NAME = "cmpl-1-0-abcdef01.safetensors"
@@ -61,6 +62,14 @@ def write(folder: Path, name: str = NAME, age: float = 0, lock_age: float | None
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_requests_have_files_of_their_own_in_the_folder(tmp_path):
+    connector = StatesConnector()
+    connector._storage_path = str(tmp_path)
+    ids = ["x" * 300, "0_" + "x" * 300, "1_" + "x" * 300, "../a", ".._a", "\ud800", "/etc/passwd"]
+    files = {Path(connector._file(request)) for request in ids}
+    assert len(files) == len(ids) and all(file.parent == tmp_path and NAMES.fullmatch(file.name) for file in files)
 
 
 def test_the_target_is_described(client, tmp_path, pair_dirs):
