@@ -29,6 +29,7 @@ from draftsmith.train.checkpoint import is_finite
 from draftsmith.train.endpoint.client import TEXT, Client
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.models import DTYPES
+from draftsmith.train.options import checked_url
 from draftsmith.train.teacher.feature_shards import STATES, Layout
 
 TARGET, STATES_OF = "/draftsmith/target", "/draftsmith/states/"
@@ -68,9 +69,9 @@ class ServedModel(ServerMessage):
 
 
 class Transfer(ServerMessage):
-    """The place of a request's states."""
+    """The place of a request's states, a file that may be of this machine."""
 
-    hidden_states_path: str
+    hidden_states_path: Annotated[str, Field(pattern=r"^([^\x00]*/)?[A-Za-z0-9_.-]+\.safetensors$")]
 
 
 class Logprob(ServerMessage):
@@ -137,7 +138,7 @@ class ServedTarget:
 
     def __enter__(self) -> "ServedTarget":
         """Start the thread of the requests, and ask the servers what they serve."""
-        threading.Thread(target=self._loop.run_forever, name="teacher", daemon=True).start()
+        threading.Thread(target=self._run, name="teacher", daemon=True).start()
         try:
             self.served = self._wait(self._begin())
         except BaseException:
@@ -150,6 +151,11 @@ class ServedTarget:
         self.end()
         self._wait(self._stack.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
 
     def end(self) -> None:
         """Cancel what is under way; nothing more is asked for."""
@@ -172,11 +178,11 @@ class ServedTarget:
         ]
         try:
             found = await asyncio.gather(*(self._what(server.client) for server in self._servers))
+            self.name = await self._servers[0].client.model()
         except ServerFailure as error:
             raise InputError(f"{error}; see the page on teachers for vLLM's flags") from error
         for url, other in zip(self.urls, found, strict=True):
             _require_same(self.expected or found[0], other, self.urls[0], url)
-        self.name = await self._servers[0].client.model()
         return found[0]
 
     async def _what(self, client: Client) -> ServedModel:
@@ -286,8 +292,14 @@ class ServedTarget:
         if answer.kv_transfer_params is None:
             what = "an answer with kv_transfer_params; it was started without --kv-transfer-config"
             raise InputError(f"teacher: expected {what}, found none from {client.url}")
-        content = await self._content(client, Path(answer.kv_transfer_params.hidden_states_path), len(ids))
+        path = Path(answer.kv_transfer_params.hidden_states_path)
+        lock = Path(f"{path}.lock")
+        in_place = os.access(lock, os.R_OK | os.W_OK)  # on the server's machine, and may be removed
+        content = await (_read(path, client.timeout) if in_place else self._sent(client, path.name, len(ids)))
         states = await asyncio.to_thread(checked_states, content, ids, served, client.url)
+        if in_place:  # only after the check: a server may name any file of this machine
+            for file in (path, lock):
+                file.unlink(missing_ok=True)
         scores = (
             []
             if not scored
@@ -298,15 +310,13 @@ class ServedTarget:
         )
         return states, torch.tensor([float("nan") if score is None else score.logprob for score in scores])
 
-    async def _content(self, client: Client, path: Path, tokens: int) -> bytes:
-        """Return a file of states: read and removed in place on the server's machine, over HTTP elsewhere."""
-        if os.access(f"{path}.lock", os.R_OK):
-            return await _take(path, client.timeout)
+    async def _sent(self, client: Client, name: str, tokens: int) -> bytes:
+        """Return a file of states over HTTP; the server removes it."""
         served = self.served
         assert served is not None
         position = len(served.layer_ids) * served.hidden_size * DTYPES[served.dtype].itemsize + 8
         parts, room = list[bytes](), tokens * position + HEADER
-        async with client.accepted(f"{STATES_OF}{path.name}", what="states") as response:
+        async with client.accepted(f"{STATES_OF}{name}", what="states") as response:
             async for part in response.aiter_raw(2**20):
                 parts.append(part)
                 room -= len(part)
@@ -325,22 +335,18 @@ class ServedTarget:
         return {name: columns[name].to(layout.dtype).contiguous() for name in STATES if name in layout.widths}
 
 
-async def _take(path: Path, seconds: float) -> bytes:
-    """Read and remove a file of states, once its writer has let go of its lock; ServerFailure if that takes longer."""
-    lock = Path(f"{path}.lock")
-    with lock.open("rb") as held:
+async def _read(path: Path, seconds: float) -> bytes:
+    """Read a file of states, once its writer has let go of its lock; ServerFailure if that takes longer."""
+    with Path(f"{path}.lock").open("rb") as held:
         late = time.monotonic() + seconds
         while not is_free(held):
             if time.monotonic() > late:
                 raise ServerFailure(f"teacher: expected states in {path} within {seconds:.0f} s, found none")
             await asyncio.sleep(POLL)
         try:
-            content = await asyncio.to_thread(path.read_bytes)
-        except FileNotFoundError as error:
-            raise ServerFailure(f"teacher: expected states in {path}, found that the server wrote none") from error
-    for file in (path, lock):
-        file.unlink(missing_ok=True)
-    return content
+            return await asyncio.to_thread(path.read_bytes)
+        except OSError as error:
+            raise ServerFailure(f"teacher: expected that the server wrote {path}, found: {error.strerror}") from error
 
 
 def is_free(lock: IO[Any]) -> bool:
@@ -392,7 +398,7 @@ def urls_of(teacher: Sequence[str]) -> list[str]:
         kind, _, rest = value.partition(":")
         if kind != "vllm" or not rest:
             raise InputError(f"teacher: expected vllm:URL, or several URLs divided by commas, found {value!r}")
-        urls += [url.strip() for url in rest.split(",")]
+        urls += [checked_url(url.strip(), "teacher") for url in rest.split(",")]
     for number, url in enumerate(urls):
         if url in urls[:number]:
             raise InputError(f"teacher: expected each server once, found {url} again")

@@ -1,6 +1,7 @@
 """A target on servers: its states, what is wrong with them, and servers that fail."""
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
-from state_server import StateServer, serving
+from state_server import Handler, StateServer, serving
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from draftsmith.decode.cache.features import last_norm
@@ -267,6 +268,73 @@ def test_requests_are_bounded(model, path, monkeypatch):
     assert most[0] <= 200  # the long one alone
 
 
+def giving(server: StateServer, place: Path) -> StateServer:
+    """Let a server name a file of this machine; it holds the states of the last text."""
+    complete = server.complete
+
+    def named(body: dict) -> dict:
+        answer = complete(body)
+        name = Path(answer["kv_transfer_params"]["hidden_states_path"]).name
+        place.write_bytes(server.files[name])
+        answer["kv_transfer_params"]["hidden_states_path"] = str(place)
+        server.files[place.name] = server.files.pop(name)
+        return answer
+
+    place.with_name(f"{place.name}.lock").touch()
+    server.complete = named
+    return server
+
+
+def test_states_on_this_machine_are_read_in_place_and_removed(model, path, tmp_path):
+    server = giving(StateServer(model, LAYERS, path), tmp_path / "a.safetensors")
+    asked(server, given=TEXTS[:1])
+    assert not list(tmp_path.iterdir()) and server.files
+
+
+def test_states_of_another_user_are_sent(model, path, tmp_path, monkeypatch):
+    monkeypatch.setattr(served.os, "access", lambda path, mode: not mode & os.W_OK)
+    server = giving(StateServer(model, LAYERS, path), tmp_path / "a.safetensors")
+    asked(server, given=TEXTS[:1])
+    assert len(list(tmp_path.iterdir())) == 2 and not server.files
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors", "nul\0.safetensors"])
+def test_no_server_has_other_files_removed(model, path, tmp_path, name):
+    place, server = tmp_path / name.replace("\0", ""), StateServer(model, LAYERS, path)
+    for file in (place, place.with_name(f"{place.name}.lock")):
+        file.write_text("mine")
+    complete = server.complete
+    named = {"hidden_states_path": str(tmp_path / name)}
+    server.complete = lambda body: complete(body) | {"kv_transfer_params": named}
+    with pytest.raises(InputError, match=r"hidden_states_path: expected|broken file"):
+        asked(server, deadline=0.1)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_server_without_its_list_of_models_is_one_line(model, path, monkeypatch):
+    listed = Handler.do_GET
+    failing = lambda self: self.reply(b"{}", 503) if self.path == "/v1/models" else listed(self)  # noqa: E731
+    monkeypatch.setattr(Handler, "do_GET", failing)
+    with pytest.raises(InputError, match=r"expected a list of models from .* found 503"):
+        asked(StateServer(model, LAYERS, path))
+
+
+def test_nothing_of_a_target_stays_open(model, path):
+    server = StateServer(model, LAYERS, path)
+
+    def opened() -> int:
+        until = time.monotonic() + 10
+        while any(thread.name == "teacher" for thread in threading.enumerate()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return sum("socket" not in os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.exists())
+
+    asked(server)
+    before = opened()
+    for _ in range(3):
+        asked(server)
+    assert opened() <= before
+
+
 @pytest.mark.parametrize("value", ["http://a", "vllm", "vllm:", "sglang:http://a"])
 def test_other_teachers_are_refused(value):
     with pytest.raises(InputError, match="teacher: expected vllm:URL"):
@@ -276,4 +344,6 @@ def test_other_teachers_are_refused(value):
 def test_urls_are_listed():
     assert urls_of(["vllm:http://a,http://b", "vllm:http://c"]) == ["http://a", "http://b", "http://c"]
     with pytest.raises(InputError, match="each server once"):
-        urls_of(["vllm:http://a", "vllm:http://a"])
+        urls_of(["vllm:http://a", "vllm:http://a/v1"])
+    with pytest.raises(InputError, match=r"expected a URL such as .*, found ''"):
+        urls_of(["vllm:http://a,"])
