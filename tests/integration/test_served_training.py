@@ -30,6 +30,7 @@ from draftsmith.medusa import __main__ as medusa
 from draftsmith.medusa.block import __main__ as block
 from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.medusa.mtp import __main__ as mtp
+from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.models import load_model
 from draftsmith.train.teacher.served_window import ERROR, Filling, ServedWindow, fill_window
 
@@ -164,6 +165,20 @@ def test_the_window_is_never_exceeded(pipeline, model, tmp_path):
     assert not folder.exists()
 
 
+def test_a_folder_of_states_is_one_runs(pipeline, model, tmp_path):
+    folder = tmp_path / "memory"
+    (tmp_path / "file").write_text("")
+    with serving(server(pipeline, model)) as (states,):
+        with (
+            lock_directory(folder / "rank-0"),
+            pytest.raises(InputError, match="teacher_directory: expected a directory that no other run writes"),
+        ):
+            trained(pipeline, tmp_path / "out", states, teacher_directory=str(folder))
+        with pytest.raises(InputError, match="teacher_directory: expected a directory to write in at"):
+            trained(pipeline, tmp_path / "out", states, teacher_directory=str(tmp_path / "file"))
+        assert not states.answered
+
+
 def test_a_run_that_resumes_asks_for_nothing_twice(pipeline, model, tmp_path):
     """It goes on from its checkpoint, with the texts that a killed run had left."""
     saving = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "linear"}
@@ -220,7 +235,7 @@ def test_a_wrong_server_is_named_before_the_first_step(pipeline, model, tmp_path
     wrong = StateServer(**{"model": model, "layer_ids": [1, 2], "path": str(pipeline / "target")} | options)
     with serving(wrong), pytest.raises(InputError, match=line) as error:
         trained(pipeline, tmp_path / "out", wrong)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and not (tmp_path / "out" / "teacher").exists()
 
 
 def test_a_server_that_goes_wrong_later_ends_the_run(pipeline, model, tmp_path):

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.train.data.first_look import print_once
 from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.files import disk_full_error, remove
+from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.job.processes import Processes, is_first
 from draftsmith.train.models import DTYPES, load_config, resolve_dtype
 from draftsmith.train.recipe import RecipeConfig
@@ -125,12 +126,16 @@ def _fill_window(filling: Filling, going: Callable[[], bool]) -> None:
 
 @dataclass
 class ServedWindow(WindowReader):
-    """The reading side of a window that a filler fills. `shares` are the parts of steps' time spent waiting, by log."""
+    """The reading side of a window that a filler fills; `held` keeps other runs out of its directory.
+
+    `shares` are the parts of steps' time spent waiting, by log.
+    """
 
     filling: Filling | None = None
     shares: list[float] = field(default_factory=list)
     told: bool = False
     process: Any = None
+    held: ExitStack = field(default_factory=ExitStack)
     _ready: Any = None
 
     def request_features(self, texts: Sequence[int]) -> None:
@@ -175,10 +180,14 @@ class ServedWindow(WindowReader):
         raise InputError(f"teacher: expected {where}, found that it was killed; run the same command again")
 
     def stop(self) -> None:
-        """End the filler at once; what it wrote stays."""
+        """End the filler at once; what it wrote stays, and another run may use it."""
         if self.process is not None:
             self.process.terminate()
             self.process.join()
+        self.held.close()
+        for folder in (self.directory, self.directory.parent):
+            with suppress(OSError):  # states are left, or other processes still read
+                folder.rmdir()
 
     def waited(self, share: float) -> None:
         """Note the share of its time that training waited since the last log; report it once if it is large."""
@@ -195,8 +204,6 @@ class ServedWindow(WindowReader):
         with suppress(OSError, ValueError):
             print_once(self.summary(json.loads((self.directory / STATUS).read_text(encoding="utf-8"))))
         remove(self.directory)
-        with suppress(OSError):  # other processes still read
-            self.directory.parent.rmdir()
 
     def summary(self, status: Mapping[str, float]) -> str:
         """Return a line about the states that were read and about who waited for whom."""
@@ -266,5 +273,6 @@ def find_served(config: RecipeConfig) -> ServedIndex:
         directory, urls, served, config.teacher_key_env, config.target, completions, output, window, layout
     )
     reader = ServedWindow(directory, layout, window, own=True, filling=filling)
+    reader.held.enter_context(lock_directory(directory, "teacher_directory"))
     nothing = np.empty(0, np.uint64), list[Path](), np.empty((0, 2), np.int64)
     return ServedIndex(*nothing, layout, Path(os.devnull), config=config, window=reader)
