@@ -1,7 +1,12 @@
 """Training on states from servers: what is learned, what is on the disk, and what fails on the way."""
 
+import errno
+import fcntl
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -32,7 +37,8 @@ from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.medusa.mtp import __main__ as mtp
 from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.models import load_model
-from draftsmith.train.teacher.served_window import ERROR, Filling, ServedWindow, fill_window
+from draftsmith.train.teacher.feature_shards import FeatureShards
+from draftsmith.train.teacher.served_window import ALIVE, ERROR, Filling, ServedWindow, fill_window
 
 WINDOW = 4e-4
 TRAINING = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2}
@@ -245,14 +251,96 @@ def test_a_server_that_goes_wrong_later_ends_the_run(pipeline, model, tmp_path):
         trained(pipeline, tmp_path / "out", wrong)
 
 
+def test_a_full_disk_is_one_line_and_keeps_what_is_there(pipeline, model, tmp_path):
+    write, written = FeatureShards.write, []
+
+    def full(self, path: Path, *arguments: object) -> None:
+        if len(written) >= 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, path, *arguments)
+        written.append(path.name)
+
+    line = r"expected 0.0004 GB of space in .*rank-0 for states .*, found the disk full; give another teacher_directory"
+    with serving(server(pipeline, model)) as (states,):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError, match=line) as error:
+            patch.setattr(FeatureShards, "write", full)
+            trained(pipeline, tmp_path / "out", states)
+        assert "\n" not in str(error.value)
+        left = {file.name for file in (tmp_path / "out" / "teacher" / "rank-0").glob("*.parquet")}
+        assert left <= {*written} and left
+        trained(pipeline, tmp_path / "out", states)
+    assert not (tmp_path / "out" / "teacher").exists()
+
+
+def test_a_filler_without_its_trainer_does_not_wait_for_a_server_that_hangs(pipeline, model, tmp_path):
+    states, hung, over = server(pipeline, model), threading.Event(), threading.Event()
+    complete, asked = states.complete, threading.Event()
+
+    def hanging(body: dict) -> dict | None:
+        if not hung.is_set():
+            return complete(body)
+        asked.set()
+        over.wait()
+        return None
+
+    def step(trainer, *arguments: object, **more: object) -> None:
+        window = trainer.data_collator.index.window
+        hung.set()
+        window.at(2)  # makes room
+        assert asked.wait(60)
+        window.process.terminate()
+        window.process.join(60)
+        waits = window.process.thread.is_alive()
+        over.set()
+        assert not waits
+        raise Stop
+
+    states.complete = hanging
+    with serving(states), pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(eagle.EagleTrainer, "training_step", step)
+        trained(pipeline, tmp_path / "out", states)
+
+
+def started(pipeline, output: Path, states: StateServer) -> subprocess.Popen[bytes]:
+    """A run of the command, which has a worker that reads ahead, and is in its middle."""
+    flags = ["--target", str(pipeline / "target"), "--completions", str(pipeline / "long"), "--any_target", "true"]
+    flags += ["--layer_ids", "[1, 2]", "--teacher", f"vllm:{states.url}", "--teacher_window", str(WINDOW)]
+    training = {"output_dir": str(output), "max_steps": 1000, "use_cpu": "true", "dataloader_num_workers": 1}
+    training |= {"per_device_train_batch_size": 4, "save_strategy": "no", "report_to": "none"}
+    flags += [word for name, value in training.items() for word in (f"--training.{name}", str(value))]
+    command = [sys.executable, "-m", "draftsmith.medusa.eagle", *flags]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    while not any(output.glob("teacher/rank-0/*.parquet")):
+        assert run.poll() is None, run.stderr.read()
+        time.sleep(0.01)
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_filler_ends_with_its_trainer(pipeline, model, tmp_path, number):
+    """Killed alone, or interrupted with it, as a terminal does."""
+    folder = tmp_path / "out" / "teacher" / "rank-0"
+    with serving(server(pipeline, model, pause=0.02)) as (states,):
+        run = started(pipeline, tmp_path / "out", states)
+        (os.kill if number == signal.SIGKILL else os.killpg)(run.pid, number)
+        with (folder / ALIVE).open() as alive:
+            fcntl.flock(alive, fcntl.LOCK_SH)  # the filler is gone
+        _, said = run.communicate(timeout=120)  # and so are the worker and what else writes to the pipe
+    assert run.returncode == (-number if number == signal.SIGKILL else 130)
+    assert b"Traceback" not in said and said.count(b"interrupted") == (number == signal.SIGINT)
+    assert list(folder.glob("*.parquet"))
+
+
 @pytest.mark.slow
 def test_a_filler_that_is_killed_ends_the_run(pipeline, model, tmp_path):
     states = server(pipeline, model, pause=0.05)
 
     def kill() -> None:
-        import multiprocessing
-
-        while not any(children := multiprocessing.active_children()) or states.answered < 10:
+        while not (children := multiprocessing.active_children()):
+            time.sleep(0.001)
+        os.kill(children[0].pid, signal.SIGINT)  # while it imports: interruptions are its trainer's
+        while states.answered < 10:
             time.sleep(0.01)
         os.kill(children[0].pid, signal.SIGKILL)
 

@@ -232,7 +232,6 @@ class ServedTarget:
 
     async def _row_of_any(self, layout: Layout, ids: list[int]) -> dict[str, Tensor]:
         """Return the states of a text from any server; one that fails rests, and its work goes to others."""
-        assert self.served is not None
         failure = ""
         while True:
             try:
@@ -241,9 +240,11 @@ class ServedTarget:
                 raise InputError(f"{error}{failure}; run the same command again") from error
             entered = time.monotonic()
             try:
-                if server.failures:  # it may have been started again, with another target
-                    _require_same(self.served, await self._what(server.client), self.urls[0], server.client.url)
+                if server.failures:
+                    await self._require_known(server)
                 states, _ = await self._ask(server.client, ids[:-1])
+                if server.failed > entered:
+                    await self._require_known(server)
                 server.failures, self._answered = 0, time.monotonic()
             except ServerFailure as error:
                 if not error.temporary:
@@ -256,6 +257,11 @@ class ServedTarget:
             finally:
                 self._leave(server, len(ids))
             return await asyncio.to_thread(self._columns, layout, states)
+
+    async def _require_known(self, server: Server) -> None:
+        """Require that a server that has failed has not been started again with another target."""
+        assert self.served is not None
+        _require_same(self.served, await self._what(server.client), self.urls[0], server.client.url)
 
     async def _enter(self, tokens: int) -> Server:
         """Wait for the server with the least work under way; ServerFailure if none has answered for too long."""

@@ -1,9 +1,12 @@
 """A target on servers: its states, what is wrong with them, and servers that fail."""
 
+import fcntl
 import json
 import os
 import threading
 import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -242,6 +245,26 @@ def test_a_server_that_comes_back_with_another_target_is_named(model, path):
         asked(server)
 
 
+def test_an_answer_after_a_failure_may_be_another_target_s(model, path, monkeypatch):
+    """A request that was sent before the failure does not clear its server."""
+    monkeypatch.setattr(served, "FIRST_WAIT", 10.0)
+    server, failed = StateServer(model, LAYERS, path), threading.Event()
+    complete = server.complete
+
+    def restarted(body: dict) -> dict | None:
+        if len(body["prompt"]) == len(TEXTS[1]) - 1 and not failed.is_set():
+            server.says = {"vllm": "0.33.0"}
+            failed.set()
+            return None
+        failed.wait()
+        time.sleep(0.2)
+        return complete(body)
+
+    server.complete = restarted
+    with pytest.raises(InputError, match=r"one target on all servers, found vllm 0.32.0 at .* 0.33.0 at"):
+        asked(server)
+
+
 def test_no_server_within_the_deadline_is_one_line(model, path):
     with pytest.raises(
         InputError, match="an answer of any server within 1 s, found none: teacher: expected what it serves"
@@ -333,6 +356,69 @@ def test_nothing_of_a_target_stays_open(model, path):
     for _ in range(3):
         asked(server)
     assert opened() <= before
+
+
+def test_a_fast_server_does_more_than_a_slow_one(model, path, monkeypatch):
+    monkeypatch.setattr(served, "REQUESTS", 2)
+    slow, fast = StateServer(model, LAYERS, path, pause=0.2), StateServer(model, LAYERS, path)
+    asked(slow, fast, given=texts(*[20] * 40))
+    assert 0 < len(slow.texts) < 10 and len(slow.texts) + len(fast.texts) == 40
+
+
+@pytest.fixture
+def hanging(model, path):
+    """A server that takes requests and answers none."""
+    server, over = StateServer(model, LAYERS, path), threading.Event()
+    server.complete = lambda body: server.texts.append(tuple(body["prompt"])) or (over.wait() and None)
+    yield server
+    over.set()
+
+
+def test_the_work_of_a_server_that_hangs_is_done_by_another(model, path, hanging):
+    other = StateServer(model, LAYERS, path)
+    with serving(hanging, other), ServedTarget([hanging.url, other.url], timeout=0.5) as target:
+        assert len(list(target.states(LAYOUT, TEXTS))) == len(TEXTS) == len(other.texts)
+    assert hanging.texts
+
+
+def test_nothing_waits_for_a_server_that_hangs_at_the_end(hanging):
+    def read() -> None:
+        with suppress(CancelledError):
+            list(target.states(LAYOUT, TEXTS))
+
+    with serving(hanging), ServedTarget([hanging.url]) as target:
+        reading = threading.Thread(target=read)
+        reading.start()
+        while len(hanging.texts) < len(TEXTS):
+            time.sleep(0.01)
+        target.end()
+        reading.join(60)
+        assert not reading.is_alive()
+        with pytest.raises(InputError, match="found that the run ends"):
+            list(target.states(LAYOUT, TEXTS))
+
+
+def test_few_texts_are_asked_for_before_others_are_read(model, path, monkeypatch):
+    monkeypatch.setattr(served, "AHEAD", 60 * LAYOUT.position_bytes)
+    server, given = StateServer(model, LAYERS, path), texts(*[20] * 9, 200, 20)
+    with serving(server), ServedTarget([server.url]) as target:
+        rows = target.states(LAYOUT, given)
+        assert next(rows)[0] == [0]
+        while len(server.texts) < 3:
+            time.sleep(0.01)
+        assert [number for numbers, _ in rows for number in numbers] == list(range(1, 11))
+    assert [len(text) for text in server.texts] == [len(ids) - 1 for ids in given]
+
+
+def test_a_writer_that_hangs_is_a_server_that_fails(model, path, tmp_path):
+    server = giving(StateServer(model, LAYERS, path), tmp_path / "a.safetensors")
+    line = r"any server within 1 s, found none: teacher: expected states in .* within"
+    with (tmp_path / "a.safetensors.lock").open("w") as lock, serving(server):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ServedTarget([server.url], timeout=0.5, deadline=0.8) as target:
+            read = target.states(LAYOUT, TEXTS[:1])
+            with pytest.raises(InputError, match=line):
+                list(read)
 
 
 @pytest.mark.parametrize("value", ["http://a", "vllm", "vllm:", "sglang:http://a"])
