@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,8 +38,10 @@ from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.medusa.mtp import __main__ as mtp
 from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.models import load_model
+from draftsmith.train.teacher import served_check
 from draftsmith.train.teacher.feature_shards import FeatureShards
 from draftsmith.train.teacher.served_window import ALIVE, ERROR, Filling, ServedWindow, fill_window
+from draftsmith.train.trainer import RecipeTrainer
 
 WINDOW = 4e-4
 TRAINING = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2}
@@ -201,6 +204,36 @@ def test_a_run_that_resumes_asks_for_nothing_twice(pipeline, model, tmp_path):
     assert furthest(weights(rest), weights(whole)) < LAST_BITS
 
 
+def test_texts_are_cut_before_the_first_step_too(pipeline, model, tmp_path):
+    options = {"max_length": 12, "heldout": [], "training": {"max_steps": 1, "eval_strategy": "no"}}
+    with serving(server(pipeline, model)) as (states,):
+        trained(pipeline, tmp_path / "out", states, **options)
+    assert max(map(len, states.texts)) == 12
+
+
+CHANGES = {
+    "other layers": ({"layer_ids": [0]}, {}),
+    "another target": ({}, {"files": None, "commit": "another"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_states_that_another_run_left_are_not_read(pipeline, model, tmp_path, change, monkeypatch):
+    monkeypatch.setitem(served_check.SHARES, torch.float32, 2.0)
+    (options, says), rest = CHANGES[change], {"kind": "blocks, packed and cut", "resume": False, "layer_ids": [1]}
+    rest |= {"init": "last_layers", "packing": False, "max_length": None, "source_weights": [1, 1], "heldout": []}
+    rest |= {"training": {"train_sampling_strategy": "random", "eval_strategy": "no"}}
+    fresh = trained(pipeline, tmp_path / "fresh", **rest)
+    with serving(server(pipeline, model)) as (states,):
+        states.says, states.fault = says, (lambda states, ids: (states * 2, ids)) if says else None
+        with pytest.raises(Stop):
+            stopped(pipeline, tmp_path / "run", states, **rest | options)
+        assert list((tmp_path / "run" / "teacher" / "rank-0").glob("*.parquet"))
+        states.says, states.fault = {}, None
+        found = trained(pipeline, tmp_path / "run", states, **rest)
+    assert history(found, "loss") == pytest.approx(history(fresh, "loss"), rel=1e-4)
+
+
 class Stop(Exception):
     """What ends a run in its middle."""
 
@@ -214,7 +247,7 @@ def stopped(pipeline, output: Path, states: StateServer, **options: object) -> N
             raise Stop
         return training_step(self, *arguments, **more)
 
-    trainer = eagle.EagleTrainer
+    trainer: Any = RecipeTrainer
     training_step = trainer.training_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "training_step", step)

@@ -69,7 +69,8 @@ class FeatureIndex(SampleIndex):
     def request_features(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Announce to the window that the states of rows of `TrainingData` are read before training begins."""
         if self.window is not None:
-            self.window.request_features([text for sample in samples for text in sample["texts"]])
+            texts = [(text, end - start) for sample in samples for text, start, end in texts_of_row(sample)]
+            self.window.request_features(*map(list, zip(*texts, strict=True)))
 
     def load_target(self, config: RecipeConfig) -> PreTrainedModel:
         """Load the ends of the target into the host's memory (`load_ends`)."""

@@ -28,7 +28,7 @@ from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.progress import phase
 from draftsmith.train.data.first_look import print_once
 from draftsmith.train.data.mapped import Texts, map_completions
-from draftsmith.train.files import disk_full_error, remove
+from draftsmith.train.files import disk_full_error, identity, remove
 from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.job.processes import Processes, is_first
 from draftsmith.train.models import DTYPES, load_config, resolve_dtype
@@ -138,10 +138,10 @@ class ServedWindow(WindowReader):
     held: ExitStack = field(default_factory=ExitStack)
     _ready: Any = None
 
-    def request_features(self, texts: Sequence[int]) -> None:
-        """Request the features of texts that are read before training begins."""
+    def request_features(self, texts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Request the features of texts that are read before training begins, as a `WindowReader` does."""
         self.start()
-        super().request_features(texts)
+        super().request_features(texts, lengths)
 
     def begin(self, *order: Any) -> None:
         """Set the order of the epochs, as a `WindowReader` does, and start the filler."""
@@ -251,8 +251,8 @@ class ServedIndex(FeatureIndex):
         require_length(filling.served, filling.urls[0], longest)
         if is_first():
             ends, data = trainer.target_ends, trainer.data
-            pairs = zip(data.members, LENGTHS, strict=False)  # there may be fewer samples
-            rows = [data.texts.read(int(number), length)[0].tolist() for number, length in pairs]
+            pairs = zip(data.members, data.sizes, LENGTHS, strict=False)  # there may be fewer samples
+            rows = [data.texts.read(int(at), min(int(size), length))[0].tolist() for at, size, length in pairs]
             compare_states(filling.urls, filling.key_env, self.config.target, ends, rows, self.config.trust_remote_code)
         super().feed(trainer)
 
@@ -272,7 +272,9 @@ def find_served(config: RecipeConfig) -> ServedIndex:
     filling = Filling(
         directory, urls, served, config.teacher_key_env, config.target, completions, output, window, layout
     )
-    reader = ServedWindow(directory, layout, window, own=True, filling=filling)
+    # What another run left here is of other states, unless this is the same.
+    teacher = repr((served.model_copy(update={"model": "", "max_model_len": 0}), identity(config.target)))
+    reader = ServedWindow(directory, layout, window, own=True, teacher=teacher, filling=filling)
     reader.held.enter_context(lock_directory(directory, "teacher_directory"))
     nothing = np.empty(0, np.uint64), list[Path](), np.empty((0, 2), np.int64)
     return ServedIndex(*nothing, layout, Path(os.devnull), config=config, window=reader)

@@ -9,8 +9,8 @@ either can be stopped and started again:
 * `draftsmith cache --window` writes `RUN-E-P.parquet`, the features of portion P, for as many portions in advance as
   the window has room for, and removes those that were read. They are shards like those of a whole cache.
 
-RUN is a hash of the order: a resumed run reuses the portions that still exist. Held-out texts have a RUN of their own,
-which stays until the end, as every evaluation reads them.
+RUN is a hash of the order and of what the features depend on: a resumed run reuses the portions that still exist.
+Held-out texts have a RUN of their own, which stays until the end, as every evaluation reads them.
 
 Where servers give the features, each process of a training run has a window of its own, in a folder of its own, and a
 filler in place of `draftsmith cache` (`served_window.py`).
@@ -154,13 +154,14 @@ class WindowReader:
 
     `window` is in bytes. `orders` has those of the present and the next epoch by number; −1 is the text that is read
     before the first step. `speaks` is true in the process that writes files for all others; where each process has a
-    window of its `own`, it is true in all.
+    window of its `own`, it is true in all. `teacher` tells apart what gives the features.
     """
 
     directory: Path
     layout: Layout
     window: int
     own: bool = False
+    teacher: str = ""
     orders: dict[int, Order] = field(default_factory=dict)
     run: str = ""
     epoch: int = -1
@@ -170,12 +171,13 @@ class WindowReader:
     _epochs: int = 0
     _steps: int = 1
 
-    def request_features(self, texts: Sequence[int]) -> None:
-        """Request the features of texts that are read before training begins."""
-        hashes = np.array(texts, np.uint64)
-        self.run, self.epoch, self.speaks = _name_of(hashes), -1, self.own or is_first()
-        one_portion = np.array([len(hashes)]), np.array([1]), np.array([self.window // 2])
-        self.orders = {-1: Order(hashes, *one_portion)}
+    def request_features(self, texts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Request the features of the first tokens of texts, as many as `lengths`, which are read before training."""
+        count, size = len(texts), sum(lengths) * self.layout.position_bytes + len(texts) * FeatureShards.sample_bytes
+        one_portion = np.array([count]), np.array([1]), np.array([min(size, self.window // 2)])
+        order = Order(np.array(texts, np.uint64), *one_portion, max_length=max(lengths, default=0))
+        self.run, self.epoch, self.speaks = self._name_of(order), -1, self.own or is_first()
+        self.orders = {-1: order}
         self._say(0)
 
     def follow(self, trainer: Any, cached: np.ndarray) -> None:
@@ -220,7 +222,7 @@ class WindowReader:
             room = f"a window with room for two steps of {most / 1e9:.3g} GB"
             room += f" and {kept / 1e9:.3g} GB of held-out texts" if kept else ""
             raise InputError(f"{self.directory}: expected {room}, found one of {window}")
-        self.run = _name_of(first.texts, first.ends)
+        self.run = self._name_of(first)
         self.orders, self._make, self._epochs = {0: first}, make, epochs
         self._steps = int(first.steps[-1])
 
@@ -267,7 +269,13 @@ class WindowReader:
 
     @property
     def _heldout_name(self) -> str:
-        return "" if self.heldout is None else _name_of(self.heldout.texts, self.heldout.ends)
+        return "" if self.heldout is None else self._name_of(self.heldout)
+
+    def _name_of(self, order: Order) -> str:
+        """Return the name of a run, a hash of what it reads and of what that is computed by."""
+        digest = hashlib.sha256(repr((self.layout, self.teacher, order.max_length)).encode())
+        digest.update(order.texts.tobytes() + order.ends.tobytes())
+        return digest.hexdigest()[:12]
 
     def _say(self, portion: int, done: bool = False) -> None:
         if not self.speaks:
@@ -285,11 +293,6 @@ class WindowReader:
         for old in self.directory.glob("order-*.npz"):
             if old.name not in orders:
                 old.unlink(missing_ok=True)
-
-
-def _name_of(*arrays: np.ndarray) -> str:
-    """Return the name of a run, a hash of what it reads."""
-    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:12]
 
 
 class _Follow(TrainerCallback):  # type: ignore[misc]
