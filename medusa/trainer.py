@@ -197,7 +197,7 @@ class FeatureTrainer(HeadsTrainer):
         open_forward(heads, *self.loss_maps(heads))
         count = self.guesses(heads, config)
         super().__init__(heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
-        if config.teacher_cache:  # before the head, whose weights may be the same
+        if config.states_given:  # before the head, whose weights may be the same
             self.embed.to(self.args.device)
 
     @staticmethod

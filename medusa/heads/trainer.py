@@ -61,7 +61,7 @@ class MedusaTrainer(HeadsTrainer):
         open_forward(model, *heads.all_lm_heads, *([target.get_output_embeddings()] if config.joint else []))
         count = heads.config.num_heads
         super().__init__(heads, model, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
-        if config.teacher_cache and heads.config.hydra:  # before the head, whose weights may be the same
+        if config.states_given and heads.config.hydra:  # before the head, whose weights may be the same
             self.embed.to(self.args.device)
         if config.joint:
             model.thaw()

@@ -29,6 +29,7 @@ from process_jobs import eagled
 from processes import forked
 from safetensors.torch import load_file
 from state_server import StateServer, serving
+from torch import nn
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.__main__ import distill
@@ -58,7 +59,11 @@ KINDS = {
         heads_configured,
         {"hydra": True, "training": {"dataloader_num_workers": 1, "gradient_accumulation_steps": 2}},
     ),
-    "MTP layers": (mtp.train_heads, mtp_configured, {"num_steps": 2}),
+    "MTP layers, without the last batch": (
+        mtp.train_heads,
+        mtp_configured,
+        {"num_steps": 2, "training": {"dataloader_drop_last": True, "per_device_train_batch_size": 8}},
+    ),
     "a draft model": (distill, configured, {}),
 }
 
@@ -209,6 +214,22 @@ def test_texts_are_cut_before_the_first_step_too(pipeline, model, tmp_path):
     with serving(server(pipeline, model)) as (states,):
         trained(pipeline, tmp_path / "out", states, **options)
     assert max(map(len, states.texts)) == 12
+
+
+@pytest.mark.parametrize("option", ["ignore_data_skip", "dataloader_persistent_workers"])
+def test_orders_that_a_window_cannot_follow_are_refused(pipeline, model, tmp_path, option):
+    options = {"training": {option: True, "dataloader_num_workers": 1}}
+    with serving(server(pipeline, model)) as (states,), pytest.raises(InputError, match=f"training.{option}: expected"):
+        trained(pipeline, tmp_path / "out", states, **options)
+
+
+def test_embeddings_are_where_the_heads_learn(pipeline, model, tmp_path, monkeypatch):
+    moved, to = list[nn.Module](), nn.Embedding.to
+    monkeypatch.setattr(nn.Embedding, "to", lambda module, *place: moved.append(module) or to(module, *place))
+    options = {"heldout": [], "training": {"max_steps": 1, "eval_strategy": "no"}}
+    with serving(server(pipeline, model)) as (states,):
+        for number, kind in enumerate(["EAGLE-3", "Hydra, workers that read ahead"]):
+            assert trained(pipeline, tmp_path / f"{number}", states, kind=kind, **options).embed in moved
 
 
 CHANGES = {

@@ -171,7 +171,8 @@ def _scores(ends: PreTrainedModel, norm: nn.Module | None, last_TH: Tensor, ids:
     """Return the log probability of each token but the first, (T − 1,)."""
     head = head_of(ends)
     hidden = last_TH[:-1].to(head.weight.dtype)
-    logits = head(hidden if norm is None else norm(hidden)).float()
+    hidden = hidden if norm is None else norm(hidden)
+    logits = head(hidden.to(head.weight.device)).float().cpu()  # tied embeddings may be on a GPU by now
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 

@@ -183,8 +183,12 @@ class WindowReader:
     def follow(self, trainer: Any, cached: np.ndarray) -> None:
         """Follow the steps of a `RecipeTrainer`, whose order is an `EpochSampler`, by a callback.
 
-        Whole caches have the texts `cached`, by hash.
+        Whole caches have the texts `cached`, by hash. Raise InputError where texts are not read in the order of steps,
+        or by processes that never hear of the next epoch.
         """
+        for name in ("ignore_data_skip", "dataloader_persistent_workers"):
+            if getattr(trainer.args, name):
+                raise InputError(f"training.{name}: expected false with a window of states, found true")
         trainer.add_callback(_Follow(self, trainer, cached))
 
     def begin(
@@ -196,19 +200,22 @@ class WindowReader:
         epochs: int,
         heldout: tuple[TrainingData, np.ndarray] | None = None,
         part: tuple[int, int] = (0, 1),
+        drop_last: bool = False,
     ) -> None:
         """Set the order of the epochs: a step reads `batches` batches, each of `batch` rows over all processes.
 
         `heldout` are the rows that each evaluation reads. `part` is the number of this window's process and their
-        count, where each has a window of its own. Raise InputError if the window has no room for two steps.
+        count, where each has a window of its own; `drop_last` leaves out an incomplete batch. Raise InputError if the
+        window has no room for two steps.
         """
         rank, world = part
 
         def make(epoch: int) -> Order:
             sampler.set_epoch(epoch)
             rows = np.array(list(sampler))
-            # accelerate fills the last batch with the first rows, and deals batches to processes in turn
-            rows = np.resize(rows, -(-len(rows) // batch) * batch).reshape(-1, world, batch // world)[:, rank].ravel()
+            # accelerate fills the last batch with the first rows, or drops it, and deals batches to processes in turn
+            count = len(rows) // batch if drop_last else -(-len(rows) // batch)
+            rows = np.resize(rows, count * batch).reshape(-1, world, batch // world)[:, rank].ravel()
             return Order.of(data, rows, batch // world * batches, self.layout, self.window // PARTS)
 
         first, kept = make(0), 0
@@ -308,7 +315,8 @@ class _Follow(TrainerCallback):  # type: ignore[misc]
         batch = args.train_batch_size * (1 if loading.split_batches else args.world_size)
         part = (args.process_index, args.world_size) if own else (0, 1)
         steps = args.gradient_accumulation_steps, state.num_train_epochs
-        self.reader.begin(trainer.epoch_order, trainer.data, batch, *steps, self._heldout(), part)
+        dropped = args.dataloader_drop_last
+        self.reader.begin(trainer.epoch_order, trainer.data, batch, *steps, self._heldout(), part, dropped)
         self.reader.at(state.global_step)
 
     def _heldout(self) -> tuple[TrainingData, np.ndarray] | None:
