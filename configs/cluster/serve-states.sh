@@ -12,6 +12,10 @@ shift 2
 gpus=${GPUS:-1} port=${PORT:-8000} folder=${STATES:-/dev/shm/states}
 visible=${CUDA_VISIBLE_DEVICES:-$( (nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null || echo 0) | paste -sd,)}
 IFS=, read -ra devices <<<"$visible"
+if ((gpus < 1 || gpus > ${#devices[@]})); then
+    echo "error: GPUS: expected 1 to ${#devices[@]}, which are visible, found $gpus" >&2
+    exit 2
+fi
 module=draftsmith.scripts.services.target_states
 
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT

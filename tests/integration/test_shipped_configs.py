@@ -182,14 +182,14 @@ def test_measurements_parse(path):
         assert path.stem == "tiny" or (config.baseline_draft and config.min_speedup)
 
 
-def under_slurm(tmp_path, call: list[str], machines: int, **environment: str) -> list[list[str]]:
+def under_slurm(tmp_path, call: list[str], machines: int, curl: str = "", **environment: str) -> list[list[str]]:
     """The words that each command was called with, by stand-ins for SLURM, the servers and the command."""
     for name, text in {
         "scontrol": f"seq -f node-%g 1 {machines}",
         "srun": """
             while [[ $1 == --* ]]; do [[ $1 == --nodes=* ]] && nodes=${1#*=}; shift; done
             for ((SLURM_NODEID = 0; SLURM_NODEID < nodes; SLURM_NODEID++)); do export SLURM_NODEID; "$@"; done""",
-        "curl": f"until (( $(wc -l < {tmp_path}/servers) == 2 )); do sleep 0.01; done",
+        "curl": curl or f"until (( $(wc -l < {tmp_path}/servers) == 2 )); do sleep 0.01; done",
         "vllm": f"""python3 -c 'import json, os, sys; print(json.dumps(sys.argv[1:]))' \\
             "$CUDA_VISIBLE_DEVICES" "$@" >> {tmp_path}/servers""",
         "nvidia-smi": "seq 0 3",
@@ -245,6 +245,24 @@ def test_slurm_gives_the_first_machines_to_servers_of_states(tmp_path):
         assert transfer["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path / "states" / port)}
         module, _, name = flags["--middleware"].rpartition(".")
         assert transfer["kv_connector_module_path"] == module and name == "StatesMiddleware"
+
+
+def test_slurm_names_a_server_that_does_not_start(tmp_path):
+    serving = {"TEACHERS": "1", "TARGET": "some/target", "LAYERS": "[2, 9]", "TEACHER_WAIT": "-1"}
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        under_slurm(tmp_path, ["eagle", "--config", "c.yaml"], 3, curl="exit 7", **serving)
+    assert "error: no answer from http://node-1:8000 within" in error.value.stderr and not error.value.stdout
+
+
+@pytest.mark.parametrize(("gpus", "rc"), [("0", 2), ("4", 0), ("5", 2)])
+def test_servers_of_states_have_the_gpus_that_are_there(tmp_path, gpus, rc):
+    (tmp_path / "vllm").write_text("#!/bin/bash\n")
+    (tmp_path / "vllm").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STATES": str(tmp_path / "states"), "GPUS": gpus}
+    call = ["bash", str(CONFIGS / "cluster" / "serve-states.sh"), "some/target", "[2]"]
+    variables["CUDA_VISIBLE_DEVICES"] = "0,1,2,3"
+    done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=20)
+    assert done.returncode == rc and ("error: GPUS: expected 1 to 4" in done.stderr) == bool(rc)
 
 
 def test_fsdp2_is_what_is_launched(monkeypatch):
