@@ -53,6 +53,8 @@ NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 """The name of a file of states, a hash of vLLM's id of the request."""
 ORPHANED = 600.0
 """Seconds after which nobody will ask for a file any more."""
+LOOK = 60.0
+"""The seconds between two looks for such files while a run goes on: one at a thousand files takes 0.1 s."""
 PIECE = 4 << 20
 """Bytes of a file that are read at once: much smaller ones halve the rate."""
 PATIENCE = 0.005
@@ -134,6 +136,7 @@ class StatesMiddleware:
     def __init__(self, app: ASGIApp):
         self._app = app
         self._target: dict[str, Any] | None = None
+        self._looked = float("-inf")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or leave it to vLLM."""
@@ -144,7 +147,10 @@ class StatesMiddleware:
         if not authorized(Headers(scope=scope), state.args.api_key or [os.environ.get("VLLM_API_KEY")]):
             return await refusal(401, "expected the API key of this server")(scope, receive, send)
         folder, name = storage(state.vllm_config), path.removeprefix("/draftsmith/states/")
-        await run_in_threadpool(remove_orphans, folder)  # clients die, and others than trainers leave all of theirs
+        if path == "/draftsmith/target" or time.monotonic() - self._looked > LOOK:
+            self._looked = time.monotonic()
+            # Clients die, and others than trainers leave all of theirs.
+            await run_in_threadpool(remove_orphans, folder)
         if path == "/draftsmith/target":
             if self._target is None:
                 self._target = await run_in_threadpool(target_of, state.vllm_config)

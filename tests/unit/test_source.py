@@ -23,9 +23,9 @@ BUDGET = {
     "train": 17_144,
     "distill": 2_911,
     "medusa": 10_213,
-    "scripts": 19_601,
+    "scripts": 19_606,
     "benchmarks": 2_760,
-    "tests": 58_202,
+    "tests": 58_215,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

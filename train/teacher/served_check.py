@@ -65,7 +65,7 @@ def ask_servers(
     urls: Sequence[str], key_env: str | None, target: str, trust_remote_code: bool = False, any_target: bool = False
 ) -> ServedModel:
     """Return what servers serve, which must be `target`, or `any_target` of its shape."""
-    with ServedTarget(urls, key_env=key_env) as teacher:
+    with phase("asking the servers"), ServedTarget(urls, key_env=key_env) as teacher:
         served = teacher.served
     assert served is not None
     require_served(served, urls[0], load_config(target, field="target", trust_remote_code=trust_remote_code), ())
