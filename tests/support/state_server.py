@@ -29,7 +29,8 @@ class StateServer:
     """A target's states after the layers `layer_ids`, with what goes wrong.
 
     `fault` changes states, (T, n, H), and tokens; `says` replaces what the server says of its target. It gives none
-    after `dies_after` answers, until it is `alive` again. `pause` is in seconds, for each answer.
+    after `dies_after` answers, until it is `alive` again. `pause` is in seconds, for each answer. It answers for the
+    model `name` alone.
     """
 
     model: PreTrainedModel
@@ -44,6 +45,7 @@ class StateServer:
     texts: list[tuple[int, ...]] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
     url: str = ""
+    name: str = "tiny"
 
     def target(self) -> dict[str, Any]:
         config = self.model.config.get_text_config()
@@ -106,7 +108,7 @@ class Handler(LocalHandler):
         if not state.alive:
             return self.close_connection_now()
         if self.path == "/v1/models":
-            self.reply(json.dumps({"data": [{"id": "tiny", "max_model_len": 512}]}).encode())
+            self.reply(json.dumps({"data": [{"id": state.name, "max_model_len": 512}]}).encode())
         elif self.path == "/draftsmith/target":
             self.reply(json.dumps(state.target()).encode())
         else:
@@ -117,6 +119,8 @@ class Handler(LocalHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         answer = self.state.complete(body) if self.state.alive else None
+        if body["model"] != self.state.name:
+            return self.reply(b"{}", 404)
         if answer is None:
             return self.close_connection_now()
         self.reply(json.dumps(answer).encode())

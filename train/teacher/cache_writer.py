@@ -120,7 +120,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     sources = [_source(number, file, shards, size) for number, file in mine]
     if served is not None:
         longest = max((source.longest for source in sources), default=0)
-        require_length(served, urls_of(config.teacher)[0], longest)
+        require_length(served, longest)
     summary = CacheSummary(output, shards.title, sum(len(source.samples) for source in sources))
     with output_directory(
         output, lambda: f"{summary.kept + summary.written} of {summary.samples} samples", processes.first

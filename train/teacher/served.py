@@ -39,6 +39,8 @@ AHEAD = 2**30
 """The most bytes of states, for each server, that are asked for before those of earlier texts are written."""
 AT_ONCE = 3
 """The shards that are written at a time: while one ends, the servers have the next ones' requests."""
+RESTART = 5.0
+"""The seconds that a server takes at least to start: one that has answered within them has not been started again."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
 """Seconds after which a server that failed is asked again; doubled with each failure."""
 POLL = 0.01
@@ -95,14 +97,19 @@ class StatesAnswer(ServerMessage):
 
 @dataclass
 class Server:
-    """One server, and what is under way with it. After a failure, at `failed`, it is not asked until `resting`."""
+    """One server, and what is under way with it. After a failure, at `failed`, it is not asked until `resting`.
+
+    `name` is that of its model there, and `answered` the time of its last answer.
+    """
 
     client: Client
+    name: str = ""
     requests: int = 0
     tokens: int = 0
     resting: float = 0.0
     failures: int = 0
     failed: float = 0.0
+    answered: float = 0.0
 
     def has_room(self, tokens: int) -> bool:
         """Return whether a text of this many tokens may be asked for now."""
@@ -178,12 +185,13 @@ class ServedTarget:
         ]
         try:
             found = await asyncio.gather(*(self._what(server.client) for server in self._servers))
-            self.name = await self._servers[0].client.model()
+            for server in self._servers:
+                server.name, server.answered = await server.client.model(), time.monotonic()
         except ServerFailure as error:
             raise InputError(f"{error}; see the page on teachers for vLLM's flags") from error
         for url, other in zip(self.urls, found, strict=True):
             _require_same(self.expected or found[0], other, self.urls[0], url)
-        return found[0]
+        return found[0].model_copy(update={"max_model_len": min(each.max_model_len for each in found)})
 
     async def _what(self, client: Client) -> ServedModel:
         return await client.fetch(ServedModel, TARGET, what="what it serves")
@@ -213,7 +221,7 @@ class ServedTarget:
         (server,) = (server for server, own in zip(self._servers, self.urls, strict=True) if own == url)
 
         async def all_of() -> list[tuple[Tensor, Tensor]]:
-            return await asyncio.gather(*(self._ask(server.client, ids, scored=True) for ids in texts))
+            return await asyncio.gather(*(self._ask(server, ids, scored=True) for ids in texts))
 
         try:
             return self._wait(all_of())  # type: ignore[no-any-return]
@@ -240,12 +248,13 @@ class ServedTarget:
                 raise InputError(f"{error}{failure}; run the same command again") from error
             entered = time.monotonic()
             try:
-                if server.failures:
+                if server.failures or entered - server.answered > RESTART:
                     await self._require_known(server)
-                states, _ = await self._ask(server.client, ids[:-1])
+                states, _ = await self._ask(server, ids[:-1])
                 if server.failed > entered:
                     await self._require_known(server)
                 server.failures, self._answered = 0, time.monotonic()
+                server.answered = self._answered
             except ServerFailure as error:
                 if not error.temporary:
                     raise InputError(str(error)) from error
@@ -259,9 +268,10 @@ class ServedTarget:
             return await asyncio.to_thread(self._columns, layout, states)
 
     async def _require_known(self, server: Server) -> None:
-        """Require that a server that has failed has not been started again with another target."""
+        """Require that a server that may have been started again has the same target; its name may be another."""
         assert self.served is not None
         _require_same(self.served, await self._what(server.client), self.urls[0], server.client.url)
+        server.name, server.answered = await server.client.model(), time.monotonic()
 
     async def _enter(self, tokens: int) -> Server:
         """Wait for the server with the least work under way; ServerFailure if none has answered for too long."""
@@ -288,11 +298,11 @@ class ServedTarget:
         if not server.failures:
             server.resting = 0.0
 
-    async def _ask(self, client: Client, ids: list[int], scored: bool = False) -> tuple[Tensor, Tensor]:
+    async def _ask(self, server: Server, ids: list[int], scored: bool = False) -> tuple[Tensor, Tensor]:
         """Return a text's states, checked, and its log probabilities, empty unless `scored`."""
-        served = self.served
+        served, client = self.served, server.client
         assert served is not None
-        body: dict[str, Any] = {"model": self.name, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        body: dict[str, Any] = {"model": server.name, "prompt": ids, "max_tokens": 1, "temperature": 0}
         body |= {"prompt_logprobs": 0} if scored else {}
         answer = await client.fetch(StatesAnswer, TEXT, body, "states")
         if answer.kv_transfer_params is None:

@@ -106,10 +106,10 @@ def require_served(served: ServedModel, url: str, config: PretrainedConfig, laye
         raise InputError(f"teacher: expected {what}, found those after {found}; see eagle_aux_hidden_state_layer_ids")
 
 
-def require_length(served: ServedModel, url: str, longest: int) -> None:
-    """Require that a server takes the longest sample."""
+def require_length(served: ServedModel, longest: int) -> None:
+    """Require that all servers take the longest sample."""
     if longest > served.max_model_len:
-        what = f"samples of at most {served.max_model_len} tokens, max_model_len at {url}"
+        what = f"samples of at most {served.max_model_len} tokens, the servers' max_model_len"
         raise InputError(f"teacher: expected {what}, found one of {longest}; training takes --max_length")
 
 

@@ -248,7 +248,7 @@ class ServedIndex(FeatureIndex):
         """Compare the servers' states with the target, and let the batches hold them."""
         filling = self.window.filling
         longest = max(int(part.sizes.max()) for part in (trainer.data, trainer.eval_dataset) if part is not None)
-        require_length(filling.served, filling.urls[0], longest)
+        require_length(filling.served, longest)
         if is_first():
             ends, data = trainer.target_ends, trainer.data
             pairs = zip(data.members, data.sizes, LENGTHS, strict=False)  # there may be fewer samples

@@ -78,6 +78,24 @@ def test_states_are_the_library_s(model, ends, path):
             assert row[name].shape == states.shape and torch.allclose(row[name], states, atol=1e-5)
 
 
+def test_servers_may_have_names_and_contexts_of_their_own(model, path):
+    """A folder has another path on another machine, and less memory there takes shorter texts."""
+    others = StateServer(model, LAYERS, path), StateServer(model, LAYERS, path, says={"max_model_len": 200}, name="b")
+    with serving(*others) as servers, ServedTarget([one.url for one in servers]) as target:
+        assert len(list(target.states(LAYOUT, TEXTS))) == len(TEXTS) and others[0].texts and others[1].texts
+        assert target.served.max_model_len == 200
+
+
+def test_a_server_that_rested_is_asked_whether_it_is_still_the_same(model, path, monkeypatch):
+    """It may have been started again with another revision while no request was under way."""
+    monkeypatch.setattr(served, "RESTART", 0.0, raising=False)
+    with serving(one := StateServer(model, LAYERS, path)), ServedTarget([one.url]) as target:
+        assert list(target.states(LAYOUT, TEXTS[:1]))
+        one.says = {"commit": "another"}
+        with pytest.raises(InputError, match="expected one target on all servers, found commit None"):
+            list(target.states(LAYOUT, TEXTS[1:]))
+
+
 def test_targets_whose_layers_stay_on_the_disk_have_the_same_states(model, ends, path):
     library = library_at_hand(path, "float32")
     assert sum(not weight.is_meta for weight in library.parameters()) < len(list(model.parameters()))
