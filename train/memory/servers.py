@@ -18,7 +18,7 @@ from draftsmith.train.job.flops import DEVICES, Work
 from draftsmith.train.models import DTYPES
 from draftsmith.train.quantization import arithmetic_of
 from draftsmith.train.teacher.served import ServedTarget, urls_of
-from draftsmith.train.teacher.served_check import measured_speed
+from draftsmith.train.teacher.served_check import measured_speed, require_served
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StateServers:
         speed, source = config.teacher_tokens_per_second, "as given"
         gpus, device, numbers = config.teacher_gpus, DEVICES[config.device], arithmetic_of(target)
         if speed is None and gpus is None:
-            speed, source = _measured(config, text.vocab_size), "measured now"
+            speed, source = _measured(config, target), "measured now"
         elif speed is None and work is not None:
             times = {"fp8": device.fp8, "fp4": device.fp4}.get(numbers, 1)
             seen = config.sequence_length / 2
@@ -127,12 +127,14 @@ class StateServers:
         return f"{speed:,.0f} tokens/s, {_gigabytes(speed * self.sent)} of states"
 
 
-def _measured(config: Any, vocab_size: int) -> float:
-    """Return the tokens a second of each of a run's servers; raise InputError if they do not answer."""
+def _measured(config: Any, target: PretrainedConfig) -> float:
+    """Return the tokens a second of each of a run's servers; raise InputError without answers or of another target."""
     urls = urls_of(config.teacher)
     try:
         with phase("timing the servers"), ServedTarget(urls, key_env=config.teacher_key_env) as teacher:
-            return measured_speed(teacher, vocab_size) / len(urls)
+            assert teacher.served is not None
+            require_served(teacher.served, urls[0], target, ())
+            return measured_speed(teacher, target.get_text_config().vocab_size) / len(urls)
     except InputError as error:
         raise InputError(f"{error}; a plan without them takes --teacher_gpus") from error
 

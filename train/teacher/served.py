@@ -187,7 +187,7 @@ class ServedTarget:
             found = await asyncio.gather(*(self._what(server.client) for server in self._servers))
             for server in self._servers:
                 server.name, server.answered = await server.client.model(), time.monotonic()
-        except ServerFailure as error:
+        except (ServerFailure, InputError) as error:
             raise InputError(f"{error}; see the page on teachers for vLLM's flags") from error
         for url, other in zip(self.urls, found, strict=True):
             _require_same(self.expected or found[0], other, self.urls[0], url)

@@ -118,6 +118,9 @@ def test_servers_that_answer_are_timed(tmp_path):
     with serving(*(StateServer(model, [1, 2], str(tmp_path)) for _ in range(2))) as servers:
         config = PlanConfig(str(tmp_path), ["c"], sequence_length=9, teacher=[f"vllm:{s.url}" for s in servers])
         found = StateServers.of(config, model.config, "float32", [1], WORK)
+        servers[0].says = servers[1].says = {"hidden_size": 64}
+        with pytest.raises(InputError, match=r"expected a target with hidden_size 32 at .*, found .* with 64"):
+            StateServers.of(config, model.config, "float32", [1], WORK)
     assert found.speed > 0 and (found.count, found.source) == (2, "measured now")
     with pytest.raises(InputError, match=r"ConnectError.*; a plan without them takes --teacher_gpus"):
         StateServers.of(config, model.config, "float32", [1], WORK)

@@ -360,6 +360,12 @@ def test_a_server_without_its_list_of_models_is_one_line(model, path, monkeypatc
         asked(StateServer(model, LAYERS, path))
 
 
+def test_a_server_without_our_middleware_is_told_of_the_flags(model, path, monkeypatch):
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.reply(b'{"detail":"Not Found"}', 404))
+    with pytest.raises(InputError, match=r"found 404 Not Found; see the page on teachers for vLLM's flags"):
+        asked(StateServer(model, LAYERS, path))
+
+
 def test_nothing_of_a_target_stays_open(model, path):
     server = StateServer(model, LAYERS, path)
 
