@@ -400,8 +400,9 @@ def hanging(model, path):
 
 def test_the_work_of_a_server_that_hangs_is_done_by_another(model, path, hanging):
     other = StateServer(model, LAYERS, path)
-    with serving(hanging, other), ServedTarget([hanging.url, other.url], timeout=0.5) as target:
-        assert len(list(target.states(LAYOUT, TEXTS))) == len(TEXTS) == len(other.texts)
+    with serving(hanging, other), ServedTarget([hanging.url, other.url], timeout=1) as target:
+        assert len(list(target.states(LAYOUT, TEXTS))) == len(TEXTS)
+    assert set(other.texts) == {tuple(ids[:-1]) for ids in TEXTS}  # on a busy machine some are asked for twice
     assert hanging.texts
 
 
