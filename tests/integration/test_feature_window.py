@@ -31,6 +31,7 @@ from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.job.processes import Processes
 from draftsmith.train.models import load_model
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
+from draftsmith.train.teacher.feature_reader import find_features
 from draftsmith.train.teacher.feature_shards import FeatureShards, Layout, LiveTeacher
 from draftsmith.train.teacher.window import READER, Order, WindowReader, WindowWriter
 
@@ -194,6 +195,29 @@ def test_a_run_that_goes_back_finds_room(pipeline, shared, tmp_path):
     going.set()
     thread.join()
     assert writer.largest <= 4 * most
+
+
+def test_a_text_that_is_read_twice_is_found_where_it_still_is(pipeline, tmp_path, monkeypatch):
+    """A worker that reads ahead looks for the portion that is read now, and training leaves it meanwhile."""
+    texts = Texts({"short": map_completions(str(pipeline / "short"), tmp_path)})
+    hashes, layout = texts.column("text")[[0, 1, 0]], Layout((1, 2), 32, "float32")
+    order = Order(hashes, np.arange(1, 4), np.arange(1, 4), np.full(3, 1000))
+    reader = WindowReader(tmp_path, layout, 10**6, orders={0: order}, run="f" * 12, speaks=True, _epochs=1, _steps=3)
+    reader.at(0)
+    shards = FeatureShards(config_of(pipeline, tmp_path, "short", window=1.0), layout)
+    writer = WindowWriter(tmp_path, shards, texts, 10**6, Processes())
+    *_, later = order.portions("f" * 12, 0)
+    writer._write(tmp_path / later.name, later, LiveTeacher(load_model(pipeline / "target", device="cpu"), 1))
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waits for what will not be written"))
+    assert reader.find(int(hashes[0])) == (tmp_path / later.name, 0)
+
+
+def test_fewer_states_than_tokens_are_refused(pipeline, shared, tmp_path):
+    config = eagle_configured(pipeline, tmp_path, target=str(shared / "target"), teacher_cache=[str(shared / "whole")])
+    index = find_features(config.teacher_cache, config, 300)
+    row = {"texts": index.texts[:1].tolist(), "labels": [0] * 500}
+    with pytest.raises(InputError, match="found a damaged file"):
+        index.columns([row], (1, 500))
 
 
 def test_both_sides_can_be_stopped(pipeline, shared, tmp_path):

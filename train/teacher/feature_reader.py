@@ -97,12 +97,13 @@ class FeatureIndex(SampleIndex):
         states = {name: np.zeros((*shape, width), BITS[self.layout.dtype]) for name, width in self.widths.items()}
         for row, sample in enumerate(samples):
             for text, start, end in texts_of_row(sample):
-                for name, values in self._states(text).items():
+                for name, values in self._states(text, end - start - 1).items():
                     count = min(len(values), end - start)  # a text may have been cut after the cache was written
                     states[name][row, start : start + count] = values[:count]
         return states
 
-    def _states(self, text: int) -> dict[str, np.ndarray]:
+    def _states(self, text: int, count: int) -> dict[str, np.ndarray]:
+        """Return the states of a text, of `count` tokens at least."""
         file, row = self.find(text)
         layout, states = self.layout, dict[str, np.ndarray]()
         names = [name for name, width in self.widths.items() if width]
@@ -112,8 +113,9 @@ class FeatureIndex(SampleIndex):
             # A view of Arrow's buffer, which may begin before the values.
             bits = np.frombuffer(values.buffers()[1] or b"", BITS[layout.dtype]).reshape(-1, width)
             states[name] = bits[values.offset : values.offset + len(values)]
-            if (states[name] & EXPONENTS[layout.dtype] == EXPONENTS[layout.dtype]).any():
-                raise damage_error(file)  # not finite
+            infinite = (states[name] & EXPONENTS[layout.dtype] == EXPONENTS[layout.dtype]).any()
+            if infinite or len(states[name]) < count:
+                raise damage_error(file)
         if self.layer_ids:
             states["features"] = self.picked(states["features"])
         return states

@@ -253,20 +253,23 @@ class WindowReader:
 
     def find(self, text: int) -> tuple[Path, int]:
         """Return the portion of a text and its row there; wait until it is written."""
-        if self.heldout is not None and (portions := self.heldout.portions_of(text)):
-            file = self.directory / f"{self._heldout_name}-0-{portions[0]}.parquet"
-        else:
-            portions = self.orders[self.epoch].portions_of(text)
-            if len(portions) > 1:  # the text is read twice in an epoch, and earlier portions may be gone
-                read_now = read(Position, self.directory / READER)["portion"]
-                portions = [portion for portion in portions if portion >= read_now]
-            file = self.directory / f"{self.run}-{self.epoch}-{portions[0]}.parquet"
-        if not file.exists():
-            with phase(f"waiting for {file}, which {'servers fill' if self.own else 'draftsmith cache writes'}"):
-                while not file.exists():
+        if not (written := [file for file in self._files_of(text) if file.exists()]):
+            what = f"{self._files_of(text)[0]}, which {'servers fill' if self.own else 'draftsmith cache writes'}"
+            with phase(f"waiting for {what}"):
+                while not (written := [file for file in self._files_of(text) if file.exists()]):
                     self.require_written()
                     time.sleep(POLL)
-        return file, _rows_of(file, self.layout)[int(text)]
+        return written[0], _rows_of(written[0], self.layout)[int(text)]
+
+    def _files_of(self, text: int) -> list[Path]:
+        """Return the files that have a text now or later; one of an earlier portion may go while it is looked for."""
+        if self.heldout is not None and (portions := self.heldout.portions_of(text)):
+            return [self.directory / f"{self._heldout_name}-0-{portions[0]}.parquet"]
+        portions = self.orders[self.epoch].portions_of(text)
+        if len(portions) > 1:  # the text is read twice in an epoch, and earlier portions may be gone
+            read_now = read(Position, self.directory / READER)["portion"]
+            portions = [portion for portion in portions if portion >= read_now]
+        return [self.directory / f"{self.run}-{self.epoch}-{portion}.parquet" for portion in portions]
 
     def require_written(self) -> None:
         """Raise an InputError if nothing will be written; `draftsmith cache` may be started at any time."""
