@@ -115,7 +115,7 @@ def require_length(served: ServedModel, longest: int) -> None:
 
 def require_files(served: ServedModel, url: str, target: str) -> bool:
     """Require that a server's model has the files of `target`, as far as both are known; return whether any are."""
-    known = {} if served.files is None else served.files | {}
+    known = dict(served.files or {})
     known |= {"commit": served.commit} if served.commit else {}
     own = identity(target)
     for name in sorted(own.keys() & known.keys() - {"generation_config.json"}):

@@ -275,6 +275,8 @@ def find_served(config: RecipeConfig) -> ServedIndex:
     # What another run left here is of other states, unless this is the same.
     teacher = repr((served.model_copy(update={"model": "", "max_model_len": 0}), identity(config.target)))
     reader = ServedWindow(directory, layout, window, own=True, teacher=teacher, filling=filling)
+    with suppress(OSError):  # which the lock names. Processes that try it at once would remove it for each other
+        directory.parent.mkdir(parents=True, exist_ok=True)
     reader.held.enter_context(lock_directory(directory, "teacher_directory"))
     nothing = np.empty(0, np.uint64), list[Path](), np.empty((0, 2), np.int64)
     return ServedIndex(*nothing, layout, Path(os.devnull), config=config, window=reader)
