@@ -54,7 +54,7 @@ NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 ORPHANED = 600.0
 """Seconds after which nobody will ask for a file any more."""
 LOOK = 60.0
-"""The seconds between two looks for such files while a run goes on: one at a thousand files takes 0.1 s."""
+"""The seconds between two looks for such files during a run: one at a thousand files takes 0.1 s."""
 PIECE = 4 << 20
 """Bytes of a file that are read at once: much smaller ones halve the rate."""
 PATIENCE = 0.005
