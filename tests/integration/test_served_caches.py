@@ -1,6 +1,7 @@
 """Caches of features from servers: the numbers are the target's, whatever was stopped, and wrong servers are named."""
 
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -109,6 +110,26 @@ def test_a_stopped_run_asks_for_what_is_missing(pipeline, model, whole, tmp_path
     assert (summary.kept, summary.written) == (kept, 25 - kept)
     assert len(states.texts) - before == 25 - kept + 4  # and those that are compared
     require_equal(tmp_path / "cache", whole)
+
+
+def test_an_interruption_does_not_wait_for_a_server_that_hangs(pipeline, model, tmp_path):
+    states, over, interrupted = server(pipeline, model), threading.Event(), threading.Lock()
+    complete = states.complete
+
+    def hanging(body: dict) -> dict | None:
+        if states.answered < 12:
+            return complete(body)
+        if interrupted.acquire(blocking=False):  # once
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        over.wait()
+        return None
+
+    states.complete = hanging
+    try:
+        with serving(states), pytest.raises(KeyboardInterrupt):
+            make_cache(configured(pipeline, tmp_path / "cache", states))
+    finally:
+        over.set()
 
 
 WRONG = {

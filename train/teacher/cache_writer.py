@@ -11,7 +11,6 @@ import logging
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -309,7 +308,7 @@ def _write(shards: Shards, teacher: Any, missing: list[Source], summary: CacheSu
             return
         with ThreadPoolExecutor(AT_ONCE) as pool:
             try:
-                deque(pool.map(write, missing), 0)
+                list(pool.map(write, missing))
             except BaseException:
                 teacher.end()  # before the pool waits for its threads
                 raise
