@@ -4,6 +4,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -146,10 +147,11 @@ def test_a_run_learns_what_it_learns_from_the_target(pipeline, model, tmp_path, 
 def test_a_server_that_dies_changes_nothing(pipeline, model, tmp_path, capfd):
     with serving(server(pipeline, model), server(pipeline, model)) as states:
         whole = trained(pipeline, tmp_path / "whole", *states)
-    assert "Training waited" in capfd.readouterr().err
+    assert "Training waited" in (printed := capfd.readouterr().err) and "until it answers" not in printed
     with serving(server(pipeline, model), server(pipeline, model, dies_after=12)) as (first, second):
         rest = trained(pipeline, tmp_path / "rest", first, second)
     assert not second.alive and len(second.texts) == 12
+    assert re.search(f"{second.url}/.*; it is asked again until it answers\n", capfd.readouterr().err)
     assert furthest(weights(rest), weights(whole)) == 0
 
 

@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_781,
-    "train": 17_163,
+    "train": 17_166,
     "distill": 2_911,
     "medusa": 10_213,
     "scripts": 19_606,
     "benchmarks": 2_760,
-    "tests": 58_292,
+    "tests": 58_296,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from draftsmith.decode.clock import speed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.train.job.flops import DEVICES, Work
@@ -114,10 +115,8 @@ class StateServers:
         rate = self.rate(trained)
         each, stored = rate * self.sent / self.machines, _gigabytes(rate * self.stored / self.machines)
         total = f"{_gigabytes(rate * self.sent)}, and " if self.machines > 1 else ""
-        network = (
-            f"the network carries {total}{_gigabytes(each)} ({8 * each / 1e9:.3g} Gbit/s) to each machine that trains"
-        )
-        lines.append(f"{network}, whose disk writes and reads {stored}")
+        network = f"the network carries {total}{_gigabytes(each)} ({speed(8 * each / 1e9)} Gbit/s)"
+        lines.append(f"{network} to each machine that trains, whose disk writes and reads {stored}")
         lines.append(
             f"the processes' windows hold {self.processes * self.window / rate / self.stored:,.3g} s of training"
         )

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Count, ServerMessage
 from draftsmith.train.checkpoint import is_finite
+from draftsmith.train.data.first_look import print_once
 from draftsmith.train.endpoint.client import TEXT, Client
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.models import DTYPES
@@ -188,7 +189,7 @@ class ServedTarget:
             for server in self._servers:
                 server.name, server.answered = await server.client.model(), time.monotonic()
         except (ServerFailure, InputError) as error:
-            raise InputError(f"{error}; see the page on teachers for vLLM's flags") from error
+            raise InputError(f"{error}; docs/teachers.md says how to start it") from error
         for url, other in zip(self.urls, found, strict=True):
             _require_same(self.expected or found[0], other, self.urls[0], url)
         return found[0].model_copy(update={"max_model_len": min(each.max_model_len for each in found)})
@@ -253,12 +254,16 @@ class ServedTarget:
                 states, _ = await self._ask(server, ids[:-1])
                 if server.failed > entered:
                     await self._require_known(server)
+                if server.failures and entered > server.failed:
+                    print_once(f"teacher: {server.client.url} answers again")
                 server.failures, self._answered = 0, time.monotonic()
                 server.answered = self._answered
             except ServerFailure as error:
                 if not error.temporary:
                     raise InputError(str(error)) from error
                 failure = f": {error}"
+                if not server.failures and entered >= server.failed:
+                    print_once(f"{error}; it is asked again until it answers")
                 server.failures += entered >= server.failed  # requests that fail together count once
                 server.failed = time.monotonic()
                 server.resting = server.failed + min(FIRST_WAIT * 2 ** (server.failures - 1), LONGEST_WAIT)

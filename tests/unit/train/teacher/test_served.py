@@ -249,10 +249,12 @@ def revived(server: StateServer, **says: str) -> None:
     threading.Thread(target=back, daemon=True).start()
 
 
-def test_a_server_that_comes_back_is_asked_again(model, path):
+def test_a_server_that_comes_back_is_asked_again(model, path, capsys):
     server = StateServer(model, LAYERS, path, dies_after=2)
     revived(server)
     assert len(asked(server)) == len(TEXTS)
+    failed, *_, back = capsys.readouterr().err.splitlines()
+    assert failed.endswith("; it is asked again until it answers") and back == f"teacher: {server.url} answers again"
 
 
 def test_a_server_that_comes_back_with_another_target_is_named(model, path):
