@@ -364,7 +364,7 @@ def test_a_server_without_its_list_of_models_is_one_line(model, path, monkeypatc
 
 def test_a_server_without_our_middleware_is_told_of_the_flags(model, path, monkeypatch):
     monkeypatch.setattr(Handler, "do_GET", lambda self: self.reply(b'{"detail":"Not Found"}', 404))
-    with pytest.raises(InputError, match=r"found 404 Not Found; see the page on teachers for vLLM's flags"):
+    with pytest.raises(InputError, match=r"found 404 Not Found; docs/teachers.md says how to start it"):
         asked(StateServer(model, LAYERS, path))
 
 
