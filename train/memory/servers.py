@@ -117,9 +117,8 @@ class StateServers:
         total = f"{_gigabytes(rate * self.sent)}, and " if self.machines > 1 else ""
         network = f"the network carries {total}{_gigabytes(each)} ({speed(8 * each / 1e9)} Gbit/s)"
         lines.append(f"{network} to each machine that trains, whose disk writes and reads {stored}")
-        lines.append(
-            f"the processes' windows hold {self.processes * self.window / rate / self.stored:,.3g} s of training"
-        )
+        seconds = self.processes * self.window / rate / self.stored
+        lines.append(f"the processes' windows hold {speed(seconds)} s of training")
         return lines
 
     def _flow(self, speed: float) -> str:
