@@ -20,7 +20,7 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_781,
-    "train": 17_166,
+    "train": 17_168,
     "distill": 2_911,
     "medusa": 10_213,
     "scripts": 19_606,

@@ -48,6 +48,8 @@ from draftsmith.train.teacher.sources import Source, Text
 READER = "reader.json"
 PARTS = 16
 """The portions that fit into a window, unless a step reads more than one."""
+RAMP = 6
+"""The portions of an epoch that double in size, up to a sixteenth of the window."""
 POLL = 0.05
 """The seconds between two looks at the other side's files."""
 PORTION = re.compile(r"(?P<run>[0-9a-f]{12})-(?P<epoch>-?\d+)-(?P<portion>\d+)\.parquet")
@@ -97,7 +99,8 @@ class Order:
         steps = list[int]()
         total = 0
         for step, size in enumerate(step_sizes.tolist()):
-            if total and total + size > most:
+            # The first portions of an epoch are small, so that training begins soon.
+            if total and total + size > most >> max(RAMP - len(steps), 0):
                 steps.append(step)
                 total = 0
             total += size
