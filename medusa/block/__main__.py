@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.config import BlockTrainingConfig
-from draftsmith.medusa.block.heads import side_heads, side_width
+from draftsmith.medusa.block.heads import family, side_heads
 from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter, with_further_heads
 from draftsmith.medusa.block.look_back import TEXTS, TOKENS, begin_looking_back
 from draftsmith.medusa.block.model import BlockDrafter
@@ -40,8 +41,12 @@ class BlockRun(HeadsRun[BlockTrainingConfig]):
         return drafter
 
     def check_heads(self) -> None:
-        """Require a cache's features; freeze a confidence head whose loss is not wanted."""
+        """Require a cache's features, and a head for its loss; freeze a confidence head whose loss is not wanted."""
         super().check_heads()
+        for name in ("rounds_weight", "plain_weight"):
+            if getattr(self.config, name) and self.heads.side_head is None:
+                found = getattr(self.config, name)
+                raise InputError(f"{name}: expected 0 without a head that adds logits, found {found:g}")
         head = self.heads.confidence_head
         if head is not None and not self.config.confidence:
             head.requires_grad_(False)  # DDP and weight decay must not touch a head without a loss
@@ -61,7 +66,7 @@ class BlockRun(HeadsRun[BlockTrainingConfig]):
     def finish(self, trainer: Any, output: Path) -> None:
         """Write the card."""
         config = trainer.heads.config
-        name = "DSpark" if side_width(config) else "DFlash"
+        name = family(config)
         self.write_card(trainer, output, CARD, name.lower(), name=name, side_heads=side_heads(config))
 
 

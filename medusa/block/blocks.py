@@ -50,7 +50,7 @@ def block_states(
     anchors: Anchors,
     texts_BT: Tensor | None = None,
 ) -> Tensor:
-    """Return the output head's inputs for all guesses of the blocks after some anchors, (B, N, K, H).
+    """Return the output head's inputs for all slots of the blocks after some anchors, (B, N, S, H).
 
     `embed` is the target's; `context` holds each layer's keys and values of the T positions that have features, from
     `BlockDrafter.context`. In packed rows `texts_BT` is a number for each text.
@@ -58,7 +58,22 @@ def block_states(
     attend, positions_BQ = attend_to(drafter, context, anchors, texts_BT)
     states_BQH = drafter.block(anchors.tokens, embed).flatten(1, 2)
     hidden_BQH = drafter.hidden(states_BQH, positions_BQ, attend)
-    return drafter.guessing(hidden_BQH.unflatten(1, (-1, drafter.config.block_size)))
+    return hidden_BQH.unflatten(1, (-1, drafter.config.block_size))
+
+
+def tokens_before(drafter: BlockDrafter, ids_BT: Tensor, position_ids: Tensor | None, indices_BN: Tensor) -> Tensor:
+    """Return the token before each slot's of the blocks after anchors at some positions, (B, N, S), for heads.
+
+    Before an anchor that guesses nothing it is the text's token there, or the anchor itself where the text begins. In
+    packed rows `position_ids`, (B, T), tell where that is.
+    """
+    config: Any = drafter.config
+    order_S = torch.arange(config.block_size, device=ids_BT.device) - config.silent
+    at_BNS = (indices_BN[..., None] + order_S).clamp(0, ids_BT.shape[1] - 1)
+    if config.silent and position_ids is not None:
+        begins_BN = position_ids.gather(1, indices_BN) == 0
+        at_BNS[..., 0] = indices_BN.where(begins_BN, at_BNS[..., 0])
+    return ids_BT.gather(1, at_BNS.flatten(1)).view_as(at_BNS)
 
 
 def attend_to(
@@ -183,19 +198,20 @@ def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: Writt
     positions = states_1TH.shape[1]
     context = drafter.context(states_1TH, torch.arange(positions, device=home)[None])
     at_once = anchors_at_once(positions, drafter.config.block_size)
-    head, order_K = drafter.head_for(target).to(home), torch.arange(drafter.config.guesses, device=home)
+    head = drafter.head_for(target).to(home)
 
     def logits_of(first: int, end: int) -> Iterator[Tensor]:
         begin = text.prompt_length - 1
         rounds_C = torch.arange(begin + first, begin + end, device=home)
-        hidden_CKH = torch.cat(
+        hidden_CSH = torch.cat(
             [
                 block_states(drafter, embed, context, Anchors(at[None], ids_T[at][None], at[None]))[0]
                 for at in rounds_C.split(at_once)
             ]
         )
         # Guesses after the text's end have no tokens before them, and nobody asks for their logits.
-        side_CKR = drafter.sides(hidden_CKH, ids_T[(rounds_C[:, None] + order_K).clamp(max=len(ids_T) - 1)])
+        side_CKR = drafter.sides(hidden_CSH, tokens_before(drafter, ids_T[None], None, rounds_C[None])[0])
+        hidden_CKH = drafter.guessing(hidden_CSH)
         for guess in range(drafter.config.guesses):
             side = None if side_CKR is None else side_CKR[:, guess]
             yield drafter.widened(drafter.logits(hidden_CKH[:, guess], side, head))

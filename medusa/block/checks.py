@@ -17,8 +17,7 @@ from draftsmith.decode.errors import InputError, at_most
 from draftsmith.medusa.block.blocks import SHARE
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.formats.importing import TARGET_TENSORS, TRAINING_ALONE, import_block, read_block_config
-from draftsmith.medusa.block.formats.writing import is_dflash
-from draftsmith.medusa.block.heads import side_width
+from draftsmith.medusa.block.heads import family, side_width
 from draftsmith.medusa.block.heads.dspark import REMEDY
 from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter, with_further_heads
 from draftsmith.medusa.block.model import BlockDrafter
@@ -41,8 +40,8 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
 
     def described(model: BlockDrafter) -> str:
         config = model.config
-        name, layers = "DFlash" if is_dflash(config) else "DSpark", ", ".join(map(str, model.layer_ids))
-        return f"{name} drafter of {config.guesses} tokens, features after layers {layers}{config.windows}"
+        layers = ", ".join(map(str, model.layer_ids))
+        return f"{family(config)} drafter of {config.guesses} tokens, features after layers {layers}{config.windows}"
 
     def ours(name: str) -> str | None:
         name = name.removeprefix("model.")
@@ -130,8 +129,8 @@ def slots(raw: Mapping[str, Any], drafter: BlockDrafter) -> Finding:
     if raw.get("speculators_model_type") == "dspark" and "sample_from_anchor" not in raw:
         text += "; its config does not say sample_from_anchor, which the library takes for true, and vLLM for false"
         return Finding("error", name, text, "write sample_from_anchor there, as it was trained")
-    if not is_dflash(config):
-        text += "; vLLM 0.32 decodes with it only on GPUs"
+    if drafter.side_head is not None:
+        text += f"; {drafter.side_head.served}"
     return Finding("ok", name, text)
 
 

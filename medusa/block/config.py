@@ -7,8 +7,12 @@ from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "look_back", "last_layers", "random")
+FAMILIES = ("DFlash", "DSpark", "XPress")
+"""Kinds of block drafters, as other tools name them."""
 MADE = ("layer_ids", "mask_token", "sliding_window")
 """Fields that describe only new drafters."""
+ROUNDS = 3
+"""The rounds over a block whose loss `rounds_weight` weighs."""
 DFLASH = {"anchor_guesses": False, "markov_rank": 0}
 """The fields of DFlash's drafters, where the defaults are DSpark's."""
 
@@ -32,6 +36,14 @@ class BlockTrainingConfig(HeadsConfig):
     markov_rank: int | None = None
     """The rank of the Markov head, which tells each guess the token before it (DSpark); 0 for none (DFlash). If not
     given, 256 or the target's width if that is less. `heads` without such a head get one of this rank."""
+    xpress_rank: int = 0
+    """The rank of XPress's refiner, which tells each guess all slots' states and tokens before it, in place of the
+    Markov head; XPress's is 256, with `anchor_guesses: false`. `heads` without such a head get one of this rank."""
+    rounds_weight: float = 0.0
+    """The weight of the mean loss of three rounds over each block, in which the head that adds logits sees the guesses
+    of the round before in place of the text, as in servers that refine a block so. The published XPress has 0.3."""
+    plain_weight: float = 0.0
+    """The weight of the guesses' loss without the head that adds logits. The published XPress has 0.6."""
     layer_ids: list[int] = field(default_factory=list)
     """The target's layers whose outputs it sees, ascending, counted from 0. If not given as many as `layers` and at
     least two, spread evenly from the second layer to the third from the end."""
@@ -54,7 +66,12 @@ class BlockTrainingConfig(HeadsConfig):
         require(self, at_least(1) & at_most(256), "layers", "block_size")
         require(self, at_least(1), "anchors")
         require(self, at_least(self.block_size), "sliding_window")
-        require(self, at_least(0), "markov_rank", "layer_ids", "mask_token", "confidence")
+        if self.xpress_rank and self.markov_rank is None and self.heads is None:
+            self.markov_rank = 0
+        names = ("markov_rank", "xpress_rank", "layer_ids", "mask_token", "confidence", "rounds_weight", "plain_weight")
+        require(self, at_least(0), *names)
+        if self.xpress_rank and self.markov_rank:
+            raise InputError(f"markov_rank: expected 0 with an xpress_rank, found {self.markov_rank}")
         require(self, at_least(0) & at_most(1), "dpace")
         if not self.anchor_guesses and self.block_size < 2:
             raise InputError(f"block_size: expected at least 2 without anchor_guesses, found {self.block_size}")

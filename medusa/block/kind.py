@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.block.config import DFLASH, MADE
+from draftsmith.medusa.block.config import DFLASH, FAMILIES, MADE
 from draftsmith.medusa.kind import FeatureKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Block(FeatureKind):
-    """A few layers on features of the target that draft a block in one forward: DFlash, DSpark."""
+    """A few layers on features of the target that draft a block in one forward: DFlash, DSpark, XPress."""
 
     name, title = "block", "block drafter"
     package, model_class = "draftsmith.medusa.block", "model:BlockDrafter"
@@ -27,7 +27,7 @@ class Block(FeatureKind):
         "draftsmith.medusa.block",
         "draftsmith.medusa.block.config:BlockTrainingConfig",
         "draftsmith.medusa.block.config:BlockPlanConfig",
-        made=("draft_vocabulary", *MADE, "markov_rank"),
+        made=("draft_vocabulary", *MADE, "markov_rank", "xpress_rank"),
     )
     tree_key, whole_blocks = "block_tree", True
     cost_remedy = "train one with fewer layers, or a smaller --draft_vocabulary"
@@ -35,10 +35,10 @@ class Block(FeatureKind):
     launched, verifiable = ("vllm", "sglang", "speculators"), ("vllm", "speculators")
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Return whether this is a DSpark or DFlash drafter of z-lab, SpecForge, DeepSpec, speculators or ours."""
+        """Return whether this is such a drafter, of z-lab, SpecForge, DeepSpec, speculators or ours."""
         names = config.get("architectures")
-        named = isinstance(names, list) and any("DSpark" in str(name) or "DFlash" in str(name) for name in names)
-        return named or config.get("speculators_model_type") in ("dflash", "dspark")
+        named = isinstance(names, list) and any(family in str(name) for name in names for family in FAMILIES)
+        return named or config.get("speculators_model_type") in [family.lower() for family in FAMILIES]
 
     def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
         """Return DSpark drafters of one and of two layers; for SGLang DFlash's, the only ones that it loads."""

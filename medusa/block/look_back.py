@@ -92,9 +92,8 @@ def begin_looking_back(
             indices_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
             indices_N = indices_N[(indices_N > 0) & (indices_N < len(text.ids_T) - guesses)].to(drafter.device)
             ids_T = text.ids_T.to(drafter.device)
-            states.append(
-                states_of_blocks(drafter, embed, states_of(text), ids_T[None], None, indices_N[None]).flatten(0, 2)
-            )
+            hidden = states_of_blocks(drafter, embed, states_of(text), ids_T[None], None, indices_N[None])
+            states.append(drafter.guessing(hidden).flatten(0, 2))
             order_K = torch.arange(1, guesses + 1, device=drafter.device)
             labels.append(ids_T[indices_N[:, None] + order_K].flatten())
         cut = None if drafter.token_map is None else CutVocabulary(drafter.token_map, drafter.config.vocab_size)

@@ -1,4 +1,4 @@
-"""Block drafters: DFlash and DSpark.
+"""Block drafters: DFlash, DSpark and XPress.
 
 A few decoder layers draft a whole block in one forward. They see the target's features of the text, fused to one state
 for each token, and a block of slots: the embeddings of the text's last token, the anchor, and of S − 1 masks. Attention
@@ -74,6 +74,11 @@ class BlockConfig(LayersConfig, Qwen3Config):
         """K, the number of tokens that a block drafts."""
         return self.block_size - (not self.anchor_guesses)
 
+    @property
+    def silent(self) -> int:
+        """The number of slots that guess nothing, 0 or 1."""
+        return self.block_size - self.guesses
+
     def check(self) -> "BlockConfig":
         """Return the config, or raise an InputError that names the first impossible field."""
         self.check_shape("num_hidden_layers")
@@ -87,6 +92,10 @@ class BlockConfig(LayersConfig, Qwen3Config):
             )
         for head in heads.HEADS:
             require(self, at_least(0) & at_most(2**14), next(iter(head.fields)))
+            if head.setting(self):
+                head.check(self)
+        if len(on := [title for title, side in heads.side_heads(self).items() if side]) > 1:
+            raise InputError(f"heads: expected one that adds logits, found a {' and a '.join(on)}")
         if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
             raise InputError(
                 f"mask_token_id: expected a token below {self.vocab_size}, a row of the target's embedding, found "
@@ -165,7 +174,7 @@ class BlockLayer(GradientCheckpointingLayer):
 
 
 class BlockDrafter(FeatureHeads):
-    """The layers of DFlash and DSpark; embedding and output head are the target's."""
+    """The layers of DFlash, DSpark and XPress; embedding and output head are the target's."""
 
     config_class = BlockConfig
     title, field, width, tokens = "a block drafter", "block", "hidden_size", "d2t"
@@ -293,8 +302,7 @@ class BlockDrafter(FeatureHeads):
 
     def guessing(self, hidden: Tensor) -> Tensor:
         """Return the slots that guess, (…, K, H), from all slots, (…, S, H)."""
-        # DFlash's anchor slot guesses nothing.
-        return hidden if self.config.anchor_guesses else hidden[..., 1:, :]
+        return hidden[..., self.config.silent :, :]  # DFlash's anchor slot guesses nothing
 
     @property
     def side_head(self) -> Any:
@@ -302,16 +310,19 @@ class BlockDrafter(FeatureHeads):
         return next((head for head in self.children() if isinstance(head, SideHead)), None)
 
     def sides(self, hidden: Tensor, before: Tensor) -> Tensor | None:
-        """Return `SideHead.forced` of the head that adds logits, (…, J, R), or None without one."""
-        return None if (head := self.side_head) is None else head.forced(hidden, before)
+        """Return side states of the first slots' guesses, (…, J or J − 1, R), or None without a head that adds logits.
+
+        Arguments are those of `SideHead.forced`: all slots' states, and the tokens before the first slots.
+        """
+        return None if (head := self.side_head) is None else self.guessing(head.forced(hidden, before))
 
     def head_states(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return the inputs of `whole_head`, (…, K, H + R), or `hidden` itself without a head that adds logits.
+        """Return the inputs of `whole_head` for all guesses, (…, K, H + R); (…, K, H) without a head that adds logits.
 
-        `hidden` are the slots that guess, (…, K, H); `before` the token before each guess, (…, K) int64.
+        `hidden` are all slots' states, (…, S, H); `before` the token before each slot's, (…, S) int64.
         """
-        side = self.sides(hidden, before)
-        return hidden if side is None else torch.cat([hidden, side.to(hidden.dtype)], dim=-1)
+        side, guessing = self.sides(hidden, before), self.guessing(hidden)
+        return guessing if side is None else torch.cat([guessing, side.to(hidden.dtype)], dim=-1)
 
     def whole_head(self, head: OutputHead) -> OutputHead:
         """Return the target's head of the drafted tokens, with `SideHead.out` next to it.
@@ -322,14 +333,14 @@ class BlockDrafter(FeatureHeads):
         return head if side_head is None else replace(head, side_weight=side_head.out.weight)
 
     def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return the logit of each guess's acceptance, if those before it were accepted, (…, J) (DSpark).
+        """Return the logit of each guess's acceptance, if those before it were accepted (DSpark), as many as `sides`.
 
         It depends on the tokens before the guess but not on the guess, so cutting drafts by it is lossless. Arguments
         are those of `SideHead.forced`.
         """
         head: Any = self.confidence_head
         side = self.sides(hidden, before) if head.sees_side else None
-        return head.logits(hidden[..., : before.shape[-1], :], side)
+        return head.logits(self.guessing(hidden[..., : before.shape[-1], :]), side)
 
     def logits(self, hidden: Tensor, side: Tensor | None, head: OutputHead) -> Tensor:
         """Return the logits of guesses over the D tokens, (…, D), from their states and side states, (…, R)."""

@@ -29,6 +29,7 @@ from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.block.blocks import logits_of_blocks
+from draftsmith.medusa.block.heads import HEADS
 from draftsmith.medusa.block.model import Attend, BlockConfig, BlockDrafter
 from draftsmith.medusa.on_features import FeatureProposer, StateFeeder, most_positions
 from draftsmith.medusa.target_states import KeysValues
@@ -69,16 +70,20 @@ class BlockModel(PreTrainedModel):
         assert self.rows is not None
         return replace(self._head, weight=self.rows, bias=self.bias)
 
-    def logits_after(self, tree: Tree, hidden_BKH: Tensor, anchors: Tensor, vocab_size: int) -> LogitsAfter:
-        """Return the function that drafts a tree after some anchors, (B,), from the states of a block's guesses."""
+    def logits_after(self, tree: Tree, hidden_BSH: Tensor, ends_B2: Tensor, vocab_size: int) -> LogitsAfter:
+        """Return the function that drafts a tree from a block's states, after the texts' last two tokens."""
         head, fed = self.drafter.side_head, list[int]()
-        state = None if head is None else head.begin(hidden_BKH)
-        state = None if state is None else state[:, None]  # (B, P, *), of the last level's parents, `fed`
+        hidden_BKH, anchors_B1 = self.drafter.guessing(hidden_BSH), ends_B2[:, 1:]
+        state = None if head is None else head.begin(hidden_BSH)
+        if state is not None:
+            if self.config.silent:  # a head with a state sees each slot, also one that guesses nothing
+                _, state = head.step(state, hidden_BSH[:, 0], ends_B2[:, 0])
+            state = state[:, None]  # (B, P, *), of the last level's parents, `fed`
 
         def logits_after(level: Level, tokens: Tensor) -> Tensor:
             nonlocal state
             # A head sees each parent, and at the first level the anchor.
-            before_BP = anchors[:, None] if not level.depth else tokens.index_select(1, level.fed)
+            before_BP = anchors_B1 if not level.depth else tokens.index_select(1, level.fed)
             hidden_BPH = hidden_BKH[:, level.depth, None].expand(-1, before_BP.shape[1], -1)
             if state is not None and level.depth:  # a node continues from its parent's state
                 state = torch.stack([state[:, fed.index(tree.parents[node])] for node in level.parents], 1)
@@ -89,10 +94,10 @@ class BlockModel(PreTrainedModel):
 
         return logits_after
 
-    def reached(self, hidden_BKH: Tensor, anchors: Tensor, tokens_BK: Tensor) -> Tensor:
+    def reached(self, hidden_BSH: Tensor, ends_B2: Tensor, tokens_BK: Tensor) -> Tensor:
         """Return the confidence head's probability that all of a chain's tokens up to each are accepted, (B, K)."""
-        before_BK = torch.cat([anchors[:, None], tokens_BK[:, :-1]], dim=1)
-        return self.drafter.confidence(hidden_BKH, before_BK).float().sigmoid().cumprod(1)
+        before_BS = torch.cat([ends_B2[:, 1 - self.config.silent :], tokens_BK[:, :-1]], dim=1)
+        return self.drafter.confidence(hidden_BSH, before_BS).float().sigmoid().cumprod(1)
 
     def forward(
         self,
@@ -105,7 +110,7 @@ class BlockModel(PreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Return the output head's inputs for the guesses of blocks, (B, K, H); with `states` extend the cache instead.
+        """Return the output head's inputs for the slots of blocks, (B, S, H); with `states` extend the cache instead.
 
         A block's `input_ids` are (B, S), the anchor first. `states`, (B, L, H), are the fused ones of a text's
         positions, whose `input_ids` only count by their shape. The mask is additive, (B or 1, 1, S, …), or one for each
@@ -131,7 +136,7 @@ class BlockModel(PreTrainedModel):
         # Only the anchors count: all other slots hold masks.
         block = self.drafter.block(input_ids[:, 0], self.embed)
         positions = position_ids.expand(block.shape[0], -1)
-        return SimpleNamespace(logits=self.drafter.guessing(self.drafter(block, positions, attend)))
+        return SimpleNamespace(logits=self.drafter(block, positions, attend))
 
 
 class BlockDraftForward(DraftForward):
@@ -140,7 +145,7 @@ class BlockDraftForward(DraftForward):
     `over_states` is a `BlockModel`'s forward over states. If `confident`, the outputs also hold `BlockModel.reached`.
     """
 
-    sources = tuple(inspect.getfile(cls) for cls in (BlockModel, BlockDrafter))
+    sources = tuple(inspect.getfile(cls) for cls in (BlockModel, BlockDrafter, *HEADS))
 
     def __init__(self, over_states: BlockForward, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
         model: Any = over_states.model
@@ -163,15 +168,16 @@ class BlockDraftForward(DraftForward):
         starts: Tensor,
         slots_N: Tensor,
         last: Tensor,
-        anchors: Tensor,
+        ends_B2: Tensor,
         lacking: Tensor,
         draws: list[Tensor],
         extras: list[Tensor],
         cached: list[Tensor],
     ) -> list[Tensor]:
-        """Feed each row's `lacking` states, in `extras`, to the slots from `starts` on, and draft after the `anchors`.
+        """Feed each row's `lacking` states, in `extras`, to the slots from `starts` on, and draft after the `ends_B2`.
 
-        The values of `tokens`, (B, L), are ignored. The other arguments are those of `BlockForward` and `choose`.
+        These are the texts' last two tokens. The values of `tokens`, (B, L), are ignored. The other arguments are those
+        of `BlockForward` and `choose`.
         """
         over_states, block = self._forwards
         (rows, count), model = tokens.shape, cast(BlockModel, self.model)
@@ -180,8 +186,8 @@ class BlockDraftForward(DraftForward):
         causal = (order_L[:, None] >= order_L).expand(rows, count, count)
         over_states(tokens, starts, slots_N, last, causal, order_L.expand(rows, count), order_L[:1], extras, cached)
         # The block comes after each row's own states: padding after shorter rows is overwritten or invisible.
-        hidden_BKH = block(
-            anchors[:, None].expand(rows, self._slots),
+        hidden_BSH = block(
+            ends_B2[:, 1:].expand(rows, self._slots),
             starts + lacking,
             slots_N,
             last,
@@ -191,15 +197,15 @@ class BlockDraftForward(DraftForward):
             extras[len(over_states.further) :],  # the positions of all slots, where layers have a window
             cached,
         )[0]
-        logits_after = model.logits_after(self.tree, hidden_BKH, anchors, self.vocab_size)
-        chosen = self.choose(anchors[:, None], logits_after, draws)
+        logits_after = model.logits_after(self.tree, hidden_BSH, ends_B2, self.vocab_size)
+        chosen = self.choose(ends_B2[:, 1:], logits_after, draws)
         if not self._confident:
             return chosen
-        return [*chosen, model.reached(hidden_BKH, anchors, chosen[0][:, 1:])]
+        return [*chosen, model.reached(hidden_BSH, ends_B2, chosen[0][:, 1:])]
 
 
 class BlockProposer(FeatureProposer):
-    """A proposer of chains or trees from a block drafter (DFlash, DSpark): see `draftsmith.medusa.block.model`.
+    """A proposer of chains or trees from a block drafter (DFlash, DSpark, XPress): see `draftsmith.medusa.block.model`.
 
     Each guess is drawn from its slot's distribution, which a head may change by the tokens drafted before it: nodes of
     the same depth in a tree differ by these alone.
@@ -266,25 +272,25 @@ class BlockProposer(FeatureProposer):
     def draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft with one forward over a block."""
         lengths = [min(k, self.most_steps) for k in draft_lengths]
-        anchors = torch.stack([text[-1] for text in texts])
+        ends_B2 = torch.stack([text[-2:].expand(2) for text in texts])  # a text of one token counts twice
         if self.in_programs:
-            return self._draft_in_program(texts, anchors, lengths)
+            return self._draft_in_program(texts, ends_B2, lengths)
         self.feeder.feed_unfed(texts)
         slots = self.heads.config.block_size
-        hidden_BKH = self.feeder.model.feed(
-            anchors[:, None].expand(-1, slots),
+        hidden_BSH = self.feeder.model.feed(
+            ends_B2[:, 1:].expand(-1, slots),
             self.feeder.lengths,
-            visible=self.heads.seen_slots(anchors.device),
+            visible=self.heads.seen_slots(ends_B2.device),
         )
         tree, drawn = self.shape(max(lengths)), self.draws and (self.tree is None or self.task.draw_siblings)
-        logits_after = self._block.logits_after(tree, hidden_BKH, anchors, self.task.vocab_size)
+        logits_after = self._block.logits_after(tree, hidden_BSH, ends_B2, self.task.vocab_size)
         drafts = draft_static_tree(
             tree, self.samplers, texts, lengths, self.generators, drawn, self.wants_confidence, logits_after
         )
         if not self.confidence:
             return drafts
         assert isinstance(drafts, Drafts)
-        reached_BK = self._block.reached(hidden_BKH, anchors, drafts.tokens)
+        reached_BK = self._block.reached(hidden_BSH, ends_B2, drafts.tokens)
         return [draft.pruned(k) for draft, k in zip(drafts, self._cut(reached_BK, lengths), strict=True)]
 
     def _cut(self, reached_BK: Tensor, draft_lengths: Sequence[int]) -> list[int]:
@@ -294,7 +300,7 @@ class BlockProposer(FeatureProposer):
         return [min(k, sure) for k, sure in zip(draft_lengths, sure_B.tolist(), strict=True)]
 
     def _draft_in_program(
-        self, texts: Sequence[Tensor], anchors: Tensor, draft_lengths: Sequence[int]
+        self, texts: Sequence[Tensor], ends_B2: Tensor, draft_lengths: Sequence[int]
     ) -> list[Proposal]:
         """Feed the states that the cache lacks, and draft, in one call."""
         feeder, task, drawn = self.feeder, self.task, self.draws
@@ -304,7 +310,7 @@ class BlockProposer(FeatureProposer):
         shape = self.shape(min(task.draft_length, self.most_steps) if task.fixed_length else max(draft_lengths))
         lacking = [len(states) for states in feeder.unfed]
         tokens, slots, further = feeder.take_block(texts)
-        draws = make_draws(shape, task.vocab_size, self.temperature, self.generators, draft_lengths, anchors.device)
+        draws = make_draws(shape, task.vocab_size, self.temperature, self.generators, draft_lengths, ends_B2.device)
         confident = self.confidence > 0
         outputs = feeder.model.compute(
             (shape.parents, drawn, confident),
@@ -312,7 +318,7 @@ class BlockProposer(FeatureProposer):
             tokens,
             slots,
             max(lacking) + self.heads.config.block_size,
-            [anchors, torch.tensor(lacking, device=anchors.device), draws],
+            [ends_B2, torch.tensor(lacking, device=ends_B2.device), draws],
             further,
         )
         if confident:

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from draftsmith.medusa.block.blocks import SHARE, anchors_at_once, anchors_of, states_of_blocks, work_of_blocks
-from draftsmith.medusa.block.config import BlockTrainingConfig
+from draftsmith.medusa.block.blocks import (
+    SHARE,
+    anchors_at_once,
+    anchors_of,
+    states_of_blocks,
+    tokens_before,
+    work_of_blocks,
+)
+from draftsmith.medusa.block.config import ROUNDS, BlockTrainingConfig
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.chains import ChainPositions
 from draftsmith.medusa.target_states import TargetStates
@@ -66,11 +73,8 @@ class BlockPositions:
         """The weight of each guess in the loss, (B, N, K): those drawn are scaled to stand for all of the row."""
         offset_K = torch.arange(count, device=ids_BT.device)
         self._before_M = (flat_BN[..., None] + offset_K).clamp(max=rows * length - 2).flatten()
-        self._ids = ids_BT.flatten()
-        self.labels = self._ids[self._before_M + 1]
+        self.labels = ids_BT.flatten()[self._before_M + 1]
         """The tokens to guess, (M,)."""
-        self.before_BNK = self._ids[self._before_M].view_as(self.weights_BNK)
-        """The tokens before these."""
         self.weights = [self.weights_BNK.flatten()]
 
     def teacher(self, hidden: Tensor) -> Tensor:
@@ -135,14 +139,20 @@ class BlockTrainer(FeatureTrainer):
         blocks.weights = [(blocks.weights_BNK * decays_K).flatten()]
 
         def loss() -> Tensor:
-            hidden_BNKH = self._hidden(target_states, inputs, blocks.indices)
-            states_ME = self.heads.head_states(hidden_BNKH, blocks.before_BNK).flatten(0, 2)
-            return self._inside_head(partial(self._loss, blocks, target_states), hidden_BNKH, states_ME)
+            hidden_BNSH = self._hidden(target_states, inputs, blocks.indices)
+            before_BNS = self._before(inputs, blocks.indices)
+            states_ME = self.heads.head_states(hidden_BNSH, before_BNS).flatten(0, 2)
+            return self._inside_head(partial(self._loss, blocks, target_states, before_BNS), hidden_BNSH, states_ME)
 
         return model(inside=loss)  # type: ignore[no-any-return]
 
     def _loss(
-        self, blocks: BlockPositions, target_states: TargetStates, hidden_BNKH: Tensor, states_ME: Tensor
+        self,
+        blocks: BlockPositions,
+        target_states: TargetStates,
+        before_BNS: Tensor,
+        hidden_BNSH: Tensor,
+        states_ME: Tensor,
     ) -> Tensor:
         """Return the loss of guesses; called inside of the side head's map."""
         head, config = self.loss_head(self.heads.whole_head(self.frozen_head)), self.config
@@ -154,12 +164,49 @@ class BlockTrainer(FeatureTrainer):
             reached_BNK = reach(stats.q_M.view_as(blocks.weights_BNK), blocks.weights_BNK > 0, config.dpace)
             # The weights themselves have no gradient.
             blocks.weights = [(blocks.weights_BNK * reached_BNK).flatten()]
-        loss = self.chain_loss(blocks, [states_ME], lambda _: head, (target_states.hidden, self.teacher_head))
+        states, shares = [states_ME], [1.0]
+        if config.plain_weight > 0:
+            states, shares = [*states, self._plain(hidden_BNSH, states_ME)], [*shares, config.plain_weight]
+        if config.rounds_weight > 0:
+            states += self._rounds(hidden_BNSH, states_ME, before_BNS, head, blocks.labels)
+            shares += [config.rounds_weight / ROUNDS] * ROUNDS
+        blocks.weights *= len(states)
+        teacher = target_states.hidden, self.teacher_head
+        loss = self.chain_loss(blocks, states, lambda _: head, teacher, shares)
         if config.confidence > 0 and stats is not None:
-            logits_M = self.heads.confidence(hidden_BNKH, blocks.before_BNK).float().flatten()
+            logits_M = self.heads.confidence(hidden_BNSH, before_BNS).float().flatten()
             errors_M = binary_cross_entropy_with_logits(logits_M, stats.alpha_M, reduction="none")
             loss = loss + config.confidence * (decayed_M * errors_M).sum()
         return loss
+
+    def _plain(self, hidden_BNSH: Tensor, states_ME: Tensor) -> Tensor:
+        """Return the states of guesses to whose logits no head adds."""
+        plain_MH = self.heads.guessing(hidden_BNSH).flatten(0, 2)
+        return nn.functional.pad(plain_MH, (0, states_ME.shape[1] - plain_MH.shape[1]))
+
+    def _rounds(
+        self, hidden_BNSH: Tensor, states_ME: Tensor, before_BNS: Tensor, head: OutputHead, labels_M: Tensor
+    ) -> list[Tensor]:
+        """Return the states of guesses after the most likely guesses of the round before; first those without a head.
+
+        So servers draft that run a head over whole blocks a few times (XPress).
+        """
+        sizes, heads = self.vocabulary.sizes(self.sizes), self.heads
+        given = 1 + heads.config.silent  # the first slots' tokens before them are the text's
+        states, guessed_ME = list[Tensor](), self._plain(hidden_BNSH, states_ME)
+
+        def likeliest(_: Any, q_logits_ND: Tensor, __: Tensor) -> Tensor:
+            return q_logits_ND.argmax(-1, keepdim=True).double()
+
+        for _ in range(ROUNDS):
+            guesses_M = chunked_features(likeliest, labels_M, guessed_ME, head, None, sizes)[:, 0].long()
+            if (ids := heads.token_map) is not None:
+                guesses_M = ids.to(guesses_M.device)[guesses_M]
+            guesses_BNK = guesses_M.view(*before_BNS.shape[:2], -1)
+            mixed_BNS = torch.cat([before_BNS[..., :given], guesses_BNK[..., :-1]], dim=-1)
+            guessed_ME = heads.head_states(hidden_BNSH, mixed_BNS).flatten(0, 2)
+            states.append(guessed_ME)
+        return states
 
     def _inside_head(self, function: Callable[..., Tensor], *states: Tensor) -> Tensor:
         """Call a function of states where the map of the head that adds logits is whole (ZeRO-3, FSDP2)."""
@@ -177,10 +224,8 @@ class BlockTrainer(FeatureTrainer):
             everywhere = torch.arange(length, device=positions.flat.device).expand(rows, -1)
             # The blocks of all positions need a mask of their square: compute them in parts.
             parts = everywhere.split(anchors_at_once(rows * length, self.heads.config.block_size), dim=1)
-            ids, order_K = inputs["input_ids"], torch.arange(self.count, device=positions.flat.device)
-            before_BTK = ids[:, (everywhere[0, :, None] + order_K).clamp(max=length - 1)]
             states_XKE = torch.cat([
-                self.heads.head_states(self._hidden(target_states, inputs, part), before_BTK[:, part[0]])
+                self.heads.head_states(self._hidden(target_states, inputs, part), self._before(inputs, part))
                 for part in parts
             ], dim=1).flatten(0, 1)  # fmt: skip
 
@@ -208,9 +253,13 @@ class BlockTrainer(FeatureTrainer):
         return GuessStats(*chunked_features(features, blocks.labels, states_ME, head, p, sizes).unbind(1))
 
     def _hidden(self, target_states: TargetStates, inputs: dict[str, Any], indices_BN: Tensor) -> Tensor:
-        """Return the output head's inputs for the guesses after some anchors, (B, N, K, H)."""
+        """Return the output head's inputs for the slots after some anchors, (B, N, S, H)."""
         batch = inputs["input_ids"], inputs.get("position_ids")
         return states_of_blocks(self.heads, self.embed, target_states, *batch, indices_BN)
+
+    def _before(self, inputs: dict[str, Any], indices_BN: Tensor) -> Tensor:
+        """Return the tokens before these slots' own, (B, N, S)."""
+        return tokens_before(self.heads, inputs["input_ids"], inputs.get("position_ids"), indices_BN)
 
     def trained_work(self) -> Work | None:
         """Return the arithmetic of the blocks; None if their share of the tokens depends on the rows' lengths."""

@@ -45,8 +45,11 @@ def batch_of(trainer: BlockTrainer, samples: list[dict]) -> dict:
     return batch
 
 
-def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor], Tensor]:
-    """The target's logits of one text, (T, V), the drafter's by guess, (T − 1 − k, D) each, and their states."""
+def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor], Tensor, list]:
+    """The target's logits of one text, (T, V), the drafter's by guess, (T − 1 − k, D) each, its slots, and others.
+
+    These are the same without a head, and after those of the round before, with their weights in the loss.
+    """
     ids, drafter, target = torch.tensor([sample["input_ids"]]), trainer.heads, trainer.target
     with torch.no_grad(), collect_features(target, drafter.layer_ids) as features:
         p_logits = target(ids).logits[0].double()
@@ -55,25 +58,35 @@ def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor
     hidden = block_states(drafter, target.get_input_embeddings(), context, Anchors.at(positions, ids, positions))[0]
     head, length = drafter.head_for(target), ids.shape[1]
     count = min(trainer.count, length - 1)
-    before = ids[0, (positions[0, :, None] + torch.arange(trainer.count)).clamp(max=length - 1)]
-    q = drafter.logits(hidden, drafter.sides(hidden, before), head)
-    return (
-        p_logits,
-        [q[: length - 1 - k, k].double() for k in range(count)],
-        hidden,
-    )
+    silent, config = drafter.config.silent, trainer.config
+    slots = positions[0, :, None] + torch.arange(drafter.config.block_size) - silent
+    before, guessing = ids[0, slots.clamp(0, length - 1)], drafter.guessing(hidden)
+
+    def by_guess(q: Tensor) -> list[Tensor]:
+        return [q[: length - 1 - k, k].double() for k in range(count)]
+
+    plain = drafter.logits(guessing, None, head)
+    others, q = [(config.plain_weight, by_guess(plain))], plain
+    for _ in range(3 if config.rounds_weight else 0):
+        likeliest = q[..., : len(trainer.processing_class)].argmax(-1)
+        tokens = likeliest if drafter.token_map is None else drafter.token_map[likeliest]
+        mixed = torch.cat([before[:, : 1 + silent], tokens[:, :-1]], 1)
+        q = drafter.logits(guessing, drafter.sides(hidden, mixed), head)
+        others.append((config.rounds_weight / 3, by_guess(q)))
+    return p_logits, by_guess(drafter.logits(guessing, drafter.sides(hidden, before), head)), hidden, others
 
 
 def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
     """Σ over anchors a and guesses k of weight · objective(p(· | x_{≤ a+k}), guess k), whole vocabulary, float64."""
     config, drafter = trainer.config, trainer.heads
+    silent = drafter.config.silent
     kept = torch.arange(len(trainer.processing_class)) if drafter.token_map is None else drafter.token_map
     total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         ids = torch.tensor(sample["input_ids"])
         labels = sample["input_ids"] if config.prompt_loss else sample["labels"]
         columns = {t for t, label in enumerate(labels) if label != IGNORED and t > 0}
-        p_logits, guesses, hidden = guesses_of(trainer, sample)
+        p_logits, guesses, hidden, others = guesses_of(trainer, sample)
         for a in range(len(ids) - 1):
             count = next((k for k in range(len(guesses)) if not {a, a + k + 1} <= columns), len(guesses))
             alpha, reached, known = config.dpace, 1.0, []
@@ -81,20 +94,28 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
                 q, hit = guesses[k][a][: len(kept)], kept == ids[a + k + 1]
                 p = (p_logits[a + k][: len(trainer.processing_class)] / T).softmax(-1)
                 log_p = (p_logits[a + k][kept] / T).log_softmax(-1)
-                value = {
-                    "cross_entropy": -(q.log_softmax(-1) * hit).sum(),
-                    "forward_kl": (log_p.exp() * (log_p - (q / T).log_softmax(-1))).sum(),
-                    "tvd": 1.0 - torch.minimum(p[kept], (q / T).softmax(-1)).sum(),
-                }
+
+                def valued(q: Tensor, p: Tensor = p, log_p: Tensor = log_p, hit: Tensor = hit) -> dict[str, Tensor]:
+                    return {
+                        "cross_entropy": -(q.log_softmax(-1) * hit).sum(),
+                        "forward_kl": (log_p.exp() * (log_p - (q / T).log_softmax(-1))).sum(),
+                        "tvd": 1.0 - torch.minimum(p[kept], (q / T).softmax(-1)).sum(),
+                    }
+
+                value = valued(q)
                 if alpha is not None:
                     reached *= (1 - alpha) * (q.softmax(-1) * hit).sum().item() + alpha
-                weighed = sum(weight * value[name] for name, weight in config.terms.items())
+                values = [(1.0, value)]
+                values += [(share, valued(other[k][a][: len(kept)])) for share, other in others if share]
+                weighed = sum(
+                    share * weight * one[name] for share, one in values for name, weight in config.terms.items()
+                )
                 known.append((weighed, reached, value["tvd"]))
             for k, (value, _, tvd) in enumerate(known):
                 dpace = float(sum(reached for _, reached, _ in known[k:]))
                 total = total + (config.decay**k if alpha is None else dpace) * value
                 if config.confidence:
-                    logit = drafter.confidence(hidden[a], ids[a : a + k + 1])[k].double()
+                    logit = drafter.confidence(hidden[a], ids[max(0, a - silent) : a + k + 1])[k].double()
                     error = binary_cross_entropy_with_logits(logit, (1.0 - tvd).detach())
                     total = total + config.confidence * config.decay**k * error
     return total
@@ -111,6 +132,7 @@ def assert_same(trainer: BlockTrainer, found: Tensor, expected: Tensor) -> None:
         assert (parameter.grad - gradient).abs().max() < 3e-5 * largest
 
 
+XPRESS = {"xpress_rank": 4, "markov_rank": 0, "anchor_guesses": False, "rounds_weight": 0.3, "plain_weight": 0.6}
 CASES = {
     "DSpark": {},
     "DFlash": {"anchor_guesses": False, "markov_rank": 0, "layers": 2},
@@ -122,6 +144,10 @@ CASES = {
     "DSpark's mixture": {"divergence": {"cross_entropy": 0.1, "tvd": 1.8}, "confidence": 1.0},
     "its confidence, cut vocabulary": {"divergence": {"tvd": 1.0}, "confidence": 0.5, "draft_vocabulary": 20},
     "confidence without a Markov head": {"confidence": 1.0, "markov_rank": 0},
+    "XPress": {"xpress_rank": 4, "markov_rank": 0, "anchor_guesses": False, "block_size": 4},
+    "XPress's own loss": XPRESS | {"divergence": {"cross_entropy": 0.1, "tvd": 0.9}},
+    "XPress's own loss, cut vocabulary": XPRESS | {"anchor_guesses": True, "draft_vocabulary": 20},
+    "XPress with confidence": XPRESS | {"confidence": 1.0},
     "blocks longer than texts": {"block_size": 9},
     "layers computed twice": {"training": {"activation_checkpointing": True}},
 }
@@ -130,8 +156,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL, **CASES[case]))
-    if trainer.heads.markov_head is not None:  # which begins with nothing
-        torch.nn.init.normal_(trainer.heads.markov_head.markov_w2.weight)
+    if trainer.heads.side_head is not None:  # which begins with nothing
+        torch.nn.init.normal_(trainer.heads.side_head.out.weight)
+    if trainer.heads.refiner_head is not None:
+        for parameter in trainer.heads.refiner_head.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
     if trainer.args.activation_checkpointing:  # as `train` does
         trainer.heads.activation_checkpointing_enable()
         trainer.heads.train()
@@ -140,8 +169,9 @@ def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     assert_same(trainer, loss, eager(trainer, samples) / 100)
 
 
-def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained):
-    trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL))
+@pytest.mark.parametrize("case", ["DSpark", "XPress"])
+def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained, case):
+    trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL, **CASES[case]))
     dataset = training_examples([str(pipeline / "short"), str(pipeline / "long")])
     rows = list(pack(dataset, 64))
     assert 2 < len(rows) < len(dataset) / 2
@@ -171,8 +201,11 @@ def test_a_few_anchors_stand_for_all(pipeline, tmp_path, untrained):
     torch.testing.assert_close(few, every, rtol=0.06, atol=0)
 
 
-def test_evaluation_counts_what_the_guesses_are(pipeline, tmp_path, untrained):
-    trainer = untrained(block_configured(pipeline, tmp_path))
+@pytest.mark.parametrize("case", ["DSpark", "XPress"])
+def test_evaluation_counts_what_the_guesses_are(pipeline, tmp_path, untrained, case):
+    trainer = untrained(block_configured(pipeline, tmp_path, **CASES[case]))
+    if trainer.heads.refiner_head is not None:
+        torch.nn.init.normal_(trainer.heads.refiner_head.readout.weight, std=3)
     samples = some_samples(pipeline)
     batch = batch_of(trainer, samples)
     with torch.no_grad():
@@ -180,7 +213,7 @@ def test_evaluation_counts_what_the_guesses_are(pipeline, tmp_path, untrained):
     for row, sample in enumerate(samples):
         ids, labels = sample["input_ids"], sample["labels"]
         columns = {t for t, label in enumerate(labels) if label != IGNORED and t > 0}
-        p_logits, guesses, _ = guesses_of(trainer, sample)
+        p_logits, guesses, *_ = guesses_of(trainer, sample)
         assert sums[row, 0] == len(columns)
         for k, q_logits in enumerate(guesses):
             anchors = [a for a in range(len(q_logits)) if columns >= set(range(a, a + k + 2))]
@@ -295,6 +328,11 @@ def test_features_of_a_cache_train_what_the_target_does(pipeline, tmp_path, init
         ({"block_size": 1, "anchor_guesses": False}, "block_size: expected at least 2 without anchor_guesses, found 1"),
         ({"mask_token": 10_000}, "mask_token_id: expected a token below"),
         ({"layer_ids": [7]}, "target_layer_ids: expected ascending depths"),
+        ({"xpress_rank": 2}, "markov_rank: expected 0 with an xpress_rank, found 4"),
+        (
+            {"markov_rank": 0, "rounds_weight": 0.3},
+            "rounds_weight: expected 0 without a head that adds logits, found 0.3",
+        ),
         ({"heads": "somewhere", "mask_token": 4}, "mask_token: expected none with heads, which have their own"),
     ],
 )
@@ -321,6 +359,14 @@ def test_a_dflash_drafter_gets_dsparks_heads_without_a_loss(pipeline, tmp_path, 
     losses = [trainer.compute_loss(trainer.heads, batch_of(trainer, samples)) for trainer in (first, same, larger)]
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
     assert losses[2].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    refined = untrained(
+        block_configured(pipeline, tmp_path / "on", **earlier, markov_rank=None, xpress_rank=4, plain_weight=0.5)
+    )
+    refined.config.plain_weight = 0.0
+    assert refined.compute_loss(refined.heads, batch_of(refined, samples)).item() == pytest.approx(
+        losses[0].item(), rel=1e-6
+    )
+    assert " and a new refiner" in capsys.readouterr().err
     larger.heads.save_pretrained(tmp_path / "dspark")
     with pytest.raises(InputError, match=r"^markov_rank: expected 4, as the heads have, or none, found 3$"):
         untrained(block_configured(pipeline, tmp_path / "no", heads=str(tmp_path / "dspark"), markov_rank=3))

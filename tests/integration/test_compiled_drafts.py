@@ -85,6 +85,10 @@ def blocks():
     return block(target(), enable_confidence_head=True)
 
 
+def refined():
+    return block(target(), markov_rank=0, xpress_rank=3)
+
+
 KINDS = ["sliding_attention", "full_attention"]
 SHAPES = {
     "chain": lambda: DraftModelProposer(draft()),
@@ -102,6 +106,8 @@ SHAPES = {
     "block chain, cut": lambda: BlockProposer(blocks(), confidence=CONFIDENCE),
     "block tree": lambda: BlockProposer(blocks(), TREE),
     "block chain, windows": lambda: BlockProposer(block(target(), layers=2, layer_types=KINDS, sliding_window=5)),
+    "block chain, refined": lambda: BlockProposer(refined()),
+    "block tree, refined": lambda: BlockProposer(refined(), TREE),
     "block tree, a window": lambda: BlockProposer(block(target(), sliding_window=4, is_causal=False), TREE),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)

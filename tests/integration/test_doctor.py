@@ -693,6 +693,7 @@ def test_a_copy_of_the_targets_embedding_must_equal_it_as_the_import_says(kind, 
 
 
 DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
+XPRESS = DFLASH | {"xpress_rank": 4}
 
 
 @pytest.mark.parametrize(
@@ -711,6 +712,8 @@ DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
          "✗ BLOCK/config.json: mask_token_id: expected a token below 300, a row of the target's embedding, found 3"),
         (DSPARK, "speculators", lambda path: forget(path, "sample_from_anchor"), "block slots",
          "✗ 3 slots, the anchor's guesses the next token: num_speculative_tokens is to be 3, as trained; its "),
+        (XPRESS, "speculators", lambda path: None, "block slots",
+         "✓ 3 slots, the anchor's guesses nothing: num_speculative_tokens is to be 2, as trained; vLLM 0.32 and "),
         ({"markov_rank": 0}, "own", lambda path: None, "block slots", "! 3 slots, the anchor's guesses the next token"),
         ({"token_map": torch.arange(40)}, "vllm", lambda path: restore(
             path, lambda tensors: tensors | {"d2t": torch.arange(100, 300, 5)}), "block",

@@ -23,6 +23,8 @@ SHAPES = {
     "DSpark, confident": {"markov_rank": 4, "block_size": 3, "enable_confidence_head": True},
     "its anchor guesses nothing": {"markov_rank": 4, "block_size": 4, "anchor_guesses": False},
     "DFlash": {"block_size": 4, "anchor_guesses": False, "layers": 2},
+    "XPress": {"block_size": 4, "anchor_guesses": False, "layers": 2, "xpress_rank": 4, "num_jacobi_passes": 3},
+    "XPress, its anchor guesses": {"block_size": 3, "xpress_rank": 4, "xpress_mlp_ratio": 3},
 }
 KINDS = ["sliding_attention", "full_attention"]
 WINDOWS = {
@@ -36,9 +38,18 @@ WINDOWS = {
 SHAPES |= WINDOWS
 REFUSED = {
     ("DFlash, causal", "speculators"): "is_causal in layers of full_attention, which speculators does not have",
+    **{
+        (name, format): "found XPress's refiner: vLLM 0.32 and SGLang 0.5.23 do not decode with it; take speculators$"
+        for name in ("XPress", "XPress, its anchor guesses")
+        for format in ("vllm", "sglang")
+    },
     ("DSpark, two-sided", "vllm"): "is_causal False, which DeepSpec's files cannot say; take speculators",
 }
-CUT = {"DSpark, cut": {"markov_rank": 4, "block_size": 3}, "DFlash, cut": {"block_size": 3, "anchor_guesses": False}}
+CUT = {
+    "DSpark, cut": {"markov_rank": 4, "block_size": 3},
+    "DFlash, cut": {"block_size": 3, "anchor_guesses": False},
+    "XPress, cut": {"xpress_rank": 4, "block_size": 3, "anchor_guesses": False},
+}
 SPECULATORS_VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
 
 
@@ -75,7 +86,7 @@ def drafter_dir(target, tmp_path) -> Path:
 def same(one: BlockDrafter, two: BlockDrafter) -> None:
     torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
     names = ("target_layer_ids", "mask_token_id", "block_size", "anchor_guesses", "markov_rank", "rope_parameters")
-    names += ("layer_types", "sliding_window", "is_causal")
+    names += ("layer_types", "sliding_window", "is_causal", "xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes")
     for name in (*names, "enable_confidence_head", "draft_vocab_size", "vocab_size", "num_hidden_layers"):
         assert getattr(one.config, name) == getattr(two.config, name), name
 
@@ -107,8 +118,10 @@ def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("format", ["vllm", "speculators"])
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [(name, format) for name in CUT for format in ("vllm", "speculators") if (name, format) != ("XPress, cut", "vllm")],
+)
 def test_a_cut_vocabulary_takes_the_targets_rows_along(target, tmp_path, name, format):
     drafter = made(target, name)
     with pytest.raises(InputError, match=r"^target: expected it with a cut vocabulary, .*, found none$"):
@@ -193,6 +206,32 @@ def test_files_as_other_tools_leave_them(target, tmp_path):
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_what_xpress_files_say_and_leave_out(target, tmp_path):
+    out = tmp_path / "out"
+    FORMATS.write(made(target, "XPress"), out, "speculators")
+    config = flat(out)
+    assert (config["speculators_model_type"], config["architectures"]) == ("xpress", ["XPressDraftModel"])
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert not config["sample_from_anchor"] and "markov_rank" not in config
+    rewritten(out, {name: value for name, value in config.items() if not name.startswith(("xpress", "num_jacobi"))})
+    read = read_block_config(out)  # what its library takes for the default
+    assert (read.xpress_rank, read.xpress_mlp_ratio, read.num_jacobi_passes) == (256, 2, 6)
+    for change, message in (
+        ({"xpress_mlp_ratio": 0}, "xpress_mlp_ratio: expected at least 1"),
+        ({"xpress_rank": 5}, "refiner_head"),
+        ({"markov_rank": 2}, "heads: expected one that adds logits, found a Markov head and a refiner"),
+        ({"speculators_model_type": "domino"}, "of dflash, dspark or xpress, found 'domino'"),
+    ):
+        rewritten(out, config | change)
+        with pytest.raises(InputError, match=message):
+            import_block(out)
+    torch.manual_seed(0)
+    sure = BlockDrafter.of_target(target, 3, layer_ids=[0, 1], **SHAPES["XPress"], enable_confidence_head=True)
+    with pytest.raises(InputError, match=r"a confidence head, which speculators' XPress does not have; train without"):
+        FORMATS.write(sure, tmp_path / "no", "speculators")
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_what_our_drafters_do_not_do_is_refused(target, tmp_path):
     out = tmp_path / "out"
     FORMATS.write(made(target, "DFlash"), out, "vllm")
@@ -234,7 +273,7 @@ def test_the_command_writes_tells_and_reads(drafter_dir, target, pair_dirs, tmp_
     *words, flag, config = shlex.split(lines[-1])
     assert [*words, flag] == ["vllm", "serve", str(where), "--speculative-config"]
     assert json.loads(config) == {"method": "dspark", "model": str(out), "num_speculative_tokens": 3}
-    assert "# vLLM 0.32 decodes with DSpark's heads only on GPUs" in lines
+    assert "# of its Markov head: vLLM 0.32 decodes with it only on GPUs" in lines
     assert (out / "README.md").read_text() == "its card"
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
     _, err = ran(capsys, *given, "--format", "vllm", "--output", tmp_path / "o", "--draft_length", 2, code=2)
@@ -246,3 +285,11 @@ def test_the_command_writes_tells_and_reads(drafter_dir, target, pair_dirs, tmp_
     lines, _ = ran(capsys, "--import_from", tmp_path / "s", "--output", tmp_path / "back", "--target", where)
     assert lines[-1] == "# a DFlash drafter of 3 tokens, on the outputs of the target's layers 0, 1, counted from 0"
     same(BlockDrafter.from_pretrained(tmp_path / "back"), made(target, "DFlash"))
+
+    made(target, "XPress").save_pretrained(tmp_path / "xpress")
+    given = ["--drafter", tmp_path / "xpress", "--target", where, "--format", "speculators", "--output", tmp_path / "x"]
+    lines, _ = ran(capsys, *given)
+    assert lines[-1] == "# of its refiner: vLLM 0.32 and SGLang 0.5.23 do not decode with it"
+    lines, _ = ran(capsys, "--import_from", tmp_path / "x", "--output", tmp_path / "own", "--target", where)
+    assert lines[-1].startswith("# an XPress drafter of 3 tokens, on the outputs of")
+    same(BlockDrafter.from_pretrained(tmp_path / "own"), made(target, "XPress"))

@@ -57,6 +57,9 @@ STEPS = {
     "DSpark, a window, packed, few anchors": (
         "block", BLOCK | {"divergence": "tvd", "anchors": 10, "sliding_window": 16} | PACKED,
     ),
+    "XPress, packed": (
+        "block", BLOCK | {"xpress_rank": 16, "markov_rank": 0, "rounds_weight": 0.3, "plain_weight": 0.6} | PACKED,
+    ),
     "MTP": ("mtp", {"num_steps": 3}),
     "MTP, a step for each layer, packed": ("mtp", {"num_layers": 2} | PACKED),
     "DSpark, autocast, cut vocabulary": ("block", BLOCK | {"draft_vocabulary": 100} | BF16),

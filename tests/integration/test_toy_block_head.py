@@ -70,7 +70,7 @@ def test_each_node_continues_its_parents_state():
         torch.randn(2, 3, target.config.hidden_size),
         torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 1, 2, 3]]),
     )
-    logits_after = model.logits_after(tree, hidden, anchors, 13)
+    logits_after = model.logits_after(tree, hidden, torch.stack([anchors + 1, anchors], 1), 13)
     for level in tree.levels(torch.device("cpu")):
         found = logits_after(level, tokens)
         for place, node in enumerate(level.parents):

@@ -32,6 +32,37 @@ def test_another_q_than_what_was_drawn_from_is_caught(llama, monkeypatch):  # no
     assert difference(law, wanted) > 1e-4
 
 
+class Unrefined(BlockProposer):
+    """Says that guesses were drawn from their laws before a head changed them."""
+
+    def propose(self, contexts, draft_lengths):
+        plain, refine = [], self.heads.logits
+
+        def logits(hidden, side, head):
+            plain.append(refine(hidden, None, head))
+            return refine(hidden, side, head)
+
+        self.heads.logits = logits
+        drafts = list(super().propose(contexts, draft_lengths))
+        del self.heads.logits
+        for i, draft in enumerate(drafts):
+            if draft.probabilities is not None and len(draft.tokens):
+                scores = torch.cat([logits_BPD[i] for logits_BPD in plain])[: len(draft.tokens)]
+                drafts[i] = replace(draft, probabilities=self.samplers[i].scores(scores, []).softmax(-1))
+        return drafts
+
+
+@pytest.mark.parametrize("shape", [{"anchor_guesses": False, "block_size": 4}, {}], ids=["fill-in", "anchor guesses"])
+def test_the_q_of_an_unrefined_guess_is_caught(llama, monkeypatch, shape):  # noqa: F811
+    compute_in_double(monkeypatch, llama)
+    drafter = block(llama, markov_rank=0, xpress_rank=3, **shape)
+    for parameter in drafter.refiner_head.parameters():
+        torch.nn.init.normal_(parameter)
+    drafted = [laws(llama, kind(drafter), "T=1", PROMPTS[:1]) for kind in (BlockProposer, Unrefined)]
+    right, wrong = (difference(law, wanted) for (law,), (wanted,), _ in drafted)
+    assert right < ROUNDING and wrong > 1e-4
+
+
 def test_a_chain_is_a_tree_of_one_branch(llama, monkeypatch):  # noqa: F811
     compute_in_double(monkeypatch, llama)
     (law,), (wanted,), _ = laws(
@@ -68,8 +99,8 @@ def test_a_cut_that_looks_at_the_guess_itself_is_caught(llama, monkeypatch):  # 
     with torch.no_grad():
         proposer.heads.confidence_head.proj.weight[:, -2:] *= 1000  # sure or not, by the token that it sees
 
-    def reached(hidden_BKH, anchors, tokens_BK):
-        logits_BK = proposer.heads.confidence(hidden_BKH[:, : tokens_BK.shape[1]], tokens_BK)
+    def reached(hidden_BSH, ends_B2, tokens_BK):
+        logits_BK = proposer.heads.confidence(hidden_BSH, tokens_BK)
         return logits_BK.float().sigmoid().cumprod(1)
 
     assert cut_law(llama, proposer) < ROUNDING

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collect_features
-from draftsmith.medusa.block.blocks import Anchors, block_states
+from draftsmith.medusa.block.blocks import Anchors, block_states, tokens_before
 from draftsmith.medusa.block.model import BlockDrafter
 
 
@@ -30,10 +30,10 @@ def train_block(
             positions = torch.arange(length)[None].expand(rows, -1)
             indices_BN = positions[:, 1 : length - guesses]
             context = drafter.context(drafter.fuse(features_BTF), positions)
-            hidden_BNKH = block_states(drafter, embed, context, Anchors.at(indices_BN, ids_BT, positions))
+            hidden_BNSH = block_states(drafter, embed, context, Anchors.at(indices_BN, ids_BT, positions))
             behind_NK = indices_BN[0][:, None] + torch.arange(guesses)
-            sides = drafter.sides(hidden_BNKH, ids_BT[:, behind_NK])
-            logits = drafter.widened(drafter.logits(hidden_BNKH, sides, head))
+            sides = drafter.sides(hidden_BNSH, tokens_before(drafter, ids_BT, None, indices_BN))
+            logits = drafter.widened(drafter.logits(drafter.guessing(hidden_BNSH), sides, head))
             log_q = logits.log_softmax(-1).gather(-1, ids_BT[:, behind_NK + 1][..., None])
             # What a truncated vocabulary lacks cannot be learnt.
             (-log_q[log_q.isfinite()].mean() * rows / len(texts)).backward()

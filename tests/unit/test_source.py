@@ -22,10 +22,10 @@ BUDGET = {
     "decode": 13_781,
     "train": 17_168,
     "distill": 2_911,
-    "medusa": 10_213,
+    "medusa": 10_418,
     "scripts": 19_606,
     "benchmarks": 2_760,
-    "tests": 58_296,
+    "tests": 58_496,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.formats import writing
 from draftsmith.medusa.block.formats.importing import import_block
-from draftsmith.medusa.block.formats.writing import is_dflash
+from draftsmith.medusa.block.heads import family
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.block.proposer import BlockProposer
 from draftsmith.medusa.formats import HeadsFormats
@@ -23,8 +23,8 @@ FIRST_KEY_NORM = (
 
 def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -> list[str]:
     config, notes = drafter.config, []
-    if format != "own" and not is_dflash(config):
-        notes.append("vLLM 0.32 decodes with DSpark's heads only on GPUs")
+    if format != "own" and drafter.side_head is not None:
+        notes.append(f"of its {drafter.side_head.title}: {drafter.side_head.served}")
     if format != "own" and len(set(config.layer_types)) > 1:
         notes.append(
             "vLLM 0.32 decodes with layers of both kinds only in its second runner (VLLM_USE_V2_MODEL_RUNNER=1)"
@@ -36,7 +36,8 @@ def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -
 
 def _imported(drafter: BlockDrafter, written: str, proved: str) -> list[str]:
     layers = ", ".join(map(str, drafter.config.target_layer_ids))
-    what = f"a {'DFlash' if is_dflash(drafter.config) else 'DSpark'} drafter of {drafter.config.guesses} tokens"
+    name = family(drafter.config)
+    what = f"{'an' if name[0] in 'AEIOUX' else 'a'} {name} drafter of {drafter.config.guesses} tokens"
     where = f"on the outputs of the target's layers {layers}, counted from 0"
     return [f"{written}, {proved}", f"{what}, {where}{drafter.config.windows}"]
 
@@ -44,6 +45,8 @@ def _imported(drafter: BlockDrafter, written: str, proved: str) -> list[str]:
 def _launch(
     name: str, speculative: dict[str, Any], drafter: BlockDrafter, format: str, target: PreTrainedModel | None
 ) -> list[str]:
+    if family(drafter.config) == "XPress":
+        return []  # no server loads it
     if format == "sglang":
         return [sglang_command(name, speculative["model"], drafter.config.block_size, "DFLASH")]
     return [vllm_command(name, speculative)] if format in ("vllm", "speculators") else []
@@ -63,8 +66,7 @@ def _speculative(config: ExportOptions, drafter: BlockDrafter) -> dict[str, Any]
             f"draft_length: expected the {most} tokens of a block, whose slots all see each other, found "
             f"{config.draft_length}"
         )
-    method = "dflash" if is_dflash(drafter.config) else "dspark"
-    return {"method": method, "model": str(config.output), "num_speculative_tokens": most}
+    return {"method": family(drafter.config).lower(), "model": str(config.output), "num_speculative_tokens": most}
 
 
 FORMATS = HeadsFormats(

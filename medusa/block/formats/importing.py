@@ -22,8 +22,9 @@ from transformers import PreTrainedModel, Qwen3Config
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa.base import SLIDING, WINDOWS
+from draftsmith.medusa.block.config import FAMILIES
 from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, SIZES
-from draftsmith.medusa.block.heads import HEADS
+from draftsmith.medusa.block.heads import HEADS, foreign_fields
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
 from draftsmith.medusa.checkpoint_files import (
     CONFIG,
@@ -87,8 +88,11 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
     raw, path = read_config(directory, WHAT), directory / CONFIG
     named = field(raw, path, "speculators_model_type", str, "")
     if named:
-        if named not in ("dflash", "dspark"):
-            raise InputError(f"{path}: expected a speculators_model_type of dflash or dspark, found {named!r}")
+        if named not in (known := [family.lower() for family in FAMILIES]):
+            *first, last = known
+            raise InputError(
+                f"{path}: expected a speculators_model_type of {', '.join(first)} or {last}, found {named!r}"
+            )
         # speculators nests the layers' fields, and names the kind of model at the top.
         flat = field(raw, path, "transformer_layer_config", dict) | {k: v for k, v in raw.items() if k != "model_type"}
         depths = field(raw, path, "aux_hidden_state_layer_ids", list)
@@ -107,7 +111,8 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         flat["anchor_guesses"] = dspark and not field(raw, path, "dspark_bonus_anchor", bool, False)
         flat["is_causal"] = nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
     if "anchor_guesses" not in raw:
-        flat = {name: value for head in HEADS for name, value in (head.foreign or {}).items()} | flat
+        families = [family for family in FAMILIES if family.lower() == named] or ["DSpark"]
+        flat = foreign_fields(families[0]) | flat
     if flat.get("model_type", "qwen3") == "qwen3" and SLIDING in (flat.get("layer_types") or ()):
         flat.setdefault("sliding_window", Qwen3Config.sliding_window)  # speculators leaves out what is the default
     _check_known(flat, path)

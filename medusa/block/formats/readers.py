@@ -23,7 +23,7 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
 
     A block begins at each of T positions, and sees the features before it; `before` gives the tokens before its
     guesses. For each guess the result, (T, K, H + D + 1), holds its state after the last norm, the logits that the
-    Markov head adds, and the confidence head's logit; zeros without these heads.
+    Markov head or XPress's refiner adds, and the confidence head's logit; zeros without these heads.
     """
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = flatten_fields(raw)
@@ -44,7 +44,8 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
             weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             states_SH = block_layer(config, layer, weights, states_SH, seen_TH[:index])
         # DFlash's anchor guesses nothing: leave out its slot.
-        states_KH = rms_norm(states_SH, tensors["norm.weight"], config)[0 if config["sample_from_anchor"] else 1 :]
+        states_SH, silent = rms_norm(states_SH, tensors["norm.weight"], config), 1 - config["sample_from_anchor"]
+        states_KH = states_SH[silent:]
         added_KD, sure_K1 = torch.zeros(len(states_KH), drafted), torch.zeros(len(states_KH), 1)
         markov_KR = None
         if config.get("markov_rank"):
@@ -52,6 +53,10 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
             tokens_K = torch.tensor([before(index, guess, config["vocab_size"]) for guess in range(len(states_KH))])
             markov_KR = tensors["markov_head.markov_w1.weight"][tokens_K]
             added_KD = linear(markov_KR, tensors["markov_head.markov_w2.weight"])
+        if config.get("xpress_rank"):
+            tokens_S = [before(index, slot - silent, config["vocab_size"]) for slot in range(len(states_SH))]
+            markov_KR = refined(tensors, states_SH, torch.tensor(tokens_S))[silent:]
+            added_KD = linear(markov_KR, tensors["refiner_head.readout.weight"])
         if config.get("enable_confidence_head"):
             wide = [states_KH]
             if config.get("confidence_head_with_markov") and markov_KR is not None:
@@ -60,6 +65,18 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
             sure_K1 = linear(torch.cat(wide, dim=-1), *projection)
         outputs.append(torch.cat([states_KH, added_KD, sure_K1], dim=-1))
     return torch.stack(outputs)
+
+
+def refined(tensors: dict[str, Tensor], states_SH: Tensor, before_S: Tensor) -> Tensor:
+    """Return the inputs of the map to added logits, (S, R), as speculators 0.9 does: `models/xpress`."""
+    of = {name.removeprefix("refiner_head."): tensor for name, tensor in tensors.items()}
+    mean_SH = states_SH.mean(0).expand_as(states_SH)
+    seen = linear(states_SH, of["down_h.weight"]), linear(mean_SH, of["down_g.weight"])
+    own_SR = linear(torch.cat([*seen, of["token_embed.weight"][before_S]], dim=-1), of["in_proj.weight"])
+    mixed = [x + sum(of["mix_l"][:, k, j] * own_SR[j] for j in range(k + 1)) for k, x in enumerate(own_SR)]
+    mixed_SR = torch.stack(mixed)
+    gate, up = (linear(mixed_SR, of[f"mlp_{name}.weight"]) for name in ("gate", "up"))
+    return mixed_SR + linear(silu(gate) * up, of["mlp_down.weight"])
 
 
 def flatten_fields(raw: dict[str, Any]) -> dict[str, Any]:

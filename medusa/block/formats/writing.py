@@ -5,7 +5,7 @@
 | `own`         | `Qwen3DSparkModel`           | this project                                                        |
 | `vllm`        | DFlash: z-lab's, SpecForge's | vLLM (`dflash`), and SGLang if the draft vocabulary is the whole one |
 |               | DSpark: DeepSpec's           | vLLM's runner for GPUs (`dspark`)                                   |
-| `speculators` | both, in its own fields      | the speculators library, vLLM                                       |
+| `speculators` | both and XPress, its fields  | the speculators library, vLLM (not XPress)                          |
 
 All count the target's layers from 0, by their outputs, except speculators, which counts the layers before, as vLLM's
 `eagle_aux_hidden_state_layer_ids` does (vLLM 0.32, `transformers_utils/configs/speculators/algos.py`). DFlash's blocks
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.blocks import Anchors, attend_to
 from draftsmith.medusa.block.formats import readers
-from draftsmith.medusa.block.heads import HEADS, side_width
+from draftsmith.medusa.block.heads import family, foreign_fields, side_width
 from draftsmith.medusa.block.heads.base import BlockHead
 from draftsmith.medusa.block.heads.dspark import unserved
 from draftsmith.medusa.block.model import BlockDrafter
@@ -64,7 +64,12 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
     for head in drafter.children():
         if isinstance(head, BlockHead) and head.foreign is None:
             return f"a {head.title}, which no other tool knows; take own"
-    if (reason := unserved(config)) is not None:
+    if (name := family(config)) == "XPress":
+        if format != "speculators":
+            return f"XPress's {drafter.side_head.title}: {drafter.side_head.served}; take speculators"
+        if drafter.confidence_head is not None:
+            return f"a confidence head, which speculators' {name} does not have; train without confidence"
+    elif (reason := unserved(config)) is not None:
         return reason
     if (reason := unserved_rotation(config.rope_parameters)) is not None:
         return f"{reason}; keep draftsmith's own format"
@@ -140,24 +145,23 @@ def config_fields(drafter: BlockDrafter, format: str) -> dict[str, Any]:
         # vLLM takes `causal` for all layers; without it those with a window are causal, and others are not.
         inputs |= {} if config.is_causal is None else {"causal": config.is_causal}
         return {"architectures": ["DFlashDraftModel"], **fields, "dflash_config": inputs}
-    return {"architectures": ["Qwen3DSparkModel"], **fields, **inputs, **_heads(config)} | {
+    return {"architectures": ["Qwen3DSparkModel"], **fields, **inputs, **_heads(config, "DSpark")} | {
         "sample_from_anchor": config.anchor_guesses,
         "dspark_bonus_anchor": not config.anchor_guesses,
     }
 
 
-def _heads(config: Any) -> dict[str, Any]:
-    known = [{**head.fields, **head.foreign} for head in HEADS if head.foreign is not None]
-    return {name: getattr(config, name, value) for fields in known for name, value in fields.items()}
+def _heads(config: Any, name: str) -> dict[str, Any]:
+    return {field: getattr(config, field, value) for field, value in foreign_fields(name).items()}
 
 
 def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
     """Return config.json as in the speculators library."""
     config = drafter.config
-    name = "dflash" if is_dflash(config) else "dspark"
+    name = family(config)
     return {
-        "speculators_model_type": name,
-        "architectures": ["DFlashDraftModel" if is_dflash(config) else "DSparkDraftModel"],
+        "speculators_model_type": name.lower(),
+        "architectures": [f"{name}DraftModel"],
         "transformer_layer_config": _layer(drafter),
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
@@ -165,9 +169,9 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.anchor_guesses,
         "sliding_window_non_causal": config.is_causal is False,
-        **({} if is_dflash(config) else _heads(config)),
+        **_heads(config, name),
         "speculators_config": {
-            "algorithm": name,
+            "algorithm": name.lower(),
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.guesses}],
             "verifier": {"name_or_path": config.base_model_name_or_path or "", "architectures": []},
@@ -193,16 +197,15 @@ def prove_block(drafter: BlockDrafter, directory: Path, *_: Any) -> None:
     # Only the anchors' positions count: the slots' embeddings are random, not the tokens'.
     attend, positions_1Q = attend_to(exact, context, Anchors(indices_1T, indices_1T, indices_1T))
     hidden_TSH = exact(embeddings_TSH.flatten(0, 1)[None], positions_1Q, attend)[0].unflatten(0, (PLACES, slots))
-    hidden_TKH = exact.guessing(hidden_TSH)
     guesses, vocab_size, drafted = config.guesses, config.vocab_size, config.draft_vocab_size
-    tokens_TK = torch.tensor([[readers.before(t, k, vocab_size) for k in range(guesses)] for t in range(PLACES)])
+    before_TS = [[readers.before(t, k, vocab_size) for k in range(-config.silent, guesses)] for t in range(PLACES)]
     added_TKD, sure_TK = torch.zeros(PLACES, guesses, drafted), torch.zeros(PLACES, guesses)
     if (head := exact.side_head) is not None and head.foreign is not None:
-        added_TKD = head.out(head.forced(hidden_TKH, tokens_TK))
+        added_TKD = head.out(exact.sides(hidden_TSH, torch.tensor(before_TS)))
     if exact.confidence_head is not None:
-        sure_TK = exact.confidence(hidden_TKH, tokens_TK)
+        sure_TK = exact.confidence(hidden_TSH, torch.tensor(before_TS))
     title = "added logits" if head is None else head.title
-    expected = {"states": hidden_TKH, title: added_TKD, "confidence": sure_TK[..., None]}
+    expected = {"states": exact.guessing(hidden_TSH), title: added_TKD, "confidence": sure_TK[..., None]}
     parts = outputs_TKX.split([config.hidden_size, drafted, 1], dim=-1)
     for (name, wanted), part in zip(expected.items(), parts, strict=True):
         error = relative_error(part, wanted)

@@ -1,10 +1,10 @@
 """A head over the states of a block's guesses: how it begins, steps in decoding, and is taught by forcing.
 
-The layers compute all guesses at once, so none knows the one before it. A head gives each guess a side state, from its
-own state and the tokens drafted before it; `out` maps that to logits that are added to the target's. What a head
-remembers of the tokens is a state for each node of a draft.
+The layers compute all slots at once, so none knows the token before it. A head gives each slot a side state, from the
+slots' states and the tokens drafted before it; `out` maps that to logits that are added to the target's. What a head
+remembers of the tokens is a state for each node of a draft. Heads see all slots, also an anchor's that guesses nothing.
 
-Shape suffixes: K guesses of a block, the first J of them with tokens before, H hidden, R side.
+Shape suffixes: S slots of a block, the first J of them with tokens before, H hidden, R side.
 """
 
 from abc import ABC, abstractmethod
@@ -20,6 +20,8 @@ class BlockHead(nn.Module):
 
     name: ClassVar[str]  # of its attribute in the drafter
     title: ClassVar[str]
+    family: ClassVar[str | None] = None
+    """The name of drafters with it, in lower case also speculators' type; None for a head of no known family."""
     fields: ClassVar[Mapping[str, Any]]
     """The fields of the config that describe it, with their values in a drafter without it. The first switches it on,
     and is R if it adds logits."""
@@ -33,6 +35,10 @@ class BlockHead(nn.Module):
     def setting(cls, config: Any) -> Any:
         """Return the config's first field of it: 0 or False in a drafter without it."""
         return getattr(config, next(iter(cls.fields)))
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Raise an InputError if another field than `setting` is impossible, in a drafter with the head."""
 
     @classmethod
     def new_fields(cls, config: Any, width: int) -> dict[str, Any]:
@@ -51,18 +57,21 @@ class SideHead(BlockHead, ABC):
     out: nn.Linear
     """The map from side states, (…, R), to logits."""
 
+    served: ClassVar[str] = "no server decodes with it"
+    """A clause about what servers do with drafters that have it."""
+
     def begin(self, hidden: Tensor) -> Tensor | None:
-        """Return its state before a block's first guess, (…, *), from all guesses' states, (…, K, H)."""
+        """Return its state before a block's first slot, (…, *), from all slots' states, (…, S, H)."""
         return None
 
     @abstractmethod
     def step(self, state: Tensor | None, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return a guess's side state, (…, R), and the head's next state, after the token before the guess, (…)."""
+        """Return a slot's side state, (…, R), and the head's next state, after the token before the slot's, (…)."""
 
     def forced(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return side states, (…, J, R), from all guesses' states, (…, K, H), and the tokens before, (…, J) int64."""
+        """Return side states, (…, J, R), from all slots' states, (…, S, H), and the tokens before, (…, J) int64."""
         state, sides = self.begin(hidden), list[Tensor]()
-        for guess, tokens in enumerate(before.unbind(-1)):
-            side, state = self.step(state, hidden[..., guess, :], tokens)
+        for slot, tokens in enumerate(before.unbind(-1)):
+            side, state = self.step(state, hidden[..., slot, :], tokens)
             sides.append(side)
         return torch.stack(sides, dim=-2)

@@ -20,7 +20,8 @@ REMEDY = "train with a markov_rank"
 class MarkovHead(SideHead):
     """A map of rank R from the token before to logits; it has no state."""
 
-    name, title = "markov_head", "Markov head"
+    name, title, family = "markov_head", "Markov head", "DSpark"
+    served = "vLLM 0.32 decodes with it only on GPUs"
     fields: ClassVar = {"markov_rank": 0}
     foreign: ClassVar = {"markov_head_type": "vanilla"}
 
@@ -56,7 +57,7 @@ class MarkovHead(SideHead):
 class ConfidenceHead(BlockHead):
     """A map to the logit of a guess's acceptance, from its state and, if `sees_side`, its side state."""
 
-    name, title = "confidence_head", "confidence head"
+    name, title, family = "confidence_head", "confidence head", "DSpark"
     fields: ClassVar = {"enable_confidence_head": False, "confidence_head_with_markov": True}
     foreign: ClassVar = {"confidence_head_with_markov": False}
 

@@ -7,6 +7,7 @@ from specimens import TREE, shaken
 
 from draftsmith.decode import InputError, autoregressive_generate, replay_acceptance, speculative_generate
 from draftsmith.decode.cache.features import collect_features
+from draftsmith.decode.tree import Tree
 from draftsmith.medusa import BlockDrafter, BlockProposer
 from draftsmith.medusa.block.blocks import Anchors, block_states
 from draftsmith.medusa.block.model import default_target_layers
@@ -25,6 +26,8 @@ SHAPES = {
         "is_causal": True,
     },
     "DSpark, a window": {"markov_rank": 4, "sliding_window": 5, "is_causal": False},
+    "XPress": {"xpress_rank": 4, "anchor_guesses": False, "layers": 2},
+    "XPress, anchor guesses, few tokens": {"xpress_rank": 3, "token_map": torch.tensor([1, 3, 4, 5, 6, 8])},
     "DSpark, few tokens": {"markov_rank": 3, "token_map": torch.tensor([1, 3, 4, 5, 6, 8])},
 }
 
@@ -119,18 +122,30 @@ def test_blocks_are_those_of_a_naive_reimplementation(target, shape, monkeypatch
         for n, anchor in enumerate(indices[0].tolist()):
             start = 0 if anchor < lengths[0] else lengths[0]
             expected = naive(drafter, embed, features[0], int(ids[0, anchor]), anchor, start)
-            torch.testing.assert_close(
-                hidden[0, n], drafter.guessing(expected), rtol=0, atol=1e-6
-            )  # angles are float32
+            torch.testing.assert_close(hidden[0, n], expected, rtol=0, atol=1e-6)  # angles are float32
+
+
+def refined(head, slots, before):
+    """What XPress's refiner adds to a block's logits, (S, D), by loops."""
+    of, mean, own = dict(head.named_parameters()), sum(slots) / len(slots), []
+    for slot, token in zip(slots, before, strict=True):
+        seen = [of["down_h.weight"] @ slot, of["down_g.weight"] @ mean, of["token_embed.weight"][token]]
+        own.append(of["in_proj.weight"] @ torch.cat(seen))
+    added = []
+    for k, x in enumerate(own):
+        x = x + sum(of["mix_l"][:, k, j] * own[j] for j in range(k + 1))
+        inner = torch.nn.functional.silu(of["mlp_gate.weight"] @ x) * (of["mlp_up.weight"] @ x)
+        added.append(of["readout.weight"] @ (x + of["mlp_down.weight"] @ inner))
+    return torch.stack(added)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_markov_head_is_one_map_with_the_targets(target, shape):
+def test_a_head_that_adds_logits_is_one_map_with_the_targets(target, shape):
     drafter = block(target, **shape)
-    head, hidden = drafter.head_for(target), torch.randn(2, 3, target.config.hidden_size)
-    before = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    found = drafter.whole_head(head)(drafter.head_states(hidden, before))
-    logits = drafter.logits(hidden, drafter.sides(hidden, before), head)
+    head, slots = drafter.head_for(target), torch.randn(2, 4, target.config.hidden_size)
+    before = torch.tensor([[1, 2, 3, 4], [4, 5, 6, 7]])
+    found, hidden = drafter.whole_head(head)(drafter.head_states(slots, before)), drafter.guessing(slots)
+    logits = drafter.logits(hidden, drafter.sides(slots, before), head)
     torch.testing.assert_close(found, logits)
     weight = target.get_output_embeddings().weight
     if (ids := drafter.token_map) is not None:
@@ -138,7 +153,35 @@ def test_the_markov_head_is_one_map_with_the_targets(target, shape):
     naive = hidden @ weight.T
     if drafter.markov_head is not None:
         naive = naive + drafter.markov_head.markov_w1.weight[before] @ drafter.markov_head.markov_w2.weight.T
+    if (head := drafter.refiner_head) is not None:
+        naive = (
+            naive
+            + torch.stack([refined(head, *row) for row in zip(slots, before, strict=True)])[:, drafter.config.silent :]
+        )
     torch.testing.assert_close(logits, naive)
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPES[name] for name in SHAPES if name.startswith("XPress")], ids=["fill-in", "all"]
+)
+def test_rounds_over_whole_blocks_end_in_the_walk(target, shape):
+    """Each settles one guess more: as many as there are guesses, never mind the first ones."""
+    drafter, ends = block(target, **shape), torch.randint(13, (50, 2), generator=torch.Generator().manual_seed(0))
+    for parameter in drafter.refiner_head.parameters():
+        torch.nn.init.normal_(parameter)
+    model, slots = BlockProposer(drafter).draft_model, torch.randn(50, 4, target.config.hidden_size)
+    model.draft_for(target)
+    count, tokens = drafter.config.guesses, torch.zeros(50, drafter.config.guesses, dtype=torch.int64)
+    logits_after = model.logits_after(Tree.chain(count), slots, ends, 13)
+    for level in Tree.chain(count).levels(torch.device("cpu")):
+        tokens[:, level.depth] = logits_after(level, tokens)[:, 0].argmax(-1)
+    guessed, equal = torch.full_like(tokens, 5), []
+    for _ in range(count):
+        before = torch.cat([ends[:, 1 - drafter.config.silent :], guessed[:, :-1]], 1)
+        logits = drafter.logits(drafter.guessing(slots), drafter.sides(slots, before), model.head)
+        guessed = drafter.widened(logits).argmax(-1)
+        equal.append((guessed == tokens).float().mean().item())
+    assert equal[-1] == 1 and equal == sorted(equal) and equal[0] < 0.9
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
@@ -215,6 +258,11 @@ def test_it_is_saved_and_loaded_with_safetensors(target, tmp_path):
         ({"block_size": 1, "anchor_guesses": False}, "block_size: expected at least 2"),
         ({"token_map": torch.tensor([1, 1])}, "token_map: expected different ids below 13"),
         ({"markov_rank": -1}, "markov_rank: expected at least 0"),
+        (
+            {"markov_rank": 2, "xpress_rank": 2},
+            "heads: expected one that adds logits, found a Markov head and a ref",
+        ),
+        ({"xpress_rank": 2, "num_jacobi_passes": 0}, "num_jacobi_passes: expected at least 1"),
         ({"sliding_window": 7}, "sliding_window: expected at least the 8 slots of a block, found 7"),
     ],
 )
@@ -250,7 +298,11 @@ def test_layers_are_those_of_the_papers():
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("shape", [{"markov_rank": 3}, {"anchor_guesses": False}], ids=["DSpark", "DFlash"])
+@pytest.mark.parametrize(
+    "shape",
+    [{"markov_rank": 3}, {"anchor_guesses": False}, {"xpress_rank": 3, "anchor_guesses": False}],
+    ids=["DSpark", "DFlash", "XPress"],
+)
 def test_a_drafter_in_bfloat16_drafts_for_a_target_in_float32(target, shape, tree):
     """As `measure` chooses on CPUs; replay counts what the decoder counts."""
     proposer = BlockProposer(block(target, **shape).bfloat16(), tree)
