@@ -121,12 +121,13 @@ def test_two_processes_are_one(pipeline, cached, tmp_path, strategy):
 def test_what_does_not_fit_is_refused_in_one_line(pipeline, cached, tmp_path, capsys):
     training = {"output_dir": tmp_path / "out", "max_steps": 1, "use_cpu": "true", "report_to": "none"}
     argv = ["--target", str(cached / "target"), "--completions", f"[{pipeline / 'short'}]", "--layer_ids", "[1, 2]"]
-    argv += ["--teacher_cache", f"[{cached / 'half'}]"]
+    cache = ["--teacher_cache", f"[{cached / 'half'}]"]
     argv += [part for name, value in training.items() for part in (f"--training.{name}", str(value))]
 
     def fails(*more: str) -> str:
         capsys.readouterr()
-        assert run(lambda: command.main([*argv, *more])) == 2
+        given = cache if "--teacher_cache" not in more else []
+        assert run(lambda: command.main([*argv, *given, *more])) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1, lines
         return lines[0]
@@ -139,7 +140,7 @@ def test_what_does_not_fit_is_refused_in_one_line(pipeline, cached, tmp_path, ca
     assert dispatch in fails("--training.accelerator_config", "{dispatch_batches: true}")
     assert not (tmp_path / "out" / "model.safetensors").exists()
     with listened() as heard:
-        assert run(lambda: command.main(argv)) == 0
+        assert run(lambda: command.main(argv + cache)) == 0
     heard.require(
         "reading completions", "finding what is cached", "making the heads", "saving what was trained", trains=True
     )

@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 10_418,
     "scripts": 19_606,
     "benchmarks": 2_760,
-    "tests": 58_496,
+    "tests": 58_497,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -37,8 +37,8 @@ class CacheConfig(ModelOptions, TargetOptions, TeacherOptions):
     They serve any temperature, top-k and top-p."""
     layer_ids: list[int] | None = None
     """The numbers of the target's layers after which features are taken, ascending; of L layers 2, L // 2 and L − 3 if
-    not given. With none, [], the cache has the last hidden states alone: enough for draft models, parallel drafts,
-    Medusa and Hydra heads, and MTP layers."""
+    not given. With none, [], the cache has the last hidden states alone: enough for draft models, and for heads
+    and layers that read no features."""
     feature_dtype: str | None = None
     """The stored dtype of features, bfloat16 or float32; bfloat16 if not given, or float32 where servers compute in
     another dtype."""
