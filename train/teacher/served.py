@@ -311,8 +311,9 @@ class ServedTarget:
         body |= {"prompt_logprobs": 0} if scored else {}
         answer = await client.fetch(StatesAnswer, TEXT, body, "states")
         if answer.kv_transfer_params is None:
-            what = "an answer with kv_transfer_params; it was started without --kv-transfer-config"
-            raise InputError(f"teacher: expected {what}, found none from {client.url}")
+            # A server that ends answers so, too, for the requests that it aborts.
+            what = "an answer with kv_transfer_params (is it started with --kv-transfer-config?)"
+            raise client.failure(what, client.url, "none")
         path = Path(answer.kv_transfer_params.hidden_states_path)
         lock = Path(f"{path}.lock")
         in_place = os.access(lock, os.R_OK | os.W_OK)  # on the server's machine, and may be removed

@@ -237,6 +237,21 @@ def test_the_work_of_a_dead_server_is_done_by_another(model, ends, path):
         assert torch.allclose(row["hidden"], states_of(model, LAYOUT, [ids])[0]["hidden"], atol=1e-5)
 
 
+def test_a_server_that_ends_and_aborts_its_requests_is_left(model, ends, path):
+    """vLLM answers what it aborts when it is told to end: without states."""
+    ending, other = StateServer(model, LAYERS, path), StateServer(model, LAYERS, path)
+    complete = ending.complete
+
+    def abort(body: dict) -> dict | None:
+        answer = complete(body)
+        return answer if answer is None or len(ending.texts) < 3 else answer | {"kv_transfer_params": None}
+
+    ending.complete = abort
+    given = texts(*range(10, 40))
+    for row, ids in zip(asked(ending, other, ends=ends, given=given), given, strict=True):
+        assert torch.allclose(row["hidden"], states_of(model, LAYOUT, [ids])[0]["hidden"], atol=1e-5)
+
+
 def revived(server: StateServer, **says: str) -> None:
     """Bring a server back soon after it has died; it says something else then."""
 
