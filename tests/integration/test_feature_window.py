@@ -33,7 +33,8 @@ from draftsmith.train.models import load_model
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 from draftsmith.train.teacher.feature_reader import find_features
 from draftsmith.train.teacher.feature_shards import FeatureShards, Layout, LiveTeacher
-from draftsmith.train.teacher.window import READER, Order, WindowReader, WindowWriter
+from draftsmith.train.teacher.window import READER, Order, WindowReader
+from draftsmith.train.teacher.window_writer import WindowWriter
 
 WINDOW = 4e-4
 """Gigabytes: some eight steps."""

@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 13_781,
-    "train": 17_169,
+    "train": 17_186,
     "distill": 2_911,
     "medusa": 10_418,
     "scripts": 19_606,
     "benchmarks": 2_760,
-    "tests": 58_512,
+    "tests": 58_513,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

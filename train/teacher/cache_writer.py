@@ -40,7 +40,7 @@ from draftsmith.train.teacher.served import AT_ONCE, ServedModel, ServedTarget, 
 from draftsmith.train.teacher.served_check import LENGTHS, ask_servers, compare_states, require_length, require_served
 from draftsmith.train.teacher.sources import Source, batches_of, texts_of
 from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, read_ends, save_ends
-from draftsmith.train.teacher.window import WindowWriter
+from draftsmith.train.teacher.window_writer import WindowWriter
 
 TRIAL = ".trial.partial"
 """The file of a trial batch, which is timed to estimate the run."""

@@ -45,7 +45,8 @@ from draftsmith.train.teacher.served_check import (
     require_served,
 )
 from draftsmith.train.teacher.target_ends import read_ends
-from draftsmith.train.teacher.window import WindowReader, WindowWriter
+from draftsmith.train.teacher.window import WindowReader
+from draftsmith.train.teacher.window_writer import WindowWriter
 
 ERROR, STATUS, ALIVE = "error.txt", "filler.json", ".filler.lock"
 WAITING, LOGS = 0.1, 5
