@@ -210,7 +210,8 @@ def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: Writt
             ]
         )
         # Guesses after the text's end have no tokens before them, and nobody asks for their logits.
-        side_CKR = drafter.sides(hidden_CSH, tokens_before(drafter, ids_T[None], None, rounds_C[None])[0])
+        before_CS = tokens_before(drafter, ids_T[None], None, rounds_C[None])[0]
+        side_CKR = drafter.sides(hidden_CSH, before_CS, embed)
         hidden_CKH = drafter.guessing(hidden_CSH)
         for guess in range(drafter.config.guesses):
             side = None if side_CKR is None else side_CKR[:, guess]

@@ -278,7 +278,11 @@ class BlockDrafter(FeatureHeads):
         """Return the embeddings in the slots of blocks, (…, S, H); `anchors` are the tokens of the first slots, (…)."""
         slots = anchors[..., None].repeat_interleave(self.config.block_size, dim=-1)
         slots[..., 1:] = self.config.mask_token_id
-        return embed(slots).to(self.norm.weight.device, computing_dtype(self.norm.weight))  # type: ignore[no-any-return]
+        return self.embedded(slots, embed)
+
+    def embedded(self, tokens: Tensor, embed: nn.Module) -> Tensor:
+        """Return the target's embeddings of tokens, in the drafter's dtype and on its device."""
+        return embed(tokens).to(self.norm.weight.device, computing_dtype(self.norm.weight))  # type: ignore[no-any-return]
 
     def forward(self, states: Tensor, positions: Tensor, attend: Callable[[int], Attend]) -> Tensor:
         """Return the output head's inputs for all slots of blocks, (B, Q, H).
@@ -309,19 +313,25 @@ class BlockDrafter(FeatureHeads):
         """The `SideHead`, or None."""
         return next((head for head in self.children() if isinstance(head, SideHead)), None)
 
-    def sides(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+    def read(self, before: Tensor, embed: nn.Module) -> Tensor:
+        """Return what the head that adds logits sees of the tokens before guesses; `embed` is the target's."""
+        head = self.side_head
+        return before if head is None or not head.embeds else self.embedded(before, embed)
+
+    def sides(self, hidden: Tensor, before: Tensor, embed: nn.Module) -> Tensor | None:
         """Return side states of the first slots' guesses, (…, J or J − 1, R), or None without a head that adds logits.
 
-        Arguments are those of `SideHead.forced`: all slots' states, and the tokens before the first slots.
+        `hidden` are all slots' states, (…, S, H); `before` the tokens before the first slots, (…, J) int64.
         """
-        return None if (head := self.side_head) is None else self.guessing(head.forced(hidden, before))
+        head = self.side_head
+        return None if head is None else self.guessing(head.forced(hidden, self.read(before, embed)))
 
-    def head_states(self, hidden: Tensor, before: Tensor) -> Tensor:
+    def head_states(self, hidden: Tensor, before: Tensor, embed: nn.Module) -> Tensor:
         """Return the inputs of `whole_head` for all guesses, (…, K, H + R); (…, K, H) without a head that adds logits.
 
         `hidden` are all slots' states, (…, S, H); `before` the token before each slot's, (…, S) int64.
         """
-        side, guessing = self.sides(hidden, before), self.guessing(hidden)
+        side, guessing = self.sides(hidden, before, embed), self.guessing(hidden)
         return guessing if side is None else torch.cat([guessing, side.to(hidden.dtype)], dim=-1)
 
     def whole_head(self, head: OutputHead) -> OutputHead:
@@ -332,14 +342,14 @@ class BlockDrafter(FeatureHeads):
         side_head = self.side_head
         return head if side_head is None else replace(head, side_weight=side_head.out.weight)
 
-    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
+    def confidence(self, hidden: Tensor, before: Tensor, embed: nn.Module) -> Tensor:
         """Return the logit of each guess's acceptance, if those before it were accepted (DSpark), as many as `sides`.
 
         It depends on the tokens before the guess but not on the guess, so cutting drafts by it is lossless. Arguments
-        are those of `SideHead.forced`.
+        are those of `sides`.
         """
         head: Any = self.confidence_head
-        side = self.sides(hidden, before) if head.sees_side else None
+        side = self.sides(hidden, before, embed) if head.sees_side else None
         return head.logits(self.guessing(hidden[..., : before.shape[-1], :]), side)
 
     def logits(self, hidden: Tensor, side: Tensor | None, head: OutputHead) -> Tensor:

@@ -74,10 +74,10 @@ class BlockModel(PreTrainedModel):
         """Return the function that drafts a tree from a block's states, after the texts' last two tokens."""
         head, fed = self.drafter.side_head, list[int]()
         hidden_BKH, anchors_B1 = self.drafter.guessing(hidden_BSH), ends_B2[:, 1:]
-        state = None if head is None else head.begin(hidden_BSH)
+        state, silent = None if head is None else head.begin(hidden_BSH), self.config.silent
         if state is not None:
-            if self.config.silent:  # a head with a state sees each slot, also one that guesses nothing
-                _, state = head.step(state, hidden_BSH[:, 0], ends_B2[:, 0])
+            if silent:  # a head with a state sees each slot, also one that guesses nothing
+                _, state = head.step(state, hidden_BSH[:, 0], self._read(ends_B2[:, 0]), 0)
             state = state[:, None]  # (B, P, *), of the last level's parents, `fed`
 
         def logits_after(level: Level, tokens: Tensor) -> Tensor:
@@ -88,7 +88,9 @@ class BlockModel(PreTrainedModel):
             if state is not None and level.depth:  # a node continues from its parent's state
                 state = torch.stack([state[:, fed.index(tree.parents[node])] for node in level.parents], 1)
             fed[:] = level.parents
-            side, state = (None, None) if head is None else head.step(state, hidden_BPH, before_BP)
+            side = None
+            if head is not None:
+                side, state = head.step(state, hidden_BPH, self._read(before_BP), silent + level.depth)
             logits_BPD = self.drafter.logits(hidden_BPH, side, self.head)
             return align_vocabulary(self.drafter.widened(logits_BPD), vocab_size)
 
@@ -97,7 +99,12 @@ class BlockModel(PreTrainedModel):
     def reached(self, hidden_BSH: Tensor, ends_B2: Tensor, tokens_BK: Tensor) -> Tensor:
         """Return the confidence head's probability that all of a chain's tokens up to each are accepted, (B, K)."""
         before_BS = torch.cat([ends_B2[:, 1 - self.config.silent :], tokens_BK[:, :-1]], dim=1)
-        return self.drafter.confidence(hidden_BSH, before_BS).float().sigmoid().cumprod(1)
+        assert self.embed is not None
+        return self.drafter.confidence(hidden_BSH, before_BS, self.embed).float().sigmoid().cumprod(1)
+
+    def _read(self, before: Tensor) -> Tensor:
+        assert self.embed is not None
+        return self.drafter.read(before, self.embed)
 
     def forward(
         self,

@@ -141,7 +141,7 @@ class BlockTrainer(FeatureTrainer):
         def loss() -> Tensor:
             hidden_BNSH = self._hidden(target_states, inputs, blocks.indices)
             before_BNS = self._before(inputs, blocks.indices)
-            states_ME = self.heads.head_states(hidden_BNSH, before_BNS).flatten(0, 2)
+            states_ME = self._states(hidden_BNSH, before_BNS).flatten(0, 2)
             return self._inside_head(partial(self._loss, blocks, target_states, before_BNS), hidden_BNSH, states_ME)
 
         return model(inside=loss)  # type: ignore[no-any-return]
@@ -174,7 +174,7 @@ class BlockTrainer(FeatureTrainer):
         teacher = target_states.hidden, self.teacher_head
         loss = self.chain_loss(blocks, states, lambda _: head, teacher, shares)
         if config.confidence > 0 and stats is not None:
-            logits_M = self.heads.confidence(hidden_BNSH, before_BNS).float().flatten()
+            logits_M = self.heads.confidence(hidden_BNSH, before_BNS, self.embed).float().flatten()
             errors_M = binary_cross_entropy_with_logits(logits_M, stats.alpha_M, reduction="none")
             loss = loss + config.confidence * (decayed_M * errors_M).sum()
         return loss
@@ -204,7 +204,7 @@ class BlockTrainer(FeatureTrainer):
                 guesses_M = ids.to(guesses_M.device)[guesses_M]
             guesses_BNK = guesses_M.view(*before_BNS.shape[:2], -1)
             mixed_BNS = torch.cat([before_BNS[..., :given], guesses_BNK[..., :-1]], dim=-1)
-            guessed_ME = heads.head_states(hidden_BNSH, mixed_BNS).flatten(0, 2)
+            guessed_ME = self._states(hidden_BNSH, mixed_BNS).flatten(0, 2)
             states.append(guessed_ME)
         return states
 
@@ -225,7 +225,7 @@ class BlockTrainer(FeatureTrainer):
             # The blocks of all positions need a mask of their square: compute them in parts.
             parts = everywhere.split(anchors_at_once(rows * length, self.heads.config.block_size), dim=1)
             states_XKE = torch.cat([
-                self.heads.head_states(self._hidden(target_states, inputs, part), self._before(inputs, part))
+                self._states(self._hidden(target_states, inputs, part), self._before(inputs, part))
                 for part in parts
             ], dim=1).flatten(0, 1)  # fmt: skip
 
@@ -256,6 +256,10 @@ class BlockTrainer(FeatureTrainer):
         """Return the output head's inputs for the slots after some anchors, (B, N, S, H)."""
         batch = inputs["input_ids"], inputs.get("position_ids")
         return states_of_blocks(self.heads, self.embed, target_states, *batch, indices_BN)
+
+    def _states(self, hidden_BNSH: Tensor, before_BNS: Tensor) -> Tensor:
+        """Return `BlockDrafter.head_states`, (B, N, K, H + R)."""
+        return self.heads.head_states(hidden_BNSH, before_BNS, self.embed)  # type: ignore[no-any-return]
 
     def _before(self, inputs: dict[str, Any], indices_BN: Tensor) -> Tensor:
         """Return the tokens before these slots' own, (B, N, S)."""

@@ -71,9 +71,14 @@ def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor
         likeliest = q[..., : len(trainer.processing_class)].argmax(-1)
         tokens = likeliest if drafter.token_map is None else drafter.token_map[likeliest]
         mixed = torch.cat([before[:, : 1 + silent], tokens[:, :-1]], 1)
-        q = drafter.logits(guessing, drafter.sides(hidden, mixed), head)
+        q = drafter.logits(guessing, drafter.sides(hidden, mixed, trainer.embed), head)
         others.append((config.rounds_weight / 3, by_guess(q)))
-    return p_logits, by_guess(drafter.logits(guessing, drafter.sides(hidden, before), head)), hidden, others
+    return (
+        p_logits,
+        by_guess(drafter.logits(guessing, drafter.sides(hidden, before, trainer.embed), head)),
+        hidden,
+        others,
+    )
 
 
 def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
@@ -115,7 +120,9 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
                 dpace = float(sum(reached for _, reached, _ in known[k:]))
                 total = total + (config.decay**k if alpha is None else dpace) * value
                 if config.confidence:
-                    logit = drafter.confidence(hidden[a], ids[max(0, a - silent) : a + k + 1])[k].double()
+                    logit = drafter.confidence(hidden[a], ids[max(0, a - silent) : a + k + 1], trainer.embed)[
+                        k
+                    ].double()
                     error = binary_cross_entropy_with_logits(logit, (1.0 - tvd).detach())
                     total = total + config.confidence * config.decay**k * error
     return total

@@ -75,7 +75,7 @@ def test_each_node_continues_its_parents_state():
         found = logits_after(level, tokens)
         for place, node in enumerate(level.parents):
             path = tree.path(node) if level.depth else []
-            side = drafter.sides(hidden, torch.cat([anchors[:, None], tokens[:, path]], 1))[:, -1]
+            side = drafter.sides(hidden, torch.cat([anchors[:, None], tokens[:, path]], 1), model.embed)[:, -1]
             torch.testing.assert_close(found[:, place], drafter.logits(hidden[:, level.depth], side, model.head))
 
 

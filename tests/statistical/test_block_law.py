@@ -100,7 +100,7 @@ def test_a_cut_that_looks_at_the_guess_itself_is_caught(llama, monkeypatch):  # 
         proposer.heads.confidence_head.proj.weight[:, -2:] *= 1000  # sure or not, by the token that it sees
 
     def reached(hidden_BSH, ends_B2, tokens_BK):
-        logits_BK = proposer.heads.confidence(hidden_BSH, tokens_BK)
+        logits_BK = proposer.heads.confidence(hidden_BSH, tokens_BK, proposer.draft_model.embed)
         return logits_BK.float().sigmoid().cumprod(1)
 
     assert cut_law(llama, proposer) < ROUNDING

@@ -29,7 +29,7 @@ class ToyHead(SideHead):
     def begin(self, hidden):
         return self.first(hidden.mean(-2)).tanh()  # all guesses' states: a second pass would begin so too
 
-    def step(self, state, hidden, before):
+    def step(self, state, hidden, before, slot):
         drafted = self.tokens(before)
         states = self.cell(drafted.flatten(0, -2), state.to(drafted.dtype).flatten(0, -2)).view_as(drafted)
         return states, torch.clone(states)

@@ -32,7 +32,7 @@ def train_block(
             context = drafter.context(drafter.fuse(features_BTF), positions)
             hidden_BNSH = block_states(drafter, embed, context, Anchors.at(indices_BN, ids_BT, positions))
             behind_NK = indices_BN[0][:, None] + torch.arange(guesses)
-            sides = drafter.sides(hidden_BNSH, tokens_before(drafter, ids_BT, None, indices_BN))
+            sides = drafter.sides(hidden_BNSH, tokens_before(drafter, ids_BT, None, indices_BN), embed)
             logits = drafter.widened(drafter.logits(drafter.guessing(hidden_BNSH), sides, head))
             log_q = logits.log_softmax(-1).gather(-1, ids_BT[:, behind_NK + 1][..., None])
             # What a truncated vocabulary lacks cannot be learnt.

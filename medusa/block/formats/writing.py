@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
@@ -198,12 +198,14 @@ def prove_block(drafter: BlockDrafter, directory: Path, *_: Any) -> None:
     attend, positions_1Q = attend_to(exact, context, Anchors(indices_1T, indices_1T, indices_1T))
     hidden_TSH = exact(embeddings_TSH.flatten(0, 1)[None], positions_1Q, attend)[0].unflatten(0, (PLACES, slots))
     guesses, vocab_size, drafted = config.guesses, config.vocab_size, config.draft_vocab_size
-    before_TS = [[readers.before(t, k, vocab_size) for k in range(-config.silent, guesses)] for t in range(PLACES)]
+    before = torch.tensor(
+        [[readers.before(t, k, vocab_size) for k in range(-config.silent, guesses)] for t in range(PLACES)]
+    )
     added_TKD, sure_TK = torch.zeros(PLACES, guesses, drafted), torch.zeros(PLACES, guesses)
     if (head := exact.side_head) is not None and head.foreign is not None:
-        added_TKD = head.out(exact.sides(hidden_TSH, torch.tensor(before_TS)))
+        added_TKD = head.out(exact.guessing(head.forced(hidden_TSH, before)))
     if exact.confidence_head is not None:
-        sure_TK = exact.confidence(hidden_TSH, torch.tensor(before_TS))
+        sure_TK = exact.confidence(hidden_TSH, before, nn.Identity())
     title = "added logits" if head is None else head.title
     expected = {"states": exact.guessing(hidden_TSH), title: added_TKD, "confidence": sure_TK[..., None]}
     parts = outputs_TKX.split([config.hidden_size, drafted, 1], dim=-1)

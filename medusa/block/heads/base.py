@@ -2,7 +2,8 @@
 
 The layers compute all slots at once, so none knows the token before it. A head gives each slot a side state, from the
 slots' states and the tokens drafted before it; `out` maps that to logits that are added to the target's. What a head
-remembers of the tokens is a state for each node of a draft. Heads see all slots, also an anchor's that guesses nothing.
+remembers of the tokens is a state for each node of a draft. Heads see all slots, also an anchor's that guesses nothing,
+and tokens as their ids, or as the target's embeddings.
 
 Shape suffixes: S slots of a block, the first J of them with tokens before, H hidden, R side.
 """
@@ -59,19 +60,21 @@ class SideHead(BlockHead, ABC):
 
     served: ClassVar[str] = "no server decodes with it"
     """A clause about what servers do with drafters that have it."""
+    embeds: ClassVar[bool] = False
+    """Whether it sees the target's embeddings of the tokens before guesses, (…, H), in place of the tokens, (…)."""
 
     def begin(self, hidden: Tensor) -> Tensor | None:
         """Return its state before a block's first slot, (…, *), from all slots' states, (…, S, H)."""
         return None
 
     @abstractmethod
-    def step(self, state: Tensor | None, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return a slot's side state, (…, R), and the head's next state, after the token before the slot's, (…)."""
+    def step(self, state: Tensor | None, hidden: Tensor, before: Tensor, slot: int) -> tuple[Tensor, Tensor | None]:
+        """Return a slot's side state, (…, R), and the head's next state, after the token before the slot's."""
 
     def forced(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return side states, (…, J, R), from all slots' states, (…, S, H), and the tokens before, (…, J) int64."""
+        """Return side states, (…, J, R), from all slots' states, (…, S, H), and the J tokens before the first slots."""
         state, sides = self.begin(hidden), list[Tensor]()
-        for slot, tokens in enumerate(before.unbind(-1)):
-            side, state = self.step(state, hidden[..., slot, :], tokens)
+        for slot, token in enumerate(before.unbind(-2 if self.embeds else -1)):
+            side, state = self.step(state, hidden[..., slot, :], token, slot)
             sides.append(side)
         return torch.stack(sides, dim=-2)

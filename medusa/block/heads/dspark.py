@@ -45,7 +45,7 @@ class MarkovHead(SideHead):
         """Return a rank if the run names one."""
         return {} if config.markov_rank is None else cls.new_fields(config, width)
 
-    def step(self, state: Tensor | None, hidden: Tensor, before: Tensor) -> tuple[Tensor, None]:
+    def step(self, state: Tensor | None, hidden: Tensor, before: Tensor, slot: int) -> tuple[Tensor, None]:
         """Return W1's row of the token before."""
         return self.markov_w1(before), None
 

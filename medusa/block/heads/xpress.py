@@ -58,10 +58,10 @@ class Refiner(SideHead):
         """Return the map of the mean state, (…, 1, R), to which each step adds a slot's unmixed state."""
         return self.down_g(hidden.mean(-2, keepdim=True))  # type: ignore[no-any-return]
 
-    def step(self, state: Tensor | None, hidden: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, state: Tensor | None, hidden: Tensor, before: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         """Return a slot's mixed state, and with its unmixed state those of all slots so far."""
         assert state is not None
-        slot, drafted = state.shape[-2] - 1, self.token_embed(before)
+        drafted = self.token_embed(before)
         mean = state[..., 0, :].expand_as(drafted)
         new = self.in_proj(torch.cat([self.down_h(hidden), mean, drafted], dim=-1))
         states = torch.cat([state.expand(*new.shape[:-1], -1, -1), new[..., None, :]], dim=-2)

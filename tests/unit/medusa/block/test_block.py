@@ -142,10 +142,14 @@ def refined(head, slots, before):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_head_that_adds_logits_is_one_map_with_the_targets(target, shape):
     drafter = block(target, **shape)
-    head, slots = drafter.head_for(target), torch.randn(2, 4, target.config.hidden_size)
+    head, slots, embed = (
+        drafter.head_for(target),
+        torch.randn(2, 4, target.config.hidden_size),
+        target.get_input_embeddings(),
+    )
     before = torch.tensor([[1, 2, 3, 4], [4, 5, 6, 7]])
-    found, hidden = drafter.whole_head(head)(drafter.head_states(slots, before)), drafter.guessing(slots)
-    logits = drafter.logits(hidden, drafter.sides(slots, before), head)
+    found, hidden = drafter.whole_head(head)(drafter.head_states(slots, before, embed)), drafter.guessing(slots)
+    logits = drafter.logits(hidden, drafter.sides(slots, before, embed), head)
     torch.testing.assert_close(found, logits)
     weight = target.get_output_embeddings().weight
     if (ids := drafter.token_map) is not None:
@@ -178,7 +182,7 @@ def test_rounds_over_whole_blocks_end_in_the_walk(target, shape):
     guessed, equal = torch.full_like(tokens, 5), []
     for _ in range(count):
         before = torch.cat([ends[:, 1 - drafter.config.silent :], guessed[:, :-1]], 1)
-        logits = drafter.logits(drafter.guessing(slots), drafter.sides(slots, before), model.head)
+        logits = drafter.logits(drafter.guessing(slots), drafter.sides(slots, before, model.embed), model.head)
         guessed = drafter.widened(logits).argmax(-1)
         equal.append((guessed == tokens).float().mean().item())
     assert equal[-1] == 1 and equal == sorted(equal) and equal[0] < 0.9
