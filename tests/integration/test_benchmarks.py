@@ -62,6 +62,8 @@ def test_every_command_line_of_the_documentation_parses():
         ("targets", ["--families", "[gpt2, none]"], "families: expected model types of causal LMs, found none"),
         ("study", ["--recipe", "none"], "recipe: expected one of distill"),
         ("study", ["--baseline", "none"], "baseline: expected one of base, each named once, found none"),
+        ("study", ["--variants", '{"a": {"command": "b"}}'], "variants: a: command: expected one of distill.*found b"),
+        ("study", ["--variants", '{"a": {"hydra": true}}'], "variants: a: .*hydra"),
     ],
 )
 def test_bad_options_are_told(name, arguments, error):
@@ -153,9 +155,28 @@ def test_a_study_trains_replays_and_compares_and_goes_on(pair_dirs, tmp_path, ca
     results = json.loads((tmp_path / "study" / "results.json").read_text())
     assert set(results) == {*variants, "stock", "environment", "config"}
     for name in (*variants, "stock"):
-        for figure, sums in results[name]["0"].items():
+        for figure, sums in results[name]["0"]["replayed"].items():
             longest = 1 + int(figure[-1])
             assert 1 <= sum(sums["tokens"]) / sum(sums["rounds"]) <= longest
+
+
+def test_kinds_are_compared_at_equal_steps_and_time_and_priced(pair_dirs, tmp_path, capsys):
+    variants = {"eagle": {}, "block": {"command": "block", "draft_vocabulary": 200}}
+    arguments = ["--recipe", "eagle", "--target", str(pair_dirs[0]), "--variants", json.dumps(variants)]
+    arguments += ["--common", json.dumps({"training.max_steps": 2, "training.use_cpu": True}), "--seeds", "[0]"]
+    arguments += ["--train_prompts", "6", "--replayed_prompts", "3", "--max_new_tokens", "6", "--draft_lengths", "[2]"]
+    arguments += ["--equal_time", "true", "--priced", "true", "--output", str(tmp_path / "study")]
+    common.run_benchmark(study.BenchStudyConfig, study.bench, study.shown, argv=arguments)
+    results = json.loads((tmp_path / "study" / "results.json").read_text())
+    longer = results["block, equal time"]["0"]
+    pace = results["block"]["0"]["seconds"] / 2
+    assert longer["steps"] == max(1, round(results["eagle"]["0"]["seconds"] / pace))
+    (table,) = study.shown(study.BenchStudyConfig(variants=variants, recipe="eagle"), results).values()
+    assert set(table) == {"eagle", "block", "block, equal time"}
+    for row in table.values():
+        assert row["T=0 γ=2 draft ms"] > 0
+        assert 0 < row["T=0 γ=2 speed-up"] <= row["T=0 γ=2 τ"].value
+    assert "block, equal time" in capsys.readouterr().out
 
 
 def test_variants_are_compared_with_the_baseline():
@@ -163,7 +184,7 @@ def test_variants_are_compared_with_the_baseline():
     runs = {}
     for variant, of in (("kl", [4.0, 2.0, 3.0]), ("jsd", [2.0, 1.0, 2.0])):
         sums = {"tokens": [8.0, 4.0, 6.0], "rounds": of, "overlap": [4.0, 2.0, 3.0]}
-        runs[variant] = {str(seed): {"T=0 γ=4": sums} for seed in (0, 1)}
+        runs[variant] = {str(seed): {"replayed": {"T=0 γ=4": sums}} for seed in (0, 1)}
     (table,) = study.shown(config, runs).values()
     assert set(table) == set(runs)
     row = table["jsd"]

@@ -24,8 +24,8 @@ BUDGET = {
     "distill": 2_911,
     "medusa": 10_445,
     "scripts": 19_606,
-    "benchmarks": 2_760,
-    "tests": 58_524,
+    "benchmarks": 2_864,
+    "tests": 58_545,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
