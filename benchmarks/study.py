@@ -146,7 +146,7 @@ def _run(config: BenchStudyConfig, trainings: Mapping[str, dict[str, Any]], resu
             continue
         print(f"{name}, seed {seed}", flush=True)
         output = Path(config.output) / f"{name}-{seed}"
-        if str(seed) in runs:  # of other fields; an interrupted one goes on
+        if str(seed) in runs:  # of other fields; an interrupted one is continued
             remove(output)
         seconds = _train(command, [*argv, f"--training.output_dir={output}", f"--training.seed={seed}"])
         steps = parse_json((output / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
