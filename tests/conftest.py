@@ -197,12 +197,9 @@ def short_timing(monkeypatch):
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Read exported files by the same functions without a process each; test_export.py starts them."""
-    from draftsmith.medusa.block.formats import writing as block
-    from draftsmith.medusa.eagle.formats import writing as eagle
-    from draftsmith.medusa.heads.formats import writing as heads
+    from in_place import read_in_place
 
-    for writing in (block, eagle, heads):
-        monkeypatch.setattr(writing, "run_reader", lambda readers, *given: readers.logits(*given))
+    read_in_place(monkeypatch)
 
 
 @pytest.fixture

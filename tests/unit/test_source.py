@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 10_445,
     "scripts": 19_606,
     "benchmarks": 2_864,
-    "tests": 58_545,
+    "tests": 59_004,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

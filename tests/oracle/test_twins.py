@@ -1,0 +1,194 @@
+"""Drafters next to those of the speculators library: logits, loss, gradients, and files both ways."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_place import read_in_place
+from oracle.theirs import DEPTHS, MASK_TOKEN, PROMPT, TWINS, Twin, vocabulary_of
+from pipelines import TrainingArguments, write_completions
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draftsmith.decode.cache.features import collect_features
+from draftsmith.medusa.block.__main__ import train_block
+from draftsmith.medusa.block.blocks import Anchors, block_states, tokens_before
+from draftsmith.medusa.block.config import BlockTrainingConfig
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.medusa.formats import relative_error
+from draftsmith.scripts import cli
+from draftsmith.train import launch
+from draftsmith.train.data.examples import training_examples
+from draftsmith.train.losses.positions import IGNORED
+from draftsmith.train.models import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-oracle" / "bin" / "python"
+TARGET = ROOT / "assets" / "tiny-target"
+EXACT = 1e-5
+"""What numbers may differ by, over the largest of their tensor: float32 sums in another order."""
+LABELS = (
+    "auto_map",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "rope_theta",
+    "speculators_version",
+    "transformers_version",
+)
+"""Fields of configs that change no number: names, versions, and the rotation's base for version 4 of transformers."""
+pytestmark = pytest.mark.oracle
+
+
+def run(*arguments: object) -> None:
+    """Run the library in its own environment."""
+    assert PYTHON.exists(), "no speculators library: run `make oracle`"
+    command = [str(PYTHON), str(ROOT / "tests" / "oracle" / "theirs.py"), *map(str, arguments)]
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, env={**os.environ, **quiet})
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def export(*arguments: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        read_in_place(patch)
+        assert cli.main(["export", "--target", str(TARGET), *map(str, arguments)]) == 0
+
+
+@pytest.fixture(scope="session")
+def target() -> Any:
+    return load_model(str(TARGET), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library's drafters, and what it computes with them."""
+    folder = tmp_path_factory.mktemp("theirs")
+    run("make", TARGET, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def imported(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library's drafters in our format."""
+    folder = tmp_path_factory.mktemp("imported")
+    for name in TWINS:
+        export("--import_from", theirs / name, "--output", folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def exported(target: Any, theirs: Path, imported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Drafters that we made (`made`), exported (`out`), with the imported ones (`back`), and what the library reads."""
+    folder = tmp_path_factory.mktemp("exported")
+    for name, twin in TWINS.items():
+        torch.manual_seed(1)
+        ours = of_target(target, twin, load_file(theirs / f"{name}.safetensors")["ids"])
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        ours.config.base_model_name_or_path = str(TARGET)
+        ours.save_pretrained(folder / "made" / name)
+        for source, output in ((folder / "made", "out"), (imported, "back")):
+            export("--drafter", source / name, "--format", "speculators", "--output", folder / output / name)
+    run("read", TARGET, folder / "out", folder / "back")
+    return folder
+
+
+def of_target(target: Any, twin: Twin, ids: Tensor) -> Any:
+    """Return a drafter of ours with the twin's shape."""
+    tokens = vocabulary_of(twin, ids, target.config.vocab_size)
+    fields = twin.shape | {"token_map": tokens["t2d"].nonzero()[:, 0] if tokens else None}
+    fields |= {"sliding_window": twin.window} if twin.window else {}
+    depths = [depth - 1 for depth in DEPTHS]
+    return BlockDrafter.of_target(target, MASK_TOKEN, layers=twin.layers, layer_ids=depths, **fields)
+
+
+def loaded(folder: Path) -> Any:
+    return BlockDrafter.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits_of(twin: Twin, drafter: Any, target: Any, found: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield our logits and the library's, of the same guesses."""
+    ids = found["ids"]
+    with collect_features(target, drafter.layer_ids) as features:
+        target(ids)
+    embed, positions = target.get_input_embeddings(), torch.arange(ids.shape[1])[None]
+    anchors, config = found["anchors"][None], drafter.config
+    context = drafter.context(drafter.fuse(features[0]), positions)
+    hidden = block_states(drafter, embed, context, Anchors.at(anchors, ids, positions))
+    states = drafter.head_states(hidden, tokens_before(drafter, ids, None, anchors), embed)
+    ours = drafter.whole_head(drafter.head_for(target))(states)[0]
+    yield ours, found[f"{twin.logits}.0"].unflatten(0, (-1, config.block_size))[:, config.silent :]
+
+
+def same_logits(*given: Any) -> None:
+    pairs = list(logits_of(*given))
+    assert all(ours.shape == logits.shape for ours, logits in pairs)
+    assert max(relative_error(ours, logits) for ours, logits in pairs) < EXACT
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_logits_of_their_drafters(target, theirs, imported, name):
+    same_logits(TWINS[name], loaded(imported / name), target, load_file(theirs / f"{name}.safetensors"))
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_logits_of_ours_in_their_library(target, exported, name):
+    found = load_file(exported / "out" / f"{name}.safetensors")
+    same_logits(TWINS[name], loaded(exported / "made" / name), target, found)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_loss_and_gradients(theirs, imported, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(launch, "run_training", lambda *_: None)
+    found, twin = load_file(theirs / f"{name}.safetensors"), TWINS[name]
+    text = found["ids"][0].tolist()
+    sample = {"id": "a", "input_ids": text, "labels": [IGNORED] * PROMPT + text[PROMPT:]}
+    data = write_completions(tmp_path / "data", [sample])
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=1, report_to=[], use_cpu=True
+    )
+    options = {"heads": str(imported / name), "target": str(TARGET), "target_dtype": "float32"} | twin.training
+    trainer: Any = train_block(
+        BlockTrainingConfig(training=arguments, completions=[data], any_target=True, anchors=len(text), **options)
+    )
+    samples = [trainer.data_collator(list(training_examples([data])))]
+    ((batch,), _) = trainer.get_batch_samples(iter(samples), 1, torch.device("cpu"))
+    # Learn all guesses after the anchors that the library drew, and no others.
+    batch["positions"] = [batch["positions"][0], *[found["anchors"] - 1] * trainer.count]
+    loss = trainer.compute_loss(trainer.heads, batch, num_items_in_batch=found["count"][0])
+    loss.backward()
+    gradients = {key: parameter.grad for key, parameter in trainer.heads.named_parameters()}
+    expected = {key.removeprefix("grad."): value for key, value in found.items() if key.startswith("grad.")}
+    assert gradients.keys() == expected.keys()
+    errors = {key: relative_error(gradients[key], value) for key, value in expected.items()}
+    errors["loss"] = relative_error(loss.detach(), found["loss"])
+    assert {key: error for key, error in errors.items() if not error < EXACT} == {}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_their_files_come_back_to_the_bit(theirs, imported, exported, name):
+    stored, written = (load_file(folder / name / "model.safetensors") for folder in (theirs, exported / "back"))
+    assert stored.keys() == written.keys()
+    assert all(torch.equal(stored[key], tensor) for key, tensor in written.items())
+    # Their library means the same by both configs, and ours is that of a drafter that we make.
+    before, after = (fields(folder / f"{name}.json") for folder in (theirs, exported / "back"))
+    before["speculators_config"]["verifier"]["architectures"] = []
+    assert before == after
+    assert fields(imported / name / "config.json") == fields(exported / "made" / name / "config.json")
+
+
+def fields(path: Path) -> dict[str, Any]:
+    """Return a config without the fields of `LABELS`, at all depths."""
+
+    def kept(value: Any) -> Any:
+        return {k: kept(v) for k, v in value.items() if k not in LABELS} if isinstance(value, dict) else value
+
+    return kept(json.loads(path.read_text("utf-8")))
