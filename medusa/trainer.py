@@ -166,12 +166,20 @@ class HeadsTrainer(RecipeTrainer, ABC):
 
     def _guess_features(self, p: Tensor, q_logits_ND: Tensor, tokens_N: Tensor) -> Tensor:
         """Return each guess's acceptance, Σ_v min(p, q), correctness and the objective's features, (N, 3 + …)."""
+        args = p, q_logits_ND, tokens_N
+        return torch.cat([self.acceptance_features(*args), self.objective_features(*args)], dim=1)
+
+    def acceptance_features(self, p: Tensor, q_logits_ND: Tensor, tokens_N: Tensor) -> Tensor:
+        """Return each guess's acceptance, Σ_v min(p, q) and correctness, (N, 3)."""
         wide_NV = self.heads.widened(q_logits_ND)[..., : self.vocab_size]
         replayed_N4 = replay_features(p, wide_NV, tokens_N, self.sampler)
         right_N = (wide_NV.argmax(-1) == tokens_N).float()
+        return torch.cat([replayed_N4[:, :2], right_N[:, None]], dim=1)
+
+    def objective_features(self, p: Tensor, q_logits_ND: Tensor, tokens_N: Tensor) -> Tensor:
+        """Return each guess's features of the objective."""
         teacher = p if self.cut is None else self.cut.of_distributions(p)
-        objective_features = self.objective.features(teacher, q_logits_ND, self.vocabulary.labels(tokens_N))
-        return torch.cat([replayed_N4[:, :2], right_N[:, None], objective_features], dim=1)
+        return self.objective.features(teacher, q_logits_ND, self.vocabulary.labels(tokens_N))
 
     def loss_head(self, head: OutputHead) -> OutputHead:
         """Return a trained head over the tokenizer's tokens; a draft vocabulary has no others."""

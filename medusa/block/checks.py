@@ -17,7 +17,7 @@ from draftsmith.decode.errors import InputError, at_most
 from draftsmith.medusa.block.blocks import SHARE
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.formats.importing import TARGET_TENSORS, TRAINING_ALONE, import_block, read_block_config
-from draftsmith.medusa.block.heads import family, side_width
+from draftsmith.medusa.block.heads import family, foreign_names, side_width
 from draftsmith.medusa.block.heads.dspark import REMEDY
 from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter, with_further_heads
 from draftsmith.medusa.block.model import BlockDrafter
@@ -43,9 +43,11 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
         layers = ", ".join(map(str, model.layer_ids))
         return f"{family(config)} drafter of {config.guesses} tokens, features after layers {layers}{config.windows}"
 
+    names = {foreign: ours for ours, foreign in foreign_names().items()}
+
     def ours(name: str) -> str | None:
         name = name.removeprefix("model.")
-        return None if name in TARGET_TENSORS or TRAINING_ALONE.match(name) else name
+        return None if name in TARGET_TENSORS or TRAINING_ALONE.match(name) else names.get(name, name)
 
     return load_part(spec, _empty, described, remedy, lambda model: model.cached_numbers, ours)
 

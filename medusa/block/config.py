@@ -7,9 +7,9 @@ from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "look_back", "last_layers", "random")
-FAMILIES = ("DFlash", "DSpark", "XPress")
+FAMILIES = ("DFlash", "DSpark", "XPress", "DFlash2")
 """Kinds of block drafters, as other tools name them."""
-MADE = ("layer_ids", "mask_token", "sliding_window")
+MADE = ("layer_ids", "mask_token", "sliding_window", "conv_kernel_size")
 """Fields that describe only new drafters."""
 ROUNDS = 3
 """The rounds over a block whose loss `rounds_weight` weighs."""
@@ -39,6 +39,13 @@ class BlockTrainingConfig(HeadsConfig):
     xpress_rank: int = 0
     """The rank of XPress's refiner, which tells each guess all slots' states and tokens before it, in place of the
     Markov head; XPress's is 256, with `anchor_guesses: false`. `heads` without such a head get one of this rank."""
+    selector_rank: int = 0
+    """The rank of DFlash 2's selector, which chooses each guess among the 16 most likely ones by the token before it,
+    in place of the Markov head; DFlash 2's is 256, with `anchor_guesses: false`. The guesses learn without it, and it
+    learns to choose the target's most likely token. `heads` without such a head get one of this rank."""
+    conv_kernel_size: int | None = None
+    """The slots that each slot of a new drafter sees in convolutions around each sublayer, its own included (DFlash 2);
+    0 for none. If not given 2 with a selector_rank, else none."""
     rounds_weight: float = 0.0
     """The weight of the mean loss of three rounds over each block, in which the head that adds logits sees the guesses
     of the round before in place of the text, as in servers that refine a block so. The published XPress has 0.3."""
@@ -66,12 +73,15 @@ class BlockTrainingConfig(HeadsConfig):
         require(self, at_least(1) & at_most(256), "layers", "block_size")
         require(self, at_least(1), "anchors")
         require(self, at_least(self.block_size), "sliding_window")
-        if self.xpress_rank and self.markov_rank is None and self.heads is None:
-            self.markov_rank = 0
-        names = ("markov_rank", "xpress_rank", "layer_ids", "mask_token", "confidence", "rounds_weight", "plain_weight")
-        require(self, at_least(0), *names)
-        if self.xpress_rank and self.markov_rank:
-            raise InputError(f"markov_rank: expected 0 with an xpress_rank, found {self.markov_rank}")
+        names = ("layer_ids", "mask_token", "confidence", "rounds_weight", "plain_weight", "conv_kernel_size")
+        require(self, at_least(0), "markov_rank", "xpress_rank", "selector_rank", *names)
+        if other := next((name for name in ("xpress_rank", "selector_rank") if getattr(self, name)), None):
+            if self.markov_rank is None and self.heads is None:
+                self.markov_rank = 0
+            if self.markov_rank:
+                raise InputError(f"markov_rank: expected 0 with {other}, found {self.markov_rank}")
+        if self.selector_rank and self.conv_kernel_size is None and self.heads is None:
+            self.conv_kernel_size = 2
         require(self, at_least(0) & at_most(1), "dpace")
         if not self.anchor_guesses and self.block_size < 2:
             raise InputError(f"block_size: expected at least 2 without anchor_guesses, found {self.block_size}")

@@ -15,6 +15,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.medusa.base import begin_nearly_uniform
 from draftsmith.medusa.block import heads
 from draftsmith.medusa.block.config import BlockTrainingConfig
+from draftsmith.medusa.block.heads.dflash2 import Convolution
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, BlockLayer
 from draftsmith.medusa.target_states import gather_weights
 from draftsmith.train.quantization import own_shapes, weight_of
@@ -42,10 +43,11 @@ def new_drafter(
         block_size=config.block_size,
         anchor_guesses=config.anchor_guesses,
         sliding_window=config.sliding_window,
+        conv_kernel_size=config.conv_kernel_size or 0,
         base_model_name_or_path=config.target,
         **{name: value for head in heads.HEADS for name, value in head.new_fields(config, width).items()},
     ).float()
-    begin_side_head(drafter)
+    begin_changing_nothing(drafter)
     if choose_init(config, drafter, target)[0] != "random":
         begin_as_last_layers(drafter, target)
     # The norm's scale alone makes the first guesses nearly uniform.
@@ -53,10 +55,13 @@ def new_drafter(
     return drafter
 
 
-def begin_side_head(drafter: BlockDrafter) -> None:
-    """Let the head that adds logits, if there is one, add nothing at first."""
+def begin_changing_nothing(drafter: BlockDrafter) -> None:
+    """Let the head that adds logits, if there is one, add nothing at first, and convolutions be the identity."""
     if drafter.side_head is not None:
         nn.init.zeros_(drafter.side_head.out.weight)
+    for module in drafter.modules():
+        if isinstance(module, Convolution):
+            nn.init.zeros_(module.kernel_projection.weight)
 
 
 def with_further_heads(drafter: BlockDrafter, config: BlockTrainingConfig) -> tuple[BlockDrafter, list[str]]:
@@ -76,7 +81,7 @@ def with_further_heads(drafter: BlockDrafter, config: BlockTrainingConfig) -> tu
         return drafter, []
     torch.manual_seed(config.training.seed)
     larger = nn.Module.to(BlockDrafter(BlockConfig.from_dict(shape.to_dict() | fields)), drafter.device, drafter.dtype)
-    begin_side_head(larger)
+    begin_changing_nothing(larger)
     shapes = {name: tensor.shape for name, tensor in larger.state_dict().items()}
     fitting = {name: tensor for name, tensor in drafter.state_dict().items() if tensor.shape == shapes[name]}
     larger.load_state_dict(fitting, strict=False)

@@ -1,4 +1,4 @@
-"""Block drafters: DFlash, DSpark and XPress.
+"""Block drafters: DFlash, DSpark, XPress and DFlash 2.
 
 A few decoder layers draft a whole block in one forward. They see the target's features of the text, fused to one state
 for each token, and a block of slots: the embeddings of the text's last token, the anchor, and of S − 1 masks. Attention
@@ -32,6 +32,7 @@ from draftsmith.decode.errors import InputError, at_least, at_most, require
 from draftsmith.medusa.base import SLIDING, FeatureHeads, LayersConfig, Norm, check_distances, check_named, layer_fields
 from draftsmith.medusa.block import heads
 from draftsmith.medusa.block.heads.base import SideHead
+from draftsmith.medusa.block.heads.dflash2 import Convolution
 from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
@@ -54,6 +55,10 @@ class BlockConfig(LayersConfig, Qwen3Config):
     """Whether the anchor's slot guesses the next token, as in DSpark; in DFlash it guesses nothing."""
     is_causal: bool | None = None
     """Whether slots see none after themselves; None is as in DFlash: they don't in layers of sliding_attention."""
+    conv_kernel_size: int = 0
+    """The taps of the convolutions around each sublayer (DFlash 2); 0 for none."""
+    conv_group_size: int = 16
+    """The channels that share the part of a convolution's kernel that depends on the slot."""
     base_model_name_or_path: str | None = None
     tie_word_embeddings: bool = False
 
@@ -90,6 +95,7 @@ class BlockConfig(LayersConfig, Qwen3Config):
             raise InputError(
                 f"sliding_window: expected at least the {self.block_size} slots of a block, found {self.sliding_window}"
             )
+        Convolution.check(self)
         for head in heads.HEADS:
             require(self, at_least(0) & at_most(2**14), next(iter(head.fields)))
             if head.setting(self):
@@ -163,18 +169,27 @@ class BlockLayer(GradientCheckpointingLayer):
         self.self_attn, self.mlp = BlockAttention(config), Qwen3MLP(config)
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        for name in ("attention_conv", "mlp_conv"):
+            self.register_module(name, Convolution(config) if config.conv_kernel_size else None)
 
     def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Return the layer's outputs for slots, (B, Q, H)."""
-        normed = self.input_layernorm(states)
-        # Slots have queries, keys and values; the text has only keys and values (`context`).
-        queries, own = self.self_attn.queries(normed, rotation), self.self_attn.keys_values(normed, rotation)
-        states = states + self.self_attn.o_proj(attend(queries, own).transpose(1, 2).flatten(2))
-        return states + self.mlp(self.post_attention_layernorm(states))
+
+        def attention(normed: Tensor) -> Tensor:
+            # Slots have queries, keys and values; the text has only keys and values (`context`).
+            queries, own = self.self_attn.queries(normed, rotation), self.self_attn.keys_values(normed, rotation)
+            return self.self_attn.o_proj(attend(queries, own).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+        def around(name: str, normed: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+            convolution: Any = getattr(self, name)
+            return sublayer(normed) if convolution is None else convolution(normed, sublayer)
+
+        states = states + around("attention_conv", self.input_layernorm(states), attention)
+        return states + around("mlp_conv", self.post_attention_layernorm(states), self.mlp)
 
 
 class BlockDrafter(FeatureHeads):
-    """The layers of DFlash, DSpark and XPress; embedding and output head are the target's."""
+    """The layers of DFlash, DSpark, XPress and DFlash 2; embedding and output head are the target's."""
 
     config_class = BlockConfig
     title, field, width, tokens = "a block drafter", "block", "hidden_size", "d2t"
@@ -337,7 +352,8 @@ class BlockDrafter(FeatureHeads):
     def whole_head(self, head: OutputHead) -> OutputHead:
         """Return the target's head of the drafted tokens, with `SideHead.out` next to it.
 
-        So the logits of guesses are one linear map of `head_states`, and losses need not know the head.
+        So the logits of guesses are one linear map of `head_states`, and losses need not know the head; but a head with
+        `candidates` also takes the other tokens away.
         """
         side_head = self.side_head
         return head if side_head is None else replace(head, side_weight=side_head.out.weight)
@@ -355,6 +371,13 @@ class BlockDrafter(FeatureHeads):
     def logits(self, hidden: Tensor, side: Tensor | None, head: OutputHead) -> Tensor:
         """Return the logits of guesses over the D tokens, (…, D), from their states and side states, (…, R)."""
         projected = head.project(hidden.to(head.weight.dtype))  # the target may be in another dtype
-        if side is not None:
-            projected = projected + self.side_head.out(side)
-        return head.finish(projected)
+        if side is None:
+            return head.finish(projected)
+        side_head = self.side_head
+        if side_head.candidates is None:
+            return head.finish(projected + side_head.out(side))
+        # Only the candidates' rows of the map are read: a few of a vocabulary's.
+        plain, tokens = projected.topk(side_head.candidates)
+        chosen = head.finish(plain + (side[..., None, :] * side_head.out.weight[tokens]).sum(-1))
+        nothing = chosen.new_full((*chosen.shape[:-1], projected.shape[-1]), -torch.inf)
+        return nothing.scatter(-1, tokens, chosen)

@@ -212,7 +212,7 @@ class BlockDraftForward(DraftForward):
 
 
 class BlockProposer(FeatureProposer):
-    """A proposer of chains or trees from a block drafter (DFlash, DSpark, XPress): see `draftsmith.medusa.block.model`.
+    """A proposer of chains or trees from a block drafter: see `draftsmith.medusa.block.model`.
 
     Each guess is drawn from its slot's distribution, which a head may change by the tokens drafted before it: nodes of
     the same depth in a tree differ by these alone.

@@ -27,13 +27,14 @@ from draftsmith.medusa.block.blocks import (
     work_of_blocks,
 )
 from draftsmith.medusa.block.config import ROUNDS, BlockTrainingConfig
+from draftsmith.medusa.block.heads.base import limited
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.chains import ChainPositions
 from draftsmith.medusa.target_states import TargetStates
 from draftsmith.medusa.trainer import FeaturesOf, FeatureTrainer
 from draftsmith.train.job.flops import Work
-from draftsmith.train.losses.chunked import chunked_features
-from draftsmith.train.losses.distributions import LiveDistributions
+from draftsmith.train.losses.chunked import chunked_features, chunked_sum
+from draftsmith.train.losses.distributions import LiveDistributions, WholeLogits
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.replay_metrics import replay_features
@@ -116,7 +117,9 @@ def reach(q_BNK: Tensor, inside_BNK: Tensor, smoothing: float) -> Tensor:
 class BlockTrainer(FeatureTrainer):
     """The trainer that minimises Σ_k decay^k · objective of guess k on completions, against the target or their text.
 
-    D-PACE's weights can replace decay^k, and the confidence head's cross entropy with Σ_v min(p, q) can be added.
+    D-PACE's weights can replace decay^k, and the confidence head's cross entropy with Σ_v min(p, q) can be added. With
+    a head that chooses among candidates the objective is that of the guesses without it, and the head's own loss is
+    added: the cross entropy of its choice with the target's most likely token (DFlash 2).
     """
 
     cause_of_bad_new_heads = "the layers do not learn from these features; try a lower training.learning_rate"
@@ -158,13 +161,17 @@ class BlockTrainer(FeatureTrainer):
         head, config = self.loss_head(self.heads.whole_head(self.frozen_head)), self.config
         decayed_M = blocks.weights[0]  # the confidence head's weights: without D-PACE's
         stats: GuessStats | None = None
+        learned, learned_head, tokens_MX = states_ME, head, blocks.labels
+        if self.chooses:
+            learned, learned_head = self.heads.guessing(hidden_BNSH).flatten(0, 2), self.loss_head(self.frozen_head)
+            tokens_MX = self._candidates(blocks, target_states, learned, learned_head)
         if config.dpace is not None or config.confidence > 0:
-            stats = self._statistics(blocks, target_states, states_ME, head)
+            stats = self._statistics(blocks, target_states, states_ME, head, tokens_MX)
         if config.dpace is not None and stats is not None:
             reached_BNK = reach(stats.q_M.view_as(blocks.weights_BNK), blocks.weights_BNK > 0, config.dpace)
             # The weights themselves have no gradient.
             blocks.weights = [(blocks.weights_BNK * reached_BNK).flatten()]
-        states, shares = [states_ME], [1.0]
+        states, shares = [learned], [1.0]
         if config.plain_weight > 0:
             states, shares = [*states, self._plain(hidden_BNSH, states_ME)], [*shares, config.plain_weight]
         if config.rounds_weight > 0:
@@ -172,12 +179,51 @@ class BlockTrainer(FeatureTrainer):
             shares += [config.rounds_weight / ROUNDS] * ROUNDS
         blocks.weights *= len(states)
         teacher = target_states.hidden, self.teacher_head
-        loss = self.chain_loss(blocks, states, lambda _: head, teacher, shares)
+        loss = self.chain_loss(blocks, states, lambda _: learned_head, teacher, shares)
+        if self.chooses:
+            loss = loss + self._choice(tokens_MX, states_ME, head, blocks.weights[0])
         if config.confidence > 0 and stats is not None:
             logits_M = self.heads.confidence(hidden_BNSH, before_BNS, self.embed).float().flatten()
             errors_M = binary_cross_entropy_with_logits(logits_M, stats.alpha_M, reduction="none")
             loss = loss + config.confidence * (decayed_M * errors_M).sum()
         return loss
+
+    @property
+    def chooses(self) -> bool:
+        """Whether there is a head that chooses among candidates."""
+        return self.heads.side_head is not None and self.heads.side_head.candidates is not None
+
+    def _candidates(
+        self, blocks: BlockPositions, target_states: TargetStates, plain_MH: Tensor, head: OutputHead
+    ) -> Tensor:
+        """Return the text's token, each guess's candidates and the target's most likely token, (M, 1 + K + 1).
+
+        The last two are the drafter's ids, and the target's token is one that it may draft.
+        """
+        sizes, count = self.vocabulary.sizes(self.sizes), self.heads.side_head.candidates
+        p = self.vocabulary.distributions(LiveDistributions(blocks.teacher(target_states.hidden), self.teacher_head))
+
+        def features(p_logits: Tensor | WholeLogits, q_logits_ND: Tensor, _: Tensor) -> Tensor:
+            known = p_logits.logits[:, p_logits.tokens] if isinstance(p_logits, WholeLogits) else p_logits
+            return torch.cat([q_logits_ND.topk(count).indices, known.argmax(-1, keepdim=True)], 1).double()
+
+        found_MX = chunked_features(features, blocks.labels, plain_MH, head, p, sizes).long()
+        return torch.cat([blocks.labels[:, None], found_MX], dim=1)
+
+    def _choice(self, tokens_MX: Tensor, states_ME: Tensor, head: OutputHead, weights_M: Tensor) -> Tensor:
+        """Return the cross entropy of the choices among candidates with the target's most likely token."""
+        tokens_MK, best_M1 = tokens_MX[:, 1:-1], tokens_MX[:, -1:]
+        lacks_M1 = (tokens_MK != best_M1).all(1, keepdim=True)
+        # It takes the least likely candidate's place where it is none of them.
+        tokens_MK = torch.cat([tokens_MK[:, :-1], best_M1.where(lacks_M1, tokens_MK[:, -1:])], dim=1)
+        places_M1 = (tokens_MK == best_M1).long().argmax(1, keepdim=True)
+
+        def features(_: Any, q_logits_ND: Tensor, chosen_NX: Tensor) -> Tensor:
+            scores_NK = q_logits_ND.gather(1, chosen_NX[:, :-1]).float()
+            return nn.functional.cross_entropy(scores_NK, chosen_NX[:, -1], reduction="none")[:, None]
+
+        labels_MX, sizes = torch.cat([tokens_MK, places_M1], dim=1), self.vocabulary.sizes(self.sizes)
+        return chunked_sum(features, weights_M[:, None], labels_MX, states_ME, head, None, sizes)[0]
 
     def _plain(self, hidden_BNSH: Tensor, states_ME: Tensor) -> Tensor:
         """Return the states of guesses to whose logits no head adds."""
@@ -232,25 +278,55 @@ class BlockTrainer(FeatureTrainer):
             def features(k: int, features_of: FeaturesOf) -> Tensor:
                 # Guess k of token c + 1 belongs to the block whose anchor is at c − k.
                 states = states_XKE[(positions.flat - k).clamp(min=0), k]
-                return features_of(states, self.loss_head(self.heads.whole_head(self.frozen_head)))
+                head = self.loss_head(self.heads.whole_head(self.frozen_head))
+                return self._chosen_features(positions, p, states, head) if self.chooses else features_of(states, head)
 
             return self._inside_head(lambda: self.chain_sums(positions, chosen_BT, p, features))
 
         return model(inside=sums)  # type: ignore[no-any-return]
 
+    def _chosen_features(
+        self, positions: ChainPositions, p: LiveDistributions, states_NE: Tensor, head: OutputHead
+    ) -> Tensor:
+        """Return the acceptance of choices among candidates, and the objective of the guesses without the head."""
+        sizes, count = self.sizes if self.cut is None else self.cut.sizes(self.sizes), self.heads.side_head.candidates
+        plain_NH, plain_head = states_NE[:, : self.heads.config.hidden_size], self.loss_head(self.frozen_head)
+
+        def plain(p_logits: Tensor, q_logits_ND: Tensor, tokens_N: Tensor) -> Tensor:
+            best = q_logits_ND.topk(count).indices
+            return torch.cat([best, self.objective_features(p_logits, q_logits_ND, tokens_N)], dim=1).double()
+
+        def accepted(p_logits: Tensor, q_logits_ND: Tensor, tokens_NX: Tensor) -> Tensor:
+            return self.acceptance_features(p_logits, limited(q_logits_ND, tokens_NX[:, 1:]), tokens_NX[:, 0])
+
+        found_NX = chunked_features(plain, positions.labels, plain_NH, plain_head, p, sizes)
+        tokens_NX = torch.cat([positions.labels[:, None], found_NX[:, :count].long()], dim=1)
+        accepted_N3 = chunked_features(accepted, tokens_NX, states_NE, head, p, sizes)
+        return torch.cat([accepted_N3, found_NX[:, count:].float()], dim=1)
+
     def _statistics(
-        self, blocks: BlockPositions, target_states: TargetStates, states_ME: Tensor, head: OutputHead
+        self,
+        blocks: BlockPositions,
+        target_states: TargetStates,
+        states_ME: Tensor,
+        head: OutputHead,
+        tokens_MX: Tensor,
     ) -> GuessStats:
-        """Return statistics of the finished guesses, a chunk at a time, without gradients."""
+        """Return statistics of the finished guesses, a chunk at a time, without gradients.
+
+        `tokens_MX` are the text's tokens, (M,), or those of `_candidates`.
+        """
         sizes = self.sizes if self.cut is None else self.cut.sizes(self.sizes)
         p = LiveDistributions(blocks.teacher(target_states.hidden), self.target_head)
 
         def features(p_logits: Tensor, q_logits_ND: Tensor, tokens_N: Tensor) -> Tensor:
+            if self.chooses:
+                q_logits_ND, tokens_N = limited(q_logits_ND, tokens_N[:, 1:-1]), tokens_N[:, 0]
             wide_NV = self.heads.widened(q_logits_ND)[..., : self.vocab_size]
             alpha_N = replay_features(p_logits, wide_NV, tokens_N, self.sampler)[:, 1]
             return torch.stack([wide_NV.float().softmax(-1).gather(1, tokens_N[:, None])[:, 0], alpha_N], dim=1)
 
-        return GuessStats(*chunked_features(features, blocks.labels, states_ME, head, p, sizes).unbind(1))
+        return GuessStats(*chunked_features(features, tokens_MX, states_ME, head, p, sizes).unbind(1))
 
     def _hidden(self, target_states: TargetStates, inputs: dict[str, Any], indices_BN: Tensor) -> Tensor:
         """Return the output head's inputs for the slots after some anchors, (B, N, S, H)."""

@@ -38,6 +38,10 @@ def planned(pipeline: Path, processes: int) -> dict[str, dict]:
             **{"rounds_weight": 0.3, "plain_weight": 0.6, "divergence": "cross_entropy"},
             "training": {"max_steps": 3},
         },
+        "chosen": {
+            **{"markov_rank": 0, "selector_rank": 4, "anchor_guesses": False, "block_size": 4},
+            "training": {"max_steps": 3},
+        },
     }
 
 
@@ -58,7 +62,7 @@ def logged(run: dict, key: str) -> list[float]:
     return [entry[key] for entry in run["log"] if key in entry]
 
 
-@pytest.mark.parametrize("name", ["plain", "everything", "refined"])
+@pytest.mark.parametrize("name", ["plain", "everything", "refined", "chosen"])
 def test_two_processes_are_one(alone, together, name):
     """Losses, gradients, what is measured, and the drafters that are saved, whole."""
     strategy, found, output = together

@@ -45,10 +45,11 @@ def batch_of(trainer: BlockTrainer, samples: list[dict]) -> dict:
     return batch
 
 
-def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor], Tensor, list]:
+def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor], Tensor, list, list[Tensor]]:
     """The target's logits of one text, (T, V), the drafter's by guess, (T − 1 − k, D) each, its slots, and others.
 
-    These are the same without a head, and after those of the round before, with their weights in the loss.
+    These are the same without a head, and after those of the round before, with their weights in the loss; last those
+    of a head that chooses among candidates, of all tokens.
     """
     ids, drafter, target = torch.tensor([sample["input_ids"]]), trainer.heads, trainer.target
     with torch.no_grad(), collect_features(target, drafter.layer_ids) as features:
@@ -66,19 +67,23 @@ def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor
         return [q[: length - 1 - k, k].double() for k in range(count)]
 
     plain = drafter.logits(guessing, None, head)
-    others, q = [(config.plain_weight, by_guess(plain))], plain
+    others, q = [(1.0 if trainer.chooses else config.plain_weight, by_guess(plain))], plain
     for _ in range(3 if config.rounds_weight else 0):
         likeliest = q[..., : len(trainer.processing_class)].argmax(-1)
         tokens = likeliest if drafter.token_map is None else drafter.token_map[likeliest]
         mixed = torch.cat([before[:, : 1 + silent], tokens[:, :-1]], 1)
         q = drafter.logits(guessing, drafter.sides(hidden, mixed, trainer.embed), head)
         others.append((config.rounds_weight / 3, by_guess(q)))
-    return (
-        p_logits,
-        by_guess(drafter.logits(guessing, drafter.sides(hidden, before, trainer.embed), head)),
-        hidden,
-        others,
-    )
+    sides = drafter.sides(hidden, before, trainer.embed)
+    every = by_guess(head.finish(head.project(guessing) + drafter.side_head.out(sides))) if trainer.chooses else []
+    return p_logits, by_guess(drafter.logits(guessing, sides, head)), hidden, others, every
+
+
+def choice(plain: Tensor, scores: Tensor, p_logits: Tensor, count: int) -> Tensor:
+    """The cross entropy of a choice with the target's most likely token, in the last one's place if it is lacking."""
+    tokens, best = plain.topk(count).indices.tolist(), int(p_logits.argmax())
+    tokens = tokens if best in tokens else [*tokens[:-1], best]
+    return -scores[tokens].log_softmax(-1)[tokens.index(best)]
 
 
 def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
@@ -91,7 +96,7 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
         ids = torch.tensor(sample["input_ids"])
         labels = sample["input_ids"] if config.prompt_loss else sample["labels"]
         columns = {t for t, label in enumerate(labels) if label != IGNORED and t > 0}
-        p_logits, guesses, hidden, others = guesses_of(trainer, sample)
+        p_logits, guesses, hidden, others, every = guesses_of(trainer, sample)
         for a in range(len(ids) - 1):
             count = next((k for k in range(len(guesses)) if not {a, a + k + 1} <= columns), len(guesses))
             alpha, reached, known = config.dpace, 1.0, []
@@ -110,11 +115,14 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
                 value = valued(q)
                 if alpha is not None:
                     reached *= (1 - alpha) * (q.softmax(-1) * hit).sum().item() + alpha
-                values = [(1.0, value)]
+                values = [] if trainer.chooses else [(1.0, value)]
                 values += [(share, valued(other[k][a][: len(kept)])) for share, other in others if share]
                 weighed = sum(
                     share * weight * one[name] for share, one in values for name, weight in config.terms.items()
                 )
+                if trainer.chooses:
+                    plain, scores = (logits[k][a][: len(kept)] for logits in (others[0][1], every))
+                    weighed = weighed + choice(plain, scores, p_logits[a + k][kept], drafter.side_head.candidates)
                 known.append((weighed, reached, value["tvd"]))
             for k, (value, _, tvd) in enumerate(known):
                 dpace = float(sum(reached for _, reached, _ in known[k:]))
@@ -140,6 +148,7 @@ def assert_same(trainer: BlockTrainer, found: Tensor, expected: Tensor) -> None:
 
 
 XPRESS = {"xpress_rank": 4, "markov_rank": 0, "anchor_guesses": False, "rounds_weight": 0.3, "plain_weight": 0.6}
+DFLASH2 = {"selector_rank": 4, "markov_rank": 0, "anchor_guesses": False, "block_size": 4}
 CASES = {
     "DSpark": {},
     "DFlash": {"anchor_guesses": False, "markov_rank": 0, "layers": 2},
@@ -155,6 +164,10 @@ CASES = {
     "XPress's own loss": XPRESS | {"divergence": {"cross_entropy": 0.1, "tvd": 0.9}},
     "XPress's own loss, cut vocabulary": XPRESS | {"anchor_guesses": True, "draft_vocabulary": 20},
     "XPress with confidence": XPRESS | {"confidence": 1.0},
+    "DFlash 2": DFLASH2 | {"layers": 2},
+    "DFlash 2, D-PACE, cut vocabulary": DFLASH2 | {"anchor_guesses": True, "draft_vocabulary": 20, "dpace": 0.5},
+    "DFlash 2's choices, confidence": DFLASH2 | {"conv_kernel_size": 0, "confidence": 1.0, "divergence": "tvd"},
+    "DFlash 2, looks outside": DFLASH2 | {"draft_vocabulary": 20, "divergence": {"tvd": 1.0}},
     "blocks longer than texts": {"block_size": 9},
     "layers computed twice": {"training": {"activation_checkpointing": True}},
 }
@@ -165,8 +178,8 @@ def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL, **CASES[case]))
     if trainer.heads.side_head is not None:  # which begins with nothing
         torch.nn.init.normal_(trainer.heads.side_head.out.weight)
-    if trainer.heads.refiner_head is not None:
-        for parameter in trainer.heads.refiner_head.parameters():
+    for head in (trainer.heads.refiner_head, trainer.heads.candidate_selector):
+        for parameter in () if head is None else head.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     if trainer.args.activation_checkpointing:  # as `train` does
         trainer.heads.activation_checkpointing_enable()
@@ -176,7 +189,7 @@ def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     assert_same(trainer, loss, eager(trainer, samples) / 100)
 
 
-@pytest.mark.parametrize("case", ["DSpark", "XPress"])
+@pytest.mark.parametrize("case", ["DSpark", "XPress", "DFlash 2"])
 def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained, case):
     trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL, **CASES[case]))
     dataset = training_examples([str(pipeline / "short"), str(pipeline / "long")])
@@ -208,11 +221,14 @@ def test_a_few_anchors_stand_for_all(pipeline, tmp_path, untrained):
     torch.testing.assert_close(few, every, rtol=0.06, atol=0)
 
 
-@pytest.mark.parametrize("case", ["DSpark", "XPress"])
+@pytest.mark.parametrize("case", ["DSpark", "XPress", "DFlash 2"])
 def test_evaluation_counts_what_the_guesses_are(pipeline, tmp_path, untrained, case):
     trainer = untrained(block_configured(pipeline, tmp_path, **CASES[case]))
     if trainer.heads.refiner_head is not None:
         torch.nn.init.normal_(trainer.heads.refiner_head.readout.weight, std=3)
+    if trainer.heads.candidate_selector is not None:
+        for parameter in trainer.heads.candidate_selector.parameters():
+            torch.nn.init.normal_(parameter)
     samples = some_samples(pipeline)
     batch = batch_of(trainer, samples)
     with torch.no_grad():
@@ -335,7 +351,12 @@ def test_features_of_a_cache_train_what_the_target_does(pipeline, tmp_path, init
         ({"block_size": 1, "anchor_guesses": False}, "block_size: expected at least 2 without anchor_guesses, found 1"),
         ({"mask_token": 10_000}, "mask_token_id: expected a token below"),
         ({"layer_ids": [7]}, "target_layer_ids: expected ascending depths"),
-        ({"xpress_rank": 2}, "markov_rank: expected 0 with an xpress_rank, found 4"),
+        ({"xpress_rank": 2}, "markov_rank: expected 0 with xpress_rank, found 4"),
+        ({"selector_rank": 2}, "markov_rank: expected 0 with selector_rank, found 4"),
+        (
+            {"selector_rank": 2, "markov_rank": 0, "plain_weight": 0.5},
+            "plain_weight: expected 0 with a candidate selector",
+        ),
         (
             {"markov_rank": 0, "rounds_weight": 0.3},
             "rounds_weight: expected 0 without a head that adds logits, found 0.3",

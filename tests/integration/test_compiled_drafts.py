@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from gemma import tiny_gemma
-from specimens import CONFIDENCE, TREE, block, eagle, medusa, near, rotated
+from specimens import CONFIDENCE, DFLASH2, TREE, block, eagle, medusa, near, rotated
 from trained_heads import own_texts, train_heads
 
 from draftsmith.decode import (
@@ -89,6 +89,10 @@ def refined():
     return block(target(), markov_rank=0, xpress_rank=3)
 
 
+def chosen():
+    return block(target(), block_size=4, anchor_guesses=False, **DFLASH2)
+
+
 KINDS = ["sliding_attention", "full_attention"]
 SHAPES = {
     "chain": lambda: DraftModelProposer(draft()),
@@ -108,6 +112,8 @@ SHAPES = {
     "block chain, windows": lambda: BlockProposer(block(target(), layers=2, layer_types=KINDS, sliding_window=5)),
     "block chain, refined": lambda: BlockProposer(refined()),
     "block tree, refined": lambda: BlockProposer(refined(), TREE),
+    "block chain, chosen": lambda: BlockProposer(chosen()),
+    "block tree, chosen": lambda: BlockProposer(chosen(), TREE),
     "block tree, a window": lambda: BlockProposer(block(target(), sliding_window=4, is_causal=False), TREE),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)

@@ -26,6 +26,8 @@ SHAPES = {
     "XPress": {"block_size": 4, "anchor_guesses": False, "layers": 2, "xpress_rank": 4, "num_jacobi_passes": 3},
     "XPress, its anchor guesses": {"block_size": 3, "xpress_rank": 4, "xpress_mlp_ratio": 3},
 }
+DFLASH2 = {"block_size": 4, "anchor_guesses": False, "selector_rank": 4, "selector_top_k": 5, "conv_kernel_size": 2}
+SHAPES["DFlash 2"] = DFLASH2 | {"layers": 2, "conv_kernel_size": 3, "conv_group_size": 4}
 KINDS = ["sliding_attention", "full_attention"]
 WINDOWS = {
     "DFlash, a window": {"block_size": 2, "anchor_guesses": False, "sliding_window": 3},
@@ -34,6 +36,7 @@ WINDOWS = {
     "DFlash, causal": SHAPES["DFlash"] | {"layer_types": KINDS, "sliding_window": 4, "is_causal": True},
     "DSpark, a window": {"markov_rank": 4, "block_size": 2, "sliding_window": 2},
     "DSpark, two-sided": {"markov_rank": 4, "block_size": 3, "sliding_window": 3, "is_causal": False},
+    "DFlash 2, two-sided": DFLASH2 | {"sliding_window": 4, "is_causal": False},
 }
 SHAPES |= WINDOWS
 REFUSED = {
@@ -42,6 +45,10 @@ REFUSED = {
         (name, format): "found XPress's refiner: vLLM 0.32 and SGLang 0.5.23 do not decode with it; take speculators$"
         for name in ("XPress", "XPress, its anchor guesses")
         for format in ("vllm", "sglang")
+    },
+    **{
+        (name, "sglang"): "found a candidate selector, which SGLang 0.5.23 is not known to load; take vllm$"
+        for name in ("DFlash 2", "DFlash 2, two-sided")
     },
     ("DSpark, two-sided", "vllm"): "is_causal False, which DeepSpec's files cannot say; take speculators",
 }
@@ -86,6 +93,7 @@ def drafter_dir(target, tmp_path) -> Path:
 def same(one: BlockDrafter, two: BlockDrafter) -> None:
     torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
     names = ("target_layer_ids", "mask_token_id", "block_size", "anchor_guesses", "markov_rank", "rope_parameters")
+    names += ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
     names += ("layer_types", "sliding_window", "is_causal", "xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes")
     for name in (*names, "enable_confidence_head", "draft_vocab_size", "vocab_size", "num_hidden_layers"):
         assert getattr(one.config, name) == getattr(two.config, name), name
@@ -220,7 +228,7 @@ def test_what_xpress_files_say_and_leave_out(target, tmp_path):
         ({"xpress_mlp_ratio": 0}, "xpress_mlp_ratio: expected at least 1"),
         ({"xpress_rank": 5}, "refiner_head"),
         ({"markov_rank": 2}, "heads: expected one that adds logits, found a Markov head and a refiner"),
-        ({"speculators_model_type": "domino"}, "of dflash, dspark or xpress, found 'domino'"),
+        ({"speculators_model_type": "domino"}, "of dflash, dspark, xpress or dflash2, found 'domino'"),
     ):
         rewritten(out, config | change)
         with pytest.raises(InputError, match=message):
@@ -229,6 +237,60 @@ def test_what_xpress_files_say_and_leave_out(target, tmp_path):
     sure = BlockDrafter.of_target(target, 3, layer_ids=[0, 1], **SHAPES["XPress"], enable_confidence_head=True)
     with pytest.raises(InputError, match=r"a confidence head, which speculators' XPress does not have; train without"):
         FORMATS.write(sure, tmp_path / "no", "speculators")
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_what_dflash_2s_files_say_and_leave_out(target, tmp_path):
+    out, zlab = tmp_path / "out", tmp_path / "zlab"
+    drafter = made(target, "DFlash 2")
+    FORMATS.write(drafter, out, "speculators")
+    FORMATS.write(drafter, zlab, "vllm")
+    books = {f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor")}
+    assert all(books < load_file(path / "model.safetensors").keys() for path in (out, zlab))
+    config = flat(zlab)
+    assert config["architectures"] == ["DFlash2DraftModel"] and config["dflash_config"]["selector_top_k"] == 5
+    config = flat(out)
+    assert (config["speculators_model_type"], config["architectures"]) == ("dflash2", ["DFlash2DraftModel"])
+    new = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
+    rewritten(out, {name: value for name, value in config.items() if name not in new})
+    read = read_block_config(out)  # what its library takes for the default
+    assert tuple(getattr(read, name) for name in new) == (256, 16, 2, 16)
+    FORMATS.write(made(target, "DFlash 2, two-sided"), tmp_path / "windows", "speculators")
+    config = flat(tmp_path / "windows")
+    rewritten(out, {name: value for name, value in config.items() if name != "sliding_window_non_causal"})
+    assert read_block_config(out).causal(0) is False
+    for change, message in (
+        ({"conv_group_size": 5}, "conv_group_size: expected a divisor of the hidden_size 32, found 5"),
+        ({"conv_kernel_size": 0}, "not expected: layers.0.attention_conv.base_kernel"),
+        ({"selector_top_k": 10**6}, "selector_top_k: expected at least 1 and at most"),
+        ({"selector_rank": 3}, "candidate_selector"),
+    ):
+        rewritten(tmp_path / "windows", config | change)
+        with pytest.raises(InputError, match=message):
+            import_block(tmp_path / "windows")
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conv_kernel_size": 0}, "a candidate selector without convolutions, which no file of DFlash 2 says; train"),
+        (
+            {"selector_rank": 0},
+            "convolutions without a candidate selector, which no other tool knows; train with a sel",
+        ),
+        ({"anchor_guesses": True}, "a candidate selector, and an anchor that guesses: servers know none such; train"),
+        ({"enable_confidence_head": True}, "a confidence head, which DFlash 2 does not have; train without"),
+        (
+            {"token_map": torch.arange(0, 40, 2)},
+            "a cut vocabulary, among which other tools' candidate selectors do not",
+        ),
+    ],
+)
+def test_what_dflash_2s_files_cannot_hold_is_refused(target, tmp_path, change, message):
+    for format in ("vllm", "speculators"):
+        with pytest.raises(InputError, match=message):
+            FORMATS.write(BlockDrafter.of_target(target, 3, layer_ids=[0, 1], **DFLASH2 | change), tmp_path, format)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -285,6 +347,12 @@ def test_the_command_writes_tells_and_reads(drafter_dir, target, pair_dirs, tmp_
     lines, _ = ran(capsys, "--import_from", tmp_path / "s", "--output", tmp_path / "back", "--target", where)
     assert lines[-1] == "# a DFlash drafter of 3 tokens, on the outputs of the target's layers 0, 1, counted from 0"
     same(BlockDrafter.from_pretrained(tmp_path / "back"), made(target, "DFlash"))
+
+    made(target, "DFlash 2").save_pretrained(tmp_path / "dflash2")
+    lines, _ = ran(capsys, "--drafter", tmp_path / "dflash2", "--format", "vllm", "--output", tmp_path / "2")
+    assert json.loads(shlex.split(lines[-1])[-1])["method"] == "dflash"
+    lines, _ = ran(capsys, "--import_from", tmp_path / "2", "--output", tmp_path / "back2", "--target", where)
+    assert lines[-1].startswith("# a DFlash2 drafter of 3 tokens, on the outputs of the target's layers 0, 1")
 
     made(target, "XPress").save_pretrained(tmp_path / "xpress")
     given = ["--drafter", tmp_path / "xpress", "--target", where, "--format", "speculators", "--output", tmp_path / "x"]

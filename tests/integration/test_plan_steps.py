@@ -60,6 +60,9 @@ STEPS = {
     "XPress, packed": (
         "block", BLOCK | {"xpress_rank": 16, "markov_rank": 0, "rounds_weight": 0.3, "plain_weight": 0.6} | PACKED,
     ),
+    "DFlash 2, packed": (
+        "block", BLOCK | {"selector_rank": 16, "markov_rank": 0, "anchor_guesses": False, "layers": 2} | PACKED,
+    ),
     "MTP": ("mtp", {"num_steps": 3}),
     "MTP, a step for each layer, packed": ("mtp", {"num_layers": 2} | PACKED),
     "DSpark, autocast, cut vocabulary": ("block", BLOCK | {"draft_vocabulary": 100} | BF16),

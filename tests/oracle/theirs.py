@@ -27,7 +27,7 @@ DEPTHS = [2, 6, 9]
 PROMPT, LENGTH, MASK_TOKEN = 8, 50, 1
 LOSS_MASK = torch.zeros(1, LENGTH).index_fill(1, torch.arange(PROMPT, LENGTH - 1), 1.0)
 """All written tokens but the last one: EAGLE-3's loss there is on a token after the text."""
-WIDE, NARROW = 2048, 30
+WIDE = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,6 @@ class Twin:
     cut: bool = False
 
     @property
-    def narrow(self) -> bool:
-        """Whether the window is shorter than the text: the library's training counts it otherwise than servers."""
-        return self.window is not None and self.window < LENGTH
-
-    @property
     def is_block(self) -> bool:
         """Whether it is a block drafter."""
         return self.type != "eagle3"
@@ -65,11 +60,14 @@ class Twin:
 
 BLOCK = {"block_size": 5, "anchor_guesses": False}
 EAGLE = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+PLAIN_EAGLE = {"norm_before_residual": False, "fc_norm": True}
 FADING = {"decay": exp(-0.25)}
 KL = {"divergence": "forward_kl"} | FADING
 MIXED = {"divergence": {"cross_entropy": 0.1, "tvd": 0.9}} | FADING
 MIXED_LOSS = {"loss_fn": '{"ce": 0.1, "tv": 0.9}'}
 XPRESS = {"xpress_rank": 32}
+SELECTOR = {"selector_rank": 16}
+TAPS = {"conv_kernel_size": 3, "conv_group_size": 8}
 PARTS = {"rounds_weight": 0.3, "plain_weight": 0.6}
 
 TWINS = {
@@ -87,7 +85,6 @@ TWINS = {
         training=KL,
     ),
     "DFlash, cut": Twin(type="dflash", loss={"loss_fn": "kl_div"}, shape=BLOCK, training=KL, window=None, cut=True),
-    "DFlash, narrow": Twin(type="dflash", loss={"loss_fn": "kl_div"}, shape=BLOCK, training=KL, window=NARROW),
     "DSpark": Twin(
         type="dspark",
         options={"markov_rank": 16},
@@ -119,36 +116,22 @@ TWINS = {
         training=MIXED | PARTS,
         logits="logits_tf",
     ),
-    "EAGLE-3": Twin(
-        type="eagle3",
-        options=EAGLE,
-        loss={"loss_fn": "kl_div", "ttt_steps": 3, "ttt_step_loss_decay": 1.0},
-        shape=EAGLE,
-        training={"divergence": "forward_kl", "decay": 1.0, "num_steps": 3},
+    "DFlash 2": Twin(
+        type="dflash2",
+        options=SELECTOR,
+        loss={"loss_fn": "kl_div"},
+        shape=BLOCK | SELECTOR | {"conv_kernel_size": 2, "is_causal": False},
+        training=KL,
+        logits="unary_logits",
     ),
-    "EAGLE-3, cut": Twin(
-        type="eagle3",
-        options={"fc_norm": True},
-        loss={"loss_fn": "kl_div", "ttt_steps": 4, "ttt_step_loss_decay": 0.8},
-        shape={"norm_before_residual": True, "fc_norm": True},
-        training={"divergence": "forward_kl", "decay": 0.8, "num_steps": 4},
+    "DFlash 2, three taps": Twin(
+        type="dflash2",
+        options=SELECTOR | TAPS | {"selector_top_k": 5, "sliding_window_non_causal": False},
+        loss=MIXED_LOSS,
+        shape=BLOCK | SELECTOR | TAPS | {"selector_top_k": 5},
+        training=MIXED,
+        logits="unary_logits",
         window=None,
-        cut=True,
-    ),
-    "EAGLE-3, as its authors have it": Twin(
-        type="eagle3",
-        options={"norm_before_residual": False},
-        loss={"loss_fn": "lk_hybrid", "ttt_steps": 4, "ttt_step_loss_decay": 0.8},
-        training={"divergence": "lk_hybrid", "decay": 0.8, "num_steps": 4},
-        window=None,
-    ),
-    "EAGLE-3, narrow": Twin(
-        type="eagle3",
-        options=EAGLE,
-        loss={"loss_fn": "kl_div", "ttt_steps": 3, "ttt_step_loss_decay": 1.0},
-        shape=EAGLE,
-        training={"num_steps": 3},
-        window=NARROW,
     ),
 }
 
@@ -245,7 +228,7 @@ def outputs(twin: Twin, model: Any, target: Any, ids: Tensor) -> dict[str, Tenso
     def keep_logits(result: Any, **given: Any) -> None:
         for name, value in given.items():
             parts = value if isinstance(value, list) else [value]
-            for part in parts if "logits" in name else []:
+            for part in parts if "logits" in name or name == "training_candidate_ids" else []:
                 if part is not None:
                     order = sum(key.startswith(f"{name}.") for key in found)
                     found[f"{name}.{order}"] = part[0].detach().clone()

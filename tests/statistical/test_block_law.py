@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from specimens import CONFIDENCE, block
+from specimens import CONFIDENCE, DFLASH2, block
 from statistical.test_enumeration import PROMPTS, ROUNDING, compute_in_double, difference, laws, llama  # noqa: F401
 
 from draftsmith.decode import InputError, Tree
@@ -35,11 +35,14 @@ def test_another_q_than_what_was_drawn_from_is_caught(llama, monkeypatch):  # no
 class Unrefined(BlockProposer):
     """Says that guesses were drawn from their laws before a head changed them."""
 
+    def told(self, hidden, side, head):
+        return head(hidden)
+
     def propose(self, contexts, draft_lengths):
         plain, refine = [], self.heads.logits
 
         def logits(hidden, side, head):
-            plain.append(refine(hidden, None, head))
+            plain.append(self.told(hidden, side, head))
             return refine(hidden, side, head)
 
         self.heads.logits = logits
@@ -61,6 +64,24 @@ def test_the_q_of_an_unrefined_guess_is_caught(llama, monkeypatch, shape):  # no
     drafted = [laws(llama, kind(drafter), "T=1", PROMPTS[:1]) for kind in (BlockProposer, Unrefined)]
     right, wrong = (difference(law, wanted) for (law,), (wanted,), _ in drafted)
     assert right < ROUNDING and wrong > 1e-4
+
+
+class Unlimited(Unrefined):
+    """Says that guesses were drawn among all tokens, where a head chose among a few."""
+
+    def told(self, hidden, side, head):
+        return head.finish(head.project(hidden) + self.heads.side_head.out(side))
+
+
+@pytest.mark.parametrize("shape", [{"anchor_guesses": False, "block_size": 4}, {}], ids=["fill-in", "anchor guesses"])
+def test_the_q_of_other_tokens_than_candidates_is_caught(llama, monkeypatch, shape):  # noqa: F811
+    compute_in_double(monkeypatch, llama)
+    drafter = block(llama, **DFLASH2 | {"selector_top_k": 2}, **shape)
+    for parameter in drafter.candidate_selector.parameters():
+        torch.nn.init.normal_(parameter)
+    drafted = [laws(llama, kind(drafter), "T=1", PROMPTS[:1]) for kind in (BlockProposer, Unrefined, Unlimited)]
+    right, plain, unlimited = (difference(law, wanted) for (law,), (wanted,), _ in drafted)
+    assert right < ROUNDING and plain > 1e-4 and unlimited > 1e-4
 
 
 def test_a_chain_is_a_tree_of_one_branch(llama, monkeypatch):  # noqa: F811
@@ -92,10 +113,14 @@ def test_drafts_that_confidence_cuts_are_of_several_lengths(llama, monkeypatch):
     assert len(proposer.seen - {0}) > 1
 
 
-def test_a_cut_that_looks_at_the_guess_itself_is_caught(llama, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("shape", [{}, DFLASH2], ids=["DSpark", "DFlash 2"])
+def test_a_cut_that_looks_at_the_guess_itself_is_caught(llama, monkeypatch, shape):  # noqa: F811
     """Its confidence sees each token in place of the one before it."""
     compute_in_double(monkeypatch, llama)
-    proposer = BlockProposer(block(llama, enable_confidence_head=True), confidence=0.3)
+    proposer = BlockProposer(block(llama, enable_confidence_head=True, **shape), confidence=0.3)
+    if shape:
+        for parameter in proposer.heads.candidate_selector.parameters():
+            torch.nn.init.normal_(parameter)
     with torch.no_grad():
         proposer.heads.confidence_head.proj.weight[:, -2:] *= 1000  # sure or not, by the token that it sees
 

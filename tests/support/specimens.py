@@ -114,6 +114,10 @@ CONFIDENCE = 0.15
 """At which random confidence heads cut drafts of `LENGTH` to several lengths."""
 
 
+DFLASH2 = {"markov_rank": 0, "selector_rank": 2, "selector_top_k": 3, "conv_kernel_size": 2, "conv_group_size": 4}
+"""Its parts, small enough for any tiny target."""
+
+
 def block(target: PreTrainedModel, **shape: Any) -> BlockDrafter:
     shape = {"block_size": LENGTH, "markov_rank": 2, **shape}
     torch.manual_seed(3)  # its layers begin at random
@@ -196,6 +200,12 @@ SPECIMENS: dict[str, Specimen] = {
             ),
             "refined tree": lambda target: BlockProposer(
                 block(target, markov_rank=0, xpress_rank=3, token_map=named_tokens(target)), TREE
+            ),
+            "chosen chain, anchor guesses nothing": lambda target: BlockProposer(
+                block(target, block_size=LENGTH + 1, anchor_guesses=False, **DFLASH2)
+            ),
+            "chosen tree": lambda target: BlockProposer(
+                block(target, token_map=named_tokens(target), **DFLASH2 | {"selector_top_k": 2}), TREE
             ),
             "cut by confidence": lambda target: BlockProposer(
                 block(target, enable_confidence_head=True), confidence=CONFIDENCE

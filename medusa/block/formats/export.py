@@ -66,7 +66,8 @@ def _speculative(config: ExportOptions, drafter: BlockDrafter) -> dict[str, Any]
             f"draft_length: expected the {most} tokens of a block, whose slots all see each other, found "
             f"{config.draft_length}"
         )
-    return {"method": family(drafter.config).lower(), "model": str(config.output), "num_speculative_tokens": most}
+    method = (drafter.side_head and drafter.side_head.method) or family(drafter.config).lower()
+    return {"method": method, "model": str(config.output), "num_speculative_tokens": most}
 
 
 FORMATS = HeadsFormats(

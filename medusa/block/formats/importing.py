@@ -2,7 +2,7 @@
 
 | written by        | config.json                                              | the anchor's slot            |
 |-------------------|----------------------------------------------------------|------------------------------|
-| z-lab, SpecForge  | `DFlashDraftModel`, a `dflash_config`                     | guesses nothing              |
+| z-lab, SpecForge  | `DFlash(2)DraftModel`, a `dflash_config`                  | guesses nothing              |
 | DeepSpec          | `Qwen3DSparkModel`, all at the top                        | guesses the next token       |
 | speculators       | the layers' in a `transformer_layer_config`               | as in `sample_from_anchor`   |
 | draftsmith        | as one of these, or with `anchor_guesses`                 | as in `anchor_guesses`       |
@@ -23,8 +23,8 @@ from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa.base import SLIDING, WINDOWS
 from draftsmith.medusa.block.config import FAMILIES
-from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS
-from draftsmith.medusa.block.heads import HEADS, foreign_fields
+from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, SIZES
+from draftsmith.medusa.block.heads import HEADS, foreign_fields, foreign_names
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
 from draftsmith.medusa.checkpoint_files import (
     CONFIG,
@@ -35,7 +35,6 @@ from draftsmith.medusa.checkpoint_files import (
     read_safetensors,
     shards,
 )
-from draftsmith.medusa.formats import SIZES
 from draftsmith.train.checkpoint import check_finite
 from draftsmith.train.kinds.export import check_format
 from draftsmith.train.losses.output_head import head_of
@@ -74,7 +73,8 @@ def import_block(
     copies = {name: tensors.pop(name) for name in TARGET_TENSORS if name in tensors}
     with torch.device("meta"):
         empty = BlockDrafter(config).state_dict()
-    drafter = from_tensors(BlockDrafter, config, match_tensors(directory, WHAT, empty, tensors, {}))
+    names = {ours: name for ours, name in foreign_names().items() if name in tensors}
+    drafter = from_tensors(BlockDrafter, config, match_tensors(directory, WHAT, empty, tensors, names))
     check_finite(drafter, directory, WHAT)
     drafter.check_tokens(f"{directory}: d2t", stored)
     if target is not None:
@@ -99,7 +99,8 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         depths = field(raw, path, "aux_hidden_state_layer_ids", list)
         flat["target_layer_ids"] = [depth - 1 if type(depth) is int else depth for depth in depths]
         flat["anchor_guesses"] = field(raw, path, "sample_from_anchor", bool, named == "dspark")
-        flat["is_causal"] = False if field(raw, path, "sliding_window_non_causal", bool, False) else None
+        non_causal = field(raw, path, "sliding_window_non_causal", bool, named == "dflash2")
+        flat["is_causal"] = False if non_causal else None
         verifier = field(field(raw, path, "speculators_config", dict, {}), path, "verifier", dict, {})
         flat["base_model_name_or_path"] = verifier.get("name_or_path") or None
     elif "anchor_guesses" in raw:
@@ -131,6 +132,8 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         "anchor_guesses",
         "base_model_name_or_path",
         "is_causal",
+        "conv_kernel_size",
+        "conv_group_size",
     )
     names += tuple(name for head in HEADS for name in head.fields)
     fields = {name: flat[name] for name in (*names, *TURNS, *WINDOWS) if name in flat}
@@ -153,7 +156,7 @@ def _check_known(flat: dict[str, Any], path: Path) -> None:
             name: (value, None)
             for head in HEADS
             for name, value in (head.foreign or {}).items()
-            if name not in head.fields
+            if name not in head.fields and name not in vars(BlockConfig)
         },
         "is_neox_style": (True, None),
         "use_swa": (False, None),

@@ -17,13 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+BOOKS = "predecessor_codebook", "successor_codebook"
+
 
 def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tensor:
     """Read as vLLM 0.32 does: `model_executor/models/qwen3_dflash.py` and `qwen3_dspark.py`.
 
     A block begins at each of T positions, and sees the features before it; `before` gives the tokens before its
     guesses. For each guess the result, (T, K, H + D + 1), holds its state after the last norm, the logits that the
-    Markov head or XPress's refiner adds, and the confidence head's logit; zeros without these heads.
+    Markov head, XPress's refiner or DFlash 2's selector adds, and the confidence head's logit; zeros without them.
     """
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = flatten_fields(raw)
@@ -57,6 +59,13 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
             tokens_S = [before(index, slot - silent, config["vocab_size"]) for slot in range(len(states_SH))]
             markov_KR = refined(tensors, states_SH, torch.tensor(tokens_S))[silent:]
             added_KD = linear(markov_KR, tensors["refiner_head.readout.weight"])
+        if config.get("selector_rank"):
+            of = {name.removeprefix("candidate_selector."): tensor for name, tensor in tensors.items()}
+            # Our own files call the two tables by other names.
+            books = [of[name if name in of else f"{name}.weight"] for name in BOOKS]
+            tokens_K = torch.tensor([before(index, guess, config["vocab_size"]) for guess in range(len(states_KH))])
+            markov_KR = books[0][tokens_K] * linear(states_KH, of["hidden_projection.weight"])
+            added_KD = linear(markov_KR, books[1])
         if config.get("enable_confidence_head"):
             wide = [states_KH]
             if config.get("confidence_head_with_markov") and markov_KR is not None:
@@ -117,6 +126,7 @@ def block_layer(
         half = torch.cat([-by_head[..., width // 2 :], by_head[..., : width // 2]], dim=-1)
         return ((by_head * angles.cos() + half * angles.sin()) * scale).transpose(0, 1)
 
+    normed, kernels = convolved(config, weights, "attention_conv", normed)
     everything = torch.cat([seen_TH, normed])
     queries = turned("q", normed, heads, positions[len(seen_TH) :])
     keys = turned("k", everything, key_heads, positions).repeat_interleave(heads // key_heads, 0)
@@ -129,10 +139,35 @@ def block_layer(
         unseen |= distance >= config["sliding_window"]
     scores = (queries @ keys.transpose(1, 2) / width**0.5).masked_fill(unseen, float("-inf"))
     attended = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
-    hidden = states_SH + linear(attended, weights["self_attn.o_proj.weight"], weights.get("self_attn.o_proj.bias"))
+    output = linear(attended, weights["self_attn.o_proj.weight"], weights.get("self_attn.o_proj.bias"))
+    hidden = states_SH + convolved(config, weights, "attention_conv", output, kernels)[0]
     inner = rms_norm(hidden, weights["post_attention_layernorm.weight"], config)
+    inner, kernels = convolved(config, weights, "mlp_conv", inner)
     gate, up = (linear(inner, weights[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-    return hidden + linear(silu(gate) * up, weights["mlp.down_proj.weight"])
+    output = linear(silu(gate) * up, weights["mlp.down_proj.weight"])
+    return hidden + convolved(config, weights, "mlp_conv", output, kernels)[0]
+
+
+def convolved(
+    config: dict[str, Any], weights: dict[str, Tensor], name: str, states_SH: Tensor, kernels: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return a block's slots after DFlash 2's convolution, and the kernels of the one after the sublayer.
+
+    Without `kernels`, (S, taps, H), it is the one before the sublayer, from whose inputs both have their kernels.
+    """
+    taps = config.get("conv_kernel_size")
+    if not taps:
+        return states_SH, None
+    base = weights[f"{name}.base_kernel"]
+    after = kernels
+    if kernels is None:
+        maps = linear(states_SH, weights[f"{name}.kernel_projection.weight"]).unflatten(-1, (2, taps, -1))
+        kernels, after = (base + maps.repeat_interleave(config["conv_group_size"], -1)).unbind(1)
+    mixed = []
+    for slot in range(len(states_SH)):
+        parts = [kernels[slot, tap] * states_SH[slot - tap] for tap in range(min(taps, slot + 1))]
+        mixed.append(torch.stack(parts).sum(0))
+    return torch.stack(mixed), after
 
 
 def rotation(config: dict[str, Any], positions: Tensor) -> tuple[Tensor, float]:

@@ -4,8 +4,9 @@
 |---------------|------------------------------|---------------------------------------------------------------------|
 | `own`         | `Qwen3DSparkModel`           | this project                                                        |
 | `vllm`        | DFlash: z-lab's, SpecForge's | vLLM (`dflash`), and SGLang if the draft vocabulary is the whole one |
+|               | DFlash 2: z-lab's            | vLLM's runner for GPUs (`dflash`)                                   |
 |               | DSpark: DeepSpec's           | vLLM's runner for GPUs (`dspark`)                                   |
-| `speculators` | both and XPress, its fields  | the speculators library, vLLM (not XPress)                          |
+| `speculators` | all and XPress, its fields   | the speculators library, vLLM (not XPress)                          |
 
 All count the target's layers from 0, by their outputs, except speculators, which counts the layers before, as vLLM's
 `eagle_aux_hidden_state_layer_ids` does (vLLM 0.32, `transformers_utils/configs/speculators/algos.py`). DFlash's blocks
@@ -24,16 +25,29 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.blocks import Anchors, attend_to
 from draftsmith.medusa.block.formats import readers
-from draftsmith.medusa.block.heads import family, foreign_fields, side_width
+from draftsmith.medusa.block.heads import family, foreign_fields, foreign_names, side_width
 from draftsmith.medusa.block.heads.base import BlockHead
 from draftsmith.medusa.block.heads.dspark import unserved
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import dtype_name, round_tensors
-from draftsmith.medusa.formats import SIZES, TOLERANCE, relative_error, run_reader, speculators_fields
+from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
 from draftsmith.train.kinds.export import unserved_rotation
 from draftsmith.train.losses.output_head import OutputHead
 
 BLOCK_FORMATS = ("own", "vllm", "sglang", "speculators")
+SIZES = [
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hidden_act",
+    "attention_bias",
+]
 PLACES = 4
 """The positions whose blocks the proof compares."""
 
@@ -41,6 +55,26 @@ PLACES = 4
 def is_dflash(config: Any) -> bool:
     """Return whether a drafter is DFlash's: no head that adds logits, and an anchor that guesses nothing."""
     return not side_width(config) and not config.anchor_guesses
+
+
+def _dflash2_refusal(drafter: BlockDrafter, format: str) -> str | None:
+    """Return why no file holds a drafter with one of DFlash 2's parts, or None."""
+    config = drafter.config
+    if not config.conv_kernel_size:
+        return "a candidate selector without convolutions, which no file of DFlash 2 says; train with conv_kernel_size"
+    if not config.selector_rank:
+        return "convolutions without a candidate selector, which no other tool knows; train with a selector_rank"
+    if config.anchor_guesses:
+        return (
+            "a candidate selector, and an anchor that guesses: servers know none such; train with anchor_guesses false"
+        )
+    if drafter.token_map is not None:
+        return "a cut vocabulary, among which other tools' candidate selectors do not choose; take own"
+    if drafter.confidence_head is not None:
+        return "a confidence head, which DFlash 2 does not have; train without confidence"
+    if format == "sglang":
+        return "a candidate selector, which SGLang 0.5.23 is not known to load; take vllm"
+    return None
 
 
 def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
@@ -56,11 +90,14 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
             return f"XPress's {drafter.side_head.title}: {drafter.side_head.served}; take speculators"
         if drafter.confidence_head is not None:
             return f"a confidence head, which speculators' {name} does not have; train without confidence"
+    elif config.selector_rank or config.conv_kernel_size:
+        if (reason := _dflash2_refusal(drafter, format)) is not None:
+            return reason
     elif (reason := unserved(config)) is not None:
         return reason
     if (reason := unserved_rotation(config.rope_parameters)) is not None:
         return f"{reason}; keep draftsmith's own format"
-    if config.is_causal is not None and format == "vllm" and not is_dflash(config):
+    if config.is_causal is not None and format == "vllm" and not config.selector_rank and not is_dflash(config):
         return f"is_causal {config.is_causal}, which DeepSpec's files cannot say; take speculators"
     if config.is_causal and format == "speculators":
         return "is_causal in layers of full_attention, which speculators does not have; take vllm"
@@ -75,7 +112,8 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
 
 def tensors(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -> dict[str, Tensor]:
     """Return the drafter's tensors, and with a cut vocabulary the target's rows: servers do not cut its head."""
-    tensors = dict(drafter.state_dict())
+    names = foreign_names()
+    tensors = {names.get(name, name): tensor for name, tensor in drafter.state_dict().items()}
     if (ids := drafter.token_map) is not None:
         tensors |= round_tensors(_rows(None if target is None else drafter.head_for(target)), drafter.dtype)
         if format == "speculators":
@@ -128,10 +166,11 @@ def config_fields(drafter: BlockDrafter, format: str) -> dict[str, Any]:
         "base_model_name_or_path": config.base_model_name_or_path,
         "torch_dtype": dtype_name(drafter.dtype),
     }
-    if is_dflash(config):
+    if is_dflash(config) or config.selector_rank:
         # vLLM takes `causal` for all layers; without it those with a window are causal, and others are not.
         inputs |= {} if config.is_causal is None else {"causal": config.is_causal}
-        return {"architectures": ["DFlashDraftModel"], **fields, "dflash_config": inputs}
+        name = family(config)
+        return {"architectures": [f"{name}DraftModel"], **fields, "dflash_config": inputs | _heads(config, name)}
     return {"architectures": ["Qwen3DSparkModel"], **fields, **inputs, **_heads(config, "DSpark")} | {
         "sample_from_anchor": config.anchor_guesses,
         "dspark_bonus_anchor": not config.anchor_guesses,
@@ -146,7 +185,9 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
     """Return config.json as in the speculators library."""
     config = drafter.config
     name = family(config)
-    return speculators_fields(drafter, name.lower(), f"{name}DraftModel", config.guesses) | {
+    return {
+        "speculators_model_type": name.lower(),
+        "architectures": [f"{name}DraftModel"],
         "transformer_layer_config": _layer(drafter),
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
@@ -155,6 +196,14 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
         "sample_from_anchor": config.anchor_guesses,
         "sliding_window_non_causal": config.is_causal is False,
         **_heads(config, name),
+        "speculators_config": {
+            "algorithm": name.lower(),
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.guesses}],
+            "verifier": {"name_or_path": config.base_model_name_or_path or "", "architectures": []},
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype_name(drafter.dtype),
     }
 
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from draftsmith.medusa.block.heads import dspark, xpress
+from draftsmith.medusa.block.heads import dflash2, dspark, xpress
 from draftsmith.medusa.block.heads.base import BlockHead, SideHead
 
-HEADS: list[type[BlockHead]] = [*dspark.HEADS, xpress.Refiner]
+HEADS: list[type[BlockHead]] = [*dspark.HEADS, xpress.Refiner, dflash2.Selector]
 """In the order of their tensors."""
 
 
@@ -31,3 +31,8 @@ def foreign_fields(name: str) -> dict[str, Any]:
     """Return other tools' fields of a family's drafters, with their only value or what they mean left out."""
     known = [head for head in HEADS if head.family == name and head.foreign is not None]
     return {field: value for head in known for field, value in {**head.fields, **(head.foreign or {})}.items()}
+
+
+def foreign_names() -> dict[str, str]:
+    """Return other tools' names of heads' tensors by ours, where they differ."""
+    return {f"{head.name}.{ours}": f"{head.name}.{name}" for head in HEADS for ours, name in head.renamed.items()}

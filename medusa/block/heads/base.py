@@ -3,9 +3,10 @@
 The layers compute all slots at once, so none knows the token before it. A head gives each slot a side state, from the
 slots' states and the tokens drafted before it; `out` maps that to logits that are added to the target's. What a head
 remembers of the tokens is a state for each node of a draft. Heads see all slots, also an anchor's that guesses nothing,
-and tokens as their ids, or as the target's embeddings.
+and tokens as their ids, or as the target's embeddings. A head with `candidates` leaves a slot only its most likely
+tokens, by the logits without the head.
 
-Shape suffixes: S slots of a block, the first J of them with tokens before, H hidden, R side.
+Shape suffixes: S slots of a block, the first J of them with tokens before, H hidden, R side, D tokens that are drafted.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +28,10 @@ class BlockHead(nn.Module):
     """The fields of the config that describe it, with their values in a drafter without it. The first switches it on,
     and is R if it adds logits."""
     foreign: ClassVar[Mapping[str, Any] | None] = None
-    """Other tools' fields, with their only value, or for `fields` what they mean left out; None if no tool knows it."""
+    """Other tools' fields, with their only value, or for fields of our config what they mean left out; None if no tool
+    knows it."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Other tools' names of its tensors, where they differ from ours."""
 
     def __init__(self, config: Any, side: int):
         super().__init__()
@@ -58,10 +62,14 @@ class SideHead(BlockHead, ABC):
     out: nn.Linear
     """The map from side states, (…, R), to logits."""
 
+    candidates: int | None = None
+    """The number of a slot's tokens that it chooses among; None for all."""
     served: ClassVar[str] = "no server decodes with it"
     """A clause about what servers do with drafters that have it."""
     embeds: ClassVar[bool] = False
     """Whether it sees the target's embeddings of the tokens before guesses, (…, H), in place of the tokens, (…)."""
+    method: ClassVar[str | None] = None
+    """vLLM's name for the method of its drafters, if not their family's."""
 
     def begin(self, hidden: Tensor) -> Tensor | None:
         """Return its state before a block's first slot, (…, *), from all slots' states, (…, S, H)."""
@@ -78,3 +86,8 @@ class SideHead(BlockHead, ABC):
             side, state = self.step(state, hidden[..., slot, :], token, slot)
             sides.append(side)
         return torch.stack(sides, dim=-2)
+
+
+def limited(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return logits, (…, D), with −∞ for all but some tokens, (…, K) int64."""
+    return torch.full_like(logits, -torch.inf).scatter(-1, tokens, logits.gather(-1, tokens))

@@ -10,6 +10,7 @@ from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import BlockDrafter, BlockProposer
 from draftsmith.medusa.block.blocks import Anchors, block_states
+from draftsmith.medusa.block.heads.base import limited
 from draftsmith.medusa.block.model import default_target_layers
 
 PROMPTS = torch.tensor([[3, 4, 5, 3, 4], [6, 1, 6, 1, 6]])
@@ -28,6 +29,15 @@ SHAPES = {
     "DSpark, a window": {"markov_rank": 4, "sliding_window": 5, "is_causal": False},
     "XPress": {"xpress_rank": 4, "anchor_guesses": False, "layers": 2},
     "XPress, anchor guesses, few tokens": {"xpress_rank": 3, "token_map": torch.tensor([1, 3, 4, 5, 6, 8])},
+    "DFlash 2": {
+        **{"selector_rank": 4, "selector_top_k": 5, "conv_kernel_size": 2, "conv_group_size": 4},
+        **{"anchor_guesses": False, "layers": 2},
+    },
+    "DFlash 2, anchor guesses, few tokens": {
+        **{"selector_rank": 3, "selector_top_k": 2, "conv_kernel_size": 3, "conv_group_size": 8},
+        **{"token_map": torch.tensor([1, 3, 4, 5, 6, 8])},
+    },
+    "DSpark with convolutions": {"markov_rank": 3, "conv_kernel_size": 2},
     "DSpark, few tokens": {"markov_rank": 3, "token_map": torch.tensor([1, 3, 4, 5, 6, 8])},
 }
 
@@ -54,6 +64,23 @@ def turned(x, position, theta):
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()])
 
 
+def convolved(of, config, name, kernels_of, states, part):
+    """DFlash 2's convolution before (`part` 0) or after (1) a sublayer, a channel at a time."""
+    taps, groups = config.conv_kernel_size, config.hidden_size // config.conv_group_size
+    if not taps:
+        return states
+    out = []
+    for slot, inputs in enumerate(kernels_of):
+        maps, total = of[f"{name}.kernel_projection.weight"] @ inputs, torch.zeros_like(inputs)
+        for tap in range(min(taps, slot + 1)):
+            for channel in range(config.hidden_size):
+                kernel = of[f"{name}.base_kernel"][part, tap, channel]
+                kernel = kernel + maps[(part * taps + tap) * groups + channel // config.conv_group_size]
+                total[channel] += kernel * states[slot - tap][channel]
+        out.append(total)
+    return out
+
+
 def naive(drafter, embed, features, token, anchor, start):
     """One block's slots, (S, H), by loops: its text begins at place `start` of the row that `features` are of."""
     config, weights = drafter.config, dict(drafter.named_parameters())
@@ -63,7 +90,8 @@ def naive(drafter, embed, features, token, anchor, start):
     queries_a_key = config.num_attention_heads // config.num_key_value_heads
     for layer in range(config.num_hidden_layers):
         of = {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"layers.{layer}.")}
-        normed = [rms(x, of["input_layernorm.weight"], eps) for x in states]
+        plain = [rms(x, of["input_layernorm.weight"], eps) for x in states]
+        normed = convolved(of, config, "attention_conv", plain, plain, 0)
         positions = [*enumerate(fused), *((anchor - start + slot, x) for slot, x in enumerate(normed))]
         attended = []
         for slot, x in enumerate(normed):
@@ -87,14 +115,17 @@ def naive(drafter, embed, features, token, anchor, start):
                 values = torch.stack([of["self_attn.v_proj.weight"][key] @ y for _, y in seen])
                 heads.append(shares @ values)
             attended.append(of["self_attn.o_proj.weight"] @ torch.cat(heads))
+        attended = convolved(of, config, "attention_conv", plain, attended, 1)
         states = [x + y for x, y in zip(states, attended, strict=True)]
-        inner = [rms(x, of["post_attention_layernorm.weight"], eps) for x in states]
-        states = [
-            x + of["mlp.down_proj.weight"] @ (
+        plain = [rms(x, of["post_attention_layernorm.weight"], eps) for x in states]
+        inner = [
+            of["mlp.down_proj.weight"] @ (
                 torch.nn.functional.silu(of["mlp.gate_proj.weight"] @ y) * (of["mlp.up_proj.weight"] @ y)
             )
-            for x, y in zip(states, inner, strict=True)
+            for y in convolved(of, config, "mlp_conv", plain, plain, 0)
         ]  # fmt: skip
+        inner = convolved(of, config, "mlp_conv", plain, inner, 1)
+        states = [x + y for x, y in zip(states, inner, strict=True)]
     return torch.stack([rms(x, weights["norm.weight"], eps) for x in states])
 
 
@@ -139,6 +170,18 @@ def refined(head, slots, before):
     return torch.stack(added)
 
 
+def chosen(head, slots, before, plain):
+    """DFlash 2's scores of the most likely tokens of a block's guesses, (K, D), by loops."""
+    of, scores = dict(head.named_parameters()), torch.full_like(plain, -torch.inf)
+    silent = len(slots) - len(plain)
+    for guess, logits in enumerate(plain):
+        state = of["hidden_projection.weight"] @ slots[silent + guess]
+        side = of["predecessor_codebook.weight"][before[silent + guess]] * state
+        for token in sorted(range(len(logits)), key=lambda token: -logits[token])[: head.candidates]:
+            scores[guess, token] = logits[token] + side @ of["successor_codebook.weight"][token]
+    return scores
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_head_that_adds_logits_is_one_map_with_the_targets(target, shape):
     drafter = block(target, **shape)
@@ -150,6 +193,8 @@ def test_a_head_that_adds_logits_is_one_map_with_the_targets(target, shape):
     before = torch.tensor([[1, 2, 3, 4], [4, 5, 6, 7]])
     found, hidden = drafter.whole_head(head)(drafter.head_states(slots, before, embed)), drafter.guessing(slots)
     logits = drafter.logits(hidden, drafter.sides(slots, before, embed), head)
+    if (count := getattr(drafter.side_head, "candidates", None)) is not None:
+        found = limited(found, head(hidden).topk(count).indices)
     torch.testing.assert_close(found, logits)
     weight = target.get_output_embeddings().weight
     if (ids := drafter.token_map) is not None:
@@ -162,6 +207,8 @@ def test_a_head_that_adds_logits_is_one_map_with_the_targets(target, shape):
             naive
             + torch.stack([refined(head, *row) for row in zip(slots, before, strict=True)])[:, drafter.config.silent :]
         )
+    if (head := drafter.candidate_selector) is not None:
+        naive = torch.stack([chosen(head, *row) for row in zip(slots, before, naive, strict=True)])
     torch.testing.assert_close(logits, naive)
 
 
@@ -267,6 +314,10 @@ def test_it_is_saved_and_loaded_with_safetensors(target, tmp_path):
             "heads: expected one that adds logits, found a Markov head and a ref",
         ),
         ({"xpress_rank": 2, "num_jacobi_passes": 0}, "num_jacobi_passes: expected at least 1"),
+        ({"selector_rank": 2, "selector_top_k": 14}, "selector_top_k: expected at least 1 and at most 13, found 14"),
+        ({"selector_rank": 2}, "selector_top_k: expected at least 1 and at most 13, found 16"),
+        ({"conv_kernel_size": 9}, "conv_kernel_size: expected at least 0 and at most 8, found 9"),
+        ({"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size: expected a divisor of the hidden_size 32,"),
         ({"sliding_window": 7}, "sliding_window: expected at least the 8 slots of a block, found 7"),
     ],
 )
@@ -304,8 +355,8 @@ def test_layers_are_those_of_the_papers():
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(
     "shape",
-    [{"markov_rank": 3}, {"anchor_guesses": False}, {"xpress_rank": 3, "anchor_guesses": False}],
-    ids=["DSpark", "DFlash", "XPress"],
+    [{"markov_rank": 3}, {"anchor_guesses": False}, {"xpress_rank": 3, "anchor_guesses": False}, SHAPES["DFlash 2"]],
+    ids=["DSpark", "DFlash", "XPress", "DFlash 2"],
 )
 def test_a_drafter_in_bfloat16_drafts_for_a_target_in_float32(target, shape, tree):
     """As `measure` chooses on CPUs; replay counts what the decoder counts."""
