@@ -7,9 +7,11 @@ from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "look_back", "last_layers", "random")
-FAMILIES = ("DFlash", "DSpark", "XPress", "DFlash2")
+SPECULATORS = ("DFlash", "DSpark", "XPress", "DFlash2")
+"""Kinds of block drafters in the speculators library."""
+FAMILIES = (*SPECULATORS, "Domino")
 """Kinds of block drafters, as other tools name them."""
-MADE = ("layer_ids", "mask_token", "sliding_window", "conv_kernel_size")
+MADE = ("layer_ids", "mask_token", "sliding_window", "conv_kernel_size", "causal")
 """Fields that describe only new drafters."""
 ROUNDS = 3
 """The rounds over a block whose loss `rounds_weight` weighs."""
@@ -33,6 +35,9 @@ class BlockTrainingConfig(HeadsConfig):
     for families with such weights (Llama, Mistral, Qwen 3), last_layers if their target is sharded, else random."""
     sliding_window: int | None = None
     """The positions that a layer's slots see, their own included; none after them in the block. All if not given."""
+    causal: bool | None = None
+    """Whether slots see none after themselves in the block, as in JetSpec; if not given, only in layers with a
+    window."""
     markov_rank: int | None = None
     """The rank of the Markov head, which tells each guess the token before it (DSpark); 0 for none (DFlash). If not
     given, 256 or the target's width if that is less. `heads` without such a head get one of this rank."""
@@ -46,11 +51,19 @@ class BlockTrainingConfig(HeadsConfig):
     conv_kernel_size: int | None = None
     """The slots that each slot of a new drafter sees in convolutions around each sublayer, its own included (DFlash 2);
     0 for none. If not given 2 with a selector_rank, else none."""
+    domino_rank: int = 0
+    """The rank of Domino's recurrent head, which tells each guess all tokens before it, in place of the Markov head;
+    Domino's is 256. `heads` without such a head get one of this rank."""
+    pure_draft_prefix_len: int = 1
+    """The first guesses of a block that a new recurrent head leaves as they are: 1 as published and in SGLang."""
     rounds_weight: float = 0.0
     """The weight of the mean loss of three rounds over each block, in which the head that adds logits sees the guesses
     of the round before in place of the text, as in servers that refine a block so. The published XPress has 0.3."""
     plain_weight: float = 0.0
     """The weight of the guesses' loss without the head that adds logits. The published XPress has 0.6."""
+    plain_until: float = 0.0
+    """The part of training in which the loss moves from the guesses without the head that adds logits to those with it,
+    in equal steps; 0 for none. The published Domino has 1."""
     layer_ids: list[int] = field(default_factory=list)
     """The target's layers whose outputs it sees, ascending, counted from 0. If not given as many as `layers` and at
     least two, spread evenly from the second layer to the third from the end."""
@@ -73,16 +86,16 @@ class BlockTrainingConfig(HeadsConfig):
         require(self, at_least(1) & at_most(256), "layers", "block_size")
         require(self, at_least(1), "anchors")
         require(self, at_least(self.block_size), "sliding_window")
+        ranks = ("markov_rank", "xpress_rank", "selector_rank", "domino_rank")
         names = ("layer_ids", "mask_token", "confidence", "rounds_weight", "plain_weight", "conv_kernel_size")
-        require(self, at_least(0), "markov_rank", "xpress_rank", "selector_rank", *names)
-        if other := next((name for name in ("xpress_rank", "selector_rank") if getattr(self, name)), None):
-            if self.markov_rank is None and self.heads is None:
-                self.markov_rank = 0
-            if self.markov_rank:
-                raise InputError(f"markov_rank: expected 0 with {other}, found {self.markov_rank}")
+        require(self, at_least(0), *ranks, *names, "pure_draft_prefix_len")
+        if self.markov_rank is None and self.heads is None and any(getattr(self, name) for name in ranks):
+            self.markov_rank = 0
+        if len(on := [name for name in ranks if getattr(self, name)]) > 1:
+            raise InputError(f"{on[0]}: expected 0 with {on[1]}, found {getattr(self, on[0])}")
         if self.selector_rank and self.conv_kernel_size is None and self.heads is None:
             self.conv_kernel_size = 2
-        require(self, at_least(0) & at_most(1), "dpace")
+        require(self, at_least(0) & at_most(1), "dpace", "plain_until")
         if not self.anchor_guesses and self.block_size < 2:
             raise InputError(f"block_size: expected at least 2 without anchor_guesses, found {self.block_size}")
         if self.heads is not None:

@@ -44,6 +44,7 @@ def new_drafter(
         anchor_guesses=config.anchor_guesses,
         sliding_window=config.sliding_window,
         conv_kernel_size=config.conv_kernel_size or 0,
+        is_causal=config.causal,
         base_model_name_or_path=config.target,
         **{name: value for head in heads.HEADS for name, value in head.new_fields(config, width).items()},
     ).float()

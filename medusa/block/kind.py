@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.block.config import DFLASH, FAMILIES, MADE
+from draftsmith.medusa.block.config import DFLASH, FAMILIES, MADE, SPECULATORS
 from draftsmith.medusa.kind import FeatureKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Block(FeatureKind):
-    """A few layers on features of the target that draft a block in one forward: DFlash, DSpark, XPress, DFlash 2."""
+    """A few layers on features of the target that draft a block in one forward: DFlash, DSpark, XPress, DFlash 2, …."""
 
     name, title = "block", "block drafter"
     package, model_class = "draftsmith.medusa.block", "model:BlockDrafter"
@@ -27,7 +27,7 @@ class Block(FeatureKind):
         "draftsmith.medusa.block",
         "draftsmith.medusa.block.config:BlockTrainingConfig",
         "draftsmith.medusa.block.config:BlockPlanConfig",
-        made=("draft_vocabulary", *MADE, "markov_rank", "xpress_rank", "selector_rank"),
+        made=("draft_vocabulary", *MADE, "markov_rank", "xpress_rank", "selector_rank", "domino_rank"),
     )
     tree_key, whole_blocks = "block_tree", True
     cost_remedy = "train one with fewer layers, or a smaller --draft_vocabulary"
@@ -38,7 +38,7 @@ class Block(FeatureKind):
         """Return whether this is such a drafter, of z-lab, SpecForge, DeepSpec, speculators or ours."""
         names = config.get("architectures")
         named = isinstance(names, list) and any(family in str(name) for name in names for family in FAMILIES)
-        return named or config.get("speculators_model_type") in [family.lower() for family in FAMILIES]
+        return named or config.get("speculators_model_type") in [family.lower() for family in SPECULATORS]
 
     def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
         """Return DSpark drafters of one and of two layers; for SGLang DFlash's, the only ones that it loads."""

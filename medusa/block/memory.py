@@ -58,6 +58,7 @@ class BlockPlan(FeaturePlan):
             config.anchors = self._anchors(step.positions)
         trainer: Any = super().trainer(step, **parts)
         _ = trainer.frozen_head
+        trainer.state.max_steps = 1  # the first step: with `plain_until` it has both kinds of guesses
         # Statistics of the guesses are not counted: with top-k or top-p they read logits, which have no data.
         trainer._statistics = lambda blocks, *_: GuessStats(*torch.zeros(2, len(blocks.labels)))
         return trainer  # type: ignore[no-any-return]

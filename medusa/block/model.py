@@ -1,4 +1,4 @@
-"""Block drafters: DFlash, DSpark, XPress and DFlash 2.
+"""Block drafters: DFlash, DSpark, XPress, DFlash 2 and Domino.
 
 A few decoder layers draft a whole block in one forward. They see the target's features of the text, fused to one state
 for each token, and a block of slots: the embeddings of the text's last token, the anchor, and of S − 1 masks. Attention
@@ -124,6 +124,8 @@ def default_target_layers(layers: int, count: int) -> list[int]:
     return sorted({round(1 + i * (layers - 4) / (count - 1)) for i in range(count)})
 
 
+Embed = Callable[[Tensor], Tensor]
+"""The target's embedding of tokens."""
 Attend = Callable[[Tensor, KeysValues], Tensor]
 """A function from the queries of slots, and the slots' keys and values, to attended values, (B, heads, Q, width)."""
 
@@ -189,7 +191,7 @@ class BlockLayer(GradientCheckpointingLayer):
 
 
 class BlockDrafter(FeatureHeads):
-    """The layers of DFlash, DSpark, XPress and DFlash 2; embedding and output head are the target's."""
+    """The layers of DFlash, DSpark, XPress, DFlash 2 and Domino; embedding and output head are the target's."""
 
     config_class = BlockConfig
     title, field, width, tokens = "a block drafter", "block", "hidden_size", "d2t"
@@ -289,13 +291,13 @@ class BlockDrafter(FeatureHeads):
         seen_SS = torch.ones(self.config.block_size, self.config.block_size, dtype=torch.bool, device=device)
         return seen_SS.tril() if self.config.is_causal else seen_SS
 
-    def block(self, anchors: Tensor, embed: nn.Module) -> Tensor:
+    def block(self, anchors: Tensor, embed: Embed) -> Tensor:
         """Return the embeddings in the slots of blocks, (…, S, H); `anchors` are the tokens of the first slots, (…)."""
         slots = anchors[..., None].repeat_interleave(self.config.block_size, dim=-1)
         slots[..., 1:] = self.config.mask_token_id
         return self.embedded(slots, embed)
 
-    def embedded(self, tokens: Tensor, embed: nn.Module) -> Tensor:
+    def embedded(self, tokens: Tensor, embed: Embed) -> Tensor:
         """Return the target's embeddings of tokens, in the drafter's dtype and on its device."""
         return embed(tokens).to(self.norm.weight.device, computing_dtype(self.norm.weight))  # type: ignore[no-any-return]
 
@@ -328,12 +330,12 @@ class BlockDrafter(FeatureHeads):
         """The `SideHead`, or None."""
         return next((head for head in self.children() if isinstance(head, SideHead)), None)
 
-    def read(self, before: Tensor, embed: nn.Module) -> Tensor:
+    def read(self, before: Tensor, embed: Embed) -> Tensor:
         """Return what the head that adds logits sees of the tokens before guesses; `embed` is the target's."""
         head = self.side_head
         return before if head is None or not head.embeds else self.embedded(before, embed)
 
-    def sides(self, hidden: Tensor, before: Tensor, embed: nn.Module) -> Tensor | None:
+    def sides(self, hidden: Tensor, before: Tensor, embed: Embed) -> Tensor | None:
         """Return side states of the first slots' guesses, (…, J or J − 1, R), or None without a head that adds logits.
 
         `hidden` are all slots' states, (…, S, H); `before` the tokens before the first slots, (…, J) int64.
@@ -341,7 +343,7 @@ class BlockDrafter(FeatureHeads):
         head = self.side_head
         return None if head is None else self.guessing(head.forced(hidden, self.read(before, embed)))
 
-    def head_states(self, hidden: Tensor, before: Tensor, embed: nn.Module) -> Tensor:
+    def head_states(self, hidden: Tensor, before: Tensor, embed: Embed) -> Tensor:
         """Return the inputs of `whole_head` for all guesses, (…, K, H + R); (…, K, H) without a head that adds logits.
 
         `hidden` are all slots' states, (…, S, H); `before` the token before each slot's, (…, S) int64.
@@ -358,7 +360,7 @@ class BlockDrafter(FeatureHeads):
         side_head = self.side_head
         return head if side_head is None else replace(head, side_weight=side_head.out.weight)
 
-    def confidence(self, hidden: Tensor, before: Tensor, embed: nn.Module) -> Tensor:
+    def confidence(self, hidden: Tensor, before: Tensor, embed: Embed) -> Tensor:
         """Return the logit of each guess's acceptance, if those before it were accepted (DSpark), as many as `sides`.
 
         It depends on the tokens before the guess but not on the guess, so cutting drafts by it is lossless. Arguments

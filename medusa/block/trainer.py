@@ -171,9 +171,10 @@ class BlockTrainer(FeatureTrainer):
             reached_BNK = reach(stats.q_M.view_as(blocks.weights_BNK), blocks.weights_BNK > 0, config.dpace)
             # The weights themselves have no gradient.
             blocks.weights = [(blocks.weights_BNK * reached_BNK).flatten()]
-        states, shares = [learned], [1.0]
-        if config.plain_weight > 0:
-            states, shares = [*states, self._plain(hidden_BNSH, states_ME)], [*shares, config.plain_weight]
+        anchored = self._anchored()
+        states, shares = [learned], [1.0 - anchored]
+        if (plain := config.plain_weight + anchored) > 0:
+            states, shares = [*states, self._plain(hidden_BNSH, states_ME)], [*shares, plain]
         if config.rounds_weight > 0:
             states += self._rounds(hidden_BNSH, states_ME, before_BNS, head, blocks.labels)
             shares += [config.rounds_weight / ROUNDS] * ROUNDS
@@ -224,6 +225,11 @@ class BlockTrainer(FeatureTrainer):
 
         labels_MX, sizes = torch.cat([tokens_MK, places_M1], dim=1), self.vocabulary.sizes(self.sizes)
         return chunked_sum(features, weights_M[:, None], labels_MX, states_ME, head, None, sizes)[0]
+
+    def _anchored(self) -> float:
+        """Return the share of the plain guesses in the loss, which falls from 1 to 0 in a part of the run (Domino)."""
+        last = self.config.plain_until * self.state.max_steps
+        return max(0.0, 1.0 - self.state.global_step / last) if last else 0.0
 
     def _plain(self, hidden_BNSH: Tensor, states_ME: Tensor) -> Tensor:
         """Return the states of guesses to whose logits no head adds."""

@@ -42,6 +42,7 @@ def planned(pipeline: Path, processes: int) -> dict[str, dict]:
             **{"markov_rank": 0, "selector_rank": 4, "anchor_guesses": False, "block_size": 4},
             "training": {"max_steps": 3},
         },
+        "recurrent": {"markov_rank": 0, "domino_rank": 4, "plain_until": 1.0, "training": {"max_steps": 3}},
     }
 
 
@@ -62,7 +63,7 @@ def logged(run: dict, key: str) -> list[float]:
     return [entry[key] for entry in run["log"] if key in entry]
 
 
-@pytest.mark.parametrize("name", ["plain", "everything", "refined", "chosen"])
+@pytest.mark.parametrize("name", ["plain", "everything", "refined", "chosen", "recurrent"])
 def test_two_processes_are_one(alone, together, name):
     """Losses, gradients, what is measured, and the drafters that are saved, whole."""
     strategy, found, output = together

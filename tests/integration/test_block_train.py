@@ -67,7 +67,8 @@ def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor
         return [q[: length - 1 - k, k].double() for k in range(count)]
 
     plain = drafter.logits(guessing, None, head)
-    others, q = [(1.0 if trainer.chooses else config.plain_weight, by_guess(plain))], plain
+    anchored = 1 - 2 / (8 * config.plain_until) if config.plain_until else 0.0
+    others, q = [(1.0 if trainer.chooses else config.plain_weight + anchored, by_guess(plain))], plain
     for _ in range(3 if config.rounds_weight else 0):
         likeliest = q[..., : len(trainer.processing_class)].argmax(-1)
         tokens = likeliest if drafter.token_map is None else drafter.token_map[likeliest]
@@ -115,7 +116,7 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
                 value = valued(q)
                 if alpha is not None:
                     reached *= (1 - alpha) * (q.softmax(-1) * hit).sum().item() + alpha
-                values = [] if trainer.chooses else [(1.0, value)]
+                values = [] if trainer.chooses else [(1.0 - others[0][0] * bool(config.plain_until), value)]
                 values += [(share, valued(other[k][a][: len(kept)])) for share, other in others if share]
                 weighed = sum(
                     share * weight * one[name] for share, one in values for name, weight in config.terms.items()
@@ -149,6 +150,7 @@ def assert_same(trainer: BlockTrainer, found: Tensor, expected: Tensor) -> None:
 
 XPRESS = {"xpress_rank": 4, "markov_rank": 0, "anchor_guesses": False, "rounds_weight": 0.3, "plain_weight": 0.6}
 DFLASH2 = {"selector_rank": 4, "markov_rank": 0, "anchor_guesses": False, "block_size": 4}
+DOMINO = {"domino_rank": 4, "markov_rank": 0}
 CASES = {
     "DSpark": {},
     "DFlash": {"anchor_guesses": False, "markov_rank": 0, "layers": 2},
@@ -168,6 +170,10 @@ CASES = {
     "DFlash 2, D-PACE, cut vocabulary": DFLASH2 | {"anchor_guesses": True, "draft_vocabulary": 20, "dpace": 0.5},
     "DFlash 2's choices, confidence": DFLASH2 | {"conv_kernel_size": 0, "confidence": 1.0, "divergence": "tvd"},
     "DFlash 2, looks outside": DFLASH2 | {"draft_vocabulary": 20, "divergence": {"tvd": 1.0}},
+    "Domino": DOMINO,
+    "Domino's own loss": DOMINO | {"plain_until": 0.75, "divergence": "cross_entropy", "anchor_guesses": False},
+    "Domino with confidence, cut vocabulary": DOMINO | {"confidence": 1.0, "draft_vocabulary": 20},
+    "JetSpec": {"anchor_guesses": False, "markov_rank": 0, "layers": 2, "causal": True},
     "blocks longer than texts": {"block_size": 9},
     "layers computed twice": {"training": {"activation_checkpointing": True}},
 }
@@ -178,9 +184,10 @@ def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL, **CASES[case]))
     if trainer.heads.side_head is not None:  # which begins with nothing
         torch.nn.init.normal_(trainer.heads.side_head.out.weight)
-    for head in (trainer.heads.refiner_head, trainer.heads.candidate_selector):
+    for head in (trainer.heads.refiner_head, trainer.heads.candidate_selector, trainer.heads.domino_head):
         for parameter in () if head is None else head.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
+    trainer.state.max_steps, trainer.state.global_step = 8, 2
     if trainer.args.activation_checkpointing:  # as `train` does
         trainer.heads.activation_checkpointing_enable()
         trainer.heads.train()
@@ -189,7 +196,7 @@ def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     assert_same(trainer, loss, eager(trainer, samples) / 100)
 
 
-@pytest.mark.parametrize("case", ["DSpark", "XPress", "DFlash 2"])
+@pytest.mark.parametrize("case", ["DSpark", "XPress", "DFlash 2", "Domino"])
 def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained, case):
     trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL, **CASES[case]))
     dataset = training_examples([str(pipeline / "short"), str(pipeline / "long")])
@@ -221,7 +228,7 @@ def test_a_few_anchors_stand_for_all(pipeline, tmp_path, untrained):
     torch.testing.assert_close(few, every, rtol=0.06, atol=0)
 
 
-@pytest.mark.parametrize("case", ["DSpark", "XPress", "DFlash 2"])
+@pytest.mark.parametrize("case", ["DSpark", "XPress", "DFlash 2", "Domino"])
 def test_evaluation_counts_what_the_guesses_are(pipeline, tmp_path, untrained, case):
     trainer = untrained(block_configured(pipeline, tmp_path, **CASES[case]))
     if trainer.heads.refiner_head is not None:
@@ -358,6 +365,12 @@ def test_features_of_a_cache_train_what_the_target_does(pipeline, tmp_path, init
             "plain_weight: expected 0 with a candidate selector",
         ),
         (
+            {"xpress_rank": 2, "domino_rank": 3, "markov_rank": None},
+            "xpress_rank: expected 0 with domino_rank, found 2",
+        ),
+        ({"markov_rank": 0, "plain_until": 0.5}, "plain_until: expected 0 without a head that adds logits, found 0.5"),
+        ({"plain_until": 1.5}, "plain_until: expected at least 0 and at most 1, found 1.5"),
+        (
             {"markov_rank": 0, "rounds_weight": 0.3},
             "rounds_weight: expected 0 without a head that adds logits, found 0.3",
         ),
@@ -387,14 +400,13 @@ def test_a_dflash_drafter_gets_dsparks_heads_without_a_loss(pipeline, tmp_path, 
     losses = [trainer.compute_loss(trainer.heads, batch_of(trainer, samples)) for trainer in (first, same, larger)]
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
     assert losses[2].item() == pytest.approx(losses[0].item(), rel=1e-6)
-    refined = untrained(
-        block_configured(pipeline, tmp_path / "on", **earlier, markov_rank=None, xpress_rank=4, plain_weight=0.5)
-    )
-    refined.config.plain_weight = 0.0
-    assert refined.compute_loss(refined.heads, batch_of(refined, samples)).item() == pytest.approx(
-        losses[0].item(), rel=1e-6
-    )
-    assert " and a new refiner" in capsys.readouterr().err
+    for rank, title in (("xpress_rank", "refiner"), ("domino_rank", "recurrent head")):
+        options = {"markov_rank": None, rank: 4, "plain_weight": 0.5}
+        refined = untrained(block_configured(pipeline, tmp_path / "on", **earlier, **options))
+        refined.config.plain_weight = 0.0
+        loss = refined.compute_loss(refined.heads, batch_of(refined, samples)).item()
+        assert loss == pytest.approx(losses[0].item(), rel=1e-6)
+        assert f" and a new {title}" in capsys.readouterr().err
     larger.heads.save_pretrained(tmp_path / "dspark")
     with pytest.raises(InputError, match=r"^markov_rank: expected 4, as the heads have, or none, found 3$"):
         untrained(block_configured(pipeline, tmp_path / "no", heads=str(tmp_path / "dspark"), markov_rank=3))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from gemma import tiny_gemma
-from specimens import CONFIDENCE, DFLASH2, TREE, block, eagle, medusa, near, rotated
+from specimens import CONFIDENCE, DFLASH2, RECURRENT, TREE, block, eagle, medusa, near, rotated
 from trained_heads import own_texts, train_heads
 
 from draftsmith.decode import (
@@ -93,6 +93,10 @@ def chosen():
     return block(target(), block_size=4, anchor_guesses=False, **DFLASH2)
 
 
+def recurrent():
+    return block(target(), **RECURRENT, enable_confidence_head=True)
+
+
 KINDS = ["sliding_attention", "full_attention"]
 SHAPES = {
     "chain": lambda: DraftModelProposer(draft()),
@@ -114,6 +118,9 @@ SHAPES = {
     "block tree, refined": lambda: BlockProposer(refined(), TREE),
     "block chain, chosen": lambda: BlockProposer(chosen()),
     "block tree, chosen": lambda: BlockProposer(chosen(), TREE),
+    "block chain, recurrent, cut": lambda: BlockProposer(recurrent(), confidence=CONFIDENCE),
+    "block tree, recurrent": lambda: BlockProposer(recurrent(), TREE),
+    "block chain, causal": lambda: BlockProposer(block(target(), layers=2, is_causal=True)),
     "block tree, a window": lambda: BlockProposer(block(target(), sliding_window=4, is_causal=False), TREE),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)

@@ -695,6 +695,7 @@ def test_a_copy_of_the_targets_embedding_must_equal_it_as_the_import_says(kind, 
 DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
 XPRESS = DFLASH | {"xpress_rank": 4}
 DFLASH2 = DFLASH | {"selector_rank": 4, "conv_kernel_size": 2}
+DOMINO = DFLASH | {"emb_dim": 4, "gru_hidden_dim": 5, "pure_draft_prefix_len": 1}
 
 
 @pytest.mark.parametrize(
@@ -717,6 +718,8 @@ DFLASH2 = DFLASH | {"selector_rank": 4, "conv_kernel_size": 2}
          "✓ 3 slots, the anchor's guesses nothing: num_speculative_tokens is to be 2, as trained; vLLM 0.32 and "),
         (DFLASH2, "vllm", lambda path: None, "block slots",
          "✓ 3 slots, the anchor's guesses nothing: num_speculative_tokens is to be 2, as trained; vLLM 0.32 decodes"),
+        (DOMINO, "sglang", lambda path: None, "block slots",
+         "✓ 3 slots, the anchor's guesses nothing: num_speculative_tokens is to be 2, as trained; SGLang decodes with"),
         ({"markov_rank": 0}, "own", lambda path: None, "block slots", "! 3 slots, the anchor's guesses the next token"),
         ({"token_map": torch.arange(40)}, "vllm", lambda path: restore(
             path, lambda tensors: tensors | {"d2t": torch.arange(100, 300, 5)}), "block",

@@ -25,6 +25,8 @@ SHAPES = {
     "DFlash": {"block_size": 4, "anchor_guesses": False, "layers": 2},
     "XPress": {"block_size": 4, "anchor_guesses": False, "layers": 2, "xpress_rank": 4, "num_jacobi_passes": 3},
     "XPress, its anchor guesses": {"block_size": 3, "xpress_rank": 4, "xpress_mlp_ratio": 3},
+    "Domino": {"block_size": 4, "layers": 2, "emb_dim": 4, "gru_hidden_dim": 6, "pure_draft_prefix_len": 1},
+    "Domino, fill-in": {"block_size": 4, "anchor_guesses": False, "emb_dim": 3, "gru_hidden_dim": 5},
 }
 DFLASH2 = {"block_size": 4, "anchor_guesses": False, "selector_rank": 4, "selector_top_k": 5, "conv_kernel_size": 2}
 SHAPES["DFlash 2"] = DFLASH2 | {"layers": 2, "conv_kernel_size": 3, "conv_group_size": 4}
@@ -50,11 +52,18 @@ REFUSED = {
         (name, "sglang"): "found a candidate selector, which SGLang 0.5.23 is not known to load; take vllm$"
         for name in ("DFlash 2", "DFlash 2, two-sided")
     },
+    **{
+        (name, format): "found Domino's recurrent head, which vLLM 0.32 and speculators 0.9 do not know; take sglang$"
+        for name in ("Domino", "Domino, fill-in")
+        for format in ("vllm", "speculators")
+    },
+    ("Domino, fill-in", "sglang"): "found a pure_draft_prefix_len of 0, where SGLang decodes 1 alone; take own$",
     ("DSpark, two-sided", "vllm"): "is_causal False, which DeepSpec's files cannot say; take speculators",
 }
 CUT = {
     "DSpark, cut": {"markov_rank": 4, "block_size": 3},
     "DFlash, cut": {"block_size": 3, "anchor_guesses": False},
+    "Domino, cut": {"emb_dim": 4, "gru_hidden_dim": 3, "block_size": 3, "pure_draft_prefix_len": 1},
     "XPress, cut": {"xpress_rank": 4, "block_size": 3, "anchor_guesses": False},
 }
 SPECULATORS_VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
@@ -95,6 +104,7 @@ def same(one: BlockDrafter, two: BlockDrafter) -> None:
     names = ("target_layer_ids", "mask_token_id", "block_size", "anchor_guesses", "markov_rank", "rope_parameters")
     names += ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
     names += ("layer_types", "sliding_window", "is_causal", "xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes")
+    names += ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
     for name in (*names, "enable_confidence_head", "draft_vocab_size", "vocab_size", "num_hidden_layers"):
         assert getattr(one.config, name) == getattr(two.config, name), name
 
@@ -112,7 +122,7 @@ def test_the_script_of_readers_reads_what_is_written(target, tmp_path, monkeypat
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
     drafter = made(target, name)
-    if (format == "sglang" and name != "DFlash") or (name, format) in REFUSED:
+    if (format == "sglang" and name not in ("DFlash", "Domino")) or (name, format) in REFUSED:
         said = (
             "which SGLang is not known" if name in WINDOWS else r"DSpark's heads, which SGLang .* not load; take vllm$"
         )
@@ -128,7 +138,8 @@ def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("name", "format"),
-    [(name, format) for name in CUT for format in ("vllm", "speculators") if (name, format) != ("XPress, cut", "vllm")],
+    [(name, format) for name in ("DSpark, cut", "DFlash, cut") for format in ("vllm", "speculators")]
+    + [("XPress, cut", "speculators")],
 )
 def test_a_cut_vocabulary_takes_the_targets_rows_along(target, tmp_path, name, format):
     drafter = made(target, name)
@@ -294,6 +305,42 @@ def test_what_dflash_2s_files_cannot_hold_is_refused(target, tmp_path, change, m
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_what_domino_files_say_and_leave_out(target, tmp_path):
+    """As SpecForge writes them: the head's tensors at the top."""
+    out, drafter = tmp_path / "out", made(target, "Domino")
+    FORMATS.write(drafter, out, "sglang")
+    config, tensors = flat(out), load_file(out / "model.safetensors")
+    assert config["architectures"] == ["DFlashDraftModel"] and config["emb_dim"] == 4
+    assert (
+        config["dflash_config"] | {"projector_type": "domino", "shift_label": True, "gru_hidden_dim": 6}
+        == (config["dflash_config"])
+    )
+    assert {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight"} < tensors.keys()
+    nested = {name: value for name, value in config["dflash_config"].items() if name != "projector_type"}
+    rewritten(out, config | {"architectures": ["DominoDraftModel"], "dflash_config": nested})
+    same(import_block(out), drafter)
+    shifted = {name: value for name, value in config["dflash_config"].items() if name != "shift_label"}
+    rewritten(out, config | {"dflash_config": shifted})
+    assert not import_block(out).config.anchor_guesses
+    for change, message in (
+        ({"pure_draft_prefix_len": 4}, "pure_draft_prefix_len: expected at least 0 and at most 3, found 4"),
+        ({"gru_hidden_dim": 5}, r"expected prefix_gru.weight_ih_l0 of shape \(15, \d+\), found \(18"),
+        ({"projector_type": "linear"}, "projector_type domino, as our drafters are, found 'linear'"),
+        ({"projector_type": "linear", "emb_dim": 0}, "projector_type dflash, as our drafters are, found 'linear'"),
+        ({"shift_label": 1}, "expected shift_label as bool, found 1"),
+    ):
+        rewritten(out, config | {"dflash_config": config["dflash_config"] | change})
+        with pytest.raises(InputError, match=message):
+            import_block(out)
+    torch.manual_seed(0)
+    sure = BlockDrafter.of_target(target, 3, layer_ids=[0, 1], **SHAPES["Domino"], enable_confidence_head=True)
+    with pytest.raises(InputError, match=r"a confidence head, which SpecForge's Domino does not have; train without"):
+        FORMATS.write(sure, tmp_path / "no", "sglang")
+    with pytest.raises(InputError, match=r"a cut vocabulary, where SGLang takes the target's head; take own$"):
+        FORMATS.write(made(target, "Domino, cut"), tmp_path / "no", "sglang", target=target)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_what_our_drafters_do_not_do_is_refused(target, tmp_path):
     out = tmp_path / "out"
     FORMATS.write(made(target, "DFlash"), out, "vllm")
@@ -353,6 +400,13 @@ def test_the_command_writes_tells_and_reads(drafter_dir, target, pair_dirs, tmp_
     assert json.loads(shlex.split(lines[-1])[-1])["method"] == "dflash"
     lines, _ = ran(capsys, "--import_from", tmp_path / "2", "--output", tmp_path / "back2", "--target", where)
     assert lines[-1].startswith("# a DFlash2 drafter of 3 tokens, on the outputs of the target's layers 0, 1")
+
+    made(target, "Domino").save_pretrained(tmp_path / "domino")
+    lines, _ = ran(capsys, "--drafter", tmp_path / "domino", "--format", "sglang", "--output", tmp_path / "d")
+    assert "# SGLang drafts 3 of its 4 tokens" in lines and "--speculative-algorithm DFLASH" in lines[-1]
+    lines, _ = ran(capsys, "--import_from", tmp_path / "d", "--output", tmp_path / "specforge", "--target", where)
+    assert lines[-1].startswith("# a Domino drafter of 4 tokens, on the outputs of")
+    same(BlockDrafter.from_pretrained(tmp_path / "specforge"), made(target, "Domino"))
 
     made(target, "XPress").save_pretrained(tmp_path / "xpress")
     given = ["--drafter", tmp_path / "xpress", "--target", where, "--format", "speculators", "--output", tmp_path / "x"]

@@ -63,6 +63,7 @@ STEPS = {
     "DFlash 2, packed": (
         "block", BLOCK | {"selector_rank": 16, "markov_rank": 0, "anchor_guesses": False, "layers": 2} | PACKED,
     ),
+    "Domino, packed": ("block", BLOCK | {"domino_rank": 16, "markov_rank": 0, "plain_until": 1.0} | PACKED),
     "MTP": ("mtp", {"num_steps": 3}),
     "MTP, a step for each layer, packed": ("mtp", {"num_layers": 2} | PACKED),
     "DSpark, autocast, cut vocabulary": ("block", BLOCK | {"draft_vocabulary": 100} | BF16),
@@ -100,7 +101,7 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, models, tmp
     monkeypatch.setattr(launch, "run_training", lambda *_: None)
     fields |= {key: str(path) for key, path in paths.items()}
     trainer = train(configure(pipeline, tmp_path, training=training, **fields))
-    trainer.sizes = plan.sizes
+    trainer.sizes, trainer.state.max_steps = plan.sizes, 1
     drafter = trainer.model.train()
     if options.keys() & CHECKPOINTING.keys():
         drafter.activation_checkpointing_enable({"use_reentrant": False})

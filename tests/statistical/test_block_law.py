@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from specimens import CONFIDENCE, DFLASH2, block
+from specimens import CONFIDENCE, DFLASH2, RECURRENT, block
 from statistical.test_enumeration import PROMPTS, ROUNDING, compute_in_double, difference, laws, llama  # noqa: F401
 
 from draftsmith.decode import InputError, Tree
@@ -55,11 +55,15 @@ class Unrefined(BlockProposer):
         return drafts
 
 
-@pytest.mark.parametrize("shape", [{"anchor_guesses": False, "block_size": 4}, {}], ids=["fill-in", "anchor guesses"])
+@pytest.mark.parametrize(
+    "shape",
+    [{"xpress_rank": 3, "anchor_guesses": False, "block_size": 4}, {"xpress_rank": 3}, RECURRENT],
+    ids=["XPress, fill-in", "XPress", "Domino"],
+)
 def test_the_q_of_an_unrefined_guess_is_caught(llama, monkeypatch, shape):  # noqa: F811
     compute_in_double(monkeypatch, llama)
-    drafter = block(llama, markov_rank=0, xpress_rank=3, **shape)
-    for parameter in drafter.refiner_head.parameters():
+    drafter = block(llama, **{"markov_rank": 0, **shape})
+    for parameter in drafter.side_head.parameters():
         torch.nn.init.normal_(parameter)
     drafted = [laws(llama, kind(drafter), "T=1", PROMPTS[:1]) for kind in (BlockProposer, Unrefined)]
     right, wrong = (difference(law, wanted) for (law,), (wanted,), _ in drafted)

@@ -116,6 +116,8 @@ CONFIDENCE = 0.15
 
 DFLASH2 = {"markov_rank": 0, "selector_rank": 2, "selector_top_k": 3, "conv_kernel_size": 2, "conv_group_size": 4}
 """Its parts, small enough for any tiny target."""
+RECURRENT = {"markov_rank": 0, "emb_dim": 2, "gru_hidden_dim": 3}
+"""Domino's head."""
 
 
 def block(target: PreTrainedModel, **shape: Any) -> BlockDrafter:
@@ -207,6 +209,22 @@ SPECIMENS: dict[str, Specimen] = {
             "chosen tree": lambda target: BlockProposer(
                 block(target, token_map=named_tokens(target), **DFLASH2 | {"selector_top_k": 2}), TREE
             ),
+            "recurrent chain": lambda target: BlockProposer(block(target, **RECURRENT, pure_draft_prefix_len=1)),
+            "recurrent tree": lambda target: BlockProposer(
+                block(target, **RECURRENT, token_map=named_tokens(target)), TREE
+            ),
+            "recurrent, anchor guesses nothing, causal, cut by confidence": lambda target: BlockProposer(
+                block(
+                    target,
+                    **RECURRENT,
+                    block_size=LENGTH + 1,
+                    anchor_guesses=False,
+                    is_causal=True,
+                    enable_confidence_head=True,
+                ),
+                confidence=CONFIDENCE,
+            ),
+            "causal tree": lambda target: BlockProposer(block(target, is_causal=True, markov_rank=0), TREE),
             "cut by confidence": lambda target: BlockProposer(
                 block(target, enable_confidence_head=True), confidence=CONFIDENCE
             ),

@@ -25,6 +25,8 @@ def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -
     config, notes = drafter.config, []
     if format != "own" and drafter.side_head is not None:
         notes.append(f"of its {drafter.side_head.title}: {drafter.side_head.served}")
+    if format == "sglang" and config.anchor_guesses:
+        notes.append(f"SGLang drafts {config.block_size - 1} of its {config.guesses} tokens")
     if format != "own" and len(set(config.layer_types)) > 1:
         notes.append(
             "vLLM 0.32 decodes with layers of both kinds only in its second runner (VLLM_USE_V2_MODEL_RUNNER=1)"

@@ -3,6 +3,7 @@
 | written by        | config.json                                              | the anchor's slot            |
 |-------------------|----------------------------------------------------------|------------------------------|
 | z-lab, SpecForge  | `DFlash(2)DraftModel`, a `dflash_config`                  | guesses nothing              |
+| SpecForge         | the same for Domino, with `projector_type`                | as in `shift_label`          |
 | DeepSpec          | `Qwen3DSparkModel`, all at the top                        | guesses the next token       |
 | speculators       | the layers' in a `transformer_layer_config`               | as in `sample_from_anchor`   |
 | draftsmith        | as one of these, or with `anchor_guesses`                 | as in `anchor_guesses`       |
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa.base import SLIDING, WINDOWS
-from draftsmith.medusa.block.config import FAMILIES
+from draftsmith.medusa.block.config import FAMILIES, SPECULATORS
 from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, SIZES
 from draftsmith.medusa.block.heads import HEADS, foreign_fields, foreign_names
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
@@ -89,7 +90,7 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
     raw, path = read_config(directory, WHAT), directory / CONFIG
     named = field(raw, path, "speculators_model_type", str, "")
     if named:
-        if named not in (known := [family.lower() for family in FAMILIES]):
+        if named not in (known := [family.lower() for family in SPECULATORS]):
             *first, last = known
             raise InputError(
                 f"{path}: expected a speculators_model_type of {', '.join(first)} or {last}, found {named!r}"
@@ -109,8 +110,11 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
         # DeepSpec's anchors guess unless `dspark_bonus_anchor` is set; z-lab's never do.
         nested = field(raw, path, "dflash_config", dict, {})
         flat = raw | nested
-        dspark = any("DSpark" in str(name) for name in field(raw, path, "architectures", list, []))
-        flat["anchor_guesses"] = dspark and not field(raw, path, "dspark_bonus_anchor", bool, False)
+        architectures = str(field(raw, path, "architectures", list, []))
+        flat["anchor_guesses"] = "DSpark" in architectures and not field(raw, path, "dspark_bonus_anchor", bool, False)
+        if "Domino" in architectures or nested.get("projector_type") == "domino":
+            named = "domino"
+            flat["anchor_guesses"] = field(nested, path, "shift_label", bool, False)
         flat["is_causal"] = nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
     if "anchor_guesses" not in raw:
         families = [family for family in FAMILIES if family.lower() == named] or ["DSpark"]
@@ -161,7 +165,7 @@ def _check_known(flat: dict[str, Any], path: Path) -> None:
         "is_neox_style": (True, None),
         "use_swa": (False, None),
         "swa_window_size": (flat.get("sliding_window"), None),
-        "projector_type": ("dflash", None),
+        "projector_type": ("domino" if flat.get("emb_dim") else "dflash", None),
         "use_aux_hidden_state": (True, None),
         "target_hidden_size": (flat.get("hidden_size"), None),
     }

@@ -25,12 +25,13 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
 
     A block begins at each of T positions, and sees the features before it; `before` gives the tokens before its
     guesses. For each guess the result, (T, K, H + D + 1), holds its state after the last norm, the logits that the
-    Markov head, XPress's refiner or DFlash 2's selector adds, and the confidence head's logit; zeros without them.
+    Markov head, XPress's refiner, DFlash 2's selector or Domino's GRU adds, and the confidence head's logit; zeros
+    without them. Domino is read as SGLang does: `models/dflash.py`, `speculative/domino_utils.py`.
     """
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = flatten_fields(raw)
     tensors = {
-        name: tensor.float() if tensor.is_floating_point() else tensor
+        name.removeprefix("domino_head."): tensor.float() if tensor.is_floating_point() else tensor
         for path in directory.glob("model*.safetensors")
         for name, tensor in load_file(path).items()
     }
@@ -66,6 +67,12 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
             tokens_K = torch.tensor([before(index, guess, config["vocab_size"]) for guess in range(len(states_KH))])
             markov_KR = books[0][tokens_K] * linear(states_KH, of["hidden_projection.weight"])
             added_KD = linear(markov_KR, books[1])
+        if config.get("emb_dim"):
+            before_S = torch.tensor(
+                [before(index, slot - silent, config["vocab_size"]) for slot in range(len(states_SH))]
+            )
+            markov_KR = corrections(config, tensors, states_KH, embedding(embeddings_TSH, before_S[silent:]))
+            added_KD = linear(markov_KR, tensors["embed_proj.2.weight"])
         if config.get("enable_confidence_head"):
             wide = [states_KH]
             if config.get("confidence_head_with_markov") and markov_KR is not None:
@@ -88,6 +95,15 @@ def refined(tensors: dict[str, Tensor], states_SH: Tensor, before_S: Tensor) -> 
     return mixed_SR + linear(silu(gate) * up, of["mlp_down.weight"])
 
 
+def corrections(config: dict[str, Any], tensors: dict[str, Tensor], states_KH: Tensor, seen_KH: Tensor) -> Tensor:
+    """Return the inputs of Domino's map to added logits, (K, R), from the embeddings of the tokens before guesses."""
+    size, width, uncorrected = config["hidden_size"], config["gru_hidden_dim"], config["pure_draft_prefix_len"]
+    gru = torch.nn.GRU(size, width, bias=False)
+    gru.load_state_dict({name: tensors[f"prefix_gru.{name}"] for name in gru.state_dict()})
+    inner_KR = silu(linear(torch.cat([states_KH, gru(seen_KH)[0]], dim=-1), tensors["embed_proj.0.weight"]))
+    return inner_KR * (torch.arange(len(states_KH))[:, None] >= uncorrected)
+
+
 def flatten_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """Return all fields at the top, with DeepSpec's names; target layers are counted from 0."""
     if "speculators_model_type" in raw:
@@ -96,11 +112,18 @@ def flatten_fields(raw: dict[str, Any]) -> dict[str, Any]:
         fields["is_causal"] = False if raw["sliding_window_non_causal"] else None
         return fields | {"for_servers": True}
     if "dflash_config" in raw:
-        fields = raw | raw["dflash_config"] | {"sample_from_anchor": False, "for_servers": True}
+        fields = raw | raw["dflash_config"] | {"for_servers": True}
+        fields["sample_from_anchor"] = fields.get("shift_label", False)
         return fields | {"is_causal": fields.get("causal")}
     own = "sample_from_anchor" not in raw  # only the configs for servers have sample_from_anchor
     anchored = raw["anchor_guesses"] if own else not raw["dspark_bonus_anchor"]
     return raw | {"sample_from_anchor": anchored, "markov_head_type": "vanilla", "for_servers": not own}
+
+
+def embedding(embeddings_TSH: Tensor, tokens: Tensor) -> Tensor:
+    """Return arbitrary embeddings of tokens, (…, H)."""
+    rows = embeddings_TSH.flatten(0, 1)
+    return rows[tokens % len(rows)]
 
 
 def before(index: int, guess: int, vocab_size: int) -> int:

@@ -15,11 +15,12 @@ speculators, and `dspark_bonus_anchor` in vLLM.
 """
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
@@ -93,6 +94,13 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
     elif config.selector_rank or config.conv_kernel_size:
         if (reason := _dflash2_refusal(drafter, format)) is not None:
             return reason
+    elif name == "Domino":
+        if format != "sglang":
+            return f"Domino's {drafter.side_head.title}, which vLLM 0.32 and speculators 0.9 do not know; take sglang"
+        if drafter.confidence_head is not None:
+            return "a confidence head, which SpecForge's Domino does not have; train without confidence"
+        if config.pure_draft_prefix_len != 1:
+            return f"a pure_draft_prefix_len of {config.pure_draft_prefix_len}, where SGLang decodes 1 alone; take own"
     elif (reason := unserved(config)) is not None:
         return reason
     if (reason := unserved_rotation(config.rope_parameters)) is not None:
@@ -101,12 +109,13 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
         return f"is_causal {config.is_causal}, which DeepSpec's files cannot say; take speculators"
     if config.is_causal and format == "speculators":
         return "is_causal in layers of full_attention, which speculators does not have; take vllm"
+    other = "own" if name == "Domino" else "vllm"
     if format == "sglang" and (config.sliding_window or config.is_causal):
-        return "causal blocks or layers with a window, which SGLang is not known to keep; take vllm"
-    if format == "sglang" and not is_dflash(config):
+        return f"causal blocks or layers with a window, which SGLang is not known to keep; take {other}"
+    if format == "sglang" and not is_dflash(config) and name != "Domino":
         return "DSpark's heads, which SGLang 0.5.23 does not load; take vllm"
     if format == "sglang" and drafter.token_map is not None:
-        return "a cut vocabulary, where SGLang takes the target's head; take vllm"
+        return f"a cut vocabulary, where SGLang takes the target's head; take {other}"
     return None
 
 
@@ -166,11 +175,16 @@ def config_fields(drafter: BlockDrafter, format: str) -> dict[str, Any]:
         "base_model_name_or_path": config.base_model_name_or_path,
         "torch_dtype": dtype_name(drafter.dtype),
     }
-    if is_dflash(config) or config.selector_rank:
+    name = family(config)
+    if name == "Domino":
+        # SGLang reads the rank at either place, and requires that they agree.
+        fields["emb_dim"] = config.emb_dim
+        inputs["shift_label"] = config.anchor_guesses
+    if is_dflash(config) or name in ("DFlash2", "Domino"):
         # vLLM takes `causal` for all layers; without it those with a window are causal, and others are not.
         inputs |= {} if config.is_causal is None else {"causal": config.is_causal}
-        name = family(config)
-        return {"architectures": [f"{name}DraftModel"], **fields, "dflash_config": inputs | _heads(config, name)}
+        architecture = "DFlash2DraftModel" if name == "DFlash2" else "DFlashDraftModel"
+        return {"architectures": [architecture], **fields, "dflash_config": inputs | _heads(config, name)}
     return {"architectures": ["Qwen3DSparkModel"], **fields, **inputs, **_heads(config, "DSpark")} | {
         "sample_from_anchor": config.anchor_guesses,
         "dspark_bonus_anchor": not config.anchor_guesses,
@@ -227,11 +241,12 @@ def prove_block(drafter: BlockDrafter, directory: Path, *_: Any) -> None:
     before = torch.tensor(
         [[readers.before(t, k, vocab_size) for k in range(-config.silent, guesses)] for t in range(PLACES)]
     )
+    embed = partial(readers.embedding, embeddings_TSH)
     added_TKD, sure_TK = torch.zeros(PLACES, guesses, drafted), torch.zeros(PLACES, guesses)
     if (head := exact.side_head) is not None and head.foreign is not None:
-        added_TKD = head.out(exact.guessing(head.forced(hidden_TSH, before)))
+        added_TKD = head.out(exact.sides(hidden_TSH, before, embed))
     if exact.confidence_head is not None:
-        sure_TK = exact.confidence(hidden_TSH, before, nn.Identity())
+        sure_TK = exact.confidence(hidden_TSH, before, embed)
     title = "added logits" if head is None else head.title
     expected = {"states": exact.guessing(hidden_TSH), title: added_TKD, "confidence": sure_TK[..., None]}
     parts = outputs_TKX.split([config.hidden_size, drafted, 1], dim=-1)

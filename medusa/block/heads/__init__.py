@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from draftsmith.medusa.block.heads import dflash2, dspark, xpress
+from draftsmith.medusa.block.heads import dflash2, domino, dspark, xpress
 from draftsmith.medusa.block.heads.base import BlockHead, SideHead
 
-HEADS: list[type[BlockHead]] = [*dspark.HEADS, xpress.Refiner, dflash2.Selector]
+HEADS: list[type[BlockHead]] = [*dspark.HEADS, xpress.Refiner, dflash2.Selector, domino.Domino]
 """In the order of their tensors."""
 
 
@@ -35,4 +35,4 @@ def foreign_fields(name: str) -> dict[str, Any]:
 
 def foreign_names() -> dict[str, str]:
     """Return other tools' names of heads' tensors by ours, where they differ."""
-    return {f"{head.name}.{ours}": f"{head.name}.{name}" for head in HEADS for ours, name in head.renamed.items()}
+    return {f"{head.name}.{ours}": name for head in HEADS for ours, name in head.renamed.items()}

@@ -31,7 +31,7 @@ class BlockHead(nn.Module):
     """Other tools' fields, with their only value, or for fields of our config what they mean left out; None if no tool
     knows it."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Other tools' names of its tensors, where they differ from ours."""
+    """Other tools' whole names of its tensors, where they differ from ours."""
 
     def __init__(self, config: Any, side: int):
         super().__init__()

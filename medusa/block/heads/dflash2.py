@@ -27,7 +27,9 @@ class Selector(SideHead):
     served, method = "vLLM 0.32 decodes with it only on GPUs", "dflash"
     fields: ClassVar = {"selector_rank": 0, "selector_top_k": 16}
     foreign: ClassVar = {"selector_rank": 256, "conv_kernel_size": 2, "conv_group_size": 16}
-    renamed: ClassVar = {f"{book}.weight": book for book in ("predecessor_codebook", "successor_codebook")}
+    renamed: ClassVar = {
+        f"{book}_codebook.weight": f"candidate_selector.{book}_codebook" for book in ("predecessor", "successor")
+    }
 
     def __init__(self, config: Any, side: int):
         super().__init__(config, side)

@@ -10,7 +10,7 @@ from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import BlockDrafter, BlockProposer
 from draftsmith.medusa.block.blocks import Anchors, block_states
-from draftsmith.medusa.block.heads.base import limited
+from draftsmith.medusa.block.heads.base import SideHead, limited
 from draftsmith.medusa.block.model import default_target_layers
 
 PROMPTS = torch.tensor([[3, 4, 5, 3, 4], [6, 1, 6, 1, 6]])
@@ -38,6 +38,13 @@ SHAPES = {
         **{"token_map": torch.tensor([1, 3, 4, 5, 6, 8])},
     },
     "DSpark with convolutions": {"markov_rank": 3, "conv_kernel_size": 2},
+    "Domino": {"emb_dim": 4, "gru_hidden_dim": 5, "pure_draft_prefix_len": 1},
+    "Domino, fill-in, few tokens": {
+        "emb_dim": 3,
+        "gru_hidden_dim": 6,
+        "anchor_guesses": False,
+        "token_map": torch.tensor([1, 3, 4, 5, 6, 8]),
+    },
     "DSpark, few tokens": {"markov_rank": 3, "token_map": torch.tensor([1, 3, 4, 5, 6, 8])},
 }
 
@@ -182,6 +189,13 @@ def chosen(head, slots, before, plain):
     return scores
 
 
+def recurrent(drafter, seen):
+    """What Domino's GRU remembers before each guess, (…, K, G), by the library's GRU."""
+    gru = torch.nn.GRU(seen.shape[-1], drafter.config.gru_hidden_dim, bias=False, batch_first=True)
+    gru.load_state_dict(drafter.domino_head.prefix_gru.state_dict())
+    return gru(seen)[0]
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_head_that_adds_logits_is_one_map_with_the_targets(target, shape):
     drafter = block(target, **shape)
@@ -209,7 +223,15 @@ def test_a_head_that_adds_logits_is_one_map_with_the_targets(target, shape):
         )
     if (head := drafter.candidate_selector) is not None:
         naive = torch.stack([chosen(head, *row) for row in zip(slots, before, naive, strict=True)])
+    if (head := drafter.domino_head) is not None:
+        inner = torch.cat([hidden, recurrent(drafter, embed(before[:, drafter.config.silent :]))], -1)
+        added = torch.nn.functional.silu(inner @ head.embed_proj[0].weight.T) @ head.embed_proj[2].weight.T
+        added[:, : drafter.config.pure_draft_prefix_len] = 0
+        naive = naive + added
     torch.testing.assert_close(logits, naive)
+    if (head := drafter.side_head) is not None:  # as it steps in decoding
+        seen = drafter.read(before, embed)
+        torch.testing.assert_close(head.forced(slots, seen), SideHead.forced(head, slots, seen))
 
 
 @pytest.mark.parametrize(
@@ -318,6 +340,8 @@ def test_it_is_saved_and_loaded_with_safetensors(target, tmp_path):
         ({"selector_rank": 2}, "selector_top_k: expected at least 1 and at most 13, found 16"),
         ({"conv_kernel_size": 9}, "conv_kernel_size: expected at least 0 and at most 8, found 9"),
         ({"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size: expected a divisor of the hidden_size 32,"),
+        ({"emb_dim": 2, "gru_hidden_dim": 0}, "gru_hidden_dim: expected at least 1"),
+        ({"emb_dim": 2, "pure_draft_prefix_len": 8}, "pure_draft_prefix_len: expected at least 0 and at most 7"),
         ({"sliding_window": 7}, "sliding_window: expected at least the 8 slots of a block, found 7"),
     ],
 )
@@ -355,8 +379,14 @@ def test_layers_are_those_of_the_papers():
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(
     "shape",
-    [{"markov_rank": 3}, {"anchor_guesses": False}, {"xpress_rank": 3, "anchor_guesses": False}, SHAPES["DFlash 2"]],
-    ids=["DSpark", "DFlash", "XPress", "DFlash 2"],
+    [
+        {"markov_rank": 3},
+        {"anchor_guesses": False},
+        {"xpress_rank": 3, "anchor_guesses": False},
+        SHAPES["DFlash 2"],
+        SHAPES["Domino"],
+    ],
+    ids=["DSpark", "DFlash", "XPress", "DFlash 2", "Domino"],
 )
 def test_a_drafter_in_bfloat16_drafts_for_a_target_in_float32(target, shape, tree):
     """As `measure` chooses on CPUs; replay counts what the decoder counts."""
